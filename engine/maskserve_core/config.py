@@ -1,0 +1,190 @@
+"""The one configuration file (TOML, named by MASKSERVE_CONFIG), as frozen dataclasses.
+
+Every key has a default, a range and a sentence; an unknown key or a value out of range is a
+ConfigError that names it. A model folder may carry a `maskserve.toml` with its own `[model]`
+defaults: the file named by MASKSERVE_CONFIG wins over it key by key.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message names the key."""
+
+
+def _opt(default: Any, doc: str, *, low: Any = None, high: Any = None, of: Any = None) -> Any:
+    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "of": of})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """`[model]`: which model is served and the defaults of its edits."""
+
+    path: str = _opt("", "Folder in diffusers format, or a hub id.")
+    name: str = _opt("", "Name clients may ask for; empty: the last part of the path.")
+    revision: str = _opt("", "Hub revision; empty: the default branch.")
+    device: str = _opt("auto", "`auto`, `cpu`, `cuda` or `cuda:N`.")
+    dtype: str = _opt(
+        "auto", "`auto` (float32 on CPU, bfloat16 on CUDA) or a dtype.", of=("auto", *DTYPES)
+    )
+    native_resolution: int = _opt(
+        0, "Side of the square whose area bounds the model's input; 0: asked of the model.",
+        low=0, high=8192,
+    )
+    max_sequence_length: int = _opt(512, "Text tokens of the T5 prompt.", low=1, high=4096)
+    num_inference_steps: int = _opt(28, "Default steps.", low=1, high=1000)
+    guidance_scale: float = _opt(30.0, "Default embedded guidance.", low=0.0, high=1000.0)
+    torch_threads: int = _opt(0, "CPU threads of the denoiser; 0: all.", low=0, high=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """`[limits]`: what one request may ask at most."""
+
+    max_image_bytes: int = _opt(50 * 2**20, "Encoded bytes of an image.", low=1024, high=2**31)
+    max_pixels: int = _opt(50_000_000, "Decoded pixels of an image.", low=64, high=2**31)
+    max_side: int = _opt(16384, "Longest side of an image.", low=8, high=65535)
+    max_prompt_chars: int = _opt(32_000, "Characters of a prompt.", low=1, high=10**6)
+    max_steps: int = _opt(200, "Denoising steps of one edit.", low=1, high=1000)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """`[engine]`: the step loop."""
+
+    max_rows: int = _opt(8, "Rows of the running batch.", low=1, high=256)
+    max_waiting: int = _opt(256, "Edits waiting for a row; one more is refused.", low=1, high=10**6)
+    drain_grace_s: float = _opt(60.0, "Time that accepted edits have to finish.", low=0, high=3600)
+    heartbeat_s: float = _opt(0.1, "How often an idle engine says it is alive.", low=0.01, high=5)
+    heartbeat_timeout_s: float = _opt(
+        2.5, "Silence after which the engine counts as dead.", low=0.2, high=600
+    )
+    watch_interval_s: float = _opt(0.02, "How often fronts look for a cancel.", low=0.001, high=1)
+    front_threads: int = _opt(64, "Edits one front serves at once.", low=1, high=4096)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """`[cache]`: template activations."""
+
+    enabled: bool = _opt(True, "Whether templates are primed and cached rows served.")
+    budget_bytes: int = _opt(2 * 2**30, "Bytes of entries kept in memory.", low=0, high=2**50)
+    entry_kind: str = _opt("kv", "What is kept per block: `kv` or `h`.", of=("kv", "h"))
+    entry_format: str = _opt(
+        "int8", "Storage of entries.", of=("model", "int8", "float8", "int4")
+    )
+    stride: int = _opt(4, "Every so many steps of the priming schedule is an anchor.", low=1,
+                       high=1000)
+    crossover: float = _opt(
+        0.6, "Mask ratio from which a row runs dense even on a hit.", low=0.0, high=1.0
+    )
+    priming_share: float = _opt(
+        0.25, "Share of steps that priming may take from live rows.", low=0.0, high=1.0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    runtime_dir: str = _opt("", "Folder of the worker's status record and templates.")
+    worker: str = _opt("worker-0", "Name of this worker in answers and metrics.")
+
+
+Section = TypeVar("Section", ModelConfig, LimitsConfig, EngineConfig, CacheConfig)
+_SECTIONS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "limits": LimitsConfig,
+    "engine": EngineConfig,
+    "cache": CacheConfig,
+}
+_PLAIN = ("runtime_dir", "worker")
+
+
+def _checked(where: str, spec: Any, value: Any) -> Any:
+    expected = type(spec.default)
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not expected:
+        raise ConfigError(f"{where}: {value!r} is not a {expected.__name__}")
+    meta = spec.metadata
+    if meta["of"] is not None and value not in meta["of"]:
+        raise ConfigError(f"{where}: {value!r} is not one of {', '.join(meta['of'])}")
+    if meta["low"] is not None and not meta["low"] <= value <= meta["high"]:
+        raise ConfigError(f"{where}: {value} is not in {meta['low']} to {meta['high']}")
+    return value
+
+
+def _section(current: Any, name: str, values: Any) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(f"[{name}] is not a table")
+    specs = {f.name: f for f in fields(current)}
+    unknown = sorted(set(values) - set(specs))
+    if unknown:
+        raise ConfigError(f"[{name}] has no key {unknown[0]!r}; it has {', '.join(specs)}")
+    return replace(
+        current, **{k: _checked(f"[{name}] {k}", specs[k], v) for k, v in values.items()}
+    )
+
+
+def apply(config: Config, values: dict[str, Any]) -> Config:
+    """`config` with the tables of a parsed TOML file laid over it."""
+    for name, value in values.items():
+        if name in _SECTIONS:
+            config = replace(config, **{name: _section(getattr(config, name), name, value)})
+        elif name in _PLAIN:
+            spec = next(f for f in fields(Config) if f.name == name)
+            config = replace(config, **{name: _checked(name, spec, value)})
+        else:
+            raise ConfigError(f"unknown table or key {name!r}; known: "
+                              f"{', '.join((*_SECTIONS, *_PLAIN))}")
+    return config
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def load_config(path: str | os.PathLike[str] | None = None) -> Config:
+    """The configuration of this process.
+
+    Args:
+        path: a TOML file; `None` reads MASKSERVE_CONFIG, and without that uses the defaults.
+
+    Raises:
+        ConfigError: naming the file and key.
+    """
+    path = path if path is not None else os.environ.get("MASKSERVE_CONFIG")
+    values = _read_toml(Path(path)) if path else {}
+    config = Config()
+    model_path = values.get("model", {}).get("path", "") if isinstance(
+        values.get("model", {}), dict) else ""
+    defaults = Path(model_path) / "maskserve.toml" if isinstance(model_path, str) else None
+    if model_path and defaults is not None and defaults.is_file():
+        config = apply(config, _read_toml(defaults))
+    return apply(config, values)
+
+
+def model_name(config: Config) -> str:
+    """The name clients use for the served model."""
+    return config.model.name or Path(config.model.path).name or "model"

@@ -1,0 +1,83 @@
+"""Everything that can go wrong, as one tree.
+
+MaskserveError
+ ├── InvalidRequest     INVALID_REQUEST      the request can never succeed as it is
+ ├── TemplateNotFound   TEMPLATE_NOT_FOUND   settings.template_id names nothing we keep
+ ├── Overloaded         OVERLOADED           the queue is full or the worker is draining
+ ├── DeadlineExceeded   DEADLINE_EXCEEDED    settings.deadline_ms passed before the edit was done
+ ├── Cancelled          CANCELLED            the client or an operator withdrew the edit
+ └── EngineFailed       ENGINE_FAILED        the worker's fault; the same request may succeed again
+
+Each message begins with `[CODE]`, because Triton streams carry only the message (design §3).
+"""
+
+from __future__ import annotations
+
+import re
+
+
+class MaskserveError(Exception):
+    """Base of all errors a client may see. `str(error)` is the whole message with its code."""
+
+    code = "ENGINE_FAILED"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.message}"
+
+
+class InvalidRequest(MaskserveError):
+    """Bad input. The message names the field, what was wrong and what is accepted."""
+
+    code = "INVALID_REQUEST"
+
+    def __init__(self, field: str, problem: str, accepted: str = "") -> None:
+        super().__init__(f"{field}: {problem}" + (f"; accepted: {accepted}" if accepted else ""))
+        self.field = field
+
+
+class TemplateNotFound(MaskserveError):
+    code = "TEMPLATE_NOT_FOUND"
+
+
+class Overloaded(MaskserveError):
+    code = "OVERLOADED"
+
+
+class DeadlineExceeded(MaskserveError):
+    code = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(MaskserveError):
+    code = "CANCELLED"
+
+
+class EngineFailed(MaskserveError):
+    code = "ENGINE_FAILED"
+
+
+CODES = (
+    InvalidRequest.code,
+    TemplateNotFound.code,
+    Overloaded.code,
+    DeadlineExceeded.code,
+    Cancelled.code,
+    EngineFailed.code,
+)
+
+_CODE = re.compile(r"\[(" + "|".join(CODES) + r")\] ?")
+
+
+def split_code(text: str) -> tuple[str, str]:
+    """`(code, message)` of an error text that may have been wrapped on its way.
+
+    Triton's ensemble scheduler puts "in ensemble 'edit_pipeline', " before a step's message, so
+    the code is looked for anywhere. A text without a code is ENGINE_FAILED.
+    """
+    found = _CODE.search(text)
+    if found is None:
+        return EngineFailed.code, text
+    return found.group(1), text[found.end() :]

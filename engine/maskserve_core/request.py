@@ -1,0 +1,37 @@
+"""The REQUEST tensor: one checked edit on its way through the worker's models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from maskserve_core.settings import EditSettings
+
+
+@dataclass(frozen=True, slots=True)
+class EditRequest:
+    """What preprocess hands on. Sizes are (height, width) in pixels."""
+
+    request_id: str
+    prompt: str
+    settings: EditSettings
+    seed: int
+    template_id: str
+    """Digest of the decoded source pixels and their size."""
+    source_size: tuple[int, int]
+    model_size: tuple[int, int]
+    accepted_ns: int
+    """Wall clock (time.time_ns) when the front took the request; deadlines count from here."""
+    timings_ms: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> EditRequest:
+        values: dict[str, Any] = json.loads(raw)
+        values["settings"] = EditSettings(**values["settings"])
+        values["source_size"] = tuple(values["source_size"])
+        values["model_size"] = tuple(values["model_size"])
+        return cls(**values)

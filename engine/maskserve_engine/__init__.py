@@ -1,0 +1,1 @@
+"""The denoising engine: torch and diffusers."""
