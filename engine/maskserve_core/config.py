@@ -41,8 +41,10 @@ class ModelConfig:
         "auto", "`auto` (float32 on CPU, bfloat16 on CUDA) or a dtype.", of=("auto", *DTYPES)
     )
     native_resolution: int = _opt(
-        0, "Side of the square whose area bounds the model's input; 0: asked of the model.",
-        low=0, high=8192,
+        0,
+        "Side of the square whose area bounds the model's input; 0: asked of the model.",
+        low=0,
+        high=8192,
     )
     max_sequence_length: int = _opt(512, "Text tokens of the T5 prompt.", low=1, high=4096)
     num_inference_steps: int = _opt(28, "Default steps.", low=1, high=1000)
@@ -83,11 +85,10 @@ class CacheConfig:
     enabled: bool = _opt(True, "Whether templates are primed and cached rows served.")
     budget_bytes: int = _opt(2 * 2**30, "Bytes of entries kept in memory.", low=0, high=2**50)
     entry_kind: str = _opt("kv", "What is kept per block: `kv` or `h`.", of=("kv", "h"))
-    entry_format: str = _opt(
-        "int8", "Storage of entries.", of=("model", "int8", "float8", "int4")
+    entry_format: str = _opt("int8", "Storage of entries.", of=("model", "int8", "float8", "int4"))
+    stride: int = _opt(
+        4, "Every so many steps of the priming schedule is an anchor.", low=1, high=1000
     )
-    stride: int = _opt(4, "Every so many steps of the priming schedule is an anchor.", low=1,
-                       high=1000)
     crossover: float = _opt(
         0.6, "Mask ratio from which a row runs dense even on a hit.", low=0.0, high=1.0
     )
@@ -151,8 +152,9 @@ def apply(config: Config, values: dict[str, Any]) -> Config:
             spec = next(f for f in fields(Config) if f.name == name)
             config = replace(config, **{name: _checked(name, spec, value)})
         else:
-            raise ConfigError(f"unknown table or key {name!r}; known: "
-                              f"{', '.join((*_SECTIONS, *_PLAIN))}")
+            raise ConfigError(
+                f"unknown table or key {name!r}; known: {', '.join((*_SECTIONS, *_PLAIN))}"
+            )
     return config
 
 
@@ -177,8 +179,9 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
     path = path if path is not None else os.environ.get("MASKSERVE_CONFIG")
     values = _read_toml(Path(path)) if path else {}
     config = Config()
-    model_path = values.get("model", {}).get("path", "") if isinstance(
-        values.get("model", {}), dict) else ""
+    model_path = (
+        values.get("model", {}).get("path", "") if isinstance(values.get("model", {}), dict) else ""
+    )
     defaults = Path(model_path) / "maskserve.toml" if isinstance(model_path, str) else None
     if model_path and defaults is not None and defaults.is_file():
         config = apply(config, _read_toml(defaults))

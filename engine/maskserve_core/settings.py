@@ -154,9 +154,7 @@ _CHECKS: dict[str, Check] = {
     "template_id": _string(_TEMPLATE_ID, 64, "16 to 64 lower-case hexadecimal digits"),
     "deadline_ms": _integer(1, MAX_DEADLINE_MS),
     "priority": _integer(*PRIORITIES),
-    "request_id": _string(
-        _REQUEST_ID, 128, "1 to 128 letters, digits, or any of . _ : / -"
-    ),
+    "request_id": _string(_REQUEST_ID, 128, "1 to 128 letters, digits, or any of . _ : / -"),
 }
 
 
