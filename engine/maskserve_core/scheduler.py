@@ -1,0 +1,272 @@
+"""The step scheduler: which rows run at this step boundary (FlashPS §4.3).
+
+The scheduler only decides. It holds tickets, never tensors, and reads no clock, so the engine and
+the simulator run the same code. It is not thread-safe: one thread owns it.
+
+Order of live tickets: higher priority first; within a priority the earliest deadline first, those
+without a deadline last; then first come, first served. Rows join and leave at any step boundary
+and a live row that runs is never held back.
+
+Background tickets (priming) are rows of a second class:
+
+- With no live ticket about, they fill the whole batch and run at full speed.
+- Beside live rows they are *parked* between turns: parked rows keep their state but no place in
+  the batch, so live tickets are admitted as if they were not there.
+- A turn is paid for with credit. Each step earns `priming_share` x the active tokens of its live
+  rows, a turn spends the active tokens of the rows that take it, and a turn starts only when the
+  account is not overdrawn. Tokens and not steps are counted because a priming row computes all of
+  its tokens: one in four steps could be most of the time. So over any run of steps the work added
+  to live rows is at most `priming_share` of their own, plus one row's step.
+- A turn needs a place in the batch. In a full batch there is none until a live row ends; then a
+  turn that is due takes the place for that one step, before the live tickets that wait. Without
+  this, priming would starve for as long as live tickets wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+from maskserve_core.errors import InvalidRequest, Overloaded
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What the scheduler knows of an edit. Times are seconds of the caller's clock."""
+
+    request_id: str
+    steps: int
+    """Model calls from start to end."""
+    total_tokens: int
+    active_tokens: int
+    """Tokens computed per step; all of them for a dense row."""
+    arrival: float
+    priority: int = 0
+    deadline: float | None = None
+    background: bool = False
+    """Priming: gives way to live edits."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or not 0 <= self.active_tokens <= self.total_tokens:
+            raise ValueError(f"ticket {self.request_id}: no such work: {self}")
+        if math.isnan(self.arrival) or (self.deadline is not None and math.isnan(self.deadline)):
+            raise ValueError(f"ticket {self.request_id}: a time is not a number: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do at one step boundary."""
+
+    admitted: tuple[Ticket, ...]
+    """Tickets that get a row now, in order."""
+    running: tuple[Ticket, ...]
+    """Rows of this step: live ones, then background ones, each in order of admission. The admitted
+    are among them, parked rows are not."""
+    expired: tuple[Ticket, ...]
+    """Tickets whose deadline has passed, waiting or running: already removed."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Place:
+    """A ticket's place in the order; `number` is unique, so tickets are never compared."""
+
+    minus_priority: int
+    deadline: float
+    arrival: float
+    number: int
+
+
+class StepScheduler:
+    """Bounded queues in front of a batch of at most `max_rows` rows.
+
+    Live and background tickets wait in queues of their own, each of at most `max_waiting`, so that
+    priming never makes a live edit be refused. Tickets held (waiting, running or parked) leave by
+    exactly one of `finish`, `cancel` or `Decision.expired`.
+    """
+
+    def __init__(self, max_rows: int, max_waiting: int, priming_share: float = 0.25) -> None:
+        """Make an empty scheduler.
+
+        Args:
+            max_rows: rows of the batch.
+            max_waiting: tickets that may wait, per class.
+            priming_share: work priming may add beside live rows, as a share of theirs, 0 to 1;
+                with 0 it runs only when no live ticket is about.
+        """
+        if max_rows < 1 or max_waiting < 1 or not 0.0 <= priming_share <= 1.0:
+            raise ValueError(f"no such capacity: {max_rows=} {max_waiting=} {priming_share=}")
+        self.max_rows = max_rows
+        self.max_waiting = max_waiting
+        self.priming_share = priming_share
+        self.draining = False
+        self._number = 0
+        self._held: dict[str, tuple[_Place, Ticket]] = {}
+        # Sorted, most urgent first.
+        self._live_waiting: list[_Place] = []
+        self._background_waiting: list[_Place] = []
+        self._ids: dict[int, str] = {}  # place number -> request id
+        # Insertion order is admission order.
+        self._live: dict[str, Ticket] = {}
+        self._background: dict[str, Ticket] = {}
+        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, number); may hold stale
+        self._credit = 0.0  # active tokens; negative while priming is in debt
+
+    @property
+    def running(self) -> tuple[Ticket, ...]:
+        """Tickets that hold a row, parked ones included, in order of admission within a class."""
+        return (*self._live.values(), *self._background.values())
+
+    @property
+    def waiting(self) -> tuple[Ticket, ...]:
+        """Tickets without a row, in the order in which they will get one, live ones first."""
+        places = (*self._live_waiting, *self._background_waiting)
+        return tuple(self._held[self._ids[place.number]][1] for place in places)
+
+    def __len__(self) -> int:
+        """Tickets held: waiting, running and parked."""
+        return len(self._held)
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue `ticket`; it runs from a later `schedule` on.
+
+        Raises:
+            Overloaded: draining, or the ticket's queue is full.
+            InvalidRequest: a ticket of this id is still held.
+        """
+        if self.draining:
+            raise Overloaded("the worker is draining; send the edit to another or try again later")
+        if ticket.request_id in self._held:
+            raise InvalidRequest(
+                "SETTINGS.request_id", f"{ticket.request_id!r} is still being served", "a new id"
+            )
+        queue = self._background_waiting if ticket.background else self._live_waiting
+        if len(queue) >= self.max_waiting:
+            raise Overloaded(f"{self.max_waiting} edits are waiting already; try again later")
+        deadline = math.inf if ticket.deadline is None else ticket.deadline
+        place = _Place(-ticket.priority, deadline, ticket.arrival, self._number)
+        self._number += 1
+        insort(queue, place)
+        self._held[ticket.request_id] = (place, ticket)
+        self._ids[place.number] = ticket.request_id
+        if deadline < math.inf:
+            heapq.heappush(self._deadlines, (deadline, place.number))
+
+    def cancel(self, request_id: str) -> Ticket | None:
+        """Remove a ticket wherever it is; `None` if it is not held (it may have just ended)."""
+        if request_id not in self._held:
+            return None
+        return self._remove(request_id)
+
+    def finish(self, request_id: str) -> None:
+        """The row has taken its last step.
+
+        Raises:
+            KeyError: no row of that name runs: the caller has lost count.
+        """
+        if request_id not in self._live and request_id not in self._background:
+            raise KeyError(request_id)
+        self._remove(request_id)
+
+    def drain(self) -> None:
+        """Refuse new tickets from now on; those held go on."""
+        self.draining = True
+
+    def schedule(self, now: float) -> Decision:
+        """Decide the next step: expire, admit, and choose the rows. The caller then runs them."""
+        expired = self._expire(now)
+        turn = self._background_turn()
+        admitted = self._admit(
+            self._live_waiting, self._live, self.max_rows - turn - len(self._live)
+        )
+        live = tuple(self._live.values())
+        started = self._admit(
+            self._background_waiting, self._background, turn - len(self._background)
+        )
+        background = tuple(self._background.values())[:turn]
+        self._settle(live, background)
+        return Decision((*admitted, *started), (*live, *background), expired)
+
+    def _expire(self, now: float) -> tuple[Ticket, ...]:
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number = heapq.heappop(self._deadlines)
+            if number in self._ids:
+                expired.append(self._remove(self._ids[number]))
+        # Tickets that end before their deadline leave stale entries; a day's worth is too many.
+        if len(self._deadlines) > 2 * len(self._held) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._ids]
+            heapq.heapify(self._deadlines)
+        return tuple(expired)
+
+    def _background_turn(self) -> int:
+        """How many background rows take this step."""
+        wanted = len(self._background) + len(self._background_waiting)
+        if not self._live and not self._live_waiting:
+            return min(wanted, self.max_rows)
+        if self._credit < 0.0 or self.priming_share == 0.0:
+            return 0
+        # One dense row at a time: what a live row sees is the length of a single step.
+        return min(wanted, 1, self.max_rows - len(self._live))
+
+    def _admit(
+        self, queue: list[_Place], rows: dict[str, Ticket], count: int
+    ) -> tuple[Ticket, ...]:
+        places = queue[: max(count, 0)]
+        del queue[: len(places)]
+        admitted = tuple(self._held[self._ids[place.number]][1] for place in places)
+        rows.update((ticket.request_id, ticket) for ticket in admitted)
+        return admitted
+
+    def _settle(self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]) -> None:
+        """Book this step's work. Credit is not saved up: unused, it is gone at the next step."""
+        if not live and not self._live_waiting:
+            self._credit = 0.0
+            return
+        earned = self.priming_share * sum(ticket.active_tokens for ticket in live)
+        spent = sum(ticket.active_tokens for ticket in background)
+        self._credit = min(self._credit + earned - spent, 0.0)
+
+    def _remove(self, request_id: str) -> Ticket:
+        place, ticket = self._held.pop(request_id)
+        del self._ids[place.number]
+        rows = self._background if ticket.background else self._live
+        if rows.pop(request_id, None) is None:
+            queue = self._background_waiting if ticket.background else self._live_waiting
+            del queue[bisect_left(queue, place)]
+        return ticket
+
+    def check_integrity(self) -> None:
+        """Compare every structure with every other; for tests and idle moments.
+
+        Raises:
+            RuntimeError: naming the invariant that does not hold.
+        """
+        queued = [*self._live_waiting, *self._background_waiting]
+        waiting = [self._ids[place.number] for place in queued]
+        deadlines = {number for _, number in self._deadlines}
+        checks = {
+            "a ticket is in one place": sorted([*waiting, *self._live, *self._background])
+            == sorted(self._held),
+            "numbers name the held tickets": {
+                place.number: request_id for request_id, (place, _) in self._held.items()
+            }
+            == self._ids,
+            "queues are sorted": self._live_waiting == sorted(self._live_waiting)
+            and self._background_waiting == sorted(self._background_waiting),
+            "classes are apart": all(self._held[r][1].background for r in self._background)
+            and not any(self._held[r][1].background for r in self._live),
+            "rows fit": len(self._live) <= self.max_rows and len(self._background) <= self.max_rows,
+            "queues are bounded": len(self._live_waiting) <= self.max_waiting
+            and len(self._background_waiting) <= self.max_waiting,
+            "each deadline is watched": all(
+                place.number in deadlines
+                for place, ticket in self._held.values()
+                if place.deadline < math.inf
+            ),
+            "credit is not saved up": self._credit <= 0.0,
+        }
+        broken = [name for name, holds in checks.items() if not holds]
+        if broken:
+            raise RuntimeError(f"scheduler: broken: {'; '.join(broken)}")
