@@ -1,0 +1,61 @@
+"""The folder of a test picks its marker; GPU and slow tests are left out unless asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+FOLDERS = ("unit", "contract", "triton", "e2e", "gpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow", action="store_true", help="run the tests marked slow (or set MASKSERVE_FULL=1)"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
+        if folder in FOLDERS:
+            item.add_marker(getattr(pytest.mark, folder))
+    _skip(items, "gpu", _no_cuda)
+    if not (config.getoption("--slow") or os.environ.get("MASKSERVE_FULL") == "1"):
+        _skip(items, "slow", lambda: "slow: runs with --slow or MASKSERVE_FULL=1")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: Callable[[], str | None]) -> None:
+    """Skip the marked tests if `reason()` gives one; it is asked only when there are any."""
+    marked = [item for item in items if item.get_closest_marker(marker)]
+    why = reason() if marked else None
+    for item in marked:
+        if why:
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+def _no_cuda() -> str | None:
+    try:
+        import torch
+    except ImportError:
+        return "gpu: torch is not installed"
+    return None if torch.cuda.is_available() else "gpu: no CUDA device here"
+
+
+@pytest.fixture(scope="session")
+def tiny_fill(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny FLUX Fill model with random weights."""
+    from tests.fakes.tiny_model import build_tiny_model
+
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny-fill", "fill")
+
+
+@pytest.fixture(scope="session")
+def tiny_inpaint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny FLUX model that is served with the inpainting semantics."""
+    from tests.fakes.tiny_model import build_tiny_model
+
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny-inpaint", "inpaint")
