@@ -12,11 +12,11 @@ Background tickets (priming) are rows of a second class:
 - With no live ticket about, they fill the whole batch and run at full speed.
 - Beside live rows they are *parked* between turns: parked rows keep their state but no place in
   the batch, so live tickets are admitted as if they were not there.
-- A turn is paid for with credit. Each step earns `priming_share` x the active tokens of its live
-  rows, a turn spends the active tokens of the rows that take it, and a turn starts only when the
-  account is not overdrawn. Tokens and not steps are counted because a priming row computes all of
-  its tokens: one in four steps could be most of the time. So over any run of steps the work added
-  to live rows is at most `priming_share` of their own, plus one row's step.
+- A turn is paid for in advance. Each step earns `priming_share` x the active tokens of its live
+  rows; a turn, one row for one step, costs that row's active tokens. So priming never adds more
+  than `priming_share` to the work of the live rows it runs beside. Tokens and not steps are
+  counted because a priming row computes all of its tokens: in one of four steps it could take
+  most of the time. Credit above the price of the next turn is not kept.
 - A turn needs a place in the batch. In a full batch there is none until a live row ends; then a
   turn that is due takes the place for that one step, before the live tickets that wait. Without
   this, priming would starve for as long as live tickets wait.
@@ -111,7 +111,7 @@ class StepScheduler:
         self._live: dict[str, Ticket] = {}
         self._background: dict[str, Ticket] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, number); may hold stale
-        self._credit = 0.0  # active tokens; negative while priming is in debt
+        self._credit = 0.0  # active tokens that priming may compute beside live rows
 
     @property
     def running(self) -> tuple[Ticket, ...]:
@@ -205,10 +205,18 @@ class StepScheduler:
         wanted = len(self._background) + len(self._background_waiting)
         if not self._live and not self._live_waiting:
             return min(wanted, self.max_rows)
-        if self._credit < 0.0 or self.priming_share == 0.0:
+        if not wanted or self.priming_share == 0.0 or self._credit < self._price():
             return 0
-        # One dense row at a time: what a live row sees is the length of a single step.
-        return min(wanted, 1, self.max_rows - len(self._live))
+        # One dense row at a time: a live row then waits for the rest of a single step.
+        return min(1, self.max_rows - len(self._live))
+
+    def _price(self) -> int:
+        """Active tokens of the background row whose turn is next; 0 if there is none."""
+        if self._background:
+            return next(iter(self._background.values())).active_tokens
+        if self._background_waiting:
+            return self._held[self._ids[self._background_waiting[0].number]][1].active_tokens
+        return 0
 
     def _admit(
         self, queue: list[_Place], rows: dict[str, Ticket], count: int
@@ -220,13 +228,14 @@ class StepScheduler:
         return admitted
 
     def _settle(self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]) -> None:
-        """Book this step's work. Credit is not saved up: unused, it is gone at the next step."""
-        if not live and not self._live_waiting:
+        """Book the work of this step."""
+        if not live:
+            # Nothing to share, or only a turn just paid for that live tickets wait behind.
             self._credit = 0.0
             return
         earned = self.priming_share * sum(ticket.active_tokens for ticket in live)
         spent = sum(ticket.active_tokens for ticket in background)
-        self._credit = min(self._credit + earned - spent, 0.0)
+        self._credit = min(self._credit - spent, self._price()) + earned
 
     def _remove(self, request_id: str) -> Ticket:
         place, ticket = self._held.pop(request_id)
@@ -265,7 +274,7 @@ class StepScheduler:
                 for place, ticket in self._held.values()
                 if place.deadline < math.inf
             ),
-            "credit is not saved up": self._credit <= 0.0,
+            "no debts": self._credit >= 0.0,
         }
         broken = [name for name, holds in checks.items() if not holds]
         if broken:
