@@ -112,7 +112,7 @@ class StatusWriter:
         slot_bytes = _SMALLEST_SLOT
         while slot_bytes < 2 * len(record):
             slot_bytes *= 2
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary = self.path.with_name(f".{self.path.name}.new")
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             # Space for both slots is taken now: later records cannot fail for want of it.

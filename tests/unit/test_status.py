@@ -1,0 +1,261 @@
+"""The status record between processes: whole records only, no waiting, and no exceptions."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maskserve_core.status import RowStatus, StatusReader, StatusWriter, WorkerStatus
+
+ROW = RowStatus("edit-1", "cached", 103, 4096, 17, "0f" * 32, 3)
+STATUS = WorkerStatus(
+    "worker-0",
+    "demo",
+    "ready",
+    max_rows=8,
+    max_waiting=256,
+    running=(ROW, replace(ROW, request_id="edit-2", kind="dense", active_tokens=4096)),
+    waiting=(replace(ROW, request_id="prime-1", kind="prime"),),
+    tier_bytes={"host": 2**33, "disk": 0},
+    counters={"steps_total": 12.0},
+    templates={"host": ("0f" * 32, "1e" * 32), "disk": ()},
+    costs={"step": {"a": 0.01, "b": 2e-12}},
+)
+
+
+def large(i: int) -> WorkerStatus:
+    """A record whose every part is told by `i`, of some 1 to 40 KB."""
+    size = 1 + i % 40
+    return replace(
+        STATUS,
+        worker=str(i),
+        counters={"i": float(i)},
+        running=tuple(replace(ROW, request_id=str(i), steps_left=i) for _ in range(size)),
+        templates={"host": (str(i // 7),) * size},
+    )
+
+
+def is_whole(status: WorkerStatus) -> bool:
+    i = int(status.worker)
+    stamps = {"sequence": 0, "wall_ns": 0, "monotonic_ns": 0}
+    return replace(status, **stamps) == large(i)  # type: ignore[arg-type]
+
+
+def test_json_there_and_back():
+    assert WorkerStatus.from_json(STATUS.to_json()) == STATUS
+    assert json.loads(STATUS.to_json())["running"][0]["active_tokens"] == 103
+
+
+def test_fields_of_a_later_writer_are_skipped_and_missing_ones_take_defaults():
+    values = json.loads(STATUS.to_json())
+    values["new"] = 1
+    values["running"][0]["new"] = [2]
+    del values["counters"]
+    del values["waiting"][0]["template_id"]
+    read = WorkerStatus.from_json(json.dumps(values))
+    assert read.running == STATUS.running
+    assert read.counters == {}
+    assert read.waiting[0].template_id == ""
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'{"version":1}',
+        b"{" * 10**5,
+        b"[" * 10**6,
+        b"\xff\xfe",
+        STATUS.to_json().replace(b'"version":1', b'"version":2'),
+        STATUS.to_json().replace(b'"ready"', b'"fine"'),
+        STATUS.to_json().replace(b'"dense"', b'"thick"'),
+        STATUS.to_json().replace(b'"templates":{', b'"templates":[],"x":{'),
+    ],
+    ids=range(11),
+)
+def test_what_is_no_record_is_a_value_error(raw: bytes):
+    with pytest.raises(ValueError, match="not a status record"):
+        WorkerStatus.from_json(raw)
+
+
+def test_a_written_record_is_read_and_numbered_and_stamped(tmp_path: Path):
+    writer, reader = StatusWriter(tmp_path / "s"), StatusReader(tmp_path / "s")
+    assert reader.read() is None
+    before = time.monotonic_ns()
+    for i in range(1, 6):
+        written = writer.write(replace(STATUS, counters={"i": float(i)}))
+        read = reader.read()
+        assert read == written
+        assert read is not None
+        assert (read.sequence, read.counters["i"]) == (i, i)
+    assert before <= read.monotonic_ns <= time.monotonic_ns()
+    assert 0.0 <= read.age_s() < 60.0
+    assert read.age_s(read.monotonic_ns + 1_500_000_000) == 1.5
+    assert abs(read.wall_ns - time.time_ns()) < 60e9
+    raw = reader.read_json()
+    assert raw is not None
+    assert WorkerStatus.from_json(raw) == read
+
+
+def test_a_record_that_outgrows_the_file_gets_a_larger_one(tmp_path: Path):
+    writer, reader = StatusWriter(tmp_path / "s"), StatusReader(tmp_path / "s")
+    for size in (1, 500, 2, 5000, 5001, 3):
+        rows = tuple(replace(ROW, request_id=str(i)) for i in range(size))
+        written = writer.write(replace(STATUS, running=rows))
+        assert reader.read() == written
+    assert os.listdir(tmp_path) == ["s"]
+
+
+def test_slow_parts_changed_in_place_are_noticed(tmp_path: Path):
+    writer, reader = StatusWriter(tmp_path / "s"), StatusReader(tmp_path / "s")
+    templates: dict[str, tuple[str, ...]] = {"host": ("a",)}
+    costs = {"tiers": {"host": [0.0, 1.0]}}
+    status = replace(STATUS, templates=templates, costs=costs)
+    writer.write(status)
+    templates["host"] = ("a", "b")
+    costs["tiers"]["host"][1] = 2.0
+    writer.write(status)
+    read = reader.read()
+    assert read is not None
+    assert read.templates == {"host": ("a", "b")}
+    assert read.costs == {"tiers": {"host": [0.0, 2.0]}}
+
+
+def test_a_restarted_writer_is_followed_and_the_old_record_stays_until_then(tmp_path: Path):
+    reader = StatusReader(tmp_path / "s")
+    first = StatusWriter(tmp_path / "s")
+    first.write(STATUS)
+    last = first.write(replace(STATUS, state="failed"))
+    first.close()
+    second = StatusWriter(tmp_path / "s")
+    assert reader.read() == last
+    written = second.write(replace(STATUS, worker="again"))
+    assert reader.read() == written
+    assert written.sequence == 1
+    (tmp_path / "s").unlink()
+    assert reader.read() is None
+    second.close()
+    assert StatusWriter(tmp_path / "s").write(STATUS) == reader.read()
+
+
+def test_a_write_cut_short_leaves_the_record_before_it(tmp_path: Path):
+    writer, reader = StatusWriter(tmp_path / "s"), StatusReader(tmp_path / "s")
+    records = [writer.write(replace(STATUS, counters={"i": float(i)})) for i in range(4)]
+    raw = bytearray((tmp_path / "s").read_bytes())
+    newest = raw.index(records[-1].to_json())
+    raw[newest + 100] ^= 1
+    (tmp_path / "s").write_bytes(raw)
+    assert reader.read() == records[-2]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    damage=st.lists(st.tuples(st.integers(0, 40_000), st.integers(1, 255)), max_size=4),
+    length=st.none() | st.integers(0, 40_000),
+)
+def test_a_damaged_file_gives_a_true_record_or_none(
+    tmp_path_factory: pytest.TempPathFactory,
+    damage: list[tuple[int, int]],
+    length: int | None,
+):
+    path = tmp_path_factory.mktemp("s") / "s"
+    writer = StatusWriter(path)
+    records = [writer.write(replace(STATUS, counters={"i": float(i)})) for i in range(2)]
+    writer.close()
+    raw = bytearray(path.read_bytes())[:length]
+    for offset, flip in damage:
+        if offset < len(raw):
+            raw[offset] ^= flip
+    path.write_bytes(raw)
+    reader = StatusReader(path)
+    assert reader.read() in (None, *records)
+    reader.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"maskstat", os.urandom(4096), bytes(4096)])
+def test_a_foreign_file_gives_none(tmp_path: Path, content: bytes):
+    (tmp_path / "s").write_bytes(content)
+    reader = StatusReader(tmp_path / "s")
+    assert reader.read() is None
+    written = StatusWriter(tmp_path / "s").write(STATUS)
+    assert reader.read() == written
+
+
+def test_what_is_no_file_gives_none(tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "folder", tmp_path / "pipe", tmp_path / "folder" / "none"):
+        assert StatusReader(path).read() is None
+
+
+def test_a_writer_without_a_folder_raises_and_leaves_nothing(tmp_path: Path):
+    with pytest.raises(OSError, match="none"):
+        StatusWriter(tmp_path / "none" / "s").write(STATUS)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "x").touch()
+    with pytest.raises(OSError, match="taken"):
+        StatusWriter(tmp_path / "taken").write(STATUS)
+    assert os.listdir(tmp_path) == ["taken"]
+
+
+def _write_until_killed(path: str) -> None:
+    writer = StatusWriter(path)
+    rng = random.Random(os.getpid())
+    while True:
+        writer.write(large(rng.randrange(10**6)))
+
+
+def _read_many(path: str, seconds: float, results: multiprocessing.Queue[tuple[int, int, float]]):  # type: ignore[type-arg]
+    reader = StatusReader(path)
+    whole = torn = 0
+    slowest = 0.0
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        start = time.thread_time()
+        status = reader.read()
+        slowest = max(slowest, time.thread_time() - start)
+        if status is not None and is_whole(status):
+            whole += 1
+        else:
+            torn += 1
+    results.put((whole, torn, slowest))
+
+
+def test_readers_of_a_busy_writer_that_is_killed_and_restarted_see_whole_records(tmp_path: Path):
+    path = str(tmp_path / "s")
+    StatusWriter(path).write(large(1))
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    readers = [context.Process(target=_read_many, args=(path, 3.0, results)) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for _ in range(3):
+        writer = context.Process(target=_write_until_killed, args=(path,))
+        writer.start()
+        time.sleep(1.5)
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+    for _ in readers:
+        whole, torn, slowest = results.get(timeout=60)
+        assert torn == 0
+        assert whole > 100
+        assert slowest < 0.1  # CPU time of one read: no spinning on a writer
+    for reader in readers:
+        reader.join()
+    last = StatusReader(path).read()
+    assert last is not None
+    assert is_whole(last)
+    assert last.sequence > 1
