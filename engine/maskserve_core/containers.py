@@ -1,0 +1,203 @@
+"""What an encoded image says of itself before anything is decoded.
+
+Requests are untrusted. This module reads a PNG, JPEG or WebP container far enough to know its
+size, orientation and transparency, and rewrites PNG and JPEG without their metadata, so that the
+decoder meets pixels only: no text chunk, colour profile, EXIF block or animation of a stranger
+reaches it, and its warnings about them cannot arise.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+ACCEPTED = "PNG, JPEG or WebP bytes, or their base64 text or data: URI"
+
+_MAX_PNG_CHUNKS = 65_536
+# A progressive JPEG costs a pass over all its pixels per scan; real ones have about ten.
+_MAX_JPEG_SCANS = 64
+_EXIF_ORIENTATION = 0x0112
+
+_FOREIGN = (
+    (b"GIF8", "a GIF"),
+    (b"II*\x00", "a TIFF"),
+    (b"MM\x00*", "a TIFF"),
+    (b"BM", "a BMP"),
+    (b"%PDF", "a PDF"),
+    (b"\x00\x00\x01\x00", "an ICO"),
+    (b"\x00\x00\x00\x0cjP", "a JPEG 2000"),
+    (b"\xff\x0a", "a JPEG XL"),
+    (b"<svg", "an SVG"),
+    (b"<?xml", "an XML document"),
+)
+
+
+class BadContainer(ValueError):
+    """The bytes are not a whole PNG, JPEG or WebP; the message continues "<field>: …"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """One encoded image, read but not decoded."""
+
+    kind: str
+    """`png`, `jpeg` or `webp`."""
+    size: tuple[int, int]
+    """(height, width) as stored, before the orientation is applied."""
+    orientation: int
+    """EXIF orientation, 1 to 8; 1 when absent or nonsense."""
+    payload: bytes
+    """What the decoder is given: the image without its metadata."""
+    bit_depth: int = 8
+    colour_type: int = -1
+    """PNG's colour type; -1 for other formats."""
+    transparency: bytes = b""
+    """PNG's tRNS chunk, which the payload lacks."""
+
+
+def read_container(encoded: bytes) -> Container:
+    """Read the headers of an encoded image.
+
+    Raises:
+        BadContainer: another format, or cut short.
+    """
+    if encoded.startswith(PNG_SIGNATURE):
+        return _read_png(encoded)
+    if encoded.startswith(b"\xff\xd8\xff"):
+        return _read_jpeg(encoded)
+    if encoded[:4] == b"RIFF" and encoded[8:12] == b"WEBP":
+        return _read_webp(encoded)
+    raise BadContainer(_foreign(encoded))
+
+
+def is_container(data: bytes) -> bool:
+    """Whether `data` begins like an image that `read_container` reads."""
+    return data.startswith((PNG_SIGNATURE, b"\xff\xd8\xff")) or (
+        data[:4] == b"RIFF" and data[8:12] == b"WEBP"
+    )
+
+
+def _foreign(encoded: bytes) -> str:
+    for magic, name in _FOREIGN:
+        if encoded.startswith(magic):
+            return f"is {name}"
+    if encoded[4:8] == b"ftyp":
+        return "is an AVIF, HEIF or video file"
+    return "is not an image"
+
+
+def _read_png(data: bytes) -> Container:
+    """Keep IHDR, PLTE, IDAT and IEND; note tRNS and the orientation in eXIf."""
+    if data[12:16] != b"IHDR" or len(data) < 33:
+        raise BadContainer("is a truncated or damaged PNG")
+    width, height, depth, colour = struct.unpack_from(">IIBB", data, 16)
+    kept = [PNG_SIGNATURE]
+    orientation, transparency = 1, b""
+    at = 8
+    for _ in range(_MAX_PNG_CHUNKS):
+        if at + 12 > len(data):
+            raise BadContainer("is a truncated PNG")
+        length = int.from_bytes(data[at : at + 4], "big")
+        name, end = data[at + 4 : at + 8], at + 12 + length
+        if end > len(data):
+            raise BadContainer("is a truncated PNG")
+        if name in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
+            kept.append(data[at:end])
+        elif name == b"tRNS":
+            transparency = data[at + 8 : end - 4]
+        elif name == b"eXIf":
+            orientation = _orientation(data[at + 8 : end - 4])
+        if name == b"IEND":
+            return Container(
+                "png", (height, width), orientation, b"".join(kept), depth, colour, transparency
+            )
+        at = end
+    raise BadContainer(f"is a PNG of more than {_MAX_PNG_CHUNKS} chunks")
+
+
+def _read_jpeg(data: bytes) -> Container:
+    """Keep what decoding needs; of the application segments only JFIF's and Adobe's."""
+    kept = [data[:2]]
+    size: tuple[int, int] | None = None
+    orientation = 1
+    at = 2
+    while True:
+        while data[at : at + 2] == b"\xff\xff":  # fill bytes before a marker
+            at += 1
+        marker = data[at + 1] if at + 4 <= len(data) and data[at] == 0xFF else None
+        if marker is None:
+            raise BadContainer("is a truncated or damaged JPEG")
+        length = int.from_bytes(data[at + 2 : at + 4], "big")
+        end = at + 2 + length
+        if length < 2 or end > len(data):
+            raise BadContainer("is a truncated or damaged JPEG")
+        body = data[at + 4 : min(end, at + 4 + 65_536)]
+        if marker == 0xDA:
+            break
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            if len(body) < 6 or size is not None:
+                raise BadContainer("is a damaged JPEG")
+            size = (int.from_bytes(body[1:3], "big"), int.from_bytes(body[3:5], "big"))
+        if marker == 0xE1 and body.startswith(b"Exif\x00\x00"):
+            orientation = _orientation(body[6:])
+        if marker in (0xE0, 0xEE) or not (0xE0 <= marker <= 0xEF or marker == 0xFE):
+            kept.append(data[at:end])
+        at = end
+    if size is None:
+        raise BadContainer("is a damaged JPEG")
+    # Inside compressed data 0xFF is always followed by 0x00 or a restart marker.
+    if data.count(b"\xff\xda", at) > _MAX_JPEG_SCANS:
+        raise BadContainer(f"is a JPEG of more than {_MAX_JPEG_SCANS} scans")
+    kept.append(data[at:])
+    return Container("jpeg", size, orientation, b"".join(kept))
+
+
+def _read_webp(data: bytes) -> Container:
+    """Read the size of the canvas and the orientation; WebP's decoder takes the file whole."""
+    if int.from_bytes(data[4:8], "little") + 8 > len(data):
+        raise BadContainer("is a truncated WebP")
+    name, body = data[12:16], data[20:30]
+    if len(body) < 10:
+        raise BadContainer("is a truncated WebP")
+    orientation = 1
+    if name == b"VP8X":
+        width = int.from_bytes(body[4:7], "little") + 1
+        height = int.from_bytes(body[7:10], "little") + 1
+        if body[0] & 0x08:
+            orientation = _webp_orientation(data)
+    elif name == b"VP8L":
+        bits = int.from_bytes(body[1:5], "little")
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif name == b"VP8 ":
+        width = int.from_bytes(body[6:8], "little") & 0x3FFF
+        height = int.from_bytes(body[8:10], "little") & 0x3FFF
+    else:
+        raise BadContainer("is a damaged WebP")
+    return Container("webp", (height, width), orientation, data)
+
+
+def _webp_orientation(data: bytes) -> int:
+    at = 12
+    while at + 8 <= len(data):
+        length = int.from_bytes(data[at + 4 : at + 8], "little")
+        if data[at : at + 4] == b"EXIF":
+            return _orientation(data[at + 8 : at + 8 + length].removeprefix(b"Exif\x00\x00"))
+        at += 8 + length + (length & 1)
+    return 1
+
+
+def _orientation(tiff: bytes) -> int:
+    """The orientation tag of the first directory of an EXIF block; 1 if it cannot be read."""
+    order = {b"II*\x00": "<", b"MM\x00*": ">"}.get(tiff[:4])
+    if order is None or len(tiff) < 8:
+        return 1
+    (at,) = struct.unpack_from(order + "I", tiff, 4)
+    if at + 2 > len(tiff):
+        return 1
+    (count,) = struct.unpack_from(order + "H", tiff, at)
+    for entry in range(at + 2, min(at + 2 + 12 * count, len(tiff) - 11), 12):
+        tag, kind, _, value = struct.unpack_from(order + "HHIH", tiff, entry)
+        if tag == _EXIF_ORIENTATION:
+            return value if kind == 3 and 1 <= value <= 8 else 1
+    return 1

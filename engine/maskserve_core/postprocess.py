@@ -1,0 +1,34 @@
+"""The last model of the ensemble: lay the edited pixels over the source and encode the answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from maskserve_core.geometry import resize
+from maskserve_core.images import NO_LIMITS, decode_raster, encode_image, to_base64
+from maskserve_core.request import EditRequest
+
+
+def finish_edit(
+    pixels: npt.NDArray[np.uint8], source: bytes, paste: bytes, request: EditRequest
+) -> bytes:
+    """The answer's IMAGE bytes.
+
+    Where the paste weight is 0 the answer is the decoded source bit for bit (as long as the
+    output format is lossless); where it is 255 it is the model's output, brought to the source's
+    size by Lanczos; between, the two are mixed.
+
+    Args:
+        pixels: RGB uint8 [h, w, 3] at the model's size.
+        source: the SOURCE tensor: the encoded source.
+        paste: the PASTE tensor: PNG of weights at the source's size.
+        request: whose output format and encoding are used.
+    """
+    out = decode_raster(source, "SOURCE", NO_LIMITS).image.convert("RGB")
+    weights = decode_raster(paste, "PASTE", NO_LIMITS).image
+    # Pillow's paste mixes in integers, exactly 0 and exactly 255 included.
+    out.paste(resize(Image.fromarray(pixels), request.source_size), mask=weights)
+    encoded = encode_image(out, request.settings.output_format)
+    return to_base64(encoded) if request.settings.output_encoding == "base64" else encoded

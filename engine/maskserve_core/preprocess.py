@@ -1,0 +1,130 @@
+"""The first model of the ensemble: from a client's four tensors to the model's arrays.
+
+Everything that can be refused without running the model is refused here.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from maskserve_core.capabilities import (
+    check_output,
+    check_prompt,
+    check_settings,
+    with_defaults,
+)
+from maskserve_core.config import Config
+from maskserve_core.errors import InvalidRequest, TemplateNotFound
+from maskserve_core.facts import ModelFacts
+from maskserve_core.geometry import model_size, resize
+from maskserve_core.images import Decoded, decode_image, decode_mask, encode_image
+from maskserve_core.keys import template_id
+from maskserve_core.masks import build_masks
+from maskserve_core.request import EditRequest
+from maskserve_core.settings import EditSettings, parse_settings
+from maskserve_core.templates import TemplateLookup
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedEdit:
+    """Outputs of the preprocess model, named as its tensors are (maskserve_core.tensors)."""
+
+    pixels: npt.NDArray[np.uint8]
+    """PIXELS: RGB [h, w, 3] at the model's size."""
+    edit_mask: npt.NDArray[np.uint8]
+    """EDIT_MASK: [h, w] at the model's size, 255 edits."""
+    request: EditRequest
+    """REQUEST, with the worker's defaults, seed and id filled in."""
+    source: bytes
+    """SOURCE: the source image, encoded as it came or was registered."""
+    paste: bytes
+    """PASTE: 8-bit PNG at the source's size, weights of the edited pixels."""
+
+
+def prepare_edit(
+    image: bytes,
+    mask: bytes,
+    prompt: bytes,
+    settings: bytes,
+    facts: ModelFacts,
+    config: Config,
+    templates: TemplateLookup | None = None,
+) -> PreparedEdit:
+    """Check one edit and bring it to the model's resolution.
+
+    Args:
+        image: the IMAGE tensor's bytes; empty when SETTINGS.template_id names a template.
+        mask: MASK.
+        prompt: PROMPT.
+        settings: SETTINGS.
+        facts: of the served model.
+        config: of this worker.
+        templates: registered templates; None when the worker keeps none.
+
+    Raises:
+        InvalidRequest: naming the field.
+        TemplateNotFound: SETTINGS.template_id names nothing that is kept.
+    """
+    accepted_ns, start = time.time_ns(), time.perf_counter()
+    asked = parse_settings(settings)
+    check_settings(asked, facts, config)
+    text = check_prompt(prompt, config)
+    source, source_id = _source(image, asked, config, templates)
+    check_output(asked, source.size)
+    size = model_size(source.size, facts.native_resolution, facts.token_pixels)
+    masks = build_masks(
+        decode_mask(mask, "MASK", config.limits),
+        source.size,
+        size,
+        asked.mask_mode,
+        asked.mask_dilate,
+        asked.mask_feather,
+    )
+    complete = with_defaults(asked, facts, config)
+    assert complete.seed is not None
+    assert complete.request_id is not None
+    pixels = source.pixels
+    if source.size != size:
+        pixels = np.asarray(resize(Image.fromarray(pixels), size))
+    paste = encode_image(masks.paste, "png")
+    taken_ms = (time.perf_counter() - start) * 1e3
+    request = EditRequest(
+        request_id=complete.request_id,
+        prompt=text,
+        settings=complete,
+        seed=complete.seed,
+        template_id=source_id,
+        source_size=source.size,
+        model_size=size,
+        accepted_ns=accepted_ns,
+        timings_ms={"preprocess": round(taken_ms, 3)},
+    )
+    return PreparedEdit(pixels, masks.edit, request, source.encoded, paste)
+
+
+def _source(
+    image: bytes, settings: EditSettings, config: Config, templates: TemplateLookup | None
+) -> tuple[Decoded, str]:
+    """The source and its template id: from IMAGE, or from the template that the settings name."""
+    named = settings.template_id
+    if image or named is None:
+        if not image:
+            raise InvalidRequest(
+                "IMAGE", "is empty", "an image, or SETTINGS.template_id of a registered template"
+            )
+        source = decode_image(image, "IMAGE", config.limits)
+        found = template_id(source.pixels)
+        if named is not None and named != found:
+            raise InvalidRequest(
+                "SETTINGS.template_id", "is not the digest of IMAGE", f"{found}, or IMAGE empty"
+            )
+        return source, found
+    kept = templates.get(named) if templates is not None else None
+    if kept is None:
+        raise TemplateNotFound(f"SETTINGS.template_id: {named} is not registered here")
+    return decode_image(kept, "IMAGE", config.limits), named

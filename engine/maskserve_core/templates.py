@@ -1,0 +1,76 @@
+"""Registered templates: source images kept so that edits can name them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+_TEMPLATE_ID = re.compile(r"[0-9a-f]{16,64}")
+
+
+class TemplateLookup(Protocol):
+    """Where registered templates are found."""
+
+    def get(self, template_id: str) -> bytes | None:
+        """The image as it was registered, encoded; None when the id names nothing."""
+        ...
+
+
+class TemplateFolder:
+    """One file per registered template: the image as the client encoded it.
+
+    Several processes may share the folder: files appear whole or not at all and are never
+    rewritten in place.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._path.mkdir(parents=True, exist_ok=True)
+
+    def get(self, template_id: str) -> bytes | None:
+        try:
+            return self._file(template_id).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def put(self, template_id: str, encoded: bytes) -> None:
+        """Keep a template; one that is there already stays as it is.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        target = self._file(template_id)
+        if target.exists():
+            return
+        handle, name = tempfile.mkstemp(dir=self._path, prefix=".new-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(encoded)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, target)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
+
+    def remove(self, template_id: str) -> bool:
+        """Forget a template; False when there was none."""
+        try:
+            self._file(template_id).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def ids(self) -> list[str]:
+        """Ids of all templates, sorted."""
+        return sorted(p.name for p in self._path.iterdir() if _TEMPLATE_ID.fullmatch(p.name))
+
+    def _file(self, template_id: str) -> Path:
+        if _TEMPLATE_ID.fullmatch(template_id) is None:
+            raise ValueError(f"{template_id!r} is not a template id")
+        return self._path / template_id
