@@ -1,0 +1,60 @@
+"""Bytes of entries against arrays that hold them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from maskserve_core.entry_bytes import FORMATS, block_bytes, end_bytes, entry_bytes
+from maskserve_core.flops import flux_work
+from maskserve_core.flops_unet import unet_work
+from tests.unit.test_flops import FLUX_DEV, TINY_SDXL
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("float32", np.float32), ("bfloat16", np.uint16)])
+def test_plain_formats_are_the_arrays_bytes(name: str, dtype: type) -> None:
+    assert FORMATS[name].bytes_of(100, 48) == np.empty((100, 48), dtype).nbytes
+
+
+@pytest.mark.parametrize("name", ["int8", "float8"])
+def test_8_bit_formats_add_a_scale_per_channel(name: str) -> None:
+    values, scales = np.empty((100, 48), np.int8), np.empty(48, np.float32)
+    assert FORMATS[name].bytes_of(100, 48) == values.nbytes + scales.nbytes
+
+
+def test_4_bit_format_adds_a_scale_per_channel_and_group() -> None:
+    values, scales = np.empty((100, 24), np.uint8), np.empty((2, 48), np.float16)
+    assert FORMATS["int4"].bytes_of(100, 48) == values.nbytes + scales.nbytes
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_nothing_to_load_is_no_bytes(fmt) -> None:  # type: ignore[no-untyped-def]
+    assert fmt.bytes_of(0, 48) == 0
+
+
+def test_flux_entries() -> None:
+    work = flux_work(FLUX_DEV, 128, 128)
+    fmt = FORMATS["bfloat16"]
+    loads = block_bytes(work, (3645.0,), fmt)
+    assert loads.shape == (57, 2)
+    assert loads[0].tolist() == [3645 * 3072 * 2, 3645 * 3072 * 4]
+    assert end_bytes(work, (3645.0,), fmt).tolist() == [0.0]
+    # One anchor of a 1024x1024 template: 2.67 GiB of K and V, half of it as `h`.
+    assert entry_bytes(work, "kv", fmt) == 57 * 4096 * 3072 * 2 * 2
+    assert entry_bytes(work, "h", fmt) == 57 * 4096 * 3072 * 2
+    assert entry_bytes(work, "kv", fmt, copies=2) == 2 * entry_bytes(work, "kv", fmt)
+
+
+def test_unet_entries_hold_the_end_of_each_stack() -> None:
+    work = unet_work(TINY_SDXL, 16, 16)
+    fmt = FORMATS["float32"]
+    tokens = tuple(float(n) for n in work.tokens)
+    ends = end_bytes(work, tokens, fmt)
+    assert len(ends) == len(work.before)
+    last = [max(b.width for b in work.blocks if b.stack == s) for s in range(len(ends))]
+    levels = [next(b.level for b in work.blocks if b.stack == s) for s in range(len(ends))]
+    assert ends.tolist() == [
+        4 * work.tokens[level] * h for level, h in zip(levels, last, strict=True)
+    ]
+    kv = block_bytes(work, tokens, fmt)[:, 1].sum()
+    assert entry_bytes(work, "kv", fmt) == kv + ends.sum()
