@@ -29,6 +29,7 @@ from maskserve_core.containers import (
     read_container,
 )
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.png import encode_png
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 
@@ -139,17 +140,16 @@ def decode_raster(raw: bytes, field: str, limits: LimitsConfig) -> Raster:
     return Raster(upright, alpha, encoded)
 
 
-def encode_image(pixels: Pixels | Image.Image, output_format: str) -> bytes:
-    """Encode RGB uint8 [H, W, 3] or an 8-bit grey [H, W].
+def encode_image(pixels: Pixels, output_format: str) -> bytes:
+    """Encode RGB uint8 [H, W, 3] or, as PNG or JPEG, grey [H, W].
 
-    PNG is compressed at the fastest level, WebP is lossless, JPEG has quality 95 without colour
-    subsampling.
+    PNG is written for speed, WebP is lossless, JPEG has quality 95 without colour subsampling.
     """
-    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
-    out = io.BytesIO()
     if output_format == "png":
-        image.save(out, "PNG", compress_level=1)
-    elif output_format == "webp":
+        return encode_png(pixels)
+    out = io.BytesIO()
+    image = Image.fromarray(pixels)
+    if output_format == "webp":
         image.save(out, "WEBP", lossless=True, quality=0, method=0)
     elif output_format == "jpeg":
         image.save(out, "JPEG", quality=95, subsampling=0)

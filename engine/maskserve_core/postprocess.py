@@ -30,5 +30,5 @@ def finish_edit(
     weights = decode_raster(paste, "PASTE", NO_LIMITS).image
     # Pillow's paste mixes in integers, exactly 0 and exactly 255 included.
     out.paste(resize(Image.fromarray(pixels), request.source_size), mask=weights)
-    encoded = encode_image(out, request.settings.output_format)
+    encoded = encode_image(np.asarray(out), request.settings.output_format)
     return to_base64(encoded) if request.settings.output_encoding == "base64" else encoded

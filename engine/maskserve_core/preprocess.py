@@ -22,9 +22,10 @@ from maskserve_core.config import Config
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_core.facts import ModelFacts
 from maskserve_core.geometry import model_size, resize
-from maskserve_core.images import Decoded, decode_image, decode_mask, encode_image
+from maskserve_core.images import Decoded, decode_image, decode_mask
 from maskserve_core.keys import template_id
 from maskserve_core.masks import build_masks
+from maskserve_core.png import encode_png
 from maskserve_core.request import EditRequest
 from maskserve_core.settings import EditSettings, parse_settings
 from maskserve_core.templates import TemplateLookup
@@ -91,7 +92,7 @@ def prepare_edit(
     pixels = source.pixels
     if source.size != size:
         pixels = np.asarray(resize(Image.fromarray(pixels), size))
-    paste = encode_image(masks.paste, "png")
+    paste = encode_png(masks.paste)
     taken_ms = (time.perf_counter() - start) * 1e3
     request = EditRequest(
         request_id=complete.request_id,
