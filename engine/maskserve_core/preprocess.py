@@ -103,6 +103,7 @@ def prepare_edit(
         source_size=source.size,
         model_size=size,
         accepted_ns=accepted_ns,
+        pixels_id=source_id if source.size == size else template_id(pixels),
         timings_ms={"preprocess": round(taken_ms, 3)},
     )
     return PreparedEdit(pixels, masks.edit, request, source.encoded, paste)

@@ -23,6 +23,8 @@ class EditRequest:
     model_size: tuple[int, int]
     accepted_ns: int
     """Wall clock (time.time_ns) when the front took the request; deadlines count from here."""
+    pixels_id: str = ""
+    """Digest of the source's pixels at model resolution; entries are keyed on it."""
     timings_ms: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> bytes:

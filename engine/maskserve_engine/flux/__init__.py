@@ -1,0 +1,1 @@
+"""FLUX.1: FluxTransformer2DModel over rows packed without padding."""

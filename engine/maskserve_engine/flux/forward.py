@@ -1,0 +1,255 @@
+"""FluxTransformer2DModel over any mix of rows: dense, cached and priming."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maskserve_engine.flux.blocks import FillRest, double_block, project_rest, single_block
+from maskserve_engine.flux.packing import Packing, Widening, widening
+
+
+class Rest(Protocol):
+    """A cached row's inactive tokens: what of them the plan's blocks may need."""
+
+    @property
+    def cis(self) -> Tensor:
+        """[m, head_dim / 2] complex rotary factors."""
+        ...
+
+    def tokens(self) -> Tensor:
+        """[m, in_channels] their model inputs: the template noised to this timestep."""
+        ...
+
+    def hidden(self, block: int, out: Tensor) -> None:
+        """Write their cached hidden states at the block's input into `out` [m, width]."""
+        ...
+
+    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
+        """Write their cached keys and values into [m, heads, head_dim] each."""
+        ...
+
+
+class Capture(Protocol):
+    """Where a priming row's activations go. Tensors are views: copy what is kept."""
+
+    def hidden(self, block: int, hidden: Tensor) -> None:
+        """`hidden` [tokens, width]: image tokens at the block's input."""
+        ...
+
+    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
+        """`keys` and `values` [tokens, heads, head_dim] of the image tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowInput:
+    """One row's part of a model call."""
+
+    tokens: Tensor
+    """[n, in_channels] computed image tokens."""
+    text: Tensor
+    """[T, width] prompt embedding after context_embedder."""
+    pooled: Tensor
+    """[pooled width]"""
+    timestep: Tensor
+    """Scalar float32: the sampler's timestep, 0 to 1000."""
+    guidance: float | None
+    """Embedded guidance; None for models without it."""
+    cis: Tensor
+    """[T + n, head_dim / 2] complex rotary factors of text and computed tokens."""
+    rest: Rest | None = None
+    capture: Capture | None = None
+
+
+def time_text_embedding(model: Any, rows: Sequence[RowInput]) -> Tensor:
+    """[R, width], rounded as diffusers' pipeline and model round timestep and guidance."""
+    dtype = model.dtype
+    # The pipeline divides by 1000 in the latents' dtype and the model multiplies again.
+    timestep = torch.stack([row.timestep for row in rows]).to(dtype) / 1000
+    timestep = timestep.to(dtype) * 1000
+    pooled = torch.stack([row.pooled for row in rows])
+    if rows[0].guidance is None:
+        return model.time_text_embed(timestep, pooled)
+    guidance = torch.tensor([row.guidance for row in rows], device=pooled.device).to(dtype) * 1000
+    return model.time_text_embed(timestep, guidance, pooled)
+
+
+def forward(model: Any, rows: Sequence[RowInput], kinds: Sequence[str] = ()) -> list[Tensor]:
+    """The model's output for the computed image tokens of every row.
+
+    Args:
+        model: FluxTransformer2DModel.
+        rows: any mix; those with `rest` are cached rows.
+        kinds: `dense`, `project` or `kv` per block, double blocks first, for all cached rows of
+            the step; not read when there are none. A `dense` block after another kind restores the
+            inactive hidden states from `Rest.hidden`.
+
+    Returns:
+        Per row [n, out_channels].
+    """
+    emb = time_text_embedding(model, rows)
+    state = _State(model, rows, F.silu(emb))
+    for index, block in enumerate(model.transformer_blocks):
+        state.enter(index, kinds)
+        state.text, state.image = double_block(
+            block,
+            state.text,
+            state.image,
+            state.emb,
+            state.packing,
+            state.cis,
+            state.fill(index, block, kinds),
+            state.capture(index),
+        )
+    first = len(model.transformer_blocks)
+    state.join_streams()
+    for index, block in enumerate(model.single_transformer_blocks, start=first):
+        state.enter(index, kinds)
+        state.image = single_block(
+            block,
+            state.image,
+            state.emb,
+            state.packing,
+            state.cis,
+            state.fill(index, block, kinds),
+            state.capture(index),
+        )
+    image = state.computed_image()
+    scale, shift = model.norm_out.linear(F.silu(emb).to(image.dtype)).chunk(2, dim=1)
+    stream = state.ways.narrow.image_stream
+    out = model.proj_out(stream.modulate(model.norm_out.norm(image), scale, shift))
+    return [out[begin:end] for begin, end in stream.spans]
+
+
+class _State:
+    """Hidden states between blocks and whether inactive tokens are among them (`wide`)."""
+
+    def __init__(self, model: Any, rows: Sequence[RowInput], emb: Tensor) -> None:
+        device = emb.device
+        self.model, self.rows, self.emb = model, rows, emb
+        self.cached = [row for row in rows if row.rest is not None]
+        text = tuple(len(row.text) for row in rows)
+        image = tuple(len(row.tokens) for row in rows)
+        rest = tuple(len(row.rest.cis) if row.rest else 0 for row in rows)
+        self.ways: Widening = widening(text, image, rest, device)
+        self.wide = not self.cached  # without cached rows both packings are the same
+        self.joined = False  # double blocks: two streams; single blocks: one in row order
+        self.text = torch.cat([row.text for row in rows])
+        self.image = model.x_embedder(torch.cat([row.tokens for row in rows]))
+        self.narrow_cis = _cat([row.cis for row in rows])
+        self.wide_cis: Tensor | None = None
+        self.rest_cis = _cat([row.rest.cis for row in rows if row.rest]) if self.cached else None
+
+    @property
+    def packing(self) -> Packing:
+        return self.ways.wide if self.wide else self.ways.narrow
+
+    @property
+    def cis(self) -> Tensor:
+        if not self.wide or not self.cached:
+            return self.narrow_cis
+        if self.wide_cis is None:
+            assert self.rest_cis is not None
+            both = self.narrow_cis.new_empty(
+                len(self.narrow_cis) + len(self.rest_cis), self.narrow_cis.shape[1]
+            )
+            both[self.ways.core_in_rows] = self.narrow_cis
+            both[self.ways.rest_in_rows] = self.rest_cis
+            self.wide_cis = both
+        return self.wide_cis
+
+    def enter(self, index: int, kinds: Sequence[str]) -> None:
+        """Bring the inactive tokens in or drop them, as the block's kind asks."""
+        if not self.cached:
+            return
+        dense = kinds[index] == "dense"
+        if dense and not self.wide:
+            hidden = self._first_hidden() if index == 0 else self._restored(index)
+            self.image = self.ways.widen(self.image, hidden, rows=self.joined)
+        elif self.wide and not dense:
+            self.image = self.ways.restrict(self.image, rows=self.joined)
+        self.wide = dense
+
+    def _first_hidden(self) -> Tensor:
+        tokens = torch.cat([row.rest.tokens() for row in self.cached if row.rest])
+        return self.model.x_embedder(tokens)
+
+    def _restored(self, index: int) -> Tensor:
+        assert self.rest_cis is not None
+        hidden = self.image.new_empty(len(self.rest_cis), self.image.shape[1])
+        for row, (begin, end) in zip(self.rows, self.ways.rest_stream.spans, strict=True):
+            if row.rest is not None:
+                row.rest.hidden(index, hidden[begin:end])
+        return hidden
+
+    def fill(self, index: int, block: Any, kinds: Sequence[str]) -> FillRest | None:
+        """How the block's inactive keys come about; None when none are missing."""
+        if not self.cached or kinds[index] == "dense":
+            return None
+        if kinds[index] == "project":
+            return lambda keys, values, packing: self._fill_projected(
+                index, block, keys, values, packing
+            )
+        return lambda keys, values, packing: self._fill_loaded(index, keys, values, packing)
+
+    def _fill_loaded(self, index: int, keys: Tensor, values: Tensor, packing: Packing) -> None:
+        for number, row in enumerate(self.rows):
+            if row.rest is not None:
+                begin, end = packing.rest_keys(number)
+                row.rest.keys_values(index, keys[begin:end], values[begin:end])
+
+    def _fill_projected(
+        self, index: int, block: Any, keys: Tensor, values: Tensor, packing: Packing
+    ) -> None:
+        assert self.rest_cis is not None
+        k, v = project_rest(
+            block, self._restored(index), self.emb, self.ways.rest_stream, self.rest_cis
+        )
+        for number, (begin, end) in enumerate(self.ways.rest_stream.spans):
+            to_begin, to_end = packing.rest_keys(number)
+            keys[to_begin:to_end] = k[begin:end]
+            values[to_begin:to_end] = v[begin:end]
+
+    def capture(self, index: int) -> Any:
+        """Hand the priming rows' hidden states over now, their keys and values when known."""
+        if not any(row.capture for row in self.rows):
+            return None
+        packing = self.packing
+        for row, (begin, end), (image_begin, image_end) in zip(
+            self.rows, packing.row_stream.spans, packing.image_stream.spans, strict=True
+        ):
+            if row.capture is not None:
+                if self.joined:
+                    hidden = self.image[begin + len(row.text) : end]
+                else:
+                    hidden = self.image[image_begin:image_end]
+                row.capture.hidden(index, hidden)
+
+        def keys_values(keys: Tensor, values: Tensor) -> None:
+            for row, (begin, end) in zip(self.rows, packing.row_stream.spans, strict=True):
+                if row.capture is not None:
+                    at = slice(begin + len(row.text), end)
+                    row.capture.keys_values(index, keys[at], values[at])
+
+        return keys_values
+
+    def join_streams(self) -> None:
+        """From double to single blocks: both streams into row order."""
+        self.image = self.packing.rows_from(self.text, self.image)
+        self.joined = True
+
+    def computed_image(self) -> Tensor:
+        """The computed image tokens, image stream of the narrow packing."""
+        if self.wide and self.cached:
+            self.image = self.ways.restrict(self.image, rows=True)
+        return self.ways.narrow.split(self.image)[1]
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

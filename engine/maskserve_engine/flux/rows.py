@@ -1,0 +1,211 @@
+"""FLUX rows: one edit or one template being primed, with all the state between its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from maskserve_core.entry_key import Anchor
+from maskserve_engine.entries import AnchorEntry, BlockEntry, Recorder
+from maskserve_engine.flux.conditioning import Blend, TemplateInputs
+from maskserve_engine.flux.forward import RowInput
+from maskserve_engine.flux.latents import unpack_latents
+from maskserve_engine.flux.schedule import Schedule
+
+
+@dataclass(slots=True)
+class Inactive:
+    """A cached row's tokens outside the mask: what stands in for computing them."""
+
+    active: Tensor
+    """[n] ids of the computed tokens."""
+    index: Tensor
+    """[m] ids of the others."""
+    template: TemplateInputs
+    """Of the tokens at `index`."""
+    cis: Tensor
+    """[m, head_dim / 2]"""
+    entries: tuple[AnchorEntry | None, ...]
+    """Per step of the row's schedule; None where no anchor is near enough."""
+    loaded: AnchorEntry | None = None
+    blocks: tuple[BlockEntry, ...] = ()
+    """The tokens at `index` of `loaded`."""
+    loaded_bytes: int = 0
+
+    def load(self, step: int) -> None:
+        """Gather what `step` reads; consecutive steps of one anchor share it."""
+        entry = self.entries[step]
+        if entry is not None and entry is not self.loaded:
+            self.blocks, self.loaded = entry.take(self.index), entry
+            self.loaded_bytes += sum(block.nbytes for block in self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRest:
+    """`forward.Rest` of one row at one step."""
+
+    inactive: Inactive
+    sigma: Tensor
+
+    @property
+    def cis(self) -> Tensor:
+        return self.inactive.cis
+
+    def tokens(self) -> Tensor:
+        return self.inactive.template.at(self.sigma)
+
+    def hidden(self, block: int, out: Tensor) -> None:
+        coded = self.inactive.blocks[block].hidden
+        assert coded is not None, f"no hidden states kept for block {block}"
+        coded.into(out)
+
+    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
+        entry = self.inactive.blocks[block]
+        assert entry.keys is not None, f"no keys kept for block {block}"
+        assert entry.values is not None
+        entry.keys.into(keys.view(len(keys), -1))
+        entry.values.into(values.view(len(values), -1))
+
+
+@dataclass(slots=True)
+class FluxRow:
+    """One edit inside the running batch."""
+
+    request_id: str
+    schedule: Schedule
+    grid: tuple[int, int]
+    """Tokens down and across."""
+    text: Tensor
+    """[T, width] after context_embedder."""
+    pooled: Tensor
+    guidance: float | None
+    cis: Tensor
+    """[T + n, head_dim / 2] of text and computed tokens."""
+    latents: Tensor
+    """[n, 4C] of the computed tokens."""
+    condition: Tensor | None
+    blend: Blend | None
+    inactive: Inactive | None = None
+    """None for a dense row."""
+    step: int = 0
+    velocity: Tensor | None = None
+    """[n, 4C] of the last step."""
+
+    @property
+    def steps(self) -> int:
+        return self.schedule.steps
+
+    @property
+    def sigma(self) -> Tensor:
+        return self.schedule.sigmas[self.step]
+
+    @property
+    def uses_entries(self) -> bool:
+        """Whether this step reads entries (else it computes every token)."""
+        return self.inactive is not None and self.inactive.entries[self.step] is not None
+
+    def load(self) -> None:
+        """Bring in what the next step reads."""
+        if self.inactive is not None:
+            self.inactive.load(self.step)
+
+    def model_input(self) -> RowInput:
+        tokens = self.latents
+        if self.condition is not None:
+            tokens = torch.cat((tokens, self.condition), dim=1)
+        cis, rest = self.cis, None
+        if self.inactive is not None:
+            rest = CachedRest(self.inactive, self.sigma)
+            if not self.uses_entries:  # compute the pinned tokens too, as further image tokens
+                tokens = torch.cat((tokens, rest.tokens()))
+                cis, rest = torch.cat((cis, rest.cis)), None
+        return RowInput(
+            tokens=tokens,
+            text=self.text,
+            pooled=self.pooled,
+            timestep=self.schedule.timesteps[self.step],
+            guidance=self.guidance,
+            cis=cis,
+            rest=rest,
+        )
+
+    def advance(self, output: Tensor) -> None:
+        """Take the sampler's Euler step with the model's output [n or all, 4C]."""
+        velocity = output[: len(self.latents)]
+        here, there = self.schedule.sigmas[self.step], self.schedule.sigmas[self.step + 1]
+        latents = (self.latents.float() + (there - here) * velocity).to(velocity.dtype)
+        self.step += 1
+        if self.blend is not None:
+            latents = self.blend.apply(latents, there, last=self.step == self.steps)
+        self.latents, self.velocity = latents, velocity
+
+    def estimate(self) -> Tensor:
+        """[C, h, w] latents as the last step's velocity would finish them."""
+        assert self.velocity is not None, "no step was taken yet"
+        return self._image(self.latents.float() - self.sigma * self.velocity.float())
+
+    def result(self) -> Tensor:
+        """[C, h, w] latents."""
+        return self._image(self.latents)
+
+    def _image(self, computed: Tensor) -> Tensor:
+        tokens = computed
+        if self.inactive is not None:
+            tokens = computed.new_empty(self.grid[0] * self.grid[1], computed.shape[1])
+            tokens[self.inactive.active] = computed
+            tokens[self.inactive.index] = self.inactive.template.clean.to(computed.dtype)
+        return unpack_latents(tokens, self.grid)
+
+
+@dataclass(slots=True)
+class PrimingRow:
+    """A template whose entries are computed, one anchor per step."""
+
+    request_id: str
+    template: TemplateInputs
+    anchors: tuple[Anchor, ...]
+    text: Tensor
+    pooled: Tensor
+    guidance: float | None
+    cis: Tensor
+    kinds: Sequence[frozenset[str]]
+    """Per block, what is kept: any of "h" and "kv"."""
+    format: str
+    step: int = 0
+    done: list[AnchorEntry] = field(default_factory=list)
+    recorder: Recorder | None = None
+
+    @property
+    def steps(self) -> int:
+        return len(self.anchors)
+
+    @property
+    def uses_entries(self) -> bool:
+        return False
+
+    def load(self) -> None:
+        """Priming reads nothing."""
+
+    def model_input(self) -> RowInput:
+        anchor = self.anchors[self.step]
+        self.recorder = Recorder(self.kinds, self.format)
+        device = self.cis.device
+        return RowInput(
+            tokens=self.template.at(torch.tensor(anchor.sigma, device=device)),
+            text=self.text,
+            pooled=self.pooled,
+            timestep=torch.tensor(anchor.timestep, device=device),
+            guidance=self.guidance,
+            cis=self.cis,
+            capture=self.recorder,
+        )
+
+    def advance(self, output: Tensor) -> None:
+        """Keep what was recorded; the output itself is of no use."""
+        assert self.recorder is not None
+        self.done.append(self.recorder.entry(self.anchors[self.step]))
+        self.recorder = None
+        self.step += 1

@@ -1,0 +1,81 @@
+"""Loading parts of a diffusers-format folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maskserve_core.config import Config, ConfigError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def device_of(config: Config) -> torch.device:
+    """The device `[model] device` names; `auto` takes CUDA where there is one."""
+    name = config.model.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"[model] device: {name!r} is not a device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"[model] device: {name!r} asked for, but there is no CUDA device")
+    return device
+
+
+def dtype_of(config: Config) -> torch.dtype:
+    """`auto` is float32 on CPU (exact and testable) and bfloat16 on CUDA."""
+    if config.model.dtype == "auto":
+        return torch.bfloat16 if device_of(config).type == "cuda" else torch.float32
+    return _DTYPES[config.model.dtype]
+
+
+def load_part(config: Config, name: str, cls: Any) -> Any:
+    """A model of the folder in eval mode on the configured device and dtype.
+
+    Args:
+        config: names folder, device and dtype.
+        name: subfolder, such as `transformer`.
+        cls: class with `from_pretrained`.
+
+    Raises:
+        ConfigError: the part is missing or cannot be read.
+    """
+    folder = _part(config, name)
+    dtype = dtype_of(config)
+    try:
+        # diffusers says torch_dtype, transformers has moved to dtype.
+        argument = "dtype" if cls.__module__.startswith("transformers") else "torch_dtype"
+        model = cls.from_pretrained(str(folder), local_files_only=True, **{argument: dtype})
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"[model] path: cannot load {folder}: {_first_line(error)}") from error
+    return model.to(device_of(config)).eval().requires_grad_(False)
+
+
+def load_plain(config: Config, name: str, cls: Any) -> Any:
+    """A part without weights: a tokenizer or a sampler."""
+    folder = _part(config, name)
+    try:
+        return cls.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"[model] path: cannot load {folder}: {_first_line(error)}") from error
+
+
+def _part(config: Config, name: str) -> Path:
+    folder = Path(config.model.path) / name
+    if not folder.is_dir():
+        raise ConfigError(f"[model] path: {config.model.path} has no folder {name!r}")
+    return folder
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def limit_threads(config: Config) -> None:
+    """CPU threads of this process, when configured."""
+    if config.model.torch_threads:
+        torch.set_num_threads(config.model.torch_threads)
