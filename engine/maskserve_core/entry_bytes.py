@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +22,15 @@ class EntryFormat:
     group: int = 0
     """Tokens that share a scale; 0: all tokens of the entry."""
 
+    def scales(self, tokens: float) -> int:
+        """Scales per channel of an entry of `tokens` tokens."""
+        if not self.scale_bytes or not tokens:
+            return 0
+        return 1 if not self.group else int(-(-tokens // self.group))
+
     def bytes_of(self, tokens: float, channels: int) -> float:
         """Bytes of `[tokens, channels]`; a byte holds two 4-bit values of one token."""
-        values = tokens * channels * self.bits / 8
-        groups = 1 if not self.group else -(-tokens // self.group)
-        return values + (self.scale_bytes * channels * groups if tokens else 0)
+        return channels * (tokens * self.bits / 8 + self.scale_bytes * self.scales(tokens))
 
 
 FORMATS = {
@@ -40,38 +45,40 @@ FORMATS = {
 
 
 def block_bytes(
-    work: ModelWork, inactive: tuple[float, ...], fmt: EntryFormat, *, copies: int = 1
+    work: ModelWork, inactive: Sequence[tuple[float, ...]], fmt: EntryFormat, *, copies: int = 1
 ) -> Floats:
-    """Bytes that one row loads for each block: columns `h` and `kv`, `[blocks, 2]`.
+    """Bytes that rows load for each block: columns `h` and `kv`, `[blocks, 2]`.
 
     Args:
         work: the model at the image's size.
+        inactive: inactive tokens per level, for each row that needs an entry of its own (rows of
+            one template and anchor may share one, then given once).
         fmt: storage format.
-        inactive: inactive tokens per level; `work.tokens` gives the bytes of a whole entry.
         copies: activations kept per token: 2 if both halves of a CFG pair are cached apart.
     """
-    sizes = {
-        (b.level, b.width): (
-            fmt.bytes_of(inactive[b.level], b.width),
-            fmt.bytes_of(inactive[b.level], 2 * b.width),
-        )
-        for b in work.blocks
-    }
-    return np.array([sizes[b.level, b.width] for b in work.blocks]) * float(copies)
+    per_channel = np.array(
+        [
+            sum(
+                row[level] * fmt.bits / 8 + fmt.scale_bytes * fmt.scales(row[level])
+                for row in inactive
+            )
+            for level in range(len(work.tokens))
+        ]
+    )
+    h = per_channel[work.levels] * work.widths * float(copies)
+    return np.stack((h, 2.0 * h), axis=1)
 
 
-def end_bytes(
-    work: ModelWork, inactive: tuple[float, ...], fmt: EntryFormat, *, copies: int = 1
-) -> Floats:
+def end_bytes(work: ModelWork, loads: Floats) -> Floats:
     """Bytes of the `h` entry that restores each stack's inactive output, `[stacks]`.
 
     Zeros where the model needs none (FLUX: the last inactive output is never used).
+
+    Args:
+        work: the model at the image's size.
+        loads: what `block_bytes` gave; a stack is as wide at its end as at its last block.
     """
-    last = {b.stack: b for b in work.blocks}
-    if not work.restore_ends:
-        return np.zeros(len(last))
-    ends = [fmt.bytes_of(inactive[b.level], b.width) for b in last.values()]
-    return np.array(ends) * float(copies)
+    return loads[work.ends, 0] if work.restore_ends else np.zeros(len(work.ends))
 
 
 def entry_bytes(work: ModelWork, kind: str, fmt: EntryFormat, *, copies: int = 1) -> float:
@@ -83,6 +90,5 @@ def entry_bytes(work: ModelWork, kind: str, fmt: EntryFormat, *, copies: int = 1
         fmt: storage format.
         copies: as in `block_bytes`.
     """
-    tokens = tuple(float(n) for n in work.tokens)
-    blocks = block_bytes(work, tokens, fmt, copies=copies)[:, ("h", "kv").index(kind)]
-    return float(blocks.sum() + end_bytes(work, tokens, fmt, copies=copies).sum())
+    loads = block_bytes(work, [tuple(float(n) for n in work.tokens)], fmt, copies=copies)
+    return float(loads[:, ("h", "kv").index(kind)].sum() + end_bytes(work, loads).sum())

@@ -109,11 +109,17 @@ class ModelWork:
     copies: int = 1
     coefficients: Floats = field(init=False, repr=False, compare=False)
     levels: NDArray[np.intp] = field(init=False, repr=False, compare=False)
+    widths: Floats = field(init=False, repr=False, compare=False)
+    ends: NDArray[np.intp] = field(init=False, repr=False, compare=False)
+    """Index of the last block of each stack."""
 
     def __post_init__(self) -> None:
         table = [[getattr(b, term) for term in TERMS] for b in self.blocks]
         object.__setattr__(self, "coefficients", np.array(table, dtype=np.float64) * self.copies)
         object.__setattr__(self, "levels", np.array([b.level for b in self.blocks], dtype=np.intp))
+        object.__setattr__(self, "widths", np.array([b.width for b in self.blocks], dtype=float))
+        ends = {b.stack: i for i, b in enumerate(self.blocks)}
+        object.__setattr__(self, "ends", np.array(list(ends.values()), dtype=np.intp))
 
     def row_at(self, mask_ratio: float, text: float) -> RowTokens:
         """A row whose mask covers exactly `mask_ratio` of each level: a lower bound, because a

@@ -35,10 +35,10 @@ def test_nothing_to_load_is_no_bytes(fmt) -> None:  # type: ignore[no-untyped-de
 def test_flux_entries() -> None:
     work = flux_work(FLUX_DEV, 128, 128)
     fmt = FORMATS["bfloat16"]
-    loads = block_bytes(work, (3645.0,), fmt)
+    loads = block_bytes(work, [(3645.0,)], fmt)
     assert loads.shape == (57, 2)
     assert loads[0].tolist() == [3645 * 3072 * 2, 3645 * 3072 * 4]
-    assert end_bytes(work, (3645.0,), fmt).tolist() == [0.0]
+    assert end_bytes(work, loads).tolist() == [0.0]
     # One anchor of a 1024x1024 template: 2.67 GiB of K and V, half of it as `h`.
     assert entry_bytes(work, "kv", fmt) == 57 * 4096 * 3072 * 2 * 2
     assert entry_bytes(work, "h", fmt) == 57 * 4096 * 3072 * 2
@@ -49,12 +49,24 @@ def test_unet_entries_hold_the_end_of_each_stack() -> None:
     work = unet_work(TINY_SDXL, 16, 16)
     fmt = FORMATS["float32"]
     tokens = tuple(float(n) for n in work.tokens)
-    ends = end_bytes(work, tokens, fmt)
+    loads = block_bytes(work, [tokens], fmt)
+    ends = end_bytes(work, loads)
     assert len(ends) == len(work.before)
     last = [max(b.width for b in work.blocks if b.stack == s) for s in range(len(ends))]
     levels = [next(b.level for b in work.blocks if b.stack == s) for s in range(len(ends))]
     assert ends.tolist() == [
         4 * work.tokens[level] * h for level, h in zip(levels, last, strict=True)
     ]
-    kv = block_bytes(work, tokens, fmt)[:, 1].sum()
-    assert entry_bytes(work, "kv", fmt) == kv + ends.sum()
+    assert entry_bytes(work, "kv", fmt) == loads[:, 1].sum() + ends.sum()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "int4"])
+def test_rows_add_up_and_each_has_its_scales(name: str) -> None:
+    work, fmt = unet_work(TINY_SDXL, 16, 16), FORMATS[name]
+    rows = [(200.0, 50.0, 12.0), (100.0, 30.0, 9.0), (0.0, 0.0, 0.0)]
+    together = block_bytes(work, rows, fmt)
+    expected = [
+        [sum(fmt.bytes_of(r[b.level], k * b.width) for r in rows) for k in (1, 2)]
+        for b in work.blocks
+    ]
+    np.testing.assert_allclose(together, expected, rtol=1e-12)

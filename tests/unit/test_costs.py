@@ -1,0 +1,145 @@
+"""Cost model: fits, predictions, JSON and estimates."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maskserve_core.costs import DEVICE_CLASSES, CostModel, Line, estimate, fit, from_json
+
+finite = st.floats(0, 1e3, allow_nan=False)
+
+
+def test_fit_recovers_a_line() -> None:
+    x = [1e12, 2e12, 5e12, 9e12]
+    line = fit(x, [0.004 + 2e-15 * v for v in x])
+    assert line.fixed == pytest.approx(0.004)
+    assert line.per_unit == pytest.approx(2e-15)
+    assert line.r2 == pytest.approx(1.0)
+    assert line.samples == 4
+    assert line.seconds(4e12) == pytest.approx(0.012)
+
+
+def test_r2_is_numpys_squared_correlation_when_unconstrained() -> None:
+    x = np.array([1.0, 2.0, 3.0, 4.0])
+    y = np.array([2.0, 2.9, 4.2, 4.8])
+    assert fit(list(x), list(y)).r2 == pytest.approx(np.corrcoef(x, y)[0, 1] ** 2)
+
+
+def test_a_negative_intercept_is_refused_by_the_fit() -> None:
+    line = fit([1.0, 2.0, 3.0], [0.0, 1.1, 2.0])
+    assert line.fixed == 0.0
+    assert line.per_unit == pytest.approx((2.2 + 6.0) / 14)
+
+
+def test_a_falling_line_becomes_flat() -> None:
+    line = fit([1.0, 2.0, 3.0], [3.0, 2.0, 1.0])
+    assert (line.fixed, line.per_unit) == (2.0, 0.0)
+    assert line.r2 == pytest.approx(0.0)
+
+
+def test_one_point_measured_often_has_no_r2() -> None:
+    assert fit([2.0, 2.0], [3.0, 3.0]).r2 is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(finite, finite), min_size=2, max_size=8), finite, finite)
+def test_no_line_without_negative_coefficients_fits_better(
+    points: list[tuple[float, float]], a: float, b: float
+) -> None:
+    x, y = (np.array(v) for v in zip(*points, strict=True))
+    line = fit(list(x), list(y))
+
+    def error(fixed: float, slope: float) -> float:
+        return float(((y - fixed - slope * x) ** 2).sum())
+
+    best = error(line.fixed, line.per_unit)
+    nearby = [(line.fixed * 1.01, line.per_unit), (line.fixed, line.per_unit * 0.99)]
+    for other in [(a, b), (a, 0.0), (0.0, b), *nearby]:
+        assert best <= error(*other) * (1 + 1e-9) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [([1.0], [1.0]), ([1.0, 2.0], [1.0]), ([1.0, float("nan")], [1.0, 1.0]), ([1, -2], [1, 1])],
+)
+def test_bad_samples_are_refused(x: list[float], y: list[float]) -> None:
+    with pytest.raises(ValueError, match="samples"):
+        fit(x, y)
+
+
+def test_json_round_trip() -> None:
+    model = CostModel(
+        "NVIDIA H200", Line(0.004, 2e-15, 0.99, 12), {"host": Line(1e-5, 2e-11), "disk": Line(0, 0)}
+    )
+    text = json.dumps(model.to_json())
+    assert from_json(text) == model
+    assert from_json(json.loads(text)) == model
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "{}",
+        "[]",
+        '{"version": 2, "device": "", "source": "measured", "lines": {}}',
+        '{"version": 1, "device": "", "source": "guess", '
+        '"lines": {"compute": {"fixed": 0, "per_unit": 0}}}',
+        '{"version": 1, "device": "", "source": "measured", '
+        '"lines": {"compute": {"fixed": -1, "per_unit": 0}}}',
+        '{"version": 1, "device": "", "source": "measured", '
+        '"lines": {"compute": {"fixed": 0, "per_unit": 0}, '
+        '"load.tape": {"fixed": 0, "per_unit": 0}}}',
+        "not json",
+    ],
+)
+def test_other_json_is_refused(bad: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - the message differs per case
+        from_json(bad)
+
+
+def test_predictions() -> None:
+    model = CostModel("x", Line(0.5, 0.25), {"host": Line(0.1, 0.01)})
+    assert model.step_seconds(2) == 1.0
+    assert model.load_seconds("host", 10) == pytest.approx(0.2)
+    assert model.load_seconds("host", 0) == 0.0
+    with pytest.raises(ValueError, match="tier"):
+        model.load_seconds("disk", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops", "gbytes"),
+    [
+        ("NVIDIA H100 80GB HBM3", 494.5, 50),
+        ("NVIDIA H100 PCIe", 378, 50),
+        ("NVIDIA A100-SXM4-80GB", 156, 25),
+        ("NVIDIA A10G", 35, 25),
+        ("NVIDIA A10", 62.5, 25),
+        ("NVIDIA L4", 60.5, 25),
+        ("NVIDIA L40S", 181, 25),
+        ("NVIDIA GeForce RTX 4090", 82.5, 25),
+    ],
+)
+def test_estimates_of_known_devices(name: str, tflops: float, gbytes: float) -> None:
+    model = estimate(name)
+    assert model.source == "estimate"
+    assert 1e-12 / model.compute.per_unit == pytest.approx(tflops)
+    assert 1e-9 / model.loads["host"].per_unit == pytest.approx(gbytes, rel=0.01)
+    assert from_json(json.dumps(model.to_json())) == model
+
+
+def test_estimates_order_as_the_tiers_do() -> None:
+    for device in [c.key for c in DEVICE_CLASSES] + ["cpu"]:
+        model = estimate(device)
+        seconds = [model.load_seconds(t, 1e8) for t in ("device", "host", "disk", "remote")]
+        assert seconds == sorted(seconds)
+
+
+def test_an_unknown_device_counts_as_a_cpu_and_float32_is_slower() -> None:
+    assert estimate("Frobnicator 9000").compute == estimate("cpu").compute
+    assert estimate("cpu", cores=4).step_seconds(1e12) < estimate("cpu").step_seconds(1e12)
+    assert estimate("H100", "float32").step_seconds(1e13) > estimate("H100").step_seconds(1e13)
