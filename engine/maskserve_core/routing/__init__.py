@@ -1,0 +1,37 @@
+"""Which worker takes an edit (FlashPS §4.4, Algorithm 2): pure functions of what is known.
+
+pricing   what a row costs on a worker: a few linear coefficients
+view      what is known of a worker: its rows, its queue, the templates it has
+predict   when an edit would be done on a worker
+policies  the rules that choose
+"""
+
+from maskserve_core.routing.policies import (
+    POLICIES,
+    LeastRequests,
+    LeastTokens,
+    MaskAware,
+    NoWorkerAvailable,
+    Policy,
+    RoundRobin,
+    make_policy,
+)
+from maskserve_core.routing.predict import predicted_seconds
+from maskserve_core.routing.pricing import Pricing
+from maskserve_core.routing.view import Edit, RowLoad, WorkerView
+
+__all__ = [
+    "POLICIES",
+    "Edit",
+    "LeastRequests",
+    "LeastTokens",
+    "MaskAware",
+    "NoWorkerAvailable",
+    "Policy",
+    "Pricing",
+    "RoundRobin",
+    "RowLoad",
+    "WorkerView",
+    "make_policy",
+    "predicted_seconds",
+]

@@ -1,0 +1,150 @@
+"""What a policy knows of an edit and of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from maskserve_core.routing.pricing import Pricing
+from maskserve_core.status_record import RowStatus, WorkerStatus
+
+TIERS = ("device", "host", "disk", "remote")
+"""From near to far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """An edit that looks for a worker."""
+
+    steps: int
+    active_tokens: int
+    total_tokens: int
+    template_id: str = ""
+    priority: int = 0
+    model: str = ""
+    """Name of the model it needs; empty: any."""
+    cache: bool = True
+    """Whether it may use cached activations."""
+
+
+class RowLoad(NamedTuple):
+    """A running or waiting row as a policy sees it."""
+
+    steps: int
+    """Steps still to take."""
+    compute: float
+    """Seconds of computation per step."""
+    load: float
+    """Seconds of loading per step."""
+    tokens: int
+    """Tokens computed per step."""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker as it was at `as_of`. Immutable: what changes it returns a new one."""
+
+    worker: str
+    pricing: Pricing
+    max_rows: int
+    max_waiting: int
+    running: tuple[RowLoad, ...] = ()
+    waiting: tuple[RowLoad, ...] = ()
+    """In the order in which they get rows."""
+    templates: Mapping[str, Set[str]] | None = None
+    """Tier -> templates it has entries of; `None`: every template is in the host tier."""
+    model: str = ""
+    ready: bool = True
+    """Takes new edits: alive, loaded and not draining."""
+    as_of: float = 0.0
+    """Seconds of the clock that the policies' `now` is on."""
+
+    def takes(self, edit: Edit) -> bool:
+        """Whether the worker may be given `edit`."""
+        return (
+            self.ready
+            and len(self.waiting) < self.max_waiting
+            and (not edit.model or edit.model == self.model)
+        )
+
+    def tier_of(self, template_id: str) -> str | None:
+        """The nearest tier that has the template's entries, or `None`."""
+        if self.templates is None:
+            return "host"
+        for tier in TIERS:
+            if template_id in self.templates.get(tier, ()):
+                return tier
+        return None
+
+    def price(self, edit: Edit) -> tuple[float, float, float]:
+        """`(compute, load, fetch)` seconds of `edit` here: the first two per step, the last once.
+
+        Without usable entries, or where fetching them takes longer than they save, the edit runs
+        dense at once.
+        """
+        pricing = self.pricing
+        dense = pricing.dense_row
+        tier = self.tier_of(edit.template_id) if edit.cache else None
+        if tier is None:
+            return dense, 0.0, 0.0
+        compute, load = pricing.row(edit.active_tokens, edit.total_tokens, cached=True)
+        if tier == "device":
+            load = 0.0
+        fetch = 0.0 if compute == dense else pricing.fetch_s(tier)
+        if fetch and fetch + edit.steps * compute >= edit.steps * dense:
+            return dense, 0.0, 0.0
+        return compute, load, fetch
+
+    def row(self, edit: Edit) -> RowLoad:
+        """`edit` as a row of this worker."""
+        compute, load, _ = self.price(edit)
+        dense = compute == self.pricing.dense_row
+        tokens = edit.total_tokens if dense else edit.active_tokens
+        return RowLoad(edit.steps, compute, load, tokens, edit.priority)
+
+    def sent(self, edits: Iterable[Edit]) -> WorkerView:
+        """The view with `edits` on their way to the worker, behind those that wait."""
+        return replace(self, waiting=(*self.waiting, *(self.row(edit) for edit in edits)))
+
+    @classmethod
+    def from_status(cls, status: WorkerStatus, pricing: Pricing, as_of: float) -> WorkerView:
+        """A view of what the worker says. Priming is left out: it gives way to edits.
+
+        Args:
+            status: its record.
+            pricing: its costs, from the record's `costs` or estimated.
+            as_of: when the record was written, on the clock of the policies.
+        """
+        templates = {tier: frozenset(ids) for tier, ids in status.templates.items()}
+        nowhere: frozenset[str] = frozenset()
+        on_device = templates.get("device", nowhere)
+
+        def rows(given: tuple[RowStatus, ...]) -> tuple[RowLoad, ...]:
+            loads = []
+            for row in given:
+                if row.kind == "prime":
+                    continue
+                compute, load = pricing.row(
+                    row.active_tokens, row.total_tokens, cached=row.kind == "cached"
+                )
+                if row.template_id in on_device:
+                    load = 0.0
+                loads.append(
+                    RowLoad(row.steps_left, compute, load, row.active_tokens, row.priority)
+                )
+            return tuple(loads)
+
+        return cls(
+            worker=status.worker,
+            pricing=pricing,
+            max_rows=status.max_rows,
+            max_waiting=status.max_waiting,
+            running=rows(status.running),
+            waiting=rows(status.waiting),
+            templates=templates,
+            model=status.model,
+            ready=status.state == "ready",
+            as_of=as_of,
+        )

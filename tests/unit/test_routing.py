@@ -1,0 +1,267 @@
+"""Routing: the prediction against a step-by-step replay, and the rules that choose."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maskserve_core.routing import (
+    POLICIES,
+    Edit,
+    LeastRequests,
+    LeastTokens,
+    MaskAware,
+    NoWorkerAvailable,
+    Pricing,
+    RoundRobin,
+    RowLoad,
+    WorkerView,
+    make_policy,
+    predicted_seconds,
+)
+from maskserve_core.scheduler import StepScheduler, Ticket
+from maskserve_core.status import RowStatus, WorkerStatus
+
+FULL = 1024
+PRICING = Pricing(
+    step=0.01,
+    dense_row=0.2,
+    cached_row=0.005,
+    active_token=0.0003,
+    fetch={"disk": 2.0, "remote": 5.0},
+)
+EDIT = Edit(steps=20, active_tokens=100, total_tokens=FULL, template_id="t")
+
+
+def row(steps: int, active: int = 100, priority: int = 0, pricing: Pricing = PRICING) -> RowLoad:
+    compute, load = pricing.row(active, FULL, cached=True)
+    return RowLoad(steps, compute, load, active, priority)
+
+
+def worker(name: str, **state: object) -> WorkerView:
+    return replace(WorkerView(name, PRICING, max_rows=4, max_waiting=16), **state)  # type: ignore[arg-type]
+
+
+def replayed(edit: Edit, view: WorkerView) -> float:
+    """The same future step by step, by the production scheduler: seconds until the edit is done.
+
+    Those that run are submitted first and admitted before the rest.
+    """
+    scheduler = StepScheduler(view.max_rows, 10_000)
+    rows = {f"r{i}": r for i, r in enumerate(view.running)}
+    waiting = {f"w{i}": r for i, r in enumerate(view.waiting)}
+    for name, r in rows.items():
+        scheduler.submit(Ticket(name, r.steps, FULL, r.tokens, 0.0, r.priority))
+    scheduler.schedule(0.0)
+    for name, r in waiting.items():
+        scheduler.submit(Ticket(name, r.steps, FULL, r.tokens, 1.0, r.priority))
+    rows |= waiting | {"edit": view.row(edit)}
+    scheduler.submit(Ticket("edit", edit.steps, FULL, edit.active_tokens, 2.0, edit.priority))
+    left = {name: r.steps for name, r in rows.items()}
+    seconds = 0.0
+    while left["edit"]:
+        running = [t.request_id for t in scheduler.schedule(3.0).running]
+        seconds += view.pricing.step + sum(rows[name].compute for name in running)
+        for name in running:
+            left[name] -= 1
+            if not left[name]:
+                scheduler.finish(name)
+    return seconds
+
+
+row_loads = st.builds(row, st.integers(1, 50), st.integers(1, FULL))
+
+
+@settings(max_examples=300)
+@given(
+    running=st.lists(row_loads, max_size=4),
+    waiting=st.lists(row_loads, max_size=8),
+    steps=st.integers(1, 50),
+    active=st.integers(1, FULL),
+)
+def test_the_prediction_is_the_time_the_scheduler_takes(
+    running: list[RowLoad], waiting: list[RowLoad], steps: int, active: int
+):
+    view = worker("w", running=tuple(running), waiting=tuple(waiting))
+    edit = replace(EDIT, steps=steps, active_tokens=active)
+    assert predicted_seconds(edit, view, 0.0) == pytest.approx(replayed(edit, view))
+
+
+@given(
+    running=st.lists(row_loads, min_size=4, max_size=4),
+    waiting=st.lists(st.builds(row, st.integers(1, 50), priority=st.integers(-1, 1)), max_size=6),
+    priority=st.integers(-1, 1),
+)
+def test_an_edit_overtakes_what_is_less_urgent(
+    running: list[RowLoad], waiting: list[RowLoad], priority: int
+):
+    """The places are right; what starts behind the edit and runs beside it is left out, so the
+    prediction may be early by that much and is never late.
+    """
+    waiting.sort(key=lambda r: -r.priority)
+    view = worker("w", running=tuple(running), waiting=tuple(waiting))
+    edit = replace(EDIT, priority=priority)
+    ahead = tuple(r for r in waiting if r.priority >= priority)
+    alone = replayed(edit, replace(view, waiting=ahead))
+    predicted = predicted_seconds(edit, view, 0.0)
+    assert predicted == pytest.approx(alone)
+    assert predicted <= replayed(edit, view) + 1e-9
+
+
+def test_loading_bounds_the_time_where_it_is_the_slower_side():
+    pricing = replace(PRICING, spare_token=0.001)
+    view = replace(worker("w"), pricing=pricing)
+    load = 20 * 0.001 * (FULL - 100)
+    assert predicted_seconds(EDIT, view, 0.0) == pytest.approx(20 * (0.01 + 0.2))  # dense instead
+    pricing = replace(PRICING, spare_token=0.0001)
+    view = replace(worker("w"), pricing=pricing)
+    assert predicted_seconds(EDIT, view, 0.0) == pytest.approx(load / 10)
+    on_device = replace(view, templates={"device": {"t"}})
+    compute = 20 * (0.01 + 0.005 + 0.03)
+    assert predicted_seconds(EDIT, on_device, 0.0) == pytest.approx(compute)
+
+
+def test_a_template_costs_its_fetch_or_a_dense_run_whichever_is_less():
+    host, disk, none = (worker("w", templates=t) for t in ({"host": {"t"}}, {"disk": {"t"}}, {}))
+    cached = 20 * (0.01 + 0.005 + 0.03)
+    dense = 20 * (0.01 + 0.2)
+    assert predicted_seconds(EDIT, host, 0.0) == pytest.approx(cached)
+    assert predicted_seconds(EDIT, disk, 0.0) == pytest.approx(cached + 2.0)
+    assert predicted_seconds(EDIT, none, 0.0) == pytest.approx(dense)
+    few_steps = replace(EDIT, steps=8)  # a fetch of 2 s does not pay: dense at once
+    assert predicted_seconds(few_steps, disk, 0.0) == pytest.approx(8 * (0.01 + 0.2))
+    assert predicted_seconds(replace(EDIT, cache=False), host, 0.0) == pytest.approx(dense)
+    unreachable = replace(disk, pricing=replace(PRICING, fetch={}))
+    assert predicted_seconds(EDIT, unreachable, 0.0) == pytest.approx(dense)
+
+
+def test_a_fetch_goes_on_while_the_edit_waits():
+    rows = (row(30),) * 4
+    disk = worker("w", running=rows, templates={"disk": {"t"}})
+    host = replace(disk, templates={"host": {"t"}})
+    waits = 30 * (0.01 + 4 * (0.005 + 0.03))
+    assert waits > 2.0
+    assert predicted_seconds(EDIT, disk, 0.0) == pytest.approx(predicted_seconds(EDIT, host, 0.0))
+
+
+def test_a_view_that_is_old_has_worked_on_since():
+    view = worker("w", running=(row(30),) * 4, as_of=10.0)
+    fresh = predicted_seconds(EDIT, view, 10.0)
+    assert predicted_seconds(EDIT, view, 11.5) == pytest.approx(fresh - 1.5)
+    alone = 20 * (0.01 + 0.005 + 0.03)
+    assert predicted_seconds(EDIT, view, 10.0 + 3600.0) == pytest.approx(alone)
+
+
+def test_mask_aware_looks_at_masks_steps_and_templates():
+    small = worker("small", running=(row(20, active=30),) * 3)
+    large = worker("large", running=(row(20, active=600),))
+    ending = worker("ending", running=(row(1, active=600),) * 4)
+    policy = MaskAware()
+    assert policy.choose(EDIT, [large, small], 0.0) == "small"
+    assert LeastRequests().choose(EDIT, [large, small], 0.0) == "large"
+    assert policy.choose(EDIT, [large, ending], 0.0) == "ending"
+    assert LeastTokens().choose(EDIT, [large, ending], 0.0) == "large"
+    has = worker("has", running=(row(20),) * 2, templates={"host": {"t"}})
+    lacks = worker("lacks", templates={"host": {"other"}})
+    assert policy.choose(EDIT, [has, lacks], 0.0) == "has"
+    assert LeastRequests().choose(EDIT, [has, lacks], 0.0) == "lacks"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_ties_go_to_the_lowest_id_whatever_the_order(name: str):
+    workers = [worker(w) for w in ("c", "a", "b")]
+    assert make_policy(name).choose(EDIT, workers, 0.0) == "a"
+    assert make_policy(name).name == name
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_workers_that_take_nothing_are_passed_over(name: str):
+    idle = worker("a", ready=False)
+    full = worker("b", waiting=(row(5),) * 16, running=(row(5),) * 4)
+    other = worker("c", model="flux")
+    busy = worker("d", running=(row(50, active=FULL),) * 4, waiting=(row(50),) * 8, model="sdxl")
+    edit = replace(EDIT, model="sdxl")
+    assert make_policy(name).choose(edit, [idle, full, other, busy], 0.0) == "d"
+
+
+@pytest.mark.parametrize(
+    ("workers", "message", "full"),
+    [
+        ([], "none of 0 workers is ready", False),
+        ([worker("a", ready=False)], "none of 1 workers is ready", False),
+        ([worker("a", model="x")], "none of the 1 ready workers serves model 'sdxl'", False),
+        ([worker("a", model="sdxl", waiting=(row(1),) * 16)], "queues of all 1 workers", True),
+    ],
+)
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_worker_says_why(name: str, workers: list[WorkerView], message: str, full: bool):
+    with pytest.raises(NoWorkerAvailable, match=message) as caught:
+        make_policy(name).choose(replace(EDIT, model="sdxl"), workers, 0.0)
+    assert caught.value.full is full
+    assert caught.value.code == "OVERLOADED"
+
+
+def test_round_robin_goes_round_as_workers_come_and_go():
+    policy = RoundRobin()
+    a, b, c = (worker(w) for w in "abc")
+    assert [policy.choose(EDIT, [c, b, a], 0.0) for _ in range(4)] == ["a", "b", "c", "a"]
+    assert policy.choose(EDIT, [a, c], 0.0) == "c"
+    assert policy.choose(EDIT, [a, b, c], 0.0) == "a"
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="mask_aware, round_robin"):
+        make_policy("random")
+
+
+def test_sent_edits_count_until_the_status_shows_them():
+    view = worker("w", templates={"host": {"t"}})
+    sent = view.sent([EDIT, replace(EDIT, template_id="elsewhere")])
+    assert sent.waiting == (row(20), RowLoad(20, 0.2, 0.0, FULL, 0))
+    assert view.waiting == ()
+    assert LeastTokens().choose(EDIT, [sent, worker("x", running=(row(9),))], 0.0) == "x"
+
+
+def test_a_view_of_a_status_record():
+    pricing = replace(PRICING, spare_token=0.00001)
+    status = WorkerStatus(
+        "w",
+        "demo",
+        "ready",
+        max_rows=4,
+        max_waiting=9,
+        running=(
+            RowStatus("a", "cached", 100, FULL, 7, "host-one"),
+            RowStatus("b", "cached", 100, FULL, 8, "device-one"),
+            RowStatus("c", "dense", FULL, FULL, 9),
+            RowStatus("d", "prime", FULL, FULL, 9),
+        ),
+        waiting=(RowStatus("e", "cached", 50, FULL, 20, priority=2),),
+        templates={"host": ("host-one",), "device": ("device-one",)},
+    )
+    view = WorkerView.from_status(status, pricing, as_of=3.0)
+    assert view.running == (
+        RowLoad(7, 0.005 + 0.03, 0.00001 * 924, 100, 0),
+        RowLoad(8, 0.005 + 0.03, 0.0, 100, 0),
+        RowLoad(9, 0.2, 0.0, FULL, 0),
+    )
+    assert view.waiting == (RowLoad(20, 0.005 + 0.0003 * 50, 0.00001 * 974, 50, 2),)
+    assert (view.worker, view.model, view.max_rows, view.max_waiting) == ("w", "demo", 4, 9)
+    assert [view.tier_of(t) for t in ("host-one", "device-one", "c")] == ["host", "device", None]
+    assert view.ready
+    assert not WorkerView.from_status(replace(status, state="draining"), pricing, 3.0).ready
+
+
+def test_pricing_as_json_and_its_limits():
+    assert Pricing.from_json(PRICING.to_json() | {"later": 1}) == PRICING
+    for wrong in ({}, {"step": 1.0}, PRICING.to_json() | {"fetch": None}):
+        with pytest.raises(ValueError, match="pricing"):
+            Pricing.from_json(wrong)
+    for bad in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="active_token"):
+            replace(PRICING, active_token=bad)
+    assert PRICING.row(FULL, FULL, cached=True) == (0.2, 0.0)  # above the crossover: dense
