@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 from PIL import Image
 
 Size = tuple[int, int]
@@ -54,3 +55,25 @@ def resize(image: Image.Image, size: Size) -> Image.Image:
     if image.size == (width, height):
         return image
     return image.resize((width, height), Image.Resampling.LANCZOS)
+
+
+def resize_part(image: Image.Image, size: Size, box: tuple[int, int, int, int]) -> Image.Image:
+    """The part `box` of `resize(image, size)`, without computing the rest.
+
+    The same filter over the same pixels, those around the part included; Pillow chooses which
+    axis it resamples first by the part's shape, so 8-bit rounding between the two may differ.
+
+    Args:
+        image: the whole image.
+        size: (height, width) of the whole result.
+        box: (left, top, right, bottom) of the part, in pixels of the result.
+    """
+    left, top, right, bottom = box
+    if image.size == (size[1], size[0]):
+        return Image.fromarray(np.asarray(image)[top:bottom, left:right])
+    across, down = image.width / size[1], image.height / size[0]
+    return image.resize(
+        (right - left, bottom - top),
+        Image.Resampling.LANCZOS,
+        box=(left * across, top * down, right * across, bottom * down),
+    )

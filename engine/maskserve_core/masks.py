@@ -114,7 +114,7 @@ def paste_weights(selection: Bools, dilate: int = 0, feather: int = 0) -> Bytes2
     The selection grows by a square of `dilate` pixels to each side. Beyond it the weight falls
     linearly from 255 to 0 over `feather` pixels along each axis; inside it stays 255.
     """
-    box = _bounding_box(selection, dilate + feather)
+    box = _bounding_box(selection, dilate)
     if box is None:
         return None
     weights = np.zeros(selection.shape, np.uint8)
@@ -124,18 +124,40 @@ def paste_weights(selection: Bools, dilate: int = 0, feather: int = 0) -> Bytes2
     if not feather:
         np.multiply(part, np.uint8(255), out=weights[box])
         return weights
-    # Growing by a window and averaging over the same window leaves 1 wherever the selection was,
-    # falls linearly to 0 over the window's length, and costs the same for any length.
+    faded = _fade(np.pad(part, feather), feather)
+    place, cut = zip(
+        *(_clip(span, feather, side) for span, side in zip(box, selection.shape, strict=True)),
+        strict=True,
+    )
+    weights[place] = faded[cut]
+    return weights
+
+
+def _fade(core: Bools, feather: int) -> Bytes2D:
+    """Weights of `core`, which has `feather` empty pixels around it.
+
+    Growing by a window and averaging over the same window leaves 1 wherever the core was, falls
+    linearly to 0 over the window's length, and costs the same for any length. The empty border
+    lets a core that touches the image's edge grow beyond it, so that it does not fade there.
+    """
     before = feather // 2
     after = feather - before
+    grown = core
     for axis in (0, 1):
-        part = _grow(part, before, after, axis)
-    counts = part.astype(np.int32)
+        grown = _grow(grown, before, after, axis)
+    counts = grown.astype(np.int32)
     for axis in (0, 1):
         counts = _window_sum(counts, before, after, axis)
     whole = (feather + 1) ** 2
-    weights[box] = (counts.astype(np.float32) * (255.0 / whole) + 0.5).astype(np.uint8)
+    weights: Bytes2D = (counts.astype(np.float32) * (255.0 / whole) + 0.5).astype(np.uint8)
     return weights
+
+
+def _clip(span: slice, margin: int, side: int) -> tuple[slice, slice]:
+    """Where a span widened by `margin` lies in [0, side), and that part of the wide span."""
+    low, high = span.start - margin, span.stop + margin
+    start, stop = max(0, low), min(side, high)
+    return slice(start, stop), slice(start - low, stop - low)
 
 
 def edit_mask(paste: Bytes2D, model_size: Size) -> Bytes2D:
@@ -242,13 +264,10 @@ def _grow(part: Bools, before: int, after: int, axis: int) -> Bools:
 def _window_sum(
     counts: npt.NDArray[np.int32], before: int, after: int, axis: int
 ) -> npt.NDArray[np.int32]:
-    """Sum over [i - before, i + after] along one axis; what lies outside repeats the border.
-
-    Repeating the border lets a selection that touches the image's edge keep its full weight.
-    """
+    """Sum over [i - before, i + after] along one axis; what lies outside counts 0."""
     padding = [(0, 0), (0, 0)]
     padding[axis] = (before + 1, after)
-    padded = np.pad(counts, padding, mode="edge")
+    padded = np.pad(counts, padding)
     sums = padded.cumsum(axis=axis, dtype=np.int32)
     length, window = counts.shape[axis], before + after + 1
     high, low = [slice(None)] * 2, [slice(None)] * 2

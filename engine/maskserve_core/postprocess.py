@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from maskserve_core.geometry import resize
+from maskserve_core.geometry import resize_part
 from maskserve_core.images import NO_LIMITS, decode_raster, encode_image, to_base64
 from maskserve_core.request import EditRequest
 
@@ -28,7 +28,12 @@ def finish_edit(
     """
     out = decode_raster(source, "SOURCE", NO_LIMITS).image.convert("RGB")
     weights = decode_raster(paste, "PASTE", NO_LIMITS).image
-    # Pillow's paste mixes in integers, exactly 0 and exactly 255 included.
-    out.paste(resize(Image.fromarray(pixels), request.source_size), mask=weights)
+    box = weights.getbbox()
+    if box is not None:  # only what is pasted is resized
+        left, top, right, bottom = box
+        edited = resize_part(Image.fromarray(pixels), request.source_size, box)
+        part = Image.fromarray(np.asarray(weights)[top:bottom, left:right])
+        # Pillow's paste mixes in integers, exact at 0 and at 255.
+        out.paste(edited, (left, top), mask=part)
     encoded = encode_image(np.asarray(out), request.settings.output_format)
     return to_base64(encoded) if request.settings.output_encoding == "base64" else encoded

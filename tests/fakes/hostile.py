@@ -1,0 +1,177 @@
+"""Requests that must be refused.
+
+Unit tests call preprocess with them, end-to-end tests a server.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.fakes.pictures import blob_mask, encode, png_chunk, png_file, scene
+
+SIZE = (40, 56)
+"""(height, width) of the ordinary image that the cases start from."""
+
+
+@dataclass(frozen=True)
+class HostileCase:
+    """One request that must be answered with one error."""
+
+    name: str
+    inputs: dict[str, bytes]
+    """IMAGE, MASK, PROMPT, SETTINGS."""
+    code: str
+    field: str
+    """What the message must name, right after the code."""
+
+
+def good_inputs() -> dict[str, bytes]:
+    """A request that works."""
+    return {
+        "IMAGE": encode(scene(*SIZE)),
+        "MASK": encode(blob_mask(*SIZE)),
+        "PROMPT": b"a red star",
+        "SETTINGS": b'{"num_inference_steps": 2, "seed": 1}',
+    }
+
+
+def hostile_cases() -> Iterator[HostileCase]:
+    """All cases. They assume default limits and say nothing of a model's abilities."""
+    for name, data in bad_images().items():
+        for field in ("IMAGE", "MASK"):
+            if name == "empty" and field == "MASK":
+                yield _case("MASK empty", "MASK", MASK=b"")
+                continue
+            yield _case(f"{field} {name}", field, **{field: data})
+    yield from _bad_masks()
+    for name, prompt in _bad_prompts().items():
+        yield _case(f"PROMPT {name}", "PROMPT", PROMPT=prompt)
+    for name, (text, field) in _bad_settings().items():
+        yield _case(f"SETTINGS {name}", field, SETTINGS=text)
+    unknown = json.dumps({"template_id": "0" * 32}).encode()
+    yield HostileCase(
+        "template unknown",
+        {**good_inputs(), "IMAGE": b"", "SETTINGS": unknown},
+        "TEMPLATE_NOT_FOUND",
+        "SETTINGS.template_id",
+    )
+    yield _case("template not the image's", "SETTINGS.template_id", SETTINGS=unknown)
+
+
+def bad_images() -> dict[str, bytes]:
+    """Bytes that are no usable PNG, JPEG or WebP."""
+    picture = scene(*SIZE)
+    png, jpeg = encode(picture), encode(picture, "JPEG")
+    webp = encode(picture, "WEBP", lossless=True)
+    damaged = bytearray(png)
+    damaged[-40] ^= 0xFF
+    frame = jpeg.index(b"\xff\xc0") + 5
+    bomb = jpeg[:frame] + struct.pack(">HH", 60_000, 60_000) + jpeg[frame + 4 :]
+    return {
+        "empty": b"",
+        "zeros": bytes(64),
+        "text": b"not an image at all",
+        "base64 of text": b"bm90IGFuIGltYWdl",
+        "signature only": png[:8],
+        "broken data URI": b"data:image/png;base64,@@@@",
+        "data URI of percent text": b"data:image/png,%89PNG",
+        "data URI without data": b"data:image/png;base64,",
+        "truncated PNG": png[: len(png) // 2],
+        "PNG without its last byte": png[:-1],
+        "truncated PNG header": png[:20],
+        "PNG with a wrong checksum": bytes(damaged),
+        "truncated JPEG": jpeg[: len(jpeg) // 2],
+        "truncated JPEG header": jpeg[:10],
+        "truncated WebP": webp[: len(webp) // 2],
+        "truncated WebP header": webp[:18],
+        "bomb PNG": png_file(60_000, 60_000, 8, 2, bytes(1000)),
+        "bomb one-bit PNG": png_file(2**31 - 1, 2**31 - 1, 1, 0, bytes(100)),
+        "bomb JPEG": bomb,
+        "bomb WebP": _webp_canvas(16_383, 16_383),
+        "PNG of no pixels": png_file(0, 0, 8, 2, b""),
+        "PNG of many chunks": _many_chunks(70_000),
+        "GIF": encode(picture, "GIF"),
+        "TIFF": encode(picture, "TIFF"),
+        "BMP": encode(picture, "BMP"),
+        "SVG": b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/>",
+        "PDF": b"%PDF-1.7 and so on",
+    }
+
+
+def _bad_masks() -> Iterator[HostileCase]:
+    height, width = SIZE
+    clear = np.full((height, width, 4), 255, np.uint8)
+    clear[..., 3] = 128
+    yield _case("MASK of another size", "MASK", MASK=encode(blob_mask(height + 1, width)))
+    yield _case("MASK turned", "MASK", MASK=encode(blob_mask(width, height)))
+    yield _case("MASK all black", "MASK", MASK=encode(np.zeros(SIZE, np.uint8)))
+    yield _case("MASK dark grey", "MASK", MASK=encode(blob_mask(*SIZE, value=127)))
+    yield _case("MASK half transparent", "MASK", MASK=encode(clear))
+    yield _case("MASK without alpha", "SETTINGS.mask_mode", SETTINGS=b'{"mask_mode": "alpha"}')
+
+
+def _bad_prompts() -> dict[str, bytes]:
+    return {
+        "not UTF-8": b"a red \xff\xfe star",
+        "cut inside a character": "é".encode()[:1],
+        "NUL": b"a red\x00star",
+        "too long": b"a" * 32_001,
+    }
+
+
+def _bad_settings() -> dict[str, tuple[bytes, str]]:
+    """Name → (SETTINGS, field named)."""
+    values: dict[str, tuple[object, str]] = {
+        "unknown": ({"stepz": 4}, "SETTINGS.stepz"),
+        "mistyped": ({"num_inference_steps": "4"}, "SETTINGS.num_inference_steps"),
+        "boolean steps": ({"num_inference_steps": True}, "SETTINGS.num_inference_steps"),
+        "0 steps": ({"num_inference_steps": 0}, "SETTINGS.num_inference_steps"),
+        "10000 steps": ({"num_inference_steps": 10_000}, "SETTINGS.num_inference_steps"),
+        "steps over the limit": ({"num_inference_steps": 201}, "SETTINGS.num_inference_steps"),
+        "zero strength": ({"strength": 0}, "SETTINGS.strength"),
+        "strength of no step": ({"strength": 1e-17}, "SETTINGS.strength"),
+        "NaN strength": ({"strength": float("nan")}, "SETTINGS.strength"),
+        "infinite strength": ({"strength": float("inf")}, "SETTINGS.strength"),
+        "NaN guidance": ({"guidance_scale": float("nan")}, "SETTINGS.guidance_scale"),
+        "negative seed": ({"seed": -1}, "SETTINGS.seed"),
+        "huge seed": ({"seed": 10**400}, "SETTINGS.seed"),
+        "other model": ({"model": "no-such-model"}, "SETTINGS.model"),
+        "mask mode": ({"mask_mode": "black"}, "SETTINGS.mask_mode"),
+        "huge feather": ({"mask_feather": 10**6}, "SETTINGS.mask_feather"),
+        "output format": ({"output_format": "gif"}, "SETTINGS.output_format"),
+        "request id": ({"request_id": "a b"}, "SETTINGS.request_id"),
+        "template id": ({"template_id": "../../etc/passwd"}, "SETTINGS.template_id"),
+        "a list": ([], "SETTINGS"),
+    }
+    named = {name: (json.dumps(value).encode(), field) for name, (value, field) in values.items()}
+    return {
+        **named,
+        "not JSON": (b"{seed: 1}", "SETTINGS"),
+        "not UTF-8": (b'{"model": "\xff"}', "SETTINGS"),
+        "twice": (b'{"seed": 1, "seed": 2}', "SETTINGS.seed"),
+        "deeply nested": (b"[" * 30_000, "SETTINGS"),
+        "too long": (b'{"seed": ' + b" " * 70_000 + b"1}", "SETTINGS"),
+    }
+
+
+def _case(name: str, field: str, **changed: bytes) -> HostileCase:
+    return HostileCase(name, {**good_inputs(), **changed}, "INVALID_REQUEST", field)
+
+
+def _webp_canvas(width: int, height: int) -> bytes:
+    extent = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+    chunk = b"VP8X" + struct.pack("<I", 10) + bytes([0x10, 0, 0, 0]) + extent
+    return b"RIFF" + struct.pack("<I", 4 + len(chunk)) + b"WEBP" + chunk
+
+
+def _many_chunks(count: int) -> bytes:
+    whole = png_file(1, 1, 8, 0, b"\0\0")
+    return whole[:33] + png_chunk(b"tEXt", b"") * count + whole[33:]
+
+
+__all__ = ["HostileCase", "bad_images", "good_inputs", "hostile_cases"]

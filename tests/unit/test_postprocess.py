@@ -1,0 +1,111 @@
+"""Outside the mask the answer is the source, bit for bit."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maskserve_core.config import Config
+from maskserve_core.facts import ModelFacts
+from maskserve_core.postprocess import finish_edit
+from maskserve_core.preprocess import PreparedEdit, prepare_edit
+from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene
+
+FACTS = ModelFacts("flux", "fill", 4, 4, 2, 64, True, False, {})
+SIZES = [(64, 64), (45, 61), (61, 45), (1, 1), (3, 200), (200, 3), (97, 131), (64, 65)]
+
+
+def prepare(image: bytes, mask: np.ndarray, **settings: Any) -> PreparedEdit:
+    return prepare_edit(image, encode(mask), b"x", json.dumps(settings).encode(), FACTS, Config())
+
+
+def finish(done: PreparedEdit, colour: tuple[int, int, int]) -> np.ndarray:
+    """The answer's pixels if the model had painted all of its own in one colour."""
+    painted = np.empty_like(done.pixels)
+    painted[:] = colour
+    answer = finish_edit(painted, done.source, done.paste, done.request)
+    opened = Image.open(io.BytesIO(answer))
+    assert opened.mode == "RGB"
+    return np.asarray(opened)
+
+
+def check_outside(answer: np.ndarray, source: np.ndarray, mask: np.ndarray) -> None:
+    kept = mask < 128
+    np.testing.assert_array_equal(answer[kept], source[kept])
+    assert (answer[~kept] == (250, 3, 120)).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("output_format", ["png", "webp"])
+def test_outside_is_bit_exact_at_any_size(size: tuple[int, int], output_format: str) -> None:
+    source, mask = scene(*size), blob_mask(*size)
+    done = prepare(encode(source), mask, output_format=output_format)
+    check_outside(finish(done, (250, 3, 120)), source, mask)
+
+
+@pytest.mark.parametrize("odd", odd_images(), ids=lambda odd: odd.name)
+@pytest.mark.parametrize("output_format", ["png", "webp"])
+def test_outside_is_the_decoded_upright_source(odd: OddImage, output_format: str) -> None:
+    mask = blob_mask(*odd.pixels.shape[:2])
+    done = prepare(odd.encoded, mask, output_format=output_format)
+    check_outside(finish(done, (250, 3, 120)), odd.pixels, mask)
+
+
+@pytest.mark.parametrize("at", [(0, 0), (44, 60), (0, 60), (20, 31)])
+def test_a_mask_of_one_pixel_changes_one_pixel(at: tuple[int, int]) -> None:
+    source, mask = scene(45, 61), np.zeros((45, 61), np.uint8)
+    mask[at] = 255
+    answer = finish(prepare(encode(source), mask), (250, 3, 120))
+    check_outside(answer, source, mask)
+
+
+def test_an_all_white_mask_keeps_nothing() -> None:
+    mask = np.full((45, 61), 255, np.uint8)
+    answer = finish(prepare(encode(scene(45, 61)), mask), (250, 3, 120))
+    assert (answer == (250, 3, 120)).all()
+
+
+def test_the_feather_mixes_by_its_weights() -> None:
+    source = np.full((40, 60, 3), 200, np.uint8)
+    done = prepare(encode(source), blob_mask(40, 60), mask_dilate=2, mask_feather=6)
+    weights = np.asarray(Image.open(io.BytesIO(done.paste))).astype(float)
+    assert len(np.unique(weights)) > 5
+    answer = finish(done, (100, 0, 255))
+    expected = 200 + (np.array([100, 0, 255]) - 200) * weights[..., None] / 255
+    np.testing.assert_allclose(answer, expected, atol=1)
+    np.testing.assert_array_equal(answer[weights == 0], 200)
+    assert (answer[weights == 255] == (100, 0, 255)).all()
+
+
+def test_inside_is_the_models_picture_brought_to_size() -> None:
+    source = scene(150, 90)
+    done = prepare(encode(source), np.full((150, 90), 255, np.uint8))
+    assert done.pixels.shape[:2] != (150, 90)
+    small = Image.fromarray(scene(6, 5)).resize(done.pixels.shape[1::-1], Image.Resampling.BICUBIC)
+    answer = finish_edit(np.asarray(small), done.source, done.paste, done.request)
+    expected = np.asarray(small.resize((90, 150), Image.Resampling.LANCZOS)).astype(int)
+    assert np.abs(np.asarray(Image.open(io.BytesIO(answer))) - expected).max() <= 2
+
+
+def test_base64_answers_hold_the_same_file() -> None:
+    source, mask = scene(20, 30), blob_mask(20, 30)
+    raw = prepare(encode(source), mask)
+    text = prepare(encode(source), mask, output_encoding="base64")
+    plain = finish_edit(raw.pixels, raw.source, raw.paste, raw.request)
+    coded = finish_edit(text.pixels, text.source, text.paste, text.request)
+    assert base64.b64decode(coded, validate=True) == plain
+
+
+def test_jpeg_answers_are_near() -> None:
+    smooth = np.asarray(Image.fromarray(scene(4, 4)).resize((60, 40), Image.Resampling.BICUBIC))
+    done = prepare(encode(smooth), blob_mask(40, 60), output_format="jpeg")
+    answer = finish_edit(done.pixels, done.source, done.paste, done.request)
+    opened = Image.open(io.BytesIO(answer))
+    assert opened.format == "JPEG"
+    assert np.abs(np.asarray(opened).astype(int) - smooth).mean() < 3

@@ -1,0 +1,238 @@
+"""From a client's tensors to the model's arrays."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskserve_core.capabilities import steps_run
+from maskserve_core.config import CacheConfig, Config, LimitsConfig, ModelConfig
+from maskserve_core.errors import InvalidRequest, MaskserveError, TemplateNotFound
+from maskserve_core.facts import ModelFacts
+from maskserve_core.images import decode_image
+from maskserve_core.keys import template_id
+from maskserve_core.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.request import EditRequest
+from maskserve_core.templates import TemplateFolder
+from tests.fakes.hostile import SIZE, HostileCase, good_inputs, hostile_cases
+from tests.fakes.pictures import blob_mask, encode, odd_images, scene
+
+FACTS = ModelFacts(
+    family="flux",
+    semantics="fill",
+    vae_scale_factor=4,
+    latent_channels=4,
+    patch=2,
+    native_resolution=128,
+    guidance_embeds=True,
+    true_cfg=False,
+    transformer={},
+)
+CONFIG = Config(model=ModelConfig(path="models/demo", num_inference_steps=20))
+CASES = list(hostile_cases())
+
+
+def prepare(
+    facts: ModelFacts = FACTS, config: Config = CONFIG, templates: Any = None, **inputs: bytes
+) -> PreparedEdit:
+    given = {**good_inputs(), **inputs}
+    return prepare_edit(
+        given["IMAGE"],
+        given["MASK"],
+        given["PROMPT"],
+        given["SETTINGS"],
+        facts,
+        config,
+        templates,
+    )
+
+
+def settings(**values: Any) -> bytes:
+    return json.dumps(values).encode()
+
+
+def test_an_ordinary_edit() -> None:
+    before = time.time_ns()
+    done = prepare(SETTINGS=settings(seed=7, strength=0.5))
+    assert done.pixels.shape == (40, 56, 3)
+    np.testing.assert_array_equal(done.pixels, scene(*SIZE))
+    np.testing.assert_array_equal(done.edit_mask, blob_mask(*SIZE))
+    paste = decode_image(done.paste, "PASTE", LimitsConfig()).pixels[..., 0]
+    np.testing.assert_array_equal(paste, blob_mask(*SIZE))
+    assert done.source == good_inputs()["IMAGE"]
+    request = done.request
+    assert (request.seed, request.prompt) == (7, "a red star")
+    assert (request.source_size, request.model_size) == (SIZE, (40, 56))
+    assert request.template_id == template_id(scene(*SIZE))
+    assert before <= request.accepted_ns <= time.time_ns()
+    assert request.timings_ms["preprocess"] > 0
+    assert EditRequest.from_json(request.to_json()) == request
+
+
+def test_defaults_are_filled_in_from_the_configuration() -> None:
+    filled = prepare(SETTINGS=b"").request.settings
+    assert (filled.num_inference_steps, filled.guidance_scale) == (20, 30.0)
+    without = prepare(facts=replace(FACTS, guidance_embeds=False), SETTINGS=b"{}")
+    assert without.request.settings.guidance_scale is None
+
+
+def test_seeds_and_ids_are_drawn_when_not_given() -> None:
+    drawn = [prepare(SETTINGS=b"{}").request for _ in range(5)]
+    assert len({request.seed for request in drawn}) == 5
+    assert len({request.request_id for request in drawn}) == 5
+    for request in drawn:
+        assert (request.settings.seed, request.settings.request_id) == (
+            request.seed,
+            request.request_id,
+        )
+    named = prepare(SETTINGS=settings(seed=0, request_id="mine-1")).request
+    assert (named.seed, named.request_id) == (0, "mine-1")
+
+
+def test_large_images_are_brought_to_the_models_area() -> None:
+    done = prepare(IMAGE=encode(scene(300, 200)), MASK=encode(blob_mask(300, 200)))
+    assert done.request.source_size == (300, 200)
+    assert done.request.model_size == (152, 104)
+    assert done.pixels.shape == (152, 104, 3)
+    assert done.edit_mask.shape == (152, 104)
+    assert set(np.unique(done.edit_mask)) == {0, 255}
+    assert decode_image(done.paste, "PASTE", LimitsConfig()).size == (300, 200)
+
+
+def test_all_text_encodings_give_the_same_edit() -> None:
+    plain = prepare(SETTINGS=settings(seed=1))
+    given = good_inputs()
+    text = {key: base64.b64encode(given[key]) for key in ("IMAGE", "MASK")}
+    for inputs in (
+        text,
+        {key: b"data:image/png;base64," + value for key, value in text.items()},
+    ):
+        same = prepare(SETTINGS=settings(seed=1), **inputs)
+        assert (same.source, same.paste) == (plain.source, plain.paste)
+        np.testing.assert_array_equal(same.pixels, plain.pixels)
+
+
+@pytest.mark.parametrize("odd", odd_images(), ids=lambda odd: odd.name)
+def test_odd_sources_are_edited_like_others(odd: Any) -> None:
+    done = prepare(IMAGE=odd.encoded, MASK=encode(np.full(odd.pixels.shape[:2], 255, np.uint8)))
+    assert done.request.source_size == odd.pixels.shape[:2]
+    assert done.request.template_id == template_id(odd.pixels)
+    assert (done.edit_mask == 255).all()
+
+
+def test_odd_masks_select_what_they_show() -> None:
+    height, width = 45, 61
+    image = encode(scene(height, width))
+    for odd in odd_images(height, width):
+        mode = settings(mask_mode="white")
+        done = prepare(IMAGE=image, MASK=odd.encoded, SETTINGS=mode)
+        assert done.edit_mask.any(), odd.name
+
+
+@pytest.mark.parametrize("prompt", ["", "ein grüner Stern ★ 星", "a\nb\tc", "a" * 32_000])
+def test_prompts_may_be_empty_long_or_in_any_script(prompt: str) -> None:
+    assert prepare(PROMPT=prompt.encode()).request.prompt == prompt
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_hostile_requests_are_refused_with_their_field(case: HostileCase) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with pytest.raises(MaskserveError) as caught:
+            prepare(**case.inputs)
+    assert caught.value.code == case.code
+    assert str(caught.value).startswith(f"[{case.code}] {case.field}: ")
+    assert len(str(caught.value)) < 1000
+    assert seen == []
+
+
+def test_the_corpus_starts_from_a_request_that_works() -> None:
+    assert prepare(**good_inputs()).request.seed == 1
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names)) > 80
+
+
+@pytest.mark.parametrize(
+    ("facts", "config", "asked", "field"),
+    [
+        ({"guidance_embeds": False}, {}, {"guidance_scale": 3.5}, "guidance_scale"),
+        ({}, {}, {"negative_prompt": ""}, "negative_prompt"),
+        ({}, {}, {"true_cfg_scale": 1.5}, "true_cfg_scale"),
+        ({"true_cfg": True}, {}, {"negative_prompt": "a\0b"}, "negative_prompt"),
+        ({}, {}, {"model": "demo2"}, "model"),
+        ({}, {"limits": LimitsConfig(max_steps=9)}, {"num_inference_steps": 10}, "num_infer"),
+        ({}, {"cache": CacheConfig(enabled=False)}, {"cache": "require"}, "cache"),
+    ],
+)
+def test_what_the_model_or_worker_cannot_do_is_refused(
+    facts: dict[str, Any], config: dict[str, Any], asked: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        prepare(replace(FACTS, **facts), replace(CONFIG, **config), SETTINGS=settings(**asked))
+    assert caught.value.field.startswith(f"SETTINGS.{field}")
+
+
+def test_what_the_model_can_do_passes() -> None:
+    able = replace(FACTS, true_cfg=True)
+    asked = settings(negative_prompt="blur", true_cfg_scale=2.0, guidance_scale=1, model="demo")
+    assert prepare(able, SETTINGS=asked).request.settings.negative_prompt == "blur"
+    assert prepare(SETTINGS=settings(true_cfg_scale=1.0)).request.settings.true_cfg_scale == 1
+
+
+def test_output_formats_that_cannot_hold_the_size_are_refused() -> None:
+    config = replace(CONFIG, limits=LimitsConfig(max_side=20_000))
+    inputs = {
+        "IMAGE": encode(scene(2, 16_400)),
+        "MASK": encode(np.full((2, 16_400), 255, np.uint8)),
+    }
+    with pytest.raises(InvalidRequest, match=r"SETTINGS.output_format: webp cannot hold 16400x2"):
+        prepare(config=config, SETTINGS=settings(output_format="webp"), **inputs)
+    assert prepare(config=config, SETTINGS=b"", **inputs).request.source_size == (2, 16_400)
+
+
+def test_the_number_of_steps_is_that_of_diffusers() -> None:
+    for steps in range(1, 60):
+        for strength in (1.0, 0.999, 0.75, 0.5, 0.3, 0.1, 0.01):
+            initial = min(steps * strength, steps)
+            start = int(max(steps - initial, 0))
+            assert steps_run(steps, strength) == len(range(steps)[start:]) >= 1
+    assert steps_run(20, 1e-18) == 0
+
+
+# Templates
+
+
+def test_a_registered_template_stands_in_for_the_image(tmp_path: Path) -> None:
+    given = good_inputs()
+    folder = TemplateFolder(tmp_path)
+    name = template_id(scene(*SIZE))
+    folder.put(name, given["IMAGE"])
+    done = prepare(templates=folder, IMAGE=b"", SETTINGS=settings(template_id=name, seed=1))
+    sent = prepare(SETTINGS=settings(seed=1))
+    np.testing.assert_array_equal(done.pixels, sent.pixels)
+    assert done.source == given["IMAGE"]
+    assert done.request.template_id == sent.request.template_id == name
+
+
+def test_image_and_template_id_must_agree(tmp_path: Path) -> None:
+    name = template_id(scene(*SIZE))
+    assert prepare(SETTINGS=settings(template_id=name)).request.template_id == name
+    with pytest.raises(InvalidRequest, match=f"SETTINGS.template_id: is not .* accepted: {name}"):
+        prepare(SETTINGS=settings(template_id="0" * 32), templates=TemplateFolder(tmp_path))
+
+
+def test_unknown_templates_are_not_found(tmp_path: Path) -> None:
+    for templates in (None, TemplateFolder(tmp_path)):
+        with pytest.raises(TemplateNotFound, match=r"SETTINGS\.template_id"):
+            prepare(templates=templates, IMAGE=b"", SETTINGS=settings(template_id="0" * 32))

@@ -1,0 +1,95 @@
+"""The folder of registered templates, and their names."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maskserve_core.keys import template_id
+from maskserve_core.templates import TemplateFolder
+from tests.fakes.pictures import scene
+
+A, B = "a" * 32, "b" * 32
+
+
+def test_templates_are_kept_listed_and_removed(tmp_path: Path) -> None:
+    folder = TemplateFolder(tmp_path / "deep" / "templates")
+    assert folder.ids() == []
+    assert folder.get(A) is None
+    folder.put(B, b"second")
+    folder.put(A, b"first")
+    assert folder.ids() == [A, B]
+    assert TemplateFolder(tmp_path / "deep" / "templates").get(A) == b"first"
+    assert folder.remove(A)
+    assert not folder.remove(A)
+    assert folder.ids() == [B]
+
+
+def test_a_kept_template_is_not_rewritten(tmp_path: Path) -> None:
+    folder = TemplateFolder(tmp_path)
+    folder.put(A, b"as registered")
+    folder.put(A, b"the same pixels in another file")
+    assert folder.get(A) == b"as registered"
+
+
+@pytest.mark.parametrize("name", ["../" + "a" * 32, "", "A" * 32, "a" * 15, ".new-x"])
+def test_only_digests_are_file_names(tmp_path: Path, name: str) -> None:
+    folder = TemplateFolder(tmp_path)
+    for call in (folder.get, folder.remove):
+        with pytest.raises(ValueError, match="template id"):
+            call(name)
+    with pytest.raises(ValueError, match="template id"):
+        folder.put(name, b"")
+
+
+def test_strangers_and_leftovers_in_the_folder_are_no_templates(tmp_path: Path) -> None:
+    (tmp_path / ".new-123").write_bytes(b"half written")
+    (tmp_path / "README").write_bytes(b"hello")
+    assert TemplateFolder(tmp_path).ids() == []
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", full)
+    folder = TemplateFolder(tmp_path)
+    with pytest.raises(OSError, match="disk full"):
+        folder.put(A, b"image")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_readers_never_see_half_a_template(tmp_path: Path) -> None:
+    whole = bytes(range(256)) * 4096
+    folder = TemplateFolder(tmp_path)
+    seen: list[bytes | None] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.append(folder.get(A))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(30):
+        folder.put(A, whole)
+        folder.remove(A)
+    done.set()
+    reader.join()
+    assert set(seen) <= {None, whole}
+
+
+def test_template_ids_name_pixels_and_size() -> None:
+    picture = scene(12, 10)
+    name = template_id(picture)
+    assert len(name) == 32
+    assert set(name) <= set("0123456789abcdef")
+    assert template_id(picture.copy()) == name
+    assert template_id(picture[:, ::-1][:, ::-1]) == name
+    other = picture.copy()
+    other[3, 3, 1] ^= 1
+    assert template_id(other) != name
+    assert template_id(np.ascontiguousarray(picture.reshape(10, 12, 3))) != name
