@@ -181,6 +181,11 @@ class TemplateCache:
             for key, nbytes in self.store.templates().items()
         ]
 
+    def template_ids(self) -> tuple[str, ...]:
+        """Ids of the templates whose entries are all there."""
+        held = (key for key in self.store.templates() if key not in self.priming)
+        return tuple(dict.fromkeys(self._ids[key] for key in held if key in self._ids))
+
     def _saw(self, key: str) -> int:
         self._sights[key] = self._sights.pop(key, 0) + 1
         if len(self._sights) > _REMEMBERED_SIGHTS:

@@ -1,0 +1,125 @@
+"""The engine's books: each accepted edit and template being primed, from acceptance to its end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from maskserve_core.scheduler import Ticket
+from maskserve_core.status import RowStatus
+from maskserve_engine.cache import Priming
+from maskserve_engine.job import EditJob, Sink
+
+
+@dataclass(slots=True)
+class Edit:
+    """One accepted edit. Times are time.monotonic() seconds."""
+
+    job: EditJob
+    sink: Sink
+    total_tokens: int
+    active_tokens: int
+    steps: int
+    submitted: float
+    deadline: float | None
+    how: str = "dense"
+    """`dense`, `cached` or `wait`."""
+    cache: str = "off"
+    """What META says of the cache."""
+    entries: tuple[Any, ...] = ()
+    row: Any = None
+    ticket: Ticket | None = None
+    admitted: float = 0.0
+    load_stall: float = 0.0
+    rows_seen: int = 0
+    """Sum over its steps of the rows in the batch."""
+    kinds: Counter[str] = field(default_factory=Counter)
+    """Blocks run, by kind."""
+
+    @property
+    def request_id(self) -> str:
+        return self.job.request.request_id
+
+    def make_ticket(self) -> Ticket:
+        """What the scheduler is to know of it."""
+        computed = self.active_tokens if self.how == "cached" else self.total_tokens
+        self.ticket = Ticket(
+            request_id=self.request_id,
+            steps=self.steps,
+            total_tokens=self.total_tokens,
+            active_tokens=computed,
+            arrival=self.submitted,
+            priority=self.job.request.settings.priority,
+            deadline=self.deadline,
+        )
+        return self.ticket
+
+    def status(self) -> RowStatus:
+        return RowStatus(
+            request_id=self.request_id,
+            kind="cached" if self.how == "cached" else "dense",
+            active_tokens=self.active_tokens if self.how == "cached" else self.total_tokens,
+            total_tokens=self.total_tokens,
+            steps_left=self.steps - (self.row.step if self.row is not None else 0),
+            template_id=self.job.request.template_id,
+            priority=self.job.request.settings.priority,
+        )
+
+    def final_meta(self, worker: str, model: str) -> dict[str, Any]:
+        """META of the finished edit, without what the models after the denoiser add."""
+        now, request = time.monotonic(), self.job.request
+        inactive = getattr(self.row, "inactive", None)
+        return {
+            "event": "final",
+            "step": self.steps,
+            "steps": self.steps,
+            "request_id": request.request_id,
+            "seed": request.seed,
+            "worker": worker,
+            "model": model,
+            "template_id": request.template_id,
+            "mask_ratio": round(self.active_tokens / self.total_tokens, 6),
+            "active_tokens": self.active_tokens,
+            "total_tokens": self.total_tokens,
+            "cache": self.cache,
+            "cache_bytes": {"device": inactive.loaded_bytes if inactive else 0},
+            "kinds": dict(self.kinds),
+            "batch_mean": round(self.rows_seen / self.steps, 3),
+            "timings_ms": {
+                **request.timings_ms,
+                "queue": _ms(self.admitted - self.submitted),
+                "denoise": _ms(now - self.admitted),
+                "load_stall": _ms(self.load_stall),
+            },
+        }
+
+
+@dataclass(slots=True)
+class PrimingEdit:
+    """A template in the batch: its ticket and row, and what waits for it is in `priming`."""
+
+    priming: Priming
+    ticket: Ticket
+    total_tokens: int
+    row: Any = None
+    admitted: float = 0.0
+
+    @property
+    def request_id(self) -> str:
+        return self.ticket.request_id
+
+    def status(self) -> RowStatus:
+        return RowStatus(
+            request_id=self.request_id,
+            kind="prime",
+            active_tokens=self.total_tokens,
+            total_tokens=self.total_tokens,
+            steps_left=self.ticket.steps - (self.row.step if self.row is not None else 0),
+            template_id=self.priming.template_id,
+        )
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)

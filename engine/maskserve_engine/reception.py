@@ -1,0 +1,140 @@
+"""The denoiser model's desk: Triton requests in, the engine's events out.
+
+Takes Triton's API as `api` (maskserve_core.backend), so it needs no Triton to be tested.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maskserve_core.backend.answer import Answer
+from maskserve_core.backend.wire import guarded, read_array, read_bytes
+from maskserve_core.config import Config, model_name
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.meta import event_meta, final_meta
+from maskserve_core.request import EditRequest
+from maskserve_engine.job import EditJob, EngineEvent, Failed, Final, Preview, Progress, Sink
+
+T = TypeVar("T")
+_NO_LATENTS = np.zeros((0, 0, 0), np.float32)
+
+
+class EngineLike(Protocol):
+    """What the desk needs of an engine."""
+
+    def submit(self, job: EditJob, sink: Sink) -> None: ...
+    def cancel(self, request_id: str) -> bool: ...
+    def heartbeat(self) -> Future[dict[str, Any]]: ...
+    def templates(self) -> Future[list[dict[str, object]]]: ...
+    def evict(self, template_id: str) -> Future[int]: ...
+
+
+class Reception:
+    """Submits edits to the engine and sends its events; answers operations of `control`."""
+
+    def __init__(self, api: Any, engine: EngineLike, config: Config) -> None:
+        self._api = api
+        self._engine = engine
+        self._config = config
+        self._model = model_name(config)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; each is answered later, its final answer exactly once."""
+        for request in requests:
+            answer = Answer(self._api, request.get_response_sender())
+            try:
+                self._take(request, answer)
+            except Exception as error:
+                answer.fail(guarded("", error))
+
+    def _take(self, request: Any, answer: Answer) -> None:
+        raw = read_bytes(self._api, request, "REQUEST")
+        values = json.loads(raw)
+        if "op" in values:
+            self._operate(values, answer)
+            return
+        edit = EditRequest.from_json(raw)
+        job = EditJob(
+            request=edit,
+            edit_mask=self._array(request, "EDIT_MASK", np.uint8, 2),
+            moments=self._array(request, "MOMENTS", np.float32, 3),
+            masked_moments=self._array(request, "MASKED_MOMENTS", np.float32, 3),
+            prompt_embeds=self._array(request, "PROMPT_EMBEDS", np.float32, 2),
+            pooled=self._array(request, "POOLED_EMBEDS", np.float32, 1),
+        )
+        encode_ms = float(self._array(request, "ENCODE_MS", np.float32, 1)[0])
+        carried = {
+            "REQUEST": raw,
+            "SOURCE": read_bytes(self._api, request, "SOURCE"),
+            "PASTE": read_bytes(self._api, request, "PASTE"),
+        }
+        self._engine.submit(job, self._sink(edit, encode_ms, carried, answer))
+
+    def _array(self, request: Any, name: str, dtype: type[np.generic], ndim: int) -> NDArray[Any]:
+        return read_array(self._api, request, name, dtype, ndim=ndim)
+
+    def _sink(
+        self, edit: EditRequest, encode_ms: float, carried: dict[str, bytes], answer: Answer
+    ) -> Sink:
+        """Sends a job's events. What postprocess needs of the source goes with every image."""
+        bare = dict.fromkeys(carried, b"")
+
+        def sink(event: EngineEvent) -> None:
+            match event:
+                case Progress(step, steps):
+                    meta = event_meta("progress", step, steps, edit.request_id)
+                    answer.event({"LATENTS": _NO_LATENTS, "META": meta, **bare})
+                case Preview(step, steps, latents):
+                    meta = event_meta("preview", step, steps, edit.request_id)
+                    answer.event({"LATENTS": latents, "META": meta, **carried})
+                case Final(latents, engine_meta):
+                    meta = final_meta(
+                        edit, self._config.worker, self._model, engine_meta, encode_ms
+                    )
+                    answer.finish({"LATENTS": latents, "META": meta, **carried})
+                case Failed(error):
+                    answer.fail(guarded(edit.request_id, error))
+
+        return sink
+
+    def _operate(self, values: dict[str, Any], answer: Answer) -> None:
+        match values:
+            case {"op": "cancel", "request_id": str(request_id)}:
+                _reply(answer, {"cancelled": self._engine.cancel(request_id)})
+            case {"op": "heartbeat"}:
+                _reply_when_done(self._engine.heartbeat(), answer, lambda beat: beat)
+            case {"op": "templates"}:
+                held = self._engine.templates()
+                _reply_when_done(held, answer, lambda found: {"templates": found})
+            case {"op": "evict", "template_id": str(template_id)}:
+                freed = self._engine.evict(template_id)
+                _reply_when_done(freed, answer, lambda size: {"freed_bytes": size})
+            case _:
+                raise InvalidRequest(
+                    "REQUEST.op", "is not known", "cancel, evict, heartbeat, templates"
+                )
+
+
+def _reply_when_done(
+    future: Future[T], answer: Answer, result: Callable[[T], dict[str, Any]]
+) -> None:
+    """Answer from the engine thread, between two steps: `execute` does not wait for it."""
+
+    def reply(done: Future[T]) -> None:
+        try:
+            _reply(answer, result(done.result()))
+        except Exception as error:
+            answer.fail(guarded("operation", error))
+
+    future.add_done_callback(reply)
+
+
+def _reply(answer: Answer, result: dict[str, Any]) -> None:
+    empty = dict.fromkeys(("REQUEST", "SOURCE", "PASTE"), b"")
+    answer.finish({"LATENTS": _NO_LATENTS, "META": json.dumps(result).encode(), **empty})

@@ -1,0 +1,92 @@
+"""Random edits for the engine, encoded by the real encoder of a tiny model."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maskserve_core.config import Config, load_config
+from maskserve_core.keys import template_id
+from maskserve_core.request import EditRequest
+from maskserve_core.settings import EditSettings
+from maskserve_engine.encode import Encoder
+from maskserve_engine.job import EditJob
+
+WORDS = ("a red star", "blue circle", "", "A green square, please", "étoile", "two cats")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An edit before it is encoded."""
+
+    pixels: NDArray[np.uint8]
+    mask: NDArray[np.uint8]
+    prompt: str
+    settings: EditSettings
+    seed: int
+
+
+def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
+    """The configuration of a model folder, sections laid over it."""
+    import tempfile
+
+    from maskserve_core.config import apply
+
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(f'[model]\npath = "{folder}"\n')
+        file.flush()
+        config = load_config(file.name)
+    return apply(config, sections)
+
+
+def random_case(rng: np.random.Generator, **settings: Any) -> Case:
+    """A random image of 32 to 64 pixels a side, with a random rectangular mask."""
+    h, w = (int(8 * rng.integers(4, 9)) for _ in range(2))
+    pixels = rng.integers(0, 256, (h, w, 3), dtype=np.uint8)
+    mask = np.zeros((h, w), np.uint8)
+    top, left = int(rng.integers(0, h - 1)), int(rng.integers(0, w - 1))
+    mask[top : top + int(rng.integers(1, h)), left : left + int(rng.integers(1, w))] = 255
+    values: dict[str, Any] = {
+        "num_inference_steps": int(rng.integers(1, 8)),
+        "guidance_scale": float(np.round(rng.uniform(1, 30), 2)),
+        "strength": float(rng.choice([1.0, 1.0, 0.8, 0.55])),
+        **settings,
+    }
+    values["strength"] = max(values["strength"], 1.0 / values["num_inference_steps"])
+    return Case(
+        pixels, mask, str(rng.choice(WORDS)), EditSettings(**values), int(rng.integers(2**31))
+    )
+
+
+def encode_case(encoder: Encoder, case: Case, request_id: str) -> EditJob:
+    encoded = encoder.encode(case.pixels, case.mask, case.prompt)
+    digest = template_id(case.pixels)
+    request = EditRequest(
+        request_id=request_id,
+        prompt=case.prompt,
+        settings=case.settings,
+        seed=case.seed,
+        template_id=digest,
+        source_size=case.mask.shape,  # type: ignore[arg-type]
+        model_size=case.mask.shape,  # type: ignore[arg-type]
+        accepted_ns=time.time_ns(),
+        pixels_id=digest,
+    )
+    return EditJob(
+        request,
+        case.mask,
+        encoded.moments,
+        encoded.masked_moments,
+        encoded.prompt_embeds,
+        encoded.pooled,
+    )
+
+
+def tolerance(expected: NDArray[np.float32]) -> float:
+    """Design §8: how far "equal" latents may be apart."""
+    return 1e-4 * max(1.0, float(np.abs(expected).max()))

@@ -1,0 +1,118 @@
+"""Dense rows against diffusers' own pipelines, alone and in any mix (design §4, §8)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from maskserve_engine.adapter import load_adapter
+from maskserve_engine.encode import Encoder
+from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance
+
+
+class Model:
+    """One tiny model: diffusers' pipeline and our adapter over the same folder."""
+
+    def __init__(self, folder: Path, semantics: str) -> None:
+        from diffusers import FluxFillPipeline, FluxInpaintPipeline
+
+        cls = FluxFillPipeline if semantics == "fill" else FluxInpaintPipeline
+        self.pipeline: Any = cls.from_pretrained(folder)
+        self.pipeline.set_progress_bar_config(disable=True)
+        config = config_of(folder)
+        self.encoder, self.adapter = Encoder.load(config), load_adapter(config)
+        self.text_length = config.model.max_sequence_length
+
+    def oracle(self, case: Case) -> NDArray[np.float32]:
+        """[C, h, w] latents of the diffusers pipeline."""
+        h, w = case.mask.shape
+        settings = case.settings
+        tokens = self.pipeline(
+            prompt=case.prompt,
+            image=Image.fromarray(case.pixels),
+            mask_image=Image.fromarray(case.mask),
+            height=h,
+            width=w,
+            num_inference_steps=settings.num_inference_steps,
+            guidance_scale=settings.guidance_scale,
+            strength=settings.strength,
+            generator=torch.Generator("cpu").manual_seed(case.seed),
+            max_sequence_length=self.text_length,
+            output_type="latent",
+        ).images
+        factor = self.pipeline.vae_scale_factor
+        return self.pipeline._unpack_latents(tokens, h, w, factor)[0].numpy()
+
+    def row(self, case: Case, name: str = "r") -> Any:
+        return self.adapter.dense_row(encode_case(self.encoder, case, name))
+
+    def alone(self, case: Case) -> NDArray[np.float32]:
+        row = self.row(case)
+        while row.step < row.steps:
+            self.adapter.step([row], ())
+        return self.adapter.result(row)
+
+
+@pytest.fixture(scope="module", params=["fill", "inpaint"])
+def model(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -> Model:
+    return Model(tiny_fill if request.param == "fill" else tiny_inpaint, request.param)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_dense_row_equals_the_pipeline(model: Model, seed: int) -> None:
+    case = random_case(np.random.default_rng(seed))
+    expected = model.oracle(case)
+    assert np.abs(model.alone(case) - expected).max() <= tolerance(expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_join_and_leave_at_any_step_do_not_change_one_another(
+    model: Model, seed: int
+) -> None:
+    rng = np.random.default_rng(100 + seed)
+    cases = [random_case(rng) for _ in range(6)]
+    arrivals = sorted(int(rng.integers(0, 8)) for _ in cases)
+    waiting = [model.row(case, str(i)) for i, case in enumerate(cases)]
+    cancelled = int(rng.integers(len(cases)))
+    running: list[Any] = []
+    results: dict[str, NDArray[np.float32]] = {}
+    tick = 0
+    while waiting or running:
+        while waiting and arrivals[len(cases) - len(waiting)] <= tick:
+            running.append(waiting.pop(0))
+        running = [r for r in running if not (r.request_id == str(cancelled) and r.step >= 1)]
+        rng.shuffle(running)
+        if running:
+            model.adapter.step(running, ())
+        for row in [r for r in running if r.step == r.steps]:
+            results[row.request_id] = model.adapter.result(row)
+        running = [r for r in running if r.step < r.steps]
+        tick += 1
+    for number, case in enumerate(cases):
+        if number != cancelled:
+            expected = model.oracle(case)
+            assert np.abs(results[str(number)] - expected).max() <= tolerance(expected)
+
+
+def test_the_seed_matters_and_equal_seeds_are_bit_equal(model: Model) -> None:
+    from dataclasses import replace
+
+    case = random_case(np.random.default_rng(7), num_inference_steps=3, strength=1.0)
+    once, again = model.alone(case), model.alone(case)
+    other = model.alone(replace(case, seed=case.seed + 1))
+    assert np.array_equal(once, again)
+    assert np.abs(once - other).max() > 0.01
+
+
+def test_the_estimate_after_the_last_step_is_the_result(model: Model) -> None:
+    case = random_case(np.random.default_rng(8), num_inference_steps=4, strength=1.0)
+    row = model.row(case)
+    while row.step < row.steps:
+        model.adapter.step([row], ())
+    assert np.abs(model.adapter.estimate(row) - model.adapter.result(row)).max() <= 1e-5
