@@ -18,7 +18,8 @@ from maskserve_core.routing.policies import (
 )
 from maskserve_core.routing.predict import predicted_seconds
 from maskserve_core.routing.pricing import Pricing
-from maskserve_core.routing.view import Edit, RowLoad, WorkerView
+from maskserve_core.routing.profile import RowLoad
+from maskserve_core.routing.view import Edit, WorkerView
 
 __all__ = [
     "POLICIES",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 from maskserve_core.routing.pricing import Pricing
+from maskserve_core.routing.profile import Profile, RowLoad, build_profile
 from maskserve_core.status_record import RowStatus, WorkerStatus
 
 TIERS = ("device", "host", "disk", "remote")
@@ -28,20 +29,6 @@ class Edit:
     """Whether it may use cached activations."""
 
 
-class RowLoad(NamedTuple):
-    """A running or waiting row as a policy sees it."""
-
-    steps: int
-    """Steps still to take."""
-    compute: float
-    """Seconds of computation per step."""
-    load: float
-    """Seconds of loading per step."""
-    tokens: int
-    """Tokens computed per step."""
-    priority: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerView:
     """One worker as it was at `as_of`. Immutable: what changes it returns a new one."""
@@ -60,6 +47,16 @@ class WorkerView:
     """Takes new edits: alive, loaded and not draining."""
     as_of: float = 0.0
     """Seconds of the clock that the policies' `now` is on."""
+    profile: Profile = field(init=False, repr=False, compare=False)
+    """Made with the view, which happens when a record arrives, so that decisions need not."""
+    lowest_priority: float = field(init=False, repr=False, compare=False)
+    """Of those that wait; infinite without any."""
+
+    def __post_init__(self) -> None:
+        profile = build_profile(self.running, self.waiting, self.max_rows)
+        lowest = min((row.priority for row in self.waiting), default=math.inf)
+        object.__setattr__(self, "profile", profile)
+        object.__setattr__(self, "lowest_priority", lowest)
 
     def takes(self, edit: Edit) -> bool:
         """Whether the worker may be given `edit`."""
