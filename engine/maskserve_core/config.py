@@ -191,3 +191,13 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
 def model_name(config: Config) -> str:
     """The name clients use for the served model."""
     return config.model.name or Path(config.model.path).name or "model"
+
+
+def beside_denoiser(config: Config) -> Config:
+    """The configuration of the encoder and decoder, which run beside the denoiser's steps.
+
+    They take a thread or two, so that their work does not stop the batch.
+    """
+    cores = config.model.torch_threads or os.cpu_count() or 1
+    threads = max(1, min(2, cores // 2))
+    return replace(config, model=replace(config.model, torch_threads=threads))

@@ -35,6 +35,7 @@ IMAGE = text("IMAGE")
 MASK = text("MASK")
 PROMPT = text("PROMPT")
 SETTINGS = text("SETTINGS")
+EDITED = text("EDITED")  # IMAGE, as it leaves the ensemble: inputs and outputs share one namespace
 META = text("META")
 
 # The checked request as JSON: `maskserve_core.request.EditRequest`; or {"op": …} from `control`.
@@ -64,7 +65,7 @@ def _optional(*tensors: Tensor) -> tuple[Tensor, ...]:
 CONTRACTS: dict[str, Contract] = {
     "edit": Contract(_CLIENT_IN, _CLIENT_OUT),
     "edit_stream": Contract(_CLIENT_IN, _CLIENT_OUT, decoupled=True),
-    "edit_pipeline": Contract(_CLIENT_IN, _CLIENT_OUT, decoupled=True),
+    "edit_pipeline": Contract(_CLIENT_IN, (EDITED, META), decoupled=True),
     "preprocess": Contract(_CLIENT_IN, (PIXELS, EDIT_MASK, REQUEST, SOURCE, PASTE)),
     "encoder": Contract(
         (PIXELS, EDIT_MASK, REQUEST),

@@ -1,0 +1,65 @@
+"""The one final answer of an accepted request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from maskserve_core.backend.wire import error_response, response
+from maskserve_core.errors import MaskserveError
+
+
+class Answer:
+    """Sends a request's events, exactly one of them final.
+
+    Several threads hold an Answer: one that waits for the pipeline, one that watches for
+    cancels. The first to finish it wins; everything later is dropped.
+
+    Asking Triton whether a request was cancelled after its final response was sent crashes the
+    whole server, so sending and asking share a lock with the flag that says so.
+    """
+
+    def __init__(self, api: Any, sender: Any, on_done: Callable[[], None] = lambda: None) -> None:
+        self._api = api
+        self._sender = sender
+        self._on_done = on_done
+        self._lock = threading.Lock()
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    def event(self, outputs: dict[str, Any]) -> bool:
+        """Send an event that others follow; False when it is too late."""
+        message = response(self._api, outputs)
+        with self._lock:
+            if self._done:
+                return False
+            self._sender.send(message)
+            return True
+
+    def finish(self, outputs: dict[str, Any]) -> bool:
+        """Send the result; False when the request has been answered already."""
+        return self._final(response(self._api, outputs))
+
+    def fail(self, error: MaskserveError) -> bool:
+        """Send an error as the final answer; False when there was one already."""
+        return self._final(error_response(self._api, error))
+
+    def cancelled(self) -> bool:
+        """Whether the client has withdrawn the request and nobody has answered it yet."""
+        with self._lock:
+            return not self._done and bool(self._sender.is_cancelled())
+
+    def _final(self, message: Any) -> bool:
+        with self._lock:
+            if self._done:
+                return False
+            self._done = True
+            try:
+                self._sender.send(message, flags=self._api.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            finally:
+                self._on_done()
+        return True

@@ -1,0 +1,172 @@
+"""What `control` does: operations on the worker, JSON in, JSON out.
+
+`status`, `templates`, `register`, `evict` and `drain` touch files only and are answered at once.
+`heartbeat` and `cancel` ask the denoiser's process, which may be dead: they wait in threads of
+their own and are answered with an error when it stays silent.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from maskserve_core.backend.answer import Answer
+from maskserve_core.backend.pipeline import ask_denoiser
+from maskserve_core.backend.wire import guarded, read_bytes
+from maskserve_core.config import Config
+from maskserve_core.errors import EngineFailed, InvalidRequest, TemplateNotFound
+from maskserve_core.gate import OPEN, Gate
+from maskserve_core.images import decode_image
+from maskserve_core.keys import template_id
+from maskserve_core.status import StatusReader
+from maskserve_core.templates import TemplateFolder
+
+# Operation -> the keys it takes beside "op".
+OPERATIONS: dict[str, tuple[str, ...]] = {
+    "status": (),
+    "heartbeat": (),
+    "cancel": ("request_id",),
+    "templates": (),
+    "register": ("image",),
+    "evict": ("template_id",),
+    "drain": (),
+}
+_OF_DENOISER = ("heartbeat", "cancel")
+_THREADS = 8
+
+
+def parse_operation(raw: bytes) -> dict[str, str]:
+    """Check the OP tensor's bytes.
+
+    Raises:
+        InvalidRequest: naming `OP` or `OP.<key>`.
+    """
+    try:
+        values = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError):
+        raise InvalidRequest(
+            "OP", "is not valid JSON", 'an object such as {"op": "status"}'
+        ) from None
+    if not isinstance(values, dict):
+        raise InvalidRequest(
+            "OP", f"is a JSON {type(values).__name__}", 'an object such as {"op": "status"}'
+        )
+    name = values.get("op")
+    if not isinstance(name, str) or name not in OPERATIONS:
+        shown = "is missing" if name is None else f"{str(name)[:40]!r} is not known"
+        raise InvalidRequest("OP.op", shown, ", ".join(OPERATIONS))
+    wanted = OPERATIONS[name]
+    unknown = sorted(set(values) - {"op", *wanted})
+    if unknown:
+        raise InvalidRequest(
+            f"OP.{unknown[0][:40]}", f"is not a key of {name}", ", ".join(("op", *wanted))
+        )
+    for key in wanted:
+        if not isinstance(values.get(key), str) or not values[key]:
+            problem = "is missing" if key not in values else "is not a non-empty string"
+            raise InvalidRequest(f"OP.{key}", problem, "a string")
+    return values
+
+
+class Control:
+    """The operations of one worker."""
+
+    def __init__(self, api: Any, config: Config) -> None:
+        self._api = api
+        self._config = config
+        self._status = StatusReader(f"{config.runtime_dir}/status")
+        self._gate = Gate(config.runtime_dir)
+        self._templates = TemplateFolder(Path(config.runtime_dir) / "templates")
+        self._pool = ThreadPoolExecutor(_THREADS, "control")
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take operations in; each is answered exactly once."""
+        for request in requests:
+            answer = Answer(self._api, request.get_response_sender())
+            try:
+                operation = parse_operation(read_bytes(self._api, request, "OP"))
+                if operation["op"] in _OF_DENOISER:
+                    self._ask_denoiser(operation, answer)
+                else:
+                    _reply(answer, self.do(operation))
+            except Exception as error:
+                answer.fail(guarded("control", error))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def do(self, operation: dict[str, str]) -> dict[str, Any]:
+        """An operation that needs no other process."""
+        match operation["op"]:
+            case "status":
+                return self._read_status()
+            case "templates":
+                return {"templates": [{"template_id": i} for i in self._templates.ids()]}
+            case "register":
+                return self._register(operation["image"])
+            case "evict":
+                return self._evict(operation["template_id"])
+            case "drain":
+                self._gate.drain()
+                return {"draining": True, "in_flight": self._gate.in_flight()}
+        raise AssertionError(operation)
+
+    def _read_status(self) -> dict[str, Any]:
+        """The engine's record, with what the record cannot say: its age and the gate."""
+        status = self._status.read()
+        if status is None:
+            raise EngineFailed("the engine has not started")
+        values: dict[str, Any] = json.loads(status.to_json())
+        age = status.age_s()
+        if self._gate.state() != OPEN and values["state"] == "ready":
+            values["state"] = "draining"
+        alive = age <= self._config.engine.heartbeat_timeout_s
+        return {
+            **values,
+            "age_s": round(age, 4),
+            "alive": alive,
+            "in_flight": self._gate.in_flight(),
+        }
+
+    def _register(self, image: str) -> dict[str, Any]:
+        decoded = decode_image(image.encode("utf-8", "replace"), "OP.image", self._config.limits)
+        name = template_id(decoded.pixels)
+        self._templates.put(name, decoded.encoded)
+        height, width = decoded.size
+        return {"template_id": name, "width": width, "height": height}
+
+    def _evict(self, name: str) -> dict[str, Any]:
+        try:
+            removed = self._templates.remove(name)
+        except ValueError:
+            raise InvalidRequest(
+                "OP.template_id", "has another form", "16 to 64 lower-case hexadecimal digits"
+            ) from None
+        if not removed:
+            raise TemplateNotFound(f"OP.template_id: {name} is not registered here")
+        return {"template_id": name, "evicted": True}
+
+    def _ask_denoiser(self, operation: dict[str, str], answer: Answer) -> None:
+        def ask() -> None:
+            try:
+                _reply(answer, ask_denoiser(self._api, operation))
+            except Exception as error:
+                answer.fail(guarded("control", error))
+            finally:
+                timer.cancel()
+
+        limit = self._config.engine.heartbeat_timeout_s
+        timer = threading.Timer(
+            limit,
+            lambda: answer.fail(EngineFailed(f"the engine did not answer within {limit:g} s")),
+        )
+        timer.daemon = True
+        timer.start()
+        self._pool.submit(ask)
+
+
+def _reply(answer: Answer, result: dict[str, Any]) -> None:
+    answer.finish({"RESULT": json.dumps(result).encode()})

@@ -1,0 +1,233 @@
+"""What `edit` and `edit_stream` do: answer for a pipeline that cannot answer for itself.
+
+Neither a cancel nor the death of a model's process crosses a Triton ensemble, so each front
+watches both and answers by itself. Threads of one front:
+
+    execute       takes requests in and hands them on, without waiting
+    pool          one thread per edit in flight, blocked in the pipeline's responses
+    watcher       looks at every edit for a cancel or deadline, and at the worker's health
+    cancels       tells the denoiser to free the rows of edits nobody waits for
+
+A pool thread whose denoiser died stays blocked for good; the watcher has answered its client.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from maskserve_core.backend.answer import Answer
+from maskserve_core.backend.health import Health
+from maskserve_core.backend.pipeline import Event, ask_denoiser, run_edit
+from maskserve_core.backend.wire import guarded, read_bytes
+from maskserve_core.config import Config
+from maskserve_core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    Overloaded,
+)
+from maskserve_core.gate import OPEN, Gate, InFlight
+from maskserve_core.settings import EditSettings, dump_settings, parse_settings
+
+log = logging.getLogger("maskserve")
+
+_CLIENT_INPUTS = ("IMAGE", "MASK", "PROMPT")
+_HEALTH_EVERY_S = 0.1
+_IDLE_S = 0.25
+# The cancel of an edit that has not reached the denoiser yet finds nothing there: say it again.
+_CANCEL_EVERY_S = 0.05
+_CANCEL_THREADS = 4
+_SEED_BITS = 32
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One edit in flight."""
+
+    request_id: str
+    inputs: dict[str, bytes]
+    settings: EditSettings
+    answer: Answer
+    accepted_ns: int = field(default_factory=time.time_ns)
+    accepted: float = field(default_factory=time.monotonic)
+    last_steps: dict[str, int] = field(default_factory=dict)
+    """Kind of event -> step of the newest one sent."""
+    withdrawn: bool = False
+    """Nobody waits for it; its row is to be freed."""
+    next_cancel: float = 0.0
+    cancelling: bool = False
+
+    def too_late(self, now: float) -> bool:
+        limit = self.settings.deadline_ms
+        return limit is not None and now - self.accepted > limit / 1e3
+
+
+class Front:
+    """One front model.
+
+    Args:
+        api: triton_python_backend_utils.
+        name: of the model.
+        streaming: whether progress and previews are sent on.
+    """
+
+    def __init__(self, api: Any, config: Config, name: str, *, streaming: bool) -> None:
+        self._api = api
+        self._config = config
+        self._streaming = streaming
+        self._gate = Gate(config.runtime_dir)
+        self._in_flight = InFlight(config.runtime_dir, name)
+        self._health = Health(config)
+        self._problem: MaskserveError | None = None
+        self._calls: dict[str, _Call] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._pool = ThreadPoolExecutor(config.engine.front_threads, f"{name}-pool")
+        self._cancels = ThreadPoolExecutor(_CANCEL_THREADS, f"{name}-cancels")
+        self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
+        self._watcher.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; each is answered later, exactly once."""
+        for request in requests:
+            self._in_flight.enter()
+            answer = Answer(self._api, request.get_response_sender(), self._in_flight.leave)
+            try:
+                self._accept(request, answer)
+            except Exception as error:
+                answer.fail(guarded("", error))
+
+    def close(self) -> None:
+        """Stop the threads; edits still in flight are answered."""
+        self._closing.set()
+        self._wake.set()
+        self._watcher.join()
+        self._fail_all(Overloaded("the worker is stopping"))
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._cancels.shutdown(wait=False, cancel_futures=True)
+
+    def _accept(self, request: Any, answer: Answer) -> None:
+        inputs = {name: read_bytes(self._api, request, name) for name in _CLIENT_INPUTS}
+        settings = parse_settings(read_bytes(self._api, request, "SETTINGS"))
+        # Drawn here, so that a repeated try of the same edit gives the same picture.
+        settings = replace(
+            settings,
+            request_id=settings.request_id or uuid.uuid4().hex,
+            seed=settings.seed if settings.seed is not None else secrets.randbits(_SEED_BITS),
+        )
+        assert settings.request_id is not None
+        inputs["SETTINGS"] = dump_settings(settings)
+        if self._gate.state() != OPEN:
+            raise Overloaded("the worker is draining and takes no new edits")
+        if self._problem is not None:
+            # What the watcher last saw may be over, as after the start.
+            self._problem = self._health.problem()
+            if self._problem is not None:
+                raise self._problem
+        call = _Call(settings.request_id, inputs, settings, answer)
+        with self._lock:
+            if call.request_id in self._calls:
+                raise InvalidRequest(
+                    "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
+                )
+            self._calls[call.request_id] = call
+        self._wake.set()
+        self._pool.submit(self._run, call)
+
+    # The pool
+
+    def _run(self, call: _Call) -> None:
+        try:
+            if not call.answer.done:
+                self._relay(call)
+                call.answer.fail(EngineFailed("the pipeline ended without an answer"))
+        except Exception as error:
+            call.answer.fail(guarded(call.request_id, error))
+        finally:
+            with self._lock:
+                self._calls.pop(call.request_id, None)
+
+    def _relay(self, call: _Call) -> None:
+        events = run_edit(self._api, call.inputs, call.accepted_ns, call.request_id)
+        for event in events:
+            if event.kind == "final":
+                call.answer.finish({"IMAGE": event.image, "META": event.meta})
+            elif self._streaming and self._in_order(call, event):
+                call.answer.event({"IMAGE": event.image, "META": event.meta})
+
+    @staticmethod
+    def _in_order(call: _Call, event: Event) -> bool:
+        """Whether the event is newer than those of its kind; responses may overtake each other."""
+        if event.step <= call.last_steps.get(event.kind, -1):
+            return False
+        call.last_steps[event.kind] = event.step
+        return True
+
+    # The watcher
+
+    def _watch(self) -> None:
+        next_health = 0.0
+        while not self._closing.is_set():
+            try:
+                now = time.monotonic()
+                if now >= next_health:
+                    next_health = now + _HEALTH_EVERY_S
+                    self._problem = self._health.problem()
+                    if self._problem is not None:
+                        self._fail_all(self._problem)
+                for call in self._snapshot():
+                    self._look_at(call, now)
+            except Exception as error:
+                # The watcher is what saves clients from hanging: it must outlive a surprise.
+                log.error("watcher: %s", error, exc_info=error)
+            self._pause()
+
+    def _pause(self) -> None:
+        if self._calls:
+            self._closing.wait(self._config.engine.watch_interval_s)
+        else:
+            self._wake.wait(_IDLE_S)
+            self._wake.clear()
+
+    def _look_at(self, call: _Call, now: float) -> None:
+        if call.answer.cancelled():
+            call.withdrawn = call.answer.fail(Cancelled("the client cancelled the request"))
+        elif call.too_late(now) and not call.answer.done:
+            limit = call.settings.deadline_ms
+            call.withdrawn = call.answer.fail(
+                DeadlineExceeded(
+                    f"SETTINGS.deadline_ms: {limit} ms passed before the edit was done"
+                )
+            )
+        if call.withdrawn and not call.cancelling and now >= call.next_cancel:
+            call.cancelling = True
+            call.next_cancel = now + _CANCEL_EVERY_S
+            self._cancels.submit(self._cancel, call)
+
+    def _cancel(self, call: _Call) -> None:
+        try:
+            ask_denoiser(self._api, {"op": "cancel", "request_id": call.request_id})
+        except MaskserveError as error:
+            log.warning("request %s: cancel: %s", call.request_id, error)
+        except Exception as error:
+            log.error("request %s: cancel: %s", call.request_id, error, exc_info=error)
+        finally:
+            call.cancelling = False
+
+    def _fail_all(self, problem: MaskserveError) -> None:
+        for call in self._snapshot():
+            call.answer.fail(problem)
+
+    def _snapshot(self) -> list[_Call]:
+        with self._lock:
+            return list(self._calls.values())

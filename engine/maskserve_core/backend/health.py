@@ -1,0 +1,52 @@
+"""Whether a worker can answer, as its fronts see it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from maskserve_core.config import Config
+from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
+from maskserve_core.gate import STOPPED, Gate
+from maskserve_core.status import StatusReader
+from maskserve_core.vitals import unwell
+
+_PROCESSES_EVERY_S = 0.5
+
+
+class Health:
+    """Reads the worker's status record, process list and gate."""
+
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._reader = StatusReader(f"{config.runtime_dir}/status")
+        self._gate = Gate(config.runtime_dir)
+        self._next_processes = 0.0
+        self._unwell: str | None = None
+        self._lock = threading.Lock()
+
+    def problem(self) -> MaskserveError | None:
+        """Why edits in flight must be answered with an error now; None if they may go on."""
+        with self._lock:
+            return self._look()
+
+    def _look(self) -> MaskserveError | None:
+        if self._gate.state() == STOPPED:
+            return Overloaded("the worker is stopping and its time to finish edits is over")
+        status = self._reader.read()
+        if status is None:
+            return EngineFailed("the engine has not started")
+        if status.age_s() > self._config.engine.heartbeat_timeout_s:
+            return EngineFailed(f"the engine has been silent for {status.age_s():.1f} s")
+        if status.state in ("failed", "stopped"):
+            return EngineFailed(f"the engine has {status.state}")
+        return self._processes()
+
+    def _processes(self) -> MaskserveError | None:
+        now = self._clock()
+        if now >= self._next_processes:
+            self._next_processes = now + _PROCESSES_EVERY_S
+            self._unwell = unwell(self._config.runtime_dir)
+        return None if self._unwell is None else EngineFailed(self._unwell)

@@ -1,0 +1,68 @@
+"""Calls from a front into the worker's other models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from maskserve_core.backend.wire import output, relayed, tensor
+from maskserve_core.errors import EngineFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One response of the pipeline."""
+
+    image: bytes
+    meta: bytes
+    kind: str
+    """`progress`, `preview` or `final`."""
+    step: int
+
+
+def run_edit(
+    api: Any, inputs: dict[str, bytes], accepted_ns: int, request_id: str
+) -> Iterator[Event]:
+    """Run one edit through the ensemble, event by event. Blocks; never call it in `execute`.
+
+    Raises:
+        MaskserveError: what a model of the pipeline answered.
+    """
+    call = api.InferenceRequest(
+        model_name="edit_pipeline",
+        requested_output_names=["EDITED", "META"],
+        inputs=[tensor(api, name, value) for name, value in inputs.items()],
+        parameters={"accepted_ns": str(accepted_ns)},
+    )
+    for answer in call.exec(decoupled=True):
+        if answer.has_error():
+            raise relayed(answer.error().message(), request_id)
+        meta = output(api, answer, "META")
+        if not meta:
+            continue  # the empty response that only carries the final flag
+        values = json.loads(meta)
+        yield Event(output(api, answer, "EDITED"), meta, values["event"], int(values["step"]))
+
+
+def ask_denoiser(api: Any, operation: dict[str, Any]) -> dict[str, Any]:
+    """Have the denoiser's process do `operation`. Blocks until it answers, or for ever.
+
+    Raises:
+        MaskserveError: what it answered.
+    """
+    call = api.InferenceRequest(
+        model_name="denoiser",
+        requested_output_names=["META"],
+        inputs=[tensor(api, "REQUEST", json.dumps(operation).encode())],
+    )
+    result: dict[str, Any] | None = None
+    for answer in call.exec(decoupled=True):
+        if answer.has_error():
+            raise relayed(answer.error().message(), str(operation.get("request_id", "")))
+        raw = output(api, answer, "META")
+        result = json.loads(raw) if raw else result
+    if result is None:
+        raise EngineFailed("the denoiser gave no answer")
+    return result

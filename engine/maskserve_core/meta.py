@@ -1,0 +1,62 @@
+"""The META tensor: what an event says of its edit (design §3)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from maskserve_core.request import EditRequest
+
+TIMINGS = ("queue", "preprocess", "encode", "denoise", "decode", "postprocess", "load_stall")
+
+
+def event_meta(event: str, step: int, steps: int, request_id: str) -> bytes:
+    """META of a `progress` or `preview` event."""
+    return _dump({"event": event, "step": step, "steps": steps, "request_id": request_id})
+
+
+def final_meta(
+    request: EditRequest, worker: str, model: str, engine: Mapping[str, Any], encode_ms: float
+) -> bytes:
+    """META of the `final` event, as the denoiser sends it.
+
+    Args:
+        request: the edit.
+        worker: this worker's name.
+        model: the served model's name.
+        engine: what the engine says of the edit; its keys win.
+        encode_ms: time in the encoder.
+    """
+    timings = {**request.timings_ms, "encode": encode_ms, **engine.get("timings_ms", {})}
+    values = {
+        "event": "final",
+        "request_id": request.request_id,
+        "seed": request.seed,
+        "worker": worker,
+        "model": model,
+        "template_id": request.template_id,
+        **engine,
+        "timings_ms": {name: round(float(timings.get(name, 0.0)), 3) for name in TIMINGS},
+    }
+    values.setdefault("steps", 0)
+    values.setdefault("step", values["steps"])
+    return _dump(values)
+
+
+def with_timing(meta: bytes, name: str, milliseconds: float) -> bytes:
+    """META with one more of the TIMINGS; other events than the final one stay as they are."""
+    values = json.loads(meta)
+    if values["event"] != "final":
+        return meta
+    values["timings_ms"][name] = round(milliseconds, 3)
+    return _dump(values)
+
+
+def event_of(meta: bytes) -> str:
+    """The kind of event."""
+    return str(json.loads(meta)["event"])
+
+
+def _dump(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, separators=(",", ":")).encode()

@@ -1,0 +1,23 @@
+"""control: status, heartbeat, cancel, templates, drain; JSON in, JSON out."""
+
+import triton_python_backend_utils as pb_utils
+
+from maskserve_core.backend.control import Control
+from maskserve_core.backend.respond import log_to_stderr
+from maskserve_core.config import load_config
+from maskserve_core.vitals import sign_in, sign_out
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        log_to_stderr("control")
+        self._config = load_config()
+        self._control = Control(pb_utils, self._config)
+        sign_in(self._config.runtime_dir, "control")
+
+    def execute(self, requests):
+        self._control.execute(requests)
+
+    def finalize(self):
+        sign_out(self._config.runtime_dir, "control")
+        self._control.close()

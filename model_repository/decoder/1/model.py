@@ -1,0 +1,42 @@
+"""decoder: latents to pixels; events without latents pass through."""
+
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from maskserve_core.backend.respond import log_to_stderr, respond
+from maskserve_core.backend.wire import read_array, read_bytes
+from maskserve_core.config import beside_denoiser, load_config
+from maskserve_core.meta import with_timing
+from maskserve_core.vitals import sign_in, sign_out
+from maskserve_engine.decode import Decoder
+
+_NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        log_to_stderr("decoder")
+        self._config = beside_denoiser(load_config())
+        self._decoder = Decoder.load(self._config)
+        sign_in(self._config.runtime_dir, "decoder")
+
+    def execute(self, requests):
+        return respond(pb_utils, requests, self._decode)
+
+    def finalize(self):
+        sign_out(self._config.runtime_dir, "decoder")
+
+    def _decode(self, request):
+        start = time.perf_counter()
+        latents = read_array(pb_utils, request, "LATENTS", np.float32, ndim=3)
+        pixels = self._decoder.decode(latents) if latents.size else _NO_PIXELS
+        taken_ms = (time.perf_counter() - start) * 1e3
+        return {
+            "PIXELS": pixels,
+            "META": with_timing(read_bytes(pb_utils, request, "META"), "decode", taken_ms),
+            "REQUEST": read_bytes(pb_utils, request, "REQUEST"),
+            "SOURCE": read_bytes(pb_utils, request, "SOURCE"),
+            "PASTE": read_bytes(pb_utils, request, "PASTE"),
+        }

@@ -1,0 +1,33 @@
+"""denoiser: the engine, which batches edits step by step on a thread of its own."""
+
+import triton_python_backend_utils as pb_utils
+
+from maskserve_core.backend.metrics import EngineMetrics, MetricsThread
+from maskserve_core.backend.respond import log_to_stderr
+from maskserve_core.config import load_config
+from maskserve_core.vitals import sign_in, sign_out
+from maskserve_engine.engine import Engine
+from maskserve_engine.reception import Reception
+
+# A drain has come before; what is still in flight is told that it failed.
+_CLOSE_GRACE_S = 5.0
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        log_to_stderr("denoiser")
+        self._config = load_config()
+        self._engine = Engine.load(self._config)
+        self._engine.start()
+        self._reception = Reception(pb_utils, self._engine, self._config)
+        metrics = EngineMetrics(pb_utils, self._config.worker)
+        self._metrics = MetricsThread(metrics, self._config.runtime_dir)
+        sign_in(self._config.runtime_dir, "denoiser")
+
+    def execute(self, requests):
+        self._reception.execute(requests)
+
+    def finalize(self):
+        sign_out(self._config.runtime_dir, "denoiser")
+        self._metrics.close()
+        self._engine.close(_CLOSE_GRACE_S)

@@ -1,0 +1,23 @@
+"""edit: one answer per edit, sent late; for HTTP /infer and gRPC ModelInfer."""
+
+import triton_python_backend_utils as pb_utils
+
+from maskserve_core.backend.front import Front
+from maskserve_core.backend.respond import log_to_stderr
+from maskserve_core.config import load_config
+from maskserve_core.vitals import sign_in, sign_out
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        log_to_stderr("edit")
+        self._config = load_config()
+        self._front = Front(pb_utils, self._config, "edit", streaming=False)
+        sign_in(self._config.runtime_dir, "edit")
+
+    def execute(self, requests):
+        self._front.execute(requests)
+
+    def finalize(self):
+        sign_out(self._config.runtime_dir, "edit")
+        self._front.close()

@@ -1,0 +1,23 @@
+"""edit_stream: progress, previews and the answer; for gRPC streams and HTTP /generate_stream."""
+
+import triton_python_backend_utils as pb_utils
+
+from maskserve_core.backend.front import Front
+from maskserve_core.backend.respond import log_to_stderr
+from maskserve_core.config import load_config
+from maskserve_core.vitals import sign_in, sign_out
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        log_to_stderr("edit_stream")
+        self._config = load_config()
+        self._front = Front(pb_utils, self._config, "edit_stream", streaming=True)
+        sign_in(self._config.runtime_dir, "edit_stream")
+
+    def execute(self, requests):
+        self._front.execute(requests)
+
+    def finalize(self):
+        sign_out(self._config.runtime_dir, "edit_stream")
+        self._front.close()

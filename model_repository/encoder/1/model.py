@@ -1,0 +1,49 @@
+"""encoder: VAE moments of the source and embeddings of the prompt."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from maskserve_core.backend.respond import log_to_stderr, respond
+from maskserve_core.backend.wire import read_array, read_bytes
+from maskserve_core.config import beside_denoiser, load_config
+from maskserve_core.request import EditRequest
+from maskserve_core.vitals import sign_in, sign_out
+from maskserve_engine.encode import Encoder, warm
+from maskserve_engine.priming_prompt import write_priming_prompt
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        log_to_stderr("encoder")
+        self._config = beside_denoiser(load_config())
+        self._encoder = Encoder.load(self._config)
+        warm(self._encoder)
+        # The denoiser has no text encoders; priming needs the embedding of an empty prompt.
+        write_priming_prompt(self._encoder, Path(self._config.runtime_dir) / "priming_prompt.npz")
+        sign_in(self._config.runtime_dir, "encoder")
+
+    def execute(self, requests):
+        return respond(pb_utils, requests, self._encode)
+
+    def finalize(self):
+        sign_out(self._config.runtime_dir, "encoder")
+
+    def _encode(self, request):
+        start = time.perf_counter()
+        edit = EditRequest.from_json(read_bytes(pb_utils, request, "REQUEST"))
+        encoded = self._encoder.encode(
+            read_array(pb_utils, request, "PIXELS", np.uint8, ndim=3),
+            read_array(pb_utils, request, "EDIT_MASK", np.uint8, ndim=2),
+            edit.prompt,
+        )
+        taken_ms = (time.perf_counter() - start) * 1e3
+        return {
+            "MOMENTS": encoded.moments,
+            "MASKED_MOMENTS": encoded.masked_moments,
+            "PROMPT_EMBEDS": encoded.prompt_embeds,
+            "POOLED_EMBEDS": encoded.pooled,
+            "ENCODE_MS": np.array([taken_ms], np.float32),
+        }

@@ -1,0 +1,42 @@
+"""postprocess: the edited pixels over the source, encoded; progress events carry no image."""
+
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from maskserve_core.backend.respond import log_to_stderr, respond
+from maskserve_core.backend.wire import read_array, read_bytes
+from maskserve_core.config import load_config
+from maskserve_core.meta import with_timing
+from maskserve_core.postprocess import finish_edit
+from maskserve_core.request import EditRequest
+from maskserve_core.vitals import sign_in, sign_out
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        log_to_stderr("postprocess")
+        self._config = load_config()
+        sign_in(self._config.runtime_dir, "postprocess")
+
+    def execute(self, requests):
+        return respond(pb_utils, requests, self._finish)
+
+    def finalize(self):
+        sign_out(self._config.runtime_dir, "postprocess")
+
+    def _finish(self, request):
+        start = time.perf_counter()
+        meta = read_bytes(pb_utils, request, "META")
+        pixels = read_array(pb_utils, request, "PIXELS", np.uint8, ndim=3)
+        if not pixels.size:
+            return {"IMAGE": b"", "META": meta}
+        image = finish_edit(
+            pixels,
+            read_bytes(pb_utils, request, "SOURCE"),
+            read_bytes(pb_utils, request, "PASTE"),
+            EditRequest.from_json(read_bytes(pb_utils, request, "REQUEST")),
+        )
+        taken_ms = (time.perf_counter() - start) * 1e3
+        return {"IMAGE": image, "META": with_timing(meta, "postprocess", taken_ms)}

@@ -1,0 +1,52 @@
+"""preprocess: a client's four tensors, checked and brought to the model's resolution."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import triton_python_backend_utils as pb_utils
+
+from maskserve_core.backend.respond import log_to_stderr, respond
+from maskserve_core.backend.wire import read_bytes
+from maskserve_core.config import load_config
+from maskserve_core.facts import load_facts
+from maskserve_core.preprocess import prepare_edit
+from maskserve_core.templates import TemplateFolder
+from maskserve_core.vitals import sign_in, sign_out
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        log_to_stderr("preprocess")
+        self._config = load_config()
+        model = self._config.model
+        self._facts = load_facts(model.path, model.native_resolution)
+        self._templates = TemplateFolder(Path(self._config.runtime_dir) / "templates")
+        sign_in(self._config.runtime_dir, "preprocess")
+
+    def execute(self, requests):
+        return respond(pb_utils, requests, self._prepare)
+
+    def finalize(self):
+        sign_out(self._config.runtime_dir, "preprocess")
+
+    def _prepare(self, request):
+        prepared = prepare_edit(
+            *(read_bytes(pb_utils, request, name) for name in ("IMAGE", "MASK", "PROMPT")),
+            read_bytes(pb_utils, request, "SETTINGS"),
+            self._facts,
+            self._config,
+            self._templates,
+        )
+        # A front says when it took the edit: deadlines count from there.
+        accepted_ns = json.loads(request.parameters() or "{}").get("accepted_ns")
+        edit = prepared.request
+        if accepted_ns is not None:
+            edit = replace(edit, accepted_ns=int(accepted_ns))
+        return {
+            "PIXELS": prepared.pixels,
+            "EDIT_MASK": prepared.edit_mask,
+            "REQUEST": edit.to_json(),
+            "SOURCE": prepared.source,
+            "PASTE": prepared.paste,
+        }

@@ -1,0 +1,90 @@
+"""tritonserver's arguments and environment for one worker."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from serving.options import REPOSITORY, ServeOptions
+from serving.ports import Ports
+from serving.runtime import Runtime
+
+# Seconds that Triton waits for requests after SIGTERM. The drain comes before and is bounded by
+# the configuration, so nothing is in flight any more.
+EXIT_TIMEOUT_S = 10
+_MEBIBYTE = 2**20
+
+
+def command(options: ServeOptions, runtime: Runtime, ports: Ports, shm_prefix: str) -> list[str]:
+    """The command line."""
+    shm = {
+        "shm-region-prefix-name": shm_prefix,
+        # Per stub process; regions grow by what a request needs and never shrink.
+        "shm-default-byte-size": 2 * _MEBIBYTE,
+        "shm-growth-byte-size": 4 * _MEBIBYTE,
+        # Importing torch in four processes at once takes a small machine most of a minute.
+        "stub-timeout-seconds": int(options.load_timeout_s),
+    }
+    arguments = [
+        *(f"--model-repository={path}" for path in options.repositories),
+        # Every config.pbtxt is whole; completing them would import every model twice.
+        "--disable-auto-complete-config",
+        f"--http-address={options.host}",
+        f"--http-port={ports.http}",
+        f"--grpc-address={options.host}",
+        f"--grpc-port={ports.grpc}",
+        f"--metrics-address={options.host}",
+        f"--metrics-port={ports.metrics}",
+        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+        "--exit-on-error=true",
+        "--strict-readiness=true",
+        *(f"--backend-config=python,{key}={value}" for key, value in shm.items()),
+    ]
+    if runtime.backends is not None:
+        arguments.append(f"--backend-directory={runtime.backends}")
+    launcher = str(Path(__file__).with_name("launch.py"))
+    server = [str(runtime.binary), *arguments, *options.triton_args]
+    return [sys.executable, launcher, str(os.getpid()), *server]
+
+
+def environment(runtime: Runtime, config: Path, gpu: str | None) -> dict[str, str]:
+    """The environment of a worker and its models."""
+    env = dict(os.environ)
+    env.update(
+        MASKSERVE_CONFIG=str(config),
+        # The model is a local folder by now; nothing in a worker may reach for the network.
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_OFFLINE="1",
+        HF_HUB_DISABLE_TELEMETRY="1",
+        TOKENIZERS_PARALLELISM="false",
+        # numpy's own threads would only stand in the denoiser's way.
+        OPENBLAS_NUM_THREADS="1",
+        PYTHONUNBUFFERED="1",
+        # The stub finds its interpreter, and with it the virtual environment, by PATH.
+        PATH=os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)]),
+        # The package of this checkout also serves where it is not installed.
+        PYTHONPATH=_joined(REPOSITORY / "engine", env.get("PYTHONPATH")),
+    )
+    if runtime.libraries:
+        env["LD_LIBRARY_PATH"] = _joined(*runtime.libraries, env.get("LD_LIBRARY_PATH"))
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = gpu
+    return env
+
+
+def gpu_of_worker(index: int, workers: int) -> str | None:
+    """CUDA_VISIBLE_DEVICES of a worker: one device each when there are several of both."""
+    if workers == 1:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        devices = [device for device in visible.split(",") if device]
+    else:
+        listed = Path("/proc/driver/nvidia/gpus")
+        devices = [str(i) for i in range(len(list(listed.glob("*"))))]
+    return devices[index % len(devices)] if devices else None
+
+
+def _joined(*parts: Path | str | None) -> str:
+    return os.pathsep.join(str(part) for part in parts if part)

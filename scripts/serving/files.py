@@ -1,0 +1,117 @@
+"""The files one worker lives with: its configuration and its private folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from maskserve_core.config import Config, ConfigError, load_config
+from serving.errors import ServeError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFiles:
+    """A worker's private folder: made anew at each start, but for templates; removed at the end."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.toml"
+
+    @property
+    def runtime(self) -> Path:
+        """`[runtime_dir]`: status record, templates, process ids."""
+        return self.root / "runtime"
+
+    @property
+    def status(self) -> Path:
+        return self.runtime / "status"
+
+    def prepare(self, tables: dict[str, Any]) -> Config:
+        """Clear the folder and write the worker's configuration; returns it as the worker sees it.
+
+        Raises:
+            ServeError: the configuration is not valid.
+        """
+        for stale in self.runtime.glob("*"):
+            # Templates are the clients': they outlive a restart of the worker.
+            if stale.name != "templates":
+                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        self.runtime.mkdir(parents=True, mode=0o700, exist_ok=True)
+        self.config.write_text(dump_toml(tables), encoding="utf-8")
+        return load(self.config)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def private_root(base_port: int) -> Path:
+    """A fresh folder for the workers of one supervisor, in memory where there is one."""
+    parent = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    parent = parent if os.access(parent, os.W_OK) else tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix=f"maskserve-{base_port}-", dir=parent))
+
+
+def read_tables(path: Path | None) -> dict[str, Any]:
+    """The tables of the user's configuration file, checked."""
+    if path is None:
+        return {}
+    load(path)
+    # load_config has read the file as TOML; read it again for the tables themselves.
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def load(path: Path) -> Config:
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        raise ServeError(str(error)) from error
+
+
+def with_values(tables: dict[str, Any], section: str, **values: Any) -> dict[str, Any]:
+    """`tables` with some keys of a table set; "" is the top level."""
+    if not section:
+        return {**tables, **values}
+    return {**tables, section: {**tables.get(section, {}), **values}}
+
+
+def dump_toml(tables: dict[str, Any]) -> str:
+    """TOML of a configuration: plain values first, then tables of plain values."""
+    lines = [f"{key} = {_value(value)}" for key, value in tables.items() if not _is_table(value)]
+    for name, table in tables.items():
+        if _is_table(table):
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {_value(value)}" for key, value in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        escaped = "".join(_escape(char) for char in value)
+        return f'"{escaped}"'
+    raise TypeError(f"{value!r} has no place in a maskserve configuration")
+
+
+def _escape(char: str) -> str:
+    if char in '"\\':
+        return "\\" + char
+    return char if char >= " " and char != "\x7f" else f"\\u{ord(char):04x}"

@@ -1,0 +1,66 @@
+"""TCP ports of the workers."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+from serving.errors import ServeError
+
+STRIDE = 10  # ports set aside per worker
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where one worker listens."""
+
+    http: int
+    grpc: int
+    metrics: int
+
+    @classmethod
+    def of_worker(cls, base: int, index: int) -> Ports:
+        first = base + STRIDE * index
+        return cls(first, first + 1, first + 2)
+
+    def all(self) -> dict[str, int]:
+        return {"HTTP": self.http, "gRPC": self.grpc, "metrics": self.metrics}
+
+
+def check_free(host: str, ports: Ports) -> None:
+    """Raise a ServeError that names the first port somebody else listens on."""
+    for use, port in ports.all().items():
+        if not 0 < port < 65536:
+            raise ServeError(f"port {port} ({use}) does not exist; choose another --base-port")
+        problem = _problem(host, port)
+        if problem is not None:
+            raise ServeError(
+                f"port {port} ({use}) on {host} cannot be used: {problem}; stop what uses it or "
+                "choose another --base-port"
+            )
+
+
+def free_base_port(workers: int = 1, host: str = "127.0.0.1") -> int:
+    """A base port whose ports are all free now; for tests and demonstrations."""
+    step = STRIDE * max(workers, 1)
+    # Processes that look at the same time begin at different places.
+    start = 19000 + step * (os.getpid() % 500)
+    base: int
+    for base in (*range(start, 32000, step), *range(19000, start, step)):
+        every = [Ports.of_worker(base, i) for i in range(workers)]
+        if all(_problem(host, p) is None for ports in every for p in ports.all().values()):
+            return base
+    raise ServeError("no free ports between 19000 and 32000")
+
+
+def _problem(host: str, port: int) -> str | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As servers do: connections of a server that has just ended do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+    return None

@@ -1,0 +1,150 @@
+"""The Triton server that runs the workers: the one from pip, or an installed one.
+
+nvidia-pytriton's wheel carries a whole tritonserver with the Python backend and a stub process
+for each Python version. It is laid out once per version in a cache folder, with the stub of this
+interpreter where the backend looks for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving.errors import ServeError
+
+OLDEST_GLIBC = (2, 35)
+_PACKAGE = "nvidia-pytriton"
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """How to start a Triton server."""
+
+    binary: Path
+    backends: Path | None
+    """Folder of backends; None leaves the server's own default."""
+    libraries: tuple[Path, ...]
+    """Folders for LD_LIBRARY_PATH."""
+    version: str
+
+
+def find_runtime(tritonserver: Path | None, cache_dir: Path) -> Runtime:
+    """The named server, else one on PATH (as in NVIDIA's container), else the one from pip.
+
+    Raises:
+        ServeError: there is none, or this machine cannot run it.
+    """
+    if tritonserver is not None:
+        return installed_runtime(tritonserver)
+    on_path = shutil.which("tritonserver")
+    return installed_runtime(Path(on_path)) if on_path else pip_runtime(cache_dir)
+
+
+def installed_runtime(binary: Path) -> Runtime:
+    """A server with its backends beside it, as in /opt/tritonserver."""
+    binary = binary.resolve()
+    if not (binary.is_file() and os.access(binary, os.X_OK)):
+        raise ServeError(f"--tritonserver: {binary} is not an executable file")
+    backends = binary.parent.parent / "backends"
+    return Runtime(binary, backends if backends.is_dir() else None, (), "installed")
+
+
+def pip_runtime(cache_dir: Path) -> Runtime:
+    """The server of the nvidia-pytriton package, laid out in `cache_dir`."""
+    found = importlib.util.find_spec("pytriton")
+    if found is None or not found.submodule_search_locations:
+        raise ServeError(
+            f"no Triton server: the package {_PACKAGE} is not installed (pip install "
+            "'maskserve[server]'), --tritonserver was not given, and tritonserver is not on PATH"
+        )
+    package = Path(next(iter(found.submodule_search_locations))) / "tritonserver"
+    version = importlib.metadata.version(_PACKAGE)
+    check_glibc(platform.libc_ver())
+    stub = find_stub(package / "python_backend_stubs", sys.version_info[:2], version)
+    python_library = find_libpython(sys.version_info[:2])
+    tree = cache_dir / f"pytriton-{version}-py{sys.version_info[0]}.{sys.version_info[1]}"
+    if not (tree / "bin" / "tritonserver").is_file():
+        _lay_out(package, stub, tree)
+    libraries = [package.parent.parent / "nvidia_pytriton.libs"]
+    if python_library is not None:
+        libraries.append(python_library)
+    return Runtime(tree / "bin" / "tritonserver", tree / "backends", tuple(libraries), version)
+
+
+def check_glibc(libc: tuple[str, str]) -> None:
+    """Raise unless `libc`, as platform.libc_ver() gives it, can run the server."""
+    name, version = libc
+    wanted = ".".join(map(str, OLDEST_GLIBC))
+    if name != "glibc":
+        raise ServeError(f"Triton needs glibc {wanted} or newer, and this system has another libc")
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_GLIBC:
+        raise ServeError(
+            f"Triton needs glibc {wanted} or newer (Debian 12, Ubuntu 22.04), and this system "
+            f"has glibc {version}; run it in a container"
+        )
+
+
+def find_stub(stubs: Path, python: tuple[int, int], version: str) -> Path:
+    """The stub process built for this Python."""
+    stub = stubs / f"{python[0]}.{python[1]}" / "triton_python_backend_stub"
+    if not stub.is_file():
+        known = sorted(
+            (path.name for path in stubs.iterdir()) if stubs.is_dir() else (),
+            key=lambda name: [int(part) for part in name.split(".")],
+        )
+        raise ServeError(
+            f"{_PACKAGE} {version} cannot run models under Python {python[0]}.{python[1]}; "
+            f"make the virtual environment with one of Python {', '.join(known)}"
+        )
+    return stub
+
+
+def find_libpython(python: tuple[int, int]) -> Path | None:
+    """Folder of the shared library the stub is linked to; None if the loader finds it alone."""
+    name = f"libpython{python[0]}.{python[1]}.so.1.0"
+    folders = [sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("LIBPL")]
+    folders += [str(Path(sys.base_prefix) / "lib")]
+    for folder in folders:
+        if folder and (Path(folder) / name).is_file():
+            return Path(folder)
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        raise ServeError(
+            f"Python's shared library {name} is missing, which Triton's Python models need; "
+            f"install it (Debian and Ubuntu: apt-get install libpython{python[0]}.{python[1]})"
+        ) from None
+    return None
+
+
+def _lay_out(package: Path, stub: Path, tree: Path) -> None:
+    """Copy the server beside its stub; whole or not at all, as several may do it at once."""
+    tree.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=tree.parent) as scratch:
+        copy = Path(scratch) / "tree"
+        for part in ("bin", "backends", "caches"):
+            shutil.copytree(
+                package / part, copy / part, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        shutil.copy(stub, copy / "backends" / "python" / stub.name)
+        for program in (
+            copy / "bin" / "tritonserver",
+            copy / "backends" / "python" / stub.name,
+        ):
+            program.chmod(0o755)
+        try:
+            copy.rename(tree)
+        except OSError as error:
+            if not (tree / "bin" / "tritonserver").is_file():
+                raise ServeError(
+                    f"cannot lay out Triton in {tree}: {error.strerror}; remove that folder"
+                ) from error

@@ -1,0 +1,249 @@
+"""The supervisor: starts the workers, restarts one that fails, drains and stops them all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from serving.errors import ServeError
+from serving.files import private_root, read_tables, with_values
+from serving.options import ServeOptions
+from serving.runtime import find_runtime
+from serving.source import resolve_model
+from serving.worker import Worker, check_ports, make_workers
+
+_TICK_S = 0.2
+_PROGRESS_S = 5.0
+_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+# A worker that served this long starts over with the shortest backoff.
+_STEADY_S = 60.0
+# The fronts of a worker whose engine died answer their clients themselves; they are given time.
+_ANSWERS_S = 1.5
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Where one worker stands."""
+
+    worker: Worker
+    ready: bool = False
+    ready_since: float = 0.0
+    failures: int = 0
+    start_at: float = 0.0
+    """When to start the worker; 0 while it runs."""
+    said_at: float = 0.0
+
+
+class Supervisor:
+    """Workers of this host, from start to stop. Use it as a context manager.
+
+        with Supervisor(ServeOptions(model="assets/models/demo")) as supervisor:
+            print(supervisor.workers[0].http_url)
+
+    Leaving the block drains: accepted edits are finished, within the grace.
+    """
+
+    def __init__(self, options: ServeOptions) -> None:
+        self.options = options
+        self.workers: list[Worker] = []
+        self._watches: list[_Watch] = []
+        self._closing = threading.Event()
+        self._changed = threading.Condition()
+        self._failure: ServeError | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Supervisor:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self, until: threading.Event | None = None) -> None:
+        """Start every worker and wait until all are ready, or until `until` is set.
+
+        Raises:
+            ServeError: with nothing left running.
+        """
+        options = self.options
+        if options.workers < 1:
+            raise ServeError(f"--workers: {options.workers} is not at least 1")
+        tables = read_tables(options.config)
+        folder = resolve_model(options.model, str(tables.get("model", {}).get("revision", "")))
+        runtime = find_runtime(options.tritonserver, options.cache_dir)
+        tables = with_values(tables, "model", path=str(folder))
+        if not Path(options.model).exists() and not tables["model"].get("name"):
+            # A downloaded model's folder is named after its revision; clients know the hub id.
+            tables = with_values(tables, "model", name=options.model.split("/")[-1])
+        root = private_root(options.base_port)
+        self.workers = make_workers(options, runtime, tables, root)
+        self._watches = [_Watch(worker, start_at=1e-9) for worker in self.workers]
+        try:
+            check_ports(self.workers)
+            # One thread starts every worker and outlives them: the kernel takes the end of the
+            # thread that started a process for the end of its parent (launch.py).
+            self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+            self._thread.start()
+            self._await_ready(until)
+        except BaseException:
+            self.kill()
+            raise
+
+    def stop(self, grace_s: float | None = None) -> bool:
+        """Drain and stop every worker; whether every accepted edit was finished."""
+        self._end_thread()
+        if grace_s is None:
+            grace_s = self.options.drain_grace_s
+        finished = [True] * len(self.workers)
+
+        def stop(index: int, watch: _Watch) -> None:
+            worker = watch.worker
+            if not watch.ready:
+                worker.kill()  # loading, or failed: it has no edits
+                return
+            grace = worker.config.engine.drain_grace_s if grace_s is None else grace_s
+            finished[index] = worker.finish_edits(grace)
+            worker.terminate()
+
+        stoppers = [
+            threading.Thread(target=stop, args=pair, daemon=True)
+            for pair in enumerate(self._watches)
+        ]
+        for stopper in stoppers:
+            stopper.start()
+        for stopper in stoppers:
+            stopper.join()
+        self._remove_files()
+        return all(finished)
+
+    def kill(self) -> None:
+        """Stop at once, whatever is in flight; for any thread, also beside `stop`."""
+        self._end_thread()
+        for worker in self.workers:
+            worker.kill()
+        self._remove_files()
+
+    def abort(self) -> None:
+        """Make a `stop` that is going on end at once; safe in a signal handler."""
+        for worker in self.workers:
+            worker.signal_group()
+
+    def in_flight(self) -> int:
+        """Edits accepted and not yet answered, over all workers."""
+        return sum(worker.in_flight() for worker in self.workers)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until every worker is ready, also after restarts.
+
+        Raises:
+            ServeError: not within `timeout_s`.
+        """
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: all(watch.ready for watch in self._watches), timeout_s
+            ):
+                raise ServeError(f"not every worker became ready within {timeout_s:g} s")
+
+    # The supervising thread
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            for watch in self._watches:
+                try:
+                    self._step(watch)
+                except ServeError as error:
+                    self._restart(watch, str(error))
+            self._closing.wait(_TICK_S)
+
+    def _step(self, watch: _Watch) -> None:
+        now = time.monotonic()
+        if watch.start_at:
+            if now >= watch.start_at:
+                watch.start_at = 0.0
+                watch.worker.start()
+                watch.said_at = now
+            return
+        reason = watch.worker.exit_reason()
+        if reason is not None:
+            self._restart(watch, reason)
+        elif watch.ready:
+            self._look_after(watch, now)
+        elif watch.worker.ready():
+            self._set_ready(watch, now)
+        elif watch.worker.loading_s > self.options.load_timeout_s:
+            limit = self.options.load_timeout_s
+            self._restart(watch, f"not ready after {limit:g} s; the log is {watch.worker.spec.log}")
+        elif now - watch.said_at >= _PROGRESS_S:
+            watch.said_at = now
+            loaded = ", ".join(sorted(watch.worker.loaded())) or "none yet"
+            self._say(watch, f"loading for {watch.worker.loading_s:.0f} s; models ready: {loaded}")
+
+    def _look_after(self, watch: _Watch, now: float) -> None:
+        if watch.failures and now - watch.ready_since > _STEADY_S:
+            watch.failures = 0
+        sick = watch.worker.sick()
+        if sick is not None:
+            end = now + _ANSWERS_S
+            while watch.worker.in_flight() and time.monotonic() < end:
+                self._closing.wait(0.05)
+            self._restart(watch, sick)
+
+    def _set_ready(self, watch: _Watch, now: float) -> None:
+        watch.ready_since = now
+        self._say(watch, f"ready after {watch.worker.loading_s:.0f} s")
+        with self._changed:
+            watch.ready = True
+            self._changed.notify_all()
+
+    def _restart(self, watch: _Watch, reason: str) -> None:
+        """End what is left of a worker and plan its next start."""
+        first_start = watch.worker.restarts == 0 and not watch.ready
+        with self._changed:
+            watch.ready = False
+            if first_start:
+                self._failure = ServeError(f"{watch.worker.name}: {reason}")
+            self._changed.notify_all()
+        watch.worker.kill()
+        pause = _BACKOFF_S[min(watch.failures, len(_BACKOFF_S) - 1)]
+        watch.failures += 1
+        watch.worker.restarts += 1
+        watch.start_at = time.monotonic() + pause
+        if not first_start:
+            self._say(watch, f"failed: {reason}; restarting in {pause:g} s")
+
+    # The rest
+
+    def _await_ready(self, until: threading.Event | None) -> None:
+        with self._changed:
+            while not all(watch.ready for watch in self._watches):
+                if self._failure is not None:
+                    raise self._failure
+                if until is not None and until.is_set():
+                    return
+                # Short waits: a signal handler can set `until` but not notify.
+                self._changed.wait(_TICK_S)
+
+    def _end_thread(self) -> None:
+        self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _remove_files(self) -> None:
+        for worker in self.workers:
+            worker.remove_files()
+        for root in {worker.spec.files.root.parent for worker in self.workers}:
+            try:
+                root.rmdir()
+            except OSError:
+                pass  # a worker's folder is still being removed by the other of stop and kill
+
+    def _say(self, watch: _Watch, what: str) -> None:
+        self.options.say(f"{watch.worker.name}: {what}")

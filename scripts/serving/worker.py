@@ -1,0 +1,251 @@
+"""One worker: a Triton server of our models, its files, its shared memory and its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from maskserve_core.config import Config
+from maskserve_core.gate import Gate
+from maskserve_core.status import StatusReader
+from maskserve_core.vitals import unwell
+from serving.command import EXIT_TIMEOUT_S, command, environment, gpu_of_worker
+from serving.errors import ServeError
+from serving.files import WorkerFiles, with_values
+from serving.leftovers import region_prefix, remove_regions
+from serving.log import failure, loaded_models, read_log
+from serving.options import ServeOptions
+from serving.ports import Ports, check_free
+from serving.runtime import Runtime
+
+# After the last answer left a front, Triton still has to write it to its socket.
+_LAST_ANSWER_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a worker is started with, each time."""
+
+    index: int
+    options: ServeOptions
+    runtime: Runtime
+    tables: dict[str, Any]
+    """Configuration tables with the model's local path."""
+    files: WorkerFiles
+
+    @property
+    def name(self) -> str:
+        return f"worker-{self.index}"
+
+    @property
+    def ports(self) -> Ports:
+        return Ports.of_worker(self.options.base_port, self.index)
+
+    @property
+    def log(self) -> Path:
+        return self.options.log_dir / f"{self.name}.log"
+
+
+class Worker:
+    """A worker's process. All methods belong to one thread but those said to be for any."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.config = Config()
+        self.restarts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+        self._started = 0.0
+        self._status = StatusReader(spec.files.status)
+
+    # What any thread may ask
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{_reachable(self.spec.options.host)}:{self.spec.ports.http}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{_reachable(self.spec.options.host)}:{self.spec.ports.grpc}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{_reachable(self.spec.options.host)}:{self.spec.ports.metrics}/metrics"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of tritonserver while it runs."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def gate(self) -> Gate:
+        return Gate(self.spec.files.runtime)
+
+    # Start
+
+    def start(self) -> None:
+        """Start the server; it is not ready when this returns.
+
+        Raises:
+            ServeError: a port is taken or the configuration is not valid.
+        """
+        spec = self.spec
+        check_free(spec.options.host, spec.ports)
+        prefix = region_prefix(spec.ports.http)
+        remove_regions(prefix)
+        tables = with_values(spec.tables, "", worker=self.name, runtime_dir=str(spec.files.runtime))
+        self.config = spec.files.prepare(tables)
+        if self.config.model.torch_threads == 0:
+            threads = max(1, (os.cpu_count() or 1) // spec.options.workers)
+            self.config = spec.files.prepare(with_values(tables, "model", torch_threads=threads))
+        self._status = StatusReader(spec.files.status)
+        gpu = gpu_of_worker(spec.index, spec.options.workers)
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                command(spec.options, spec.runtime, spec.ports, prefix),
+                env=environment(spec.runtime, spec.files.config, gpu),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A group of its own: Ctrl-C at the terminal is for the supervisor alone, and
+                # the stub processes can be ended together with their server.
+                start_new_session=True,
+            )
+        self._started = time.monotonic()
+
+    @property
+    def loading_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def loaded(self) -> set[str]:
+        """Names of the models loaded so far."""
+        return loaded_models(self._log_text())
+
+    def ready(self) -> bool:
+        """Whether Triton says that it and every model are ready."""
+        try:
+            with urllib.request.urlopen(f"{self.http_url}/v2/health/ready", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def exit_reason(self) -> str | None:
+        """Why the server ended, in words; None while it runs."""
+        if self._process is None or self._process.poll() is None:
+            return None
+        code = self._process.returncode
+        by = f"signal {-code}" if code < 0 else f"exit code {code}"
+        why = failure(self._log_text())
+        return f"{why or f'tritonserver ended ({by})'}; the log is {self.spec.log}"
+
+    def _log_text(self) -> str:
+        return read_log(self.spec.log, self._log_start)
+
+    # Health
+
+    def sick(self) -> str | None:
+        """What keeps a started worker from serving, in words; None if nothing does."""
+        status = self._status.read()
+        if status is None:
+            return "it has no status record"
+        age = status.age_s()
+        if age > self.config.engine.heartbeat_timeout_s:
+            return f"its engine has been silent for {age:.1f} s"
+        if status.state in ("failed", "stopped"):
+            return f"its engine has {status.state}"
+        return unwell(self.spec.files.runtime)
+
+    def in_flight(self) -> int:
+        """Edits that the fronts have accepted and not answered."""
+        return self.gate.in_flight()
+
+    # Stop
+
+    def finish_edits(self, grace_s: float) -> bool:
+        """Refuse new edits and wait for the accepted ones; whether all were finished in time.
+
+        Past the grace the fronts answer what is left with an error.
+        """
+        if self._process is None or self._process.poll() is not None:
+            return True
+        gate = self.gate
+        gate.drain()
+        finished = self._await_idle(grace_s)
+        if not finished:
+            gate.stop()
+            self._await_idle(2.0)
+        time.sleep(_LAST_ANSWER_S)
+        return finished
+
+    def _await_idle(self, limit_s: float) -> bool:
+        end = time.monotonic() + limit_s
+        while self.in_flight() > 0:
+            if time.monotonic() > end or self.exit_reason() is not None:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def terminate(self) -> None:
+        """End the server in an orderly way, and by force if it takes too long."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(EXIT_TIMEOUT_S + 5)
+            except subprocess.TimeoutExpired:
+                pass
+        self.kill()
+
+    def kill(self) -> None:
+        """End the server and its stub processes at once, and clean up; for any thread."""
+        if self._process is None:
+            return
+        self.signal_group()
+        self._process.wait()
+        remove_regions(region_prefix(self.spec.ports.http))
+
+    def signal_group(self) -> None:
+        """SIGKILL to the server and its stub processes; for any thread and signal handlers."""
+        if self._process is not None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass
+
+    def remove_files(self) -> None:
+        self.spec.files.remove()
+
+
+def make_workers(
+    options: ServeOptions, runtime: Runtime, tables: dict[str, Any], root: Path
+) -> list[Worker]:
+    """One worker per index, none started."""
+    options = replace(options, log_dir=options.log_dir.resolve())
+    return [
+        Worker(Spec(i, options, runtime, tables, WorkerFiles(root / f"worker-{i}")))
+        for i in range(options.workers)
+    ]
+
+
+def check_ports(workers: list[Worker]) -> None:
+    for worker in workers:
+        check_free(worker.spec.options.host, worker.spec.ports)
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+
+
+__all__ = ["ServeError", "Spec", "Worker", "check_ports", "make_workers"]
