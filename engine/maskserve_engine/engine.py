@@ -107,7 +107,7 @@ class Engine:
     def submit(self, job: EditJob, sink: Sink) -> None:
         """Take an edit; its answer, an error included, comes through `sink`."""
         if not self._thread.is_alive():
-            self._replies.send(sink, Failed(EngineFailed("the engine has stopped")))
+            sink(Failed(EngineFailed("the engine has stopped")))
             return
         self._inbox.put(lambda: self._accept(job, sink))
 

@@ -66,8 +66,8 @@ class CachedRest:
         entry = self.inactive.blocks[block]
         assert entry.keys is not None, f"no keys kept for block {block}"
         assert entry.values is not None
-        entry.keys.into(keys.view(len(keys), -1))
-        entry.values.into(values.view(len(values), -1))
+        entry.keys.into(keys.flatten(1))
+        entry.values.into(values.flatten(1))
 
 
 @dataclass(slots=True)

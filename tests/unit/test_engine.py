@@ -1,0 +1,278 @@
+"""The engine thread with a tiny model: answers, mixes, cancels, deadlines, drain, failures."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskserve_core.config import Config
+from maskserve_core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    Overloaded,
+)
+from maskserve_core.status import StatusReader
+from maskserve_engine.encode import Encoder
+from maskserve_engine.engine import Engine
+from maskserve_engine.job import EditJob, EngineEvent, Failed, Final, Preview, Progress
+from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
+
+
+class Sink:
+    """Collects one edit's events."""
+
+    def __init__(self) -> None:
+        self.events: list[EngineEvent] = []
+        self.done = threading.Event()
+
+    def __call__(self, event: EngineEvent) -> None:
+        self.events.append(event)
+        if isinstance(event, Final | Failed):
+            self.done.set()
+
+    def wait(self) -> Final | Failed:
+        assert self.done.wait(60), "no final answer"
+        last = self.events[-1]
+        assert isinstance(last, Final | Failed)
+        return last
+
+    def final(self) -> Final:
+        last = self.wait()
+        assert isinstance(last, Final), last
+        return last
+
+    def error(self) -> Any:
+        last = self.wait()
+        assert isinstance(last, Failed), last
+        return last.error
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_fill: Path) -> Encoder:
+    return Encoder.load(config_of(tiny_fill))
+
+
+@pytest.fixture
+def config(tiny_fill: Path, tmp_path: Path) -> Config:
+    return replace(
+        config_of(tiny_fill, cache={"entry_format": "model", "stride": 1}),
+        runtime_dir=str(tmp_path),
+    )
+
+
+@pytest.fixture
+def engine(config: Config, encoder: Encoder) -> Any:
+    engine = Engine.load(config)
+    engine.cache.prompt = lambda: encoder.encode_prompt("")
+    engine.start()
+    yield engine
+    engine.close(5.0)
+    engine.cache.store.check_integrity()
+    engine.scheduler.check_integrity()
+    assert len(engine.scheduler) == 0
+
+
+def job(encoder: Encoder, seed: int, name: str = "", **settings: Any) -> EditJob:
+    case = random_case(np.random.default_rng(seed), **settings)
+    return encode_case(encoder, case, name or f"edit-{seed}")
+
+
+def alone(engine: Engine, job: EditJob) -> np.ndarray:
+    row = engine.adapter.dense_row(job)
+    while row.step < row.steps:
+        engine.adapter.step([row], ())
+    return engine.adapter.result(row)
+
+
+def test_many_edits_at_once_each_get_their_own_result(engine: Engine, encoder: Encoder) -> None:
+    jobs = [job(encoder, seed, cache="off") for seed in range(20)]
+    sinks = [Sink() for _ in jobs]
+    for each, sink in zip(jobs, sinks, strict=True):
+        engine.submit(each, sink)
+    for each, sink in zip(jobs, sinks, strict=True):
+        expected = alone(engine, each)
+        assert np.abs(sink.final().latents - expected).max() <= tolerance(expected)
+        assert sum(isinstance(e, Final | Failed) for e in sink.events) == 1
+
+
+def test_meta_says_what_was_done(engine: Engine, encoder: Encoder) -> None:
+    sink = Sink()
+    each = job(encoder, 1, num_inference_steps=4, strength=1.0, cache="off")
+    engine.submit(each, sink)
+    meta = sink.final().meta
+    assert meta["event"] == "final"
+    assert (meta["step"], meta["steps"]) == (4, 4)
+    assert meta["seed"] == each.request.seed
+    assert meta["cache"] == "off"
+    assert meta["kinds"] == {"dense": 4 * engine.adapter.blocks}
+    assert 0 < meta["mask_ratio"] <= 1
+    assert meta["batch_mean"] == 1.0
+    assert {"queue", "denoise", "load_stall"} <= set(meta["timings_ms"])
+
+
+def test_progress_and_previews_come_in_order(engine: Engine, encoder: Encoder) -> None:
+    sink = Sink()
+    settings = {"num_inference_steps": 5, "strength": 1.0, "progress": True, "preview_every": 2}
+    engine.submit(job(encoder, 2, **settings), sink)
+    sink.final()
+    kinds = [(type(e), e.step) for e in sink.events[:-1] if isinstance(e, Progress | Preview)]
+    assert kinds == [(Progress, 1), (Preview, 2), (Progress, 3), (Preview, 4)]
+
+
+def test_cancel_frees_the_row_and_leaves_batch_mates_alone(
+    engine: Engine, encoder: Encoder
+) -> None:
+    long = {"num_inference_steps": 400, "strength": 1.0, "cache": "off"}
+    mate = job(encoder, 3, "mate", num_inference_steps=30, cache="off")
+    victim = job(encoder, 4, "victim", progress=True, **long)
+    sinks = Sink(), Sink()
+    engine.submit(victim, sinks[1])
+    engine.submit(mate, sinks[0])
+    while not sinks[1].events:
+        time.sleep(0.005)
+    assert engine.cancel("victim")
+    assert isinstance(sinks[1].error(), Cancelled)
+    expected = alone(engine, mate)
+    assert np.abs(sinks[0].final().latents - expected).max() <= tolerance(expected)
+    assert not engine.cancel("victim")
+
+
+def test_a_deadline_that_passes_ends_the_edit(engine: Engine, encoder: Encoder) -> None:
+    sink = Sink()
+    engine.submit(job(encoder, 5, num_inference_steps=900, strength=1.0, deadline_ms=150), sink)
+    assert isinstance(sink.error(), DeadlineExceeded)
+
+
+def test_a_request_id_in_use_is_refused_and_the_first_goes_on(
+    engine: Engine, encoder: Encoder
+) -> None:
+    first, second = Sink(), Sink()
+    engine.submit(job(encoder, 6, "same", num_inference_steps=60, cache="off"), first)
+    engine.submit(job(encoder, 7, "same"), second)
+    assert isinstance(second.error(), InvalidRequest)
+    first.final()
+
+
+def test_a_full_queue_refuses_and_loses_nothing(config: Config, encoder: Encoder) -> None:
+    small = replace(config, engine=replace(config.engine, max_rows=1, max_waiting=2))
+    engine = Engine.load(small)
+    engine.start()
+    sinks = [Sink() for _ in range(8)]
+    for number, sink in enumerate(sinks):
+        engine.submit(job(encoder, number, num_inference_steps=60, strength=1.0, cache="off"), sink)
+    answers = [sink.wait() for sink in sinks]
+    refused = [a.error for a in answers if isinstance(a, Failed)]
+    assert refused
+    assert all(isinstance(error, Overloaded) for error in refused)
+    assert len(answers) - len(refused) >= 2
+    engine.close(5.0)
+
+
+def test_drain_finishes_what_was_accepted_and_refuses_the_rest(
+    engine: Engine, encoder: Encoder
+) -> None:
+    accepted, refused = Sink(), Sink()
+    engine.submit(job(encoder, 8, num_inference_steps=40, cache="off"), accepted)
+    engine.heartbeat().result(30)  # the edit is in
+    engine.drain()
+    engine.submit(job(encoder, 9), refused)
+    assert isinstance(refused.error(), Overloaded)
+    accepted.final()
+
+
+def test_close_answers_whoever_is_left(config: Config, encoder: Encoder) -> None:
+    engine = Engine.load(config)
+    engine.start()
+    sink = Sink()
+    engine.submit(job(encoder, 10, num_inference_steps=1000, strength=1.0, cache="off"), sink)
+    engine.heartbeat().result(30)
+    engine.close(0.2)
+    assert isinstance(sink.error(), Overloaded)
+    late = Sink()
+    engine.submit(job(encoder, 11), late)
+    assert isinstance(late.error(), EngineFailed)
+
+
+def test_a_row_whose_step_fails_is_answered_and_its_mates_finish(
+    engine: Engine, encoder: Encoder
+) -> None:
+    bad = job(encoder, 12, "bad", num_inference_steps=10, cache="off")
+    bad = replace(bad, pooled=bad.pooled[:-1])  # of a wrong width: the model call raises
+    good = job(encoder, 13, "good", num_inference_steps=10, cache="off")
+    sinks = Sink(), Sink()
+    engine.submit(good, sinks[0])
+    engine.submit(bad, sinks[1])
+    assert isinstance(sinks[1].error(), EngineFailed)
+    expected = alone(engine, good)
+    assert np.abs(sinks[0].final().latents - expected).max() <= tolerance(expected)
+
+
+def test_an_engine_whose_every_step_fails_gives_up_and_says_so(
+    config: Config, encoder: Encoder
+) -> None:
+    engine = Engine.load(config)
+
+    def broken(rows: Any, kinds: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    engine.adapter.step = broken  # type: ignore[method-assign]
+    engine.start()
+    sinks = [Sink() for _ in range(4)]
+    for number, sink in enumerate(sinks):
+        engine.submit(job(encoder, number, cache="off"), sink)
+        assert isinstance(sink.error(), EngineFailed)
+    status = StatusReader(Path(config.runtime_dir) / "status").read()
+    assert status is not None
+    assert status.state == "failed"
+    engine.close(1.0)
+
+
+def test_the_status_record_shows_rows_and_stays_fresh(
+    engine: Engine, encoder: Encoder, config: Config
+) -> None:
+    reader = StatusReader(Path(config.runtime_dir) / "status")
+    sink = Sink()
+    engine.submit(
+        job(encoder, 14, "seen", num_inference_steps=300, strength=1.0, cache="off"), sink
+    )
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        status = reader.read()
+        if status is not None and status.running:
+            break
+    assert status is not None
+    assert [row.request_id for row in status.running] == ["seen"]
+    assert status.running[0].steps_left <= 300
+    engine.cancel("seen")
+    assert isinstance(sink.error(), Cancelled)
+    time.sleep(0.5)
+    idle = reader.read()
+    assert idle is not None
+    assert idle.age_s() < 0.4
+    assert not idle.running
+
+
+def test_higher_priority_overtakes_the_queue(config: Config, encoder: Encoder) -> None:
+    engine = Engine.load(replace(config, engine=replace(config.engine, max_rows=1)))
+    engine.start()
+    order: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def sink(name: str) -> Any:
+        return lambda event: order.put(name) if isinstance(event, Final) else None
+
+    settings = {"num_inference_steps": 30, "strength": 1.0, "cache": "off"}
+    engine.submit(job(encoder, 0, "running", **settings), sink("running"))
+    engine.heartbeat().result(30)
+    for name, priority in (("low", 0), ("high", 5)):
+        engine.submit(job(encoder, 1, name, priority=priority, **settings), sink(name))
+    assert [order.get(timeout=60) for _ in range(3)] == ["running", "high", "low"]
+    engine.close(5.0)
