@@ -15,7 +15,9 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from serving import ServeError, ServeOptions, Supervisor
+from serving.errors import ServeError
+from serving.options import ServeOptions
+from serving.supervisor import Supervisor
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -80,6 +80,12 @@ def pip_runtime(cache_dir: Path) -> Runtime:
     return Runtime(tree / "bin" / "tritonserver", tree / "backends", tuple(libraries), version)
 
 
+def check_machine() -> None:
+    """Raise unless this machine and Python can run the server from pip."""
+    check_glibc(platform.libc_ver())
+    find_libpython(sys.version_info[:2])
+
+
 def check_glibc(libc: tuple[str, str]) -> None:
     """Raise unless `libc`, as platform.libc_ver() gives it, can run the server."""
     name, version = libc

@@ -1,0 +1,61 @@
+# maskserve: `make help` lists what there is.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+# For pip, such as an index that has the CPU or a CUDA build of torch.
+PIP_FLAGS ?=
+MODEL ?= assets/models/demo
+WORKERS ?= 1
+PYTEST_FLAGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full check bench serve constraints clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 : /' \
+		| awk -F ' : ' '{ printf "%-18s %s\n", $$1, $$2 }'
+	@echo
+	@echo '  PYTHON=python3.12      the interpreter for the virtual environment'
+	@echo '  PIP_FLAGS="…"          flags for pip, such as an index with another build of torch'
+	@echo '  MODEL=… WORKERS=…      what `make serve` serves'
+
+setup: $(STAMP) ## make .venv with everything that is needed
+
+$(STAMP): pyproject.toml constraints.txt
+	@PYTHONPATH=scripts $(PYTHON) scripts/check_host.py
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	# torch first and by itself: its index may be another than the rest's.
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt torch
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[engine,server,dev]'
+	@touch $@
+
+demo: $(STAMP) ## a masked edit through a real Triton; writes demo-output/
+	$(PY) scripts/demo.py
+
+test: $(STAMP) ## the tests, with a real Triton
+	$(PY) -m pytest $(PYTEST_FLAGS)
+
+test-full: $(STAMP) ## the tests, slow ones too
+	MASKSERVE_FULL=1 $(PY) -m pytest $(PYTEST_FLAGS)
+
+check: $(STAMP) ## lint, format, types, imports
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy engine/maskserve_core engine/maskserve_engine client/maskserve_client scripts/serving
+	PYTHONPATH=engine:router:client $(VENV)/bin/lint-imports
+
+bench: $(STAMP) ## what Triton adds to an edit
+	$(PY) scripts/bench_overhead.py
+
+serve: $(STAMP) ## serve MODEL with WORKERS workers until Ctrl-C
+	$(PY) scripts/serve.py --model $(MODEL) --workers $(WORKERS)
+
+constraints: $(STAMP) ## write the installed versions to constraints.txt
+	@head -2 constraints.txt > constraints.new
+	@$(PY) -m pip freeze --exclude-editable | sed -E 's/\+(cpu|cu[0-9]+)$$//' >> constraints.new
+	@mv constraints.new constraints.txt
+
+clean: ## remove the virtual environment, caches and outputs
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output logs
