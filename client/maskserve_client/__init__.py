@@ -1,0 +1,33 @@
+"""Client of maskserve: a library over gRPC, blocking or asyncio, and the command `maskserve`."""
+
+from maskserve_client.aio import AsyncClient
+from maskserve_client.client import Client
+from maskserve_client.errors import ServerUnavailable
+from maskserve_client.events import EditResult, Event, Final, Preview, Progress
+from maskserve_core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    Overloaded,
+    TemplateNotFound,
+)
+
+__all__ = [
+    "AsyncClient",
+    "Cancelled",
+    "Client",
+    "DeadlineExceeded",
+    "EditResult",
+    "EngineFailed",
+    "Event",
+    "Final",
+    "InvalidRequest",
+    "MaskserveError",
+    "Overloaded",
+    "Preview",
+    "Progress",
+    "ServerUnavailable",
+    "TemplateNotFound",
+]

@@ -1,0 +1,159 @@
+"""The asyncio client: `Client`, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from types import TracebackType
+from typing import Any
+
+import grpc
+import grpc.aio
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from maskserve_client import wire
+from maskserve_client.errors import ServerUnavailable, from_rpc
+from maskserve_client.events import EditResult, Event, Final
+from maskserve_client.wire import DEFAULT_URL, ImageInput
+
+
+class AsyncClient:
+    """As `Client`, for one event loop. Cancelling the awaiting task cancels the edit.
+
+        async with AsyncClient("localhost:8001") as client:
+            async with contextlib.aclosing(
+                client.edit_stream("room.png", "mask.png", "a red sofa")
+            ) as events:
+                async for event in events:
+                    ...
+
+    Args:
+        url: host:port of the gRPC endpoint.
+        credentials: for TLS; None speaks plain text.
+        headers: metadata sent with every call, such as an API key.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._url = url
+        self._metadata = tuple((headers or {}).items())
+        self._channel = (
+            grpc.aio.insecure_channel(url, wire.CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(url, credentials, wire.CHANNEL_OPTIONS)
+        )
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def edit(
+        self,
+        image: ImageInput | None,
+        mask: ImageInput,
+        prompt: str,
+        *,
+        timeout: float | None = None,
+        **settings: Any,
+    ) -> EditResult:
+        """One edit; see `Client.edit`."""
+        # Files and pixels are read and written off the event loop, as everywhere below.
+        request = await asyncio.to_thread(wire.edit_request, "edit", image, mask, prompt, settings)
+        return await asyncio.to_thread(wire.edit_result, await self._infer(request, timeout))
+
+    async def edit_stream(
+        self,
+        image: ImageInput | None,
+        mask: ImageInput,
+        prompt: str,
+        *,
+        timeout: float | None = None,
+        **settings: Any,
+    ) -> AsyncGenerator[Event, None]:
+        """One edit as it happens; see `Client.edit_stream`.
+
+        Leaving the loop early cancels the edit only when the iterator is closed: use
+        contextlib.aclosing.
+        """
+        sent = await asyncio.to_thread(
+            wire.edit_request,
+            "edit_stream",
+            image,
+            mask,
+            prompt,
+            {"progress": True, **settings},
+        )
+
+        async def requests() -> AsyncGenerator[service_pb2.ModelInferRequest, None]:
+            yield sent
+
+        call = self._stub.ModelStreamInfer(requests(), timeout=timeout, metadata=self._metadata)
+        try:
+            async for message in call:
+                event = await asyncio.to_thread(wire.stream_event, message)
+                if event is not None:
+                    # As in `Client`: no cancel may race with the end of the stream.
+                    if isinstance(event, Final):
+                        await _drain(call)
+                    yield event
+                    if isinstance(event, Final):
+                        return
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, self._url) from None
+        finally:
+            call.cancel()
+        raise ServerUnavailable(f"{self._url}: the stream ended before the final answer")
+
+    async def control(
+        self, op: str, *, timeout: float | None = 10.0, **fields: Any
+    ) -> dict[str, Any]:
+        """An operation on the worker; see `Client.control`."""
+        return wire.control_result(await self._infer(wire.control_request(op, fields), timeout))
+
+    async def register(self, image: ImageInput, *, timeout: float | None = 60.0) -> str:
+        """Register a template; the result goes into the setting `template_id`."""
+        encoded = await asyncio.to_thread(wire.image_bytes, image)
+        answer = await self.control("register", timeout=timeout, image=encoded)
+        return str(answer["template_id"])
+
+    async def cancel(self, request_id: str, *, timeout: float | None = 10.0) -> bool:
+        """Withdraw an edit by its id; False when no such edit is in flight."""
+        answer = await self.control("cancel", timeout=timeout, request_id=request_id)
+        return bool(answer["cancelled"])
+
+    async def close(self) -> None:
+        """Close the connection; edits in flight are cancelled."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _infer(
+        self, request: service_pb2.ModelInferRequest, timeout: float | None
+    ) -> service_pb2.ModelInferResponse:
+        call = self._stub.ModelInfer(request, timeout=timeout, metadata=self._metadata)
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, self._url) from None
+        finally:
+            call.cancel()  # no effect once it is done
+
+
+async def _drain(call: Any) -> None:
+    """Read a stream to its end, whatever that is: the answer is there already."""
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError:
+        pass

@@ -1,0 +1,180 @@
+"""The command `maskserve`: arguments in, exit codes out; what it does is in `commands`.
+
+Exit codes: 0 done, 2 bad input, 3 unavailable or overloaded (trying again may help), 4 the
+server's fault, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from maskserve_client import commands
+from maskserve_client.errors import ServerUnavailable
+from maskserve_client.wire import DEFAULT_URL
+from maskserve_core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    MaskserveError,
+    Overloaded,
+    TemplateNotFound,
+)
+from maskserve_core.settings import CACHE_MODES, MASK_MODES
+
+OK, BAD_INPUT, UNAVAILABLE, SERVER_FAULT, INTERRUPTED = 0, 2, 3, 4, 130
+
+_EPILOG = """\
+exit codes:
+  0    done
+  2    bad input: the message names the field and what is accepted
+  3    unavailable, overloaded, cancelled or out of time: trying again may help
+  4    the server's fault
+  130  interrupted; the edit is cancelled on the server
+"""
+
+
+def exit_code(error: MaskserveError) -> int:
+    """The exit code that tells a script what to do about `error`."""
+    if isinstance(error, InvalidRequest | TemplateNotFound):
+        return BAD_INPUT
+    if isinstance(error, ServerUnavailable | Overloaded | DeadlineExceeded | Cancelled):
+        return UNAVAILABLE
+    return SERVER_FAULT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = parser().parse_args(argv)
+    # A polite kill withdraws the edit like Ctrl-C does.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        options.run(options)
+    except KeyboardInterrupt:
+        print("maskserve: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except MaskserveError as error:
+        print(f"maskserve: {error}", file=sys.stderr)
+        return exit_code(error)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"maskserve: {where}{error.strerror or error}", file=sys.stderr)
+        return BAD_INPUT
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return OK
+
+
+def parser() -> argparse.ArgumentParser:
+    """The grammar of the command line."""
+    top = argparse.ArgumentParser(
+        prog="maskserve",
+        description="Masked image edits on a maskserve worker or router.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subcommands = top.add_subparsers(required=True, metavar="COMMAND")
+    _add_edit(subcommands)
+    status = subcommands.add_parser("status", help="what a worker is doing")
+    _add_common(status)
+    status.set_defaults(run=commands.status)
+    _add_templates(subcommands)
+    return top
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--url",
+        default=os.environ.get("MASKSERVE_URL", DEFAULT_URL),
+        metavar="HOST:PORT",
+        help="gRPC endpoint (default: $MASKSERVE_URL, else %(default)s)",
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    edit = subcommands.add_parser(
+        "edit",
+        help="repaint the masked part of an image",
+        description="Repaint the masked part of an image. What the mask leaves out comes back "
+        "bit for bit when --out is a .png or .webp.",
+        epilog='example: maskserve edit --image a.png --mask m.png --prompt "a red star" '
+        "--out b.png",
+    )
+    _add_common(edit)
+    files = edit.add_argument_group("pictures")
+    source = files.add_mutually_exclusive_group(required=True)
+    source.add_argument("--image", metavar="FILE", help="source image: PNG, JPEG or WebP")
+    source.add_argument("--template-id", metavar="ID", help="a registered template instead")
+    files.add_argument(
+        "--mask", required=True, metavar="FILE", help="mask of the same size: white edits"
+    )
+    files.add_argument(
+        "--out", required=True, metavar="FILE", help="where to write: .png, .webp or .jpg"
+    )
+    files.add_argument("--mask-mode", choices=MASK_MODES, help="what of the mask edits")
+    files.add_argument("--dilate", dest="mask_dilate", type=int, metavar="PX", help="grow the mask")
+    files.add_argument(
+        "--feather", dest="mask_feather", type=int, metavar="PX", help="fade out beyond the mask"
+    )
+
+    model = edit.add_argument_group("what to paint", "Without an option the server's default.")
+    model.add_argument("--prompt", required=True, metavar="TEXT")
+    model.add_argument("--negative-prompt", metavar="TEXT", help="what to steer away from")
+    model.add_argument("--seed", type=int, metavar="N", help="drawn and reported if not given")
+    model.add_argument("--steps", dest="num_inference_steps", type=int, metavar="N")
+    model.add_argument("--strength", type=float, metavar="X", help="share of the steps, (0, 1]")
+    model.add_argument("--guidance", dest="guidance_scale", type=float, metavar="X")
+    model.add_argument("--true-cfg", dest="true_cfg_scale", type=float, metavar="X")
+    model.add_argument("--model", metavar="NAME", help="refuse any other model")
+
+    serving = edit.add_argument_group("how to serve it")
+    serving.add_argument("--cache", choices=CACHE_MODES, help="use of cached activations")
+    serving.add_argument(
+        "--reproducible", action="store_true", default=None, help="equal pixels at any load"
+    )
+    serving.add_argument("--priority", type=int, metavar="N", help="higher runs first")
+    serving.add_argument("--deadline-ms", type=int, metavar="MS", help="give up after so long")
+    serving.add_argument("--request-id", metavar="ID", help="name for cancel and logs")
+    serving.add_argument(
+        "--timeout", type=float, metavar="S", help="give up waiting and cancel after so long"
+    )
+    serving.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="follow the edit step by step (default: if stderr is a terminal)",
+    )
+    serving.add_argument("--previews", metavar="DIR", help="write previews there; implies --stream")
+    serving.add_argument(
+        "--preview-every", type=int, default=4, metavar="N", help="steps between (%(default)s)"
+    )
+    edit.set_defaults(run=commands.edit)
+
+
+def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    templates = subcommands.add_parser(
+        "templates",
+        help="source images that the server keeps",
+        description="Source images that the server keeps, to be edited by their id.",
+    )
+    actions = templates.add_subparsers(required=True, metavar="ACTION")
+    add = actions.add_parser("add", help="register images; prints their ids")
+    add.add_argument("images", nargs="+", metavar="FILE")
+    add.set_defaults(run=commands.templates_add)
+    listing = actions.add_parser("ls", help="list ids")
+    listing.set_defaults(run=commands.templates_list)
+    remove = actions.add_parser("rm", help="forget templates")
+    remove.set_defaults(run=commands.templates_each, op="evict")
+    pin = actions.add_parser("pin", help="keep the cached activations of templates")
+    pin.set_defaults(run=commands.templates_each, op="pin")
+    for command in (remove, pin):
+        command.add_argument("ids", nargs="+", metavar="ID")
+    for command in (add, listing, remove, pin):
+        _add_common(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

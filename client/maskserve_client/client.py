@@ -1,0 +1,173 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from types import TracebackType
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from maskserve_client import wire
+from maskserve_client.errors import ServerUnavailable, from_rpc
+from maskserve_client.events import EditResult, Event, Final
+from maskserve_client.wire import DEFAULT_URL, ImageInput
+from maskserve_core.errors import Cancelled
+
+
+class Client:
+    """Edits over gRPC, from one worker or a router. Threads may share one client.
+
+        with Client("localhost:8001") as client:
+            result = client.edit("room.png", "mask.png", "a red sofa", seed=7)
+            result.image.save("edited.png")
+
+    Errors are those of maskserve_core.errors, and ServerUnavailable.
+
+    Args:
+        url: host:port of the gRPC endpoint.
+        credentials: for TLS; None speaks plain text.
+        headers: metadata sent with every call, such as an API key.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._url = url
+        self._metadata = tuple((headers or {}).items())
+        self._channel = (
+            grpc.insecure_channel(url, wire.CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(url, credentials, wire.CHANNEL_OPTIONS)
+        )
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def edit(
+        self,
+        image: ImageInput | None,
+        mask: ImageInput,
+        prompt: str,
+        *,
+        timeout: float | None = None,
+        **settings: Any,
+    ) -> EditResult:
+        """One edit, waited for.
+
+        Args:
+            image: the source; None with the setting `template_id`.
+            mask: of the same size; white edits, or alpha 0 where it has transparency.
+            prompt: what to paint there.
+            timeout: seconds after which the edit is cancelled.
+            settings: see maskserve_core.settings.EditSettings.
+
+        Raises:
+            MaskserveError: what the server answered, or ServerUnavailable.
+            OSError: a path that cannot be read.
+        """
+        request = wire.edit_request("edit", image, mask, prompt, settings)
+        return wire.edit_result(self._infer(request, timeout))
+
+    def edit_stream(
+        self,
+        image: ImageInput | None,
+        mask: ImageInput,
+        prompt: str,
+        *,
+        timeout: float | None = None,
+        **settings: Any,
+    ) -> Generator[Event, None, None]:
+        """One edit as it happens: Progress and Preview events, then one Final.
+
+        The edit is sent when the first event is asked for. Closing the iterator, or leaving it
+        to be collected, cancels the edit on the server. Arguments and errors are those of `edit`;
+        `progress` is on unless it is set.
+        """
+        asked = {"progress": True, **settings}
+        return self._events(wire.edit_request("edit_stream", image, mask, prompt, asked), timeout)
+
+    def control(self, op: str, *, timeout: float | None = 10.0, **fields: Any) -> dict[str, Any]:
+        """An operation on the worker: `status`, `heartbeat`, `templates`, `cancel`, …
+
+        Args:
+            op: its name.
+            timeout: seconds to wait for the answer.
+            fields: what it needs, such as `request_id`; bytes are sent as base64 text.
+
+        Raises:
+            MaskserveError: what the server answered, or ServerUnavailable.
+        """
+        return wire.control_result(self._infer(wire.control_request(op, fields), timeout))
+
+    def register(self, image: ImageInput, *, timeout: float | None = 60.0) -> str:
+        """Register a template; the result goes into the setting `template_id`."""
+        answer = self.control("register", timeout=timeout, image=wire.image_bytes(image))
+        return str(answer["template_id"])
+
+    def cancel(self, request_id: str, *, timeout: float | None = 10.0) -> bool:
+        """Withdraw an edit by its id; False when no such edit is in flight."""
+        return bool(self.control("cancel", timeout=timeout, request_id=request_id)["cancelled"])
+
+    def close(self) -> None:
+        """Close the connection; edits in flight are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _infer(
+        self, request: service_pb2.ModelInferRequest, timeout: float | None
+    ) -> service_pb2.ModelInferResponse:
+        call = self._stub.ModelInfer.future(request, timeout=timeout, metadata=self._metadata)
+        try:
+            return call.result()
+        except grpc.RpcError as error:
+            raise from_rpc(error, self._url) from None
+        except grpc.FutureCancelledError:
+            raise Cancelled(f"{self._url}: the client was closed") from None
+        finally:
+            call.cancel()  # no effect once it is done; else the caller was interrupted
+
+    def _events(
+        self, request: service_pb2.ModelInferRequest, timeout: float | None
+    ) -> Generator[Event, None, None]:
+        call = self._stub.ModelStreamInfer(
+            iter((request,)), timeout=timeout, metadata=self._metadata
+        )
+        try:
+            for message in call:
+                event = wire.stream_event(message)
+                if event is not None:
+                    # The server ends the stream right after the final answer. Let it: a cancel
+                    # then would only race with the end.
+                    if isinstance(event, Final):
+                        _drain(call)
+                    yield event
+                    if isinstance(event, Final):
+                        return
+        except grpc.RpcError as error:
+            raise from_rpc(error, self._url) from None
+        finally:
+            call.cancel()
+        raise ServerUnavailable(f"{self._url}: the stream ended before the final answer")
+
+
+def _drain(call: Any) -> None:
+    """Read a stream to its end, whatever that is: the answer is there already."""
+    try:
+        for _ in call:
+            pass
+    except grpc.RpcError:
+        pass

@@ -1,0 +1,188 @@
+"""What each subcommand does. Errors are raised; `cli` makes them exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from maskserve_client.client import Client
+from maskserve_client.events import EditResult, Final, Preview, Progress
+from maskserve_core.errors import EngineFailed, InvalidRequest
+
+_FORMATS = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
+_SETTINGS = (
+    "mask_mode",
+    "mask_dilate",
+    "mask_feather",
+    "negative_prompt",
+    "seed",
+    "num_inference_steps",
+    "strength",
+    "guidance_scale",
+    "true_cfg_scale",
+    "model",
+    "cache",
+    "reproducible",
+    "priority",
+    "deadline_ms",
+    "request_id",
+    "template_id",
+)
+
+
+def edit(options: argparse.Namespace) -> None:
+    """`maskserve edit`."""
+    out = Path(options.out)
+    settings = _settings(options, out)
+    inputs = (options.image, options.mask, options.prompt)
+    terminal = sys.stderr.isatty()
+    stream = options.stream if options.stream is not None else terminal
+    with Client(options.url) as client:
+        if stream or options.previews:
+            result = _follow(client, inputs, settings, options, show=terminal)
+        else:
+            result = client.edit(*inputs, timeout=options.timeout, **settings)
+    write_whole(out, result.encoded)
+    print(json.dumps(result.meta) if options.json else f"{out}: {_summary(result.meta)}")
+
+
+def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """What was asked for; nothing is sent that was not given."""
+    if out.suffix.lower() not in _FORMATS:
+        raise InvalidRequest("--out", f"{out.name} has another suffix", ", ".join(_FORMATS))
+    if not out.parent.is_dir():
+        raise InvalidRequest("--out", f"there is no folder {out.parent}", "an existing folder")
+    given = {name: getattr(options, name) for name in _SETTINGS}
+    settings = {name: value for name, value in given.items() if value is not None}
+    settings["output_format"] = _FORMATS[out.suffix.lower()]
+    if options.previews:
+        settings["preview_every"] = options.preview_every
+    return settings
+
+
+def _follow(
+    client: Client,
+    inputs: tuple[Any, Any, str],
+    settings: dict[str, Any],
+    options: argparse.Namespace,
+    *,
+    show: bool,
+) -> EditResult:
+    """The edit by its stream, with a progress bar if `show`."""
+    events = client.edit_stream(*inputs, timeout=options.timeout, **settings)
+    with closing(events), tqdm(unit="step", disable=not show, leave=False) as bar:
+        for event in events:
+            match event:
+                case Progress(step, steps):
+                    bar.total = steps
+                    bar.update(step - bar.n)
+                case Preview(step, _, image):
+                    folder = Path(options.previews)
+                    folder.mkdir(parents=True, exist_ok=True)
+                    image.save(folder / f"step-{step:04}.png", compress_level=1)
+                case Final(result):
+                    return result
+    raise EngineFailed("the server sent no final answer")
+
+
+def _summary(meta: dict[str, Any]) -> str:
+    timings = meta.get("timings_ms", {})
+    seconds = sum(value for name, value in timings.items() if name != "load_stall") / 1e3
+    cache = meta.get("cache", "off")
+    parts = [
+        f"seed {meta.get('seed')}",
+        f"{meta.get('steps')} steps",
+        f"{meta.get('active_tokens')} of {meta.get('total_tokens')} tokens",
+        f"cache {cache.get('state', '?') if isinstance(cache, dict) else cache}",
+        f"{seconds:.2f} s on {meta.get('worker')}",
+    ]
+    return ", ".join(parts)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that nobody ever finds half of it.
+
+    Raises:
+        OSError: it cannot be written; what was there before is left.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def status(options: argparse.Namespace) -> None:
+    """`maskserve status`."""
+    with Client(options.url) as client:
+        values = client.control("status")
+    if options.json:
+        print(json.dumps(values))
+        return
+    running, waiting = values.get("running", []), values.get("waiting", [])
+    alive = "" if values.get("alive", True) else ", NOT ALIVE"
+    print(f"{values.get('worker')}: {values.get('model')}, {values.get('state')}{alive}")
+    print(f"running  {len(running)} of {values.get('max_rows')}")
+    for row in running:
+        print(
+            f"         {row['request_id']}: {row['kind']}, {row['steps_left']} steps left, "
+            f"{row['active_tokens']} of {row['total_tokens']} tokens"
+        )
+    print(f"waiting  {len(waiting)} of {values.get('max_waiting')}")
+    for tier, ids in sorted(values.get("templates", {}).items()):
+        held = values.get("tier_bytes", {}).get(tier, 0)
+        print(f"{tier:8} {len(ids)} templates, {held / 2**20:.1f} MiB")
+
+
+def templates_add(options: argparse.Namespace) -> None:
+    """`maskserve templates add`."""
+    added = {}
+    with Client(options.url) as client:
+        for name in options.images:
+            added[name] = client.register(name)
+            if not options.json:
+                print(f"{added[name]}  {name}")
+    if options.json:
+        print(json.dumps(added))
+
+
+def templates_list(options: argparse.Namespace) -> None:
+    """`maskserve templates ls`."""
+    with Client(options.url) as client:
+        values = client.control("templates")
+    if options.json:
+        print(json.dumps(values))
+        return
+    for template in values.get("templates", []):
+        print(template["template_id"])
+
+
+def templates_each(options: argparse.Namespace) -> None:
+    """`maskserve templates rm` and `pin`: one operation on each id."""
+    done = []
+    with Client(options.url) as client:
+        for name in options.ids:
+            done.append(client.control(options.op, template_id=name))
+            if not options.json:
+                print(f"{options.op} {name}")
+    if options.json:
+        print(json.dumps(done))

@@ -1,0 +1,57 @@
+"""What an edit answers with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from PIL import Image
+
+
+@dataclass(frozen=True, slots=True)
+class EditResult:
+    """An edited picture."""
+
+    image: Image.Image
+    """RGB, of the source's size."""
+    encoded: bytes
+    """The same as the file that the server sent."""
+    meta: dict[str, Any]
+    """The final META: seed, request_id, template_id, mask_ratio, cache, timings_ms, …"""
+
+    @property
+    def seed(self) -> int:
+        """The seed used: send it again to get this picture again."""
+        return int(self.meta["seed"])
+
+    @property
+    def request_id(self) -> str:
+        return str(self.meta["request_id"])
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A step is done."""
+
+    step: int
+    steps: int
+    """Model calls of the whole edit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What the edit looks like so far."""
+
+    step: int
+    steps: int
+    image: Image.Image
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The edit is done; nothing follows."""
+
+    result: EditResult
+
+
+Event: TypeAlias = Progress | Preview | Final

@@ -1,0 +1,171 @@
+"""Requests and responses as KServe v2 protobuf messages; no IO.
+
+The messages are built by hand: Triton's Python client loses request ids and response parameters
+of streams, and cannot cancel one edit of several.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from PIL import Image
+from tritonclient.grpc import service_pb2
+
+from maskserve_client.errors import from_text
+from maskserve_client.events import EditResult, Event, Final, Preview, Progress
+from maskserve_core.errors import EngineFailed, InvalidRequest
+from maskserve_core.images import NO_LIMITS, Raster, decode_raster, to_base64
+from maskserve_core.settings import parse_settings
+
+ImageInput: TypeAlias = Image.Image | str | os.PathLike[str] | bytes
+"""A PIL image (sent as its pixels are), a path or encoded bytes (both sent as they are)."""
+
+DEFAULT_URL = "localhost:8001"
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+)
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+
+
+def image_bytes(image: ImageInput | None) -> bytes:
+    """The IMAGE or MASK tensor's bytes; empty for None.
+
+    Raises:
+        OSError: a path that cannot be read.
+    """
+    if image is None:
+        return b""
+    if isinstance(image, bytes):
+        return image
+    if not isinstance(image, Image.Image):
+        with open(image, "rb") as file:
+            return file.read()
+    out = io.BytesIO()
+    picture = image if image.mode in _PNG_MODES else image.convert("RGB")
+    picture.save(out, "PNG", compress_level=1)
+    return out.getvalue()
+
+
+def edit_request(
+    model: str,
+    image: ImageInput | None,
+    mask: ImageInput,
+    prompt: str,
+    settings: Mapping[str, Any],
+) -> service_pb2.ModelInferRequest:
+    """A request to `edit` or `edit_stream`.
+
+    Raises:
+        InvalidRequest: a setting that no server would take.
+        OSError: a path that cannot be read.
+    """
+    return _request(
+        model,
+        {
+            "IMAGE": image_bytes(image),
+            "MASK": image_bytes(mask),
+            "PROMPT": prompt.encode(),
+            "SETTINGS": _settings_bytes(settings),
+        },
+    )
+
+
+def control_request(op: str, fields: Mapping[str, Any]) -> service_pb2.ModelInferRequest:
+    """A request to `control`. Bytes among the fields travel as base64 text."""
+    values = {
+        key: to_base64(value).decode() if isinstance(value, bytes) else value
+        for key, value in fields.items()
+    }
+    return _request("control", {"OP": json.dumps({"op": op, **values}).encode()})
+
+
+def edit_result(response: service_pb2.ModelInferResponse) -> EditResult:
+    """The answer of `edit`."""
+    event = _event(response)
+    if not isinstance(event, Final):
+        raise EngineFailed("the server sent something other than the final answer")
+    return event.result
+
+
+def control_result(response: service_pb2.ModelInferResponse) -> dict[str, Any]:
+    """The answer of `control`."""
+    return _json(_outputs(response).get("RESULT", b""))
+
+
+def stream_event(message: service_pb2.ModelStreamInferResponse) -> Event | None:
+    """The event in one message of a stream; None for one that only ends the request.
+
+    Raises:
+        MaskserveError: the message is the server's error.
+    """
+    if message.error_message:
+        raise from_text(message.error_message)
+    if not message.infer_response.outputs:
+        return None
+    return _event(message.infer_response)
+
+
+def _settings_bytes(settings: Mapping[str, Any]) -> bytes:
+    try:
+        raw = json.dumps(dict(settings)).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest("SETTINGS", f"is not JSON: {error}", "JSON values") from None
+    parse_settings(raw)
+    return raw
+
+
+def _request(model: str, tensors: Mapping[str, bytes]) -> service_pb2.ModelInferRequest:
+    request = service_pb2.ModelInferRequest(model_name=model)
+    for name, value in tensors.items():
+        tensor = request.inputs.add(name=name, datatype="BYTES")
+        tensor.shape.append(1)
+        request.raw_input_contents.append(struct.pack("<I", len(value)) + value)
+    return request
+
+
+def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, bytes]:
+    """Output name → its one element."""
+    found = {}
+    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        length = int.from_bytes(raw[:4], "little")
+        if len(raw) != length + 4:
+            raise EngineFailed(f"the server's {tensor.name} is not one BYTES element")
+        found[tensor.name] = raw[4:]
+    return found
+
+
+def _json(raw: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(raw)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise EngineFailed("the server's answer is not a JSON object")
+    return values
+
+
+def _event(response: service_pb2.ModelInferResponse) -> Event:
+    outputs = _outputs(response)
+    meta = _json(outputs.get("META", b""))
+    match meta.get("event"):
+        case "progress":
+            return Progress(int(meta["step"]), int(meta["steps"]))
+        case "preview":
+            return Preview(int(meta["step"]), int(meta["steps"]), _picture(outputs).image)
+        case "final":
+            picture = _picture(outputs)
+            return Final(EditResult(picture.image, picture.encoded, meta))
+    raise EngineFailed(f"the server sent an unknown event {meta.get('event')!r}")
+
+
+def _picture(outputs: Mapping[str, bytes]) -> Raster:
+    try:
+        return decode_raster(outputs.get("IMAGE", b""), "IMAGE", NO_LIMITS)
+    except InvalidRequest as problem:
+        raise EngineFailed(f"the server's answer is no image: {problem.message}") from None
