@@ -1,13 +1,14 @@
 """What `control` does: operations on the worker, JSON in, JSON out.
 
-`status`, `templates`, `register`, `evict` and `drain` touch files only and are answered at once.
-`heartbeat` and `cancel` ask the denoiser's process, which may be dead: they wait in threads of
-their own and are answered with an error when it stays silent.
+`status`, `register` and `drain` touch files only and are answered at once. The others ask the
+denoiser's process, which may be dead: they wait in threads of their own, and are answered with an
+error when it stays silent.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +35,8 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "evict": ("template_id",),
     "drain": (),
 }
-_OF_DENOISER = ("heartbeat", "cancel")
+_OF_FILES = ("status", "register", "drain")
+_TEMPLATE_ID = re.compile(r"[0-9a-f]{16,64}")
 _THREADS = 8
 
 
@@ -88,31 +90,37 @@ class Control:
             answer = Answer(self._api, request.get_response_sender())
             try:
                 operation = parse_operation(read_bytes(self._api, request, "OP"))
-                if operation["op"] in _OF_DENOISER:
-                    self._ask_denoiser(operation, answer)
+                if operation["op"] in _OF_FILES:
+                    _reply(answer, self._with_files(operation))
                 else:
-                    _reply(answer, self.do(operation))
+                    self._with_denoiser(operation, answer)
             except Exception as error:
                 answer.fail(guarded("control", error))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def do(self, operation: dict[str, str]) -> dict[str, Any]:
-        """An operation that needs no other process."""
+    def _with_files(self, operation: dict[str, str]) -> dict[str, Any]:
         match operation["op"]:
             case "status":
                 return self._read_status()
-            case "templates":
-                return {"templates": [{"template_id": i} for i in self._templates.ids()]}
             case "register":
                 return self._register(operation["image"])
-            case "evict":
-                return self._evict(operation["template_id"])
             case "drain":
                 self._gate.drain()
                 return {"draining": True, "in_flight": self._gate.in_flight()}
         raise AssertionError(operation)
+
+    def _asking(self, operation: dict[str, str]) -> dict[str, Any]:
+        """An operation with a part in the denoiser; blocks."""
+        match operation["op"]:
+            case "templates":
+                held = ask_denoiser(self._api, {"op": "templates"})["templates"]
+                return {"templates": _merged(self._templates.ids(), held)}
+            case "evict":
+                return self._evict(operation["template_id"])
+            case _:
+                return ask_denoiser(self._api, operation)
 
     def _read_status(self) -> dict[str, Any]:
         """The engine's record, with what the record cannot say: its age and the gate."""
@@ -139,20 +147,21 @@ class Control:
         return {"template_id": name, "width": width, "height": height}
 
     def _evict(self, name: str) -> dict[str, Any]:
-        try:
-            removed = self._templates.remove(name)
-        except ValueError:
+        """Forget a template: the registered image and what is cached of it."""
+        if _TEMPLATE_ID.fullmatch(name) is None:
             raise InvalidRequest(
                 "OP.template_id", "has another form", "16 to 64 lower-case hexadecimal digits"
-            ) from None
-        if not removed:
-            raise TemplateNotFound(f"OP.template_id: {name} is not registered here")
-        return {"template_id": name, "evicted": True}
+            )
+        registered = self._templates.remove(name)
+        freed = ask_denoiser(self._api, {"op": "evict", "template_id": name})["freed_bytes"]
+        if not registered and not freed:
+            raise TemplateNotFound(f"OP.template_id: {name} is not known here")
+        return {"template_id": name, "registered": False, "freed_bytes": freed}
 
-    def _ask_denoiser(self, operation: dict[str, str], answer: Answer) -> None:
+    def _with_denoiser(self, operation: dict[str, str], answer: Answer) -> None:
         def ask() -> None:
             try:
-                _reply(answer, ask_denoiser(self._api, operation))
+                _reply(answer, self._asking(operation))
             except Exception as error:
                 answer.fail(guarded("control", error))
             finally:
@@ -166,6 +175,18 @@ class Control:
         timer.daemon = True
         timer.start()
         self._pool.submit(ask)
+
+
+def _merged(registered: list[str], held: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Templates by id: whether an image is registered, and what is cached of each."""
+    entries: dict[str, list[dict[str, Any]]] = {name: [] for name in registered}
+    for entry in held:
+        rest = {key: value for key, value in entry.items() if key != "template_id"}
+        entries.setdefault(entry["template_id"], []).append(rest)
+    return [
+        {"template_id": name, "registered": name in registered, "entries": found}
+        for name, found in sorted(entries.items())
+    ]
 
 
 def _reply(answer: Answer, result: dict[str, Any]) -> None:

@@ -120,12 +120,12 @@ class Front:
         inputs = {name: read_bytes(self._api, request, name) for name in _CLIENT_INPUTS}
         settings = parse_settings(read_bytes(self._api, request, "SETTINGS"))
         # Drawn here, so that a repeated try of the same edit gives the same picture.
-        settings = replace(
-            settings,
-            request_id=settings.request_id or uuid.uuid4().hex,
-            seed=settings.seed if settings.seed is not None else secrets.randbits(_SEED_BITS),
-        )
-        assert settings.request_id is not None
+        request_id = settings.request_id or uuid.uuid4().hex
+        seed = settings.seed if settings.seed is not None else secrets.randbits(_SEED_BITS)
+        settings = replace(settings, request_id=request_id, seed=seed)
+        if not self._streaming:
+            # Nobody would see them.
+            settings = replace(settings, progress=False, preview_every=0)
         inputs["SETTINGS"] = dump_settings(settings)
         if self._gate.state() != OPEN:
             raise Overloaded("the worker is draining and takes no new edits")
@@ -134,13 +134,13 @@ class Front:
             self._problem = self._health.problem()
             if self._problem is not None:
                 raise self._problem
-        call = _Call(settings.request_id, inputs, settings, answer)
+        call = _Call(request_id, inputs, settings, answer)
         with self._lock:
-            if call.request_id in self._calls:
+            if request_id in self._calls:
                 raise InvalidRequest(
                     "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
                 )
-            self._calls[call.request_id] = call
+            self._calls[request_id] = call
         self._wake.set()
         self._pool.submit(self._run, call)
 

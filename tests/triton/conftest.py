@@ -1,0 +1,41 @@
+"""A worker's runtime folder and Triton's API, both small and fake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from maskserve_core.config import Config, EngineConfig
+from maskserve_core.status import StatusWriter
+from maskserve_core.status_record import WorkerStatus
+from tests.fakes.pb_utils import FakeTriton
+
+READY = WorkerStatus(worker="worker-0", model="tiny", state="ready", max_rows=8, max_waiting=256)
+
+
+@pytest.fixture
+def api() -> Iterator[FakeTriton]:
+    triton = FakeTriton()
+    yield triton
+    assert triton.violations == []
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    engine = EngineConfig(heartbeat_timeout_s=1.0, watch_interval_s=0.005, front_threads=16)
+    return Config(engine=engine, runtime_dir=str(tmp_path))
+
+
+@pytest.fixture
+def beat(config: Config) -> Callable[..., None]:
+    """Writes the engine's status record, as a living engine does."""
+    writer = StatusWriter(Path(config.runtime_dir) / "status")
+
+    def write(**values: object) -> None:
+        writer.write(replace(READY, **values))
+
+    write()
+    return write

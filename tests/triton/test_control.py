@@ -1,0 +1,148 @@
+"""`control`: operations in JSON, refusals that name the key, answers even from a dead engine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maskserve_core.backend.control import OPERATIONS, Control
+from maskserve_core.config import Config
+from maskserve_core.gate import Gate
+from maskserve_core.images import encode_image
+from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
+
+pytestmark = pytest.mark.usefixtures("beat")
+
+
+@pytest.fixture
+def control(api: FakeTriton, config: Config) -> Iterator[Control]:
+    made = Control(api, config)
+    yield made
+    made.close()
+
+
+def ask(api: FakeTriton, control: Control, operation: Any) -> Any:
+    """The result, or the error's text."""
+    raw = operation if isinstance(operation, bytes) else json.dumps(operation).encode()
+    request = api.request(OP=raw)
+    control.execute([request])
+    answer = request.sender.wait()
+    error = answer.error()
+    return error.message() if error is not None else json.loads(answer.text("RESULT"))
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (b"{", "[INVALID_REQUEST] OP: is not valid JSON"),
+        (b"\xff", "[INVALID_REQUEST] OP: is not valid JSON"),
+        ([], "[INVALID_REQUEST] OP: is a JSON list"),
+        ({}, "[INVALID_REQUEST] OP.op: is missing"),
+        ({"op": "explode"}, "[INVALID_REQUEST] OP.op: 'explode' is not known"),
+        ({"op": ["status"]}, "[INVALID_REQUEST] OP.op:"),
+        ({"op": "status", "all": True}, "[INVALID_REQUEST] OP.all: is not a key of status"),
+        ({"op": "cancel"}, "[INVALID_REQUEST] OP.request_id: is missing"),
+        ({"op": "cancel", "request_id": 3}, "[INVALID_REQUEST] OP.request_id: is not"),
+        ({"op": "register", "image": "hello"}, "[INVALID_REQUEST] OP.image: is not an image"),
+        ({"op": "evict", "template_id": "../x"}, "[INVALID_REQUEST] OP.template_id: has another"),
+        ({"op": "evict", "template_id": "0" * 32}, "[TEMPLATE_NOT_FOUND] OP.template_id: 000"),
+    ],
+)
+def test_refusals_name_the_key(
+    api: FakeTriton, control: Control, operation: Any, message: str
+) -> None:
+    api.models["denoiser"] = lambda call: [reply(META=b'{"templates": [], "freed_bytes": 0}')]
+    assert str(ask(api, control, operation)).startswith(message)
+
+
+def test_an_unknown_operation_is_told_the_known_ones(api: FakeTriton, control: Control) -> None:
+    answer = ask(api, control, {"op": "explode"})
+    assert all(name in answer for name in OPERATIONS)
+
+
+def test_status_needs_no_engine(
+    api: FakeTriton, config: Config, control: Control, beat: Callable[..., None]
+) -> None:
+    beat(state="ready", counters={"steps_total": 3})
+    status = ask(api, control, {"op": "status"})
+    assert status["worker"] == "worker-0"
+    assert status["counters"] == {"steps_total": 3}
+    assert status["alive"]
+    assert status["in_flight"] == 0
+    assert api.calls == []
+    Gate(config.runtime_dir).drain()
+    assert ask(api, control, {"op": "status"})["state"] == "draining"
+
+
+def test_drain_closes_the_gate(api: FakeTriton, config: Config, control: Control) -> None:
+    assert ask(api, control, {"op": "drain"}) == {"draining": True, "in_flight": 0}
+    assert Gate(config.runtime_dir).state() == "draining"
+
+
+def test_register_list_evict(api: FakeTriton, control: Control) -> None:
+    def denoiser(call: Call) -> list[InferenceResponse]:
+        held = {"templates": [{"template_id": "f" * 32, "bytes": 10, "tier": "device"}]}
+        asked = call.json("REQUEST")["op"]
+        return [
+            reply(META=json.dumps(held if asked == "templates" else {"freed_bytes": 5}).encode())
+        ]
+
+    api.models["denoiser"] = denoiser
+    png = encode_image(np.zeros((5, 7, 3), np.uint8), "png")
+    kept = ask(api, control, {"op": "register", "image": base64.b64encode(png).decode()})
+    assert (kept["width"], kept["height"]) == (7, 5)
+    name = kept["template_id"]
+    listed = {t["template_id"]: t for t in ask(api, control, {"op": "templates"})["templates"]}
+    assert listed[name] == {"template_id": name, "registered": True, "entries": []}
+    assert listed["f" * 32]["registered"] is False
+    assert listed["f" * 32]["entries"] == [{"bytes": 10, "tier": "device"}]
+    gone = ask(api, control, {"op": "evict", "template_id": name})
+    assert gone == {"template_id": name, "registered": False, "freed_bytes": 5}
+
+
+def test_heartbeat_is_the_engines_answer(api: FakeTriton, control: Control) -> None:
+    api.models["denoiser"] = lambda call: [reply(META=b'{"state": "ready"}')]
+    assert ask(api, control, {"op": "heartbeat"}) == {"state": "ready"}
+    assert api.calls_of("denoiser")[0].json("REQUEST") == {"op": "heartbeat"}
+
+
+def test_the_denoisers_error_arrives_clean(api: FakeTriton, control: Control) -> None:
+    api.models["denoiser"] = lambda call: [failure("Stub process 'denoiser_0_0' is not healthy.")]
+    answer = ask(api, control, {"op": "heartbeat"})
+    assert answer == "[ENGINE_FAILED] Stub process 'denoiser_0_0' is not healthy."
+
+
+def test_a_dead_engine_does_not_hang_control(api: FakeTriton, control: Control) -> None:
+    release = threading.Event()
+
+    def dead(call: Call) -> Iterator[InferenceResponse]:
+        release.wait(10)
+        yield reply(META=b"{}")
+
+    api.models["denoiser"] = dead
+    try:
+        answer = ask(api, control, {"op": "cancel", "request_id": "x"})
+        assert answer == "[ENGINE_FAILED] the engine did not answer within 1 s"
+        assert ask(api, control, {"op": "status"})["alive"] is False
+    finally:
+        release.set()
+
+
+def test_an_image_of_every_mode_is_registered_as_it_came(
+    api: FakeTriton, control: Control, config: Config
+) -> None:
+    import io
+
+    out = io.BytesIO()
+    Image.new("P", (9, 4)).save(out, "PNG")
+    kept = ask(api, control, {"op": "register", "image": base64.b64encode(out.getvalue()).decode()})
+    file = f"{config.runtime_dir}/templates/{kept['template_id']}"
+    with open(file, "rb") as stored:
+        assert stored.read() == out.getvalue()

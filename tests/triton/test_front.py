@@ -1,0 +1,340 @@
+"""The fronts: one final answer per request, whatever happens behind them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from maskserve_core.backend.front import Front
+from maskserve_core.config import Config
+from maskserve_core.gate import Gate
+from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
+
+pytestmark = pytest.mark.usefixtures("beat")
+
+
+def meta(event: str, step: int = 0) -> bytes:
+    return json.dumps({"event": event, "step": step}).encode()
+
+
+def final(call: Call) -> Iterator[InferenceResponse]:
+    yield reply(EDITED=b"", META=meta("progress", 1))
+    yield reply(EDITED=b"picture", META=meta("final", 4))
+
+
+def edit(api: FakeTriton, settings: dict[str, Any] | bytes | None = None) -> Request:
+    raw = settings if isinstance(settings, bytes) else json.dumps(settings or {}).encode()
+    return api.request(IMAGE=b"image", MASK=b"mask", PROMPT=b"a red star", SETTINGS=raw)
+
+
+def error_of(request: Request) -> tuple[str, int]:
+    answer = request.sender.wait().error()
+    assert answer is not None
+    assert len(request.sender.sent) == 1
+    return answer.message(), answer.code()
+
+
+class Stuck:
+    """A pipeline that does not answer until told to."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+        self.started = threading.Event()
+
+    def __call__(self, call: Call) -> Iterator[InferenceResponse]:
+        self.started.set()
+        assert self.release.wait(10)
+        yield failure("in ensemble 'edit_pipeline', [CANCELLED] the edit was cancelled")
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    pipeline = Stuck()
+    yield pipeline
+    pipeline.release.set()
+
+
+@pytest.fixture
+def fronts(api: FakeTriton, config: Config) -> Iterator[Callable[..., Front]]:
+    made: list[Front] = []
+
+    def make(name: str = "edit") -> Front:
+        made.append(Front(api, config, name, streaming=name == "edit_stream"))
+        return made[-1]
+
+    yield make
+    for front in made:
+        front.close()
+
+
+@pytest.fixture
+def front(fronts: Callable[..., Front]) -> Front:
+    return fronts()
+
+
+def test_unary_sends_the_final_event_only(api: FakeTriton, front: Front) -> None:
+    api.models["edit_pipeline"] = final
+    request = edit(api)
+    front.execute([request])
+    assert request.sender.wait().text("IMAGE") == b"picture"
+    assert len(request.sender.sent) == 1
+
+
+def test_stream_sends_every_event_in_order(api: FakeTriton, fronts: Callable[..., Front]) -> None:
+    def events(call: Call) -> Iterator[InferenceResponse]:
+        for event, step in (
+            ("progress", 1),
+            ("progress", 3),
+            ("progress", 2),  # overtaken: dropped
+            ("preview", 2),
+            ("progress", 4),
+            ("final", 5),
+            ("progress", 5),  # late: dropped
+        ):
+            yield reply(EDITED=event.encode(), META=meta(event, step))
+
+    api.models["edit_pipeline"] = events
+    request = edit(api, {"progress": True})
+    fronts("edit_stream").execute([request])
+    request.sender.wait()
+    seen = [(json.loads(r.text("META"))["event"], json.loads(r.text("META"))["step"])
+            for r in request.sender.sent]  # fmt: skip
+    assert seen == [
+        ("progress", 1),
+        ("progress", 3),
+        ("preview", 2),
+        ("progress", 4),
+        ("final", 5),
+    ]
+
+
+def test_pipeline_gets_seed_and_id(api: FakeTriton, front: Front) -> None:
+    api.models["edit_pipeline"] = final
+    drawn, given = edit(api), edit(api, {"seed": 7, "request_id": "mine", "progress": True})
+    front.execute([drawn, given])
+    drawn.sender.wait()
+    given.sender.wait()
+    first, second = sorted(
+        (call.json("SETTINGS") for call in api.calls_of("edit_pipeline")),
+        key=lambda settings: settings["request_id"] == "mine",
+    )
+    assert isinstance(first["seed"], int)
+    assert len(first["request_id"]) == 32
+    # Nobody would see the progress of a unary edit.
+    assert second == {"seed": 7, "request_id": "mine"}
+    accepted = int(api.calls_of("edit_pipeline")[0].parameters["accepted_ns"])
+    assert abs(accepted - time.time_ns()) < 60e9
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (b"{", "[INVALID_REQUEST] SETTINGS: is not valid JSON"),
+        ({"steps": 3}, "[INVALID_REQUEST] SETTINGS.steps: is not a known setting"),
+        ({"seed": -1}, "[INVALID_REQUEST] SETTINGS.seed: -1 is out of range"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(
+    api: FakeTriton, front: Front, settings: Any, message: str
+) -> None:
+    request = edit(api, settings)
+    front.execute([request])
+    text, code = error_of(request)
+    assert text.startswith(message)
+    assert code == api.TritonError.INVALID_ARG
+    assert api.calls == []
+
+
+def test_a_missing_tensor_is_named(api: FakeTriton, front: Front) -> None:
+    request = api.request(IMAGE=b"", MASK=b"", SETTINGS=b"{}")
+    front.execute([request])
+    assert error_of(request)[0].startswith("[INVALID_REQUEST] PROMPT: is missing")
+
+
+@pytest.mark.parametrize(
+    ("raised", "shown", "code"),
+    [
+        (
+            "in ensemble 'edit_pipeline', [INVALID_REQUEST] MASK: is empty; accepted: PNG",
+            "[INVALID_REQUEST] MASK: is empty; accepted: PNG",
+            "INVALID_ARG",
+        ),
+        (
+            "in ensemble 'edit_pipeline', [OVERLOADED] 256 edits are waiting already",
+            "[OVERLOADED] 256 edits are waiting already",
+            "UNAVAILABLE",
+        ),
+        (
+            "Stub process 'decoder_0_0' is not healthy.",
+            "[ENGINE_FAILED] Stub process 'decoder_0_0' is not healthy.",
+            "INTERNAL",
+        ),
+        (
+            "Failed to process the request(s): ValueError: boom\n\nAt:\n  /x/model.py(3): execute",
+            "[ENGINE_FAILED] internal error (request mine)",
+            "INTERNAL",
+        ),
+    ],
+)
+def test_errors_arrive_clean(
+    api: FakeTriton, front: Front, raised: str, shown: str, code: str
+) -> None:
+    api.models["edit_pipeline"] = lambda call: [failure(raised)]
+    request = edit(api, {"request_id": "mine"})
+    front.execute([request])
+    assert error_of(request) == (shown, getattr(api.TritonError, code))
+
+
+def test_a_surprise_in_the_front_is_hidden(api: FakeTriton, front: Front) -> None:
+    def broken(call: Call) -> Iterator[InferenceResponse]:
+        raise RuntimeError("secret")
+
+    api.models["edit_pipeline"] = broken
+    request = edit(api, {"request_id": "mine"})
+    front.execute([request])
+    assert error_of(request)[0] == "[ENGINE_FAILED] internal error (request mine)"
+
+
+def test_a_pipeline_without_answer_is_an_error(api: FakeTriton, front: Front) -> None:
+    api.models["edit_pipeline"] = lambda call: []
+    request = edit(api)
+    front.execute([request])
+    assert error_of(request)[0] == "[ENGINE_FAILED] the pipeline ended without an answer"
+
+
+def test_a_cancel_answers_and_frees_the_row(api: FakeTriton, front: Front, stuck: Stuck) -> None:
+    api.models["edit_pipeline"] = stuck
+    found = iter([False, False, True])  # the edit reaches the denoiser only at the third try
+    done = threading.Event()
+
+    def denoiser(call: Call) -> Iterator[InferenceResponse]:
+        cancelled = next(found)
+        if cancelled:
+            stuck.release.set()
+            done.set()
+        yield reply(META=json.dumps({"cancelled": cancelled}).encode())
+
+    api.models["denoiser"] = denoiser
+    request = edit(api, {"request_id": "mine"})
+    front.execute([request])
+    assert stuck.started.wait(5)
+    request.sender.cancel.set()
+    text, code = error_of(request)
+    assert text == "[CANCELLED] the client cancelled the request"
+    assert code == api.TritonError.CANCELLED
+    assert done.wait(5), "the denoiser was not told until it knew the edit"
+    assert {call.json("REQUEST")["request_id"] for call in api.calls_of("denoiser")} == {"mine"}
+
+
+def test_a_deadline_is_kept_by_the_front(api: FakeTriton, front: Front, stuck: Stuck) -> None:
+    api.models["edit_pipeline"] = stuck
+    api.models["denoiser"] = lambda call: [reply(META=b"{}")]
+    request = edit(api, {"deadline_ms": 30})
+    front.execute([request])
+    text, code = error_of(request)
+    assert text.startswith("[DEADLINE_EXCEEDED] SETTINGS.deadline_ms: 30 ms passed")
+    assert code == api.TritonError.UNAVAILABLE
+
+
+def test_a_silent_engine_is_noticed(api: FakeTriton, front: Front, stuck: Stuck) -> None:
+    api.models["edit_pipeline"] = stuck  # and nobody writes the record any more
+    request = edit(api)
+    began = time.monotonic()
+    front.execute([request])
+    assert error_of(request)[0].startswith("[ENGINE_FAILED] the engine has been silent for 1.")
+    assert 0.8 < time.monotonic() - began < 2
+    late = edit(api)
+    front.execute([late])
+    assert error_of(late)[0].startswith("[ENGINE_FAILED] the engine has been silent")
+
+
+def test_a_failed_engine_is_noticed(
+    api: FakeTriton, front: Front, stuck: Stuck, beat: Callable[..., None]
+) -> None:
+    api.models["edit_pipeline"] = stuck
+    request = edit(api)
+    front.execute([request])
+    beat(state="failed")
+    assert error_of(request)[0] == "[ENGINE_FAILED] the engine has failed"
+
+
+def test_draining_refuses_new_edits_and_finishes_old_ones(
+    api: FakeTriton, config: Config, front: Front
+) -> None:
+    go, gate = threading.Event(), Gate(config.runtime_dir)
+
+    def slow(call: Call) -> Iterator[InferenceResponse]:
+        assert go.wait(5)
+        yield from final(call)
+
+    api.models["edit_pipeline"] = slow
+    old, new = edit(api), edit(api)
+    front.execute([old])
+    assert gate.in_flight() == 1
+    gate.drain()
+    front.execute([new])
+    text, code = error_of(new)
+    assert text.startswith("[OVERLOADED] the worker is draining")
+    assert code == api.TritonError.UNAVAILABLE
+    assert gate.in_flight() == 1
+    go.set()
+    assert old.sender.wait().text("IMAGE") == b"picture"
+    assert gate.in_flight() == 0
+
+
+def test_past_the_grace_the_rest_is_refused(
+    api: FakeTriton, config: Config, front: Front, stuck: Stuck
+) -> None:
+    api.models["edit_pipeline"] = stuck
+    request = edit(api)
+    front.execute([request])
+    Gate(config.runtime_dir).stop()
+    assert error_of(request)[0].startswith("[OVERLOADED] the worker is stopping")
+    assert Gate(config.runtime_dir).in_flight() == 0
+
+
+def test_an_id_in_flight_is_refused(api: FakeTriton, front: Front, stuck: Stuck) -> None:
+    api.models["edit_pipeline"] = stuck
+    first, second = edit(api, {"request_id": "mine"}), edit(api, {"request_id": "mine"})
+    front.execute([first, second])
+    assert error_of(second)[0].startswith("[INVALID_REQUEST] SETTINGS.request_id: names an edit")
+    stuck.release.set()
+    first.sender.wait()
+
+
+def test_many_edits_and_cancels_end_once_each(
+    api: FakeTriton, config: Config, front: Front
+) -> None:
+    """More edits than threads, some cancelled at any moment; `api` checks for misuse."""
+
+    def quick(call: Call) -> Iterator[InferenceResponse]:
+        time.sleep(0.01)
+        yield from final(call)
+
+    api.models["edit_pipeline"] = quick
+    api.models["denoiser"] = lambda call: [reply(META=b"{}")]
+    requests = [edit(api) for _ in range(120)]
+    for number, request in enumerate(requests):
+        front.execute([request])
+        if number % 3 == 0:
+            request.sender.cancel.set()
+    for request in requests:
+        request.sender.wait()
+        assert len(request.sender.sent) == 1
+    assert Gate(config.runtime_dir).in_flight() == 0
+
+
+def test_closing_answers_what_is_in_flight(
+    api: FakeTriton, fronts: Callable[..., Front], stuck: Stuck
+) -> None:
+    api.models["edit_pipeline"] = stuck
+    front = fronts("edit")
+    request = edit(api)
+    front.execute([request])
+    front.close()
+    assert error_of(request)[0] == "[OVERLOADED] the worker is stopping"

@@ -1,0 +1,174 @@
+"""The light models' own Python files, run with a fake of Triton's API."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maskserve_core.config import Config
+from maskserve_core.images import encode_image
+from maskserve_core.request import EditRequest
+from maskserve_core.tensors import CONTRACTS
+from serving.files import dump_toml
+from tests.fakes.pb_utils import FakeTriton, InferenceResponse
+
+REPOSITORY = Path(__file__).parents[2] / "model_repository"
+
+
+@pytest.fixture
+def worker(
+    tmp_path: Path, tiny_fill: Path, monkeypatch: pytest.MonkeyPatch, config: Config
+) -> Config:
+    """The environment that serve.py gives a worker's models."""
+    engine = asdict(config.engine)
+    tables = {"runtime_dir": str(tmp_path), "model": {"path": str(tiny_fill)}, "engine": engine}
+    (tmp_path / "config.toml").write_text(dump_toml(tables))
+    monkeypatch.setenv("MASKSERVE_CONFIG", str(tmp_path / "config.toml"))
+    return config
+
+
+@pytest.fixture
+def load(
+    api: FakeTriton, worker: Config, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], Any]]:
+    """Loads a model as the stub does."""
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", api)
+    loaded: list[Any] = []
+
+    def load(name: str) -> Any:
+        spec = importlib.util.spec_from_file_location(
+            f"{name}_model", REPOSITORY / name / "1" / "model.py"
+        )
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        model = module.TritonPythonModel()
+        model.initialize({})
+        loaded.append(model)
+        return model
+
+    yield load
+    for model in loaded:
+        model.finalize()
+
+
+def outputs(model: str, response: InferenceResponse) -> dict[str, np.ndarray]:
+    """A response's tensors, held to the model's contract."""
+    assert response.error() is None, response.error().message()
+    found = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+    expected = {tensor.name: tensor for tensor in CONTRACTS[model].outputs}
+    assert set(found) == set(expected)
+    numpy_of = {"BYTES": np.object_, "UINT8": np.uint8, "FP32": np.float32}
+    for name, array in found.items():
+        assert array.dtype == numpy_of[expected[name].dtype]
+        assert len(array.shape) == len(expected[name].dims)
+        for size, wanted in zip(array.shape, expected[name].dims, strict=True):
+            assert wanted in (-1, size)
+    return found
+
+
+def pictures() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(3)
+    source = rng.integers(0, 256, (50, 70, 3), dtype=np.uint8)
+    mask = np.zeros((50, 70), np.uint8)
+    mask[10:30, 20:50] = 255
+    return source, mask
+
+
+def test_an_edit_passes_through_pre_and_postprocess(
+    api: FakeTriton, load: Callable[[str], Any]
+) -> None:
+    source, mask = pictures()
+    request = api.request(
+        parameters='{"accepted_ns": "123"}',
+        IMAGE=encode_image(source, "png"),
+        MASK=encode_image(mask, "png"),
+        PROMPT=b"a red star",
+        SETTINGS=b'{"seed": 5, "request_id": "mine"}',
+    )
+    [response] = load("preprocess").execute([request])
+    prepared = outputs("preprocess", response)
+    edit = EditRequest.from_json(prepared["REQUEST"][0])
+    assert (edit.seed, edit.request_id, edit.accepted_ns) == (5, "mine", 123)
+    height, width = prepared["EDIT_MASK"].shape
+    assert (height % 8, width % 8) == (0, 0)
+
+    post = load("postprocess")
+    meta = json.dumps({"event": "final", "timings_ms": {"decode": 1.0}}).encode()
+    final = api.request(
+        PIXELS=np.zeros((height, width, 3), np.uint8),
+        META=meta,
+        REQUEST=prepared["REQUEST"][0],
+        SOURCE=prepared["SOURCE"][0],
+        PASTE=prepared["PASTE"][0],
+    )
+    progress = api.request(
+        PIXELS=np.zeros((0, 0, 3), np.uint8),
+        META=b'{"event": "progress", "step": 1}',
+        REQUEST=b"",
+        SOURCE=b"",
+        PASTE=b"",
+    )
+    done, passing = post.execute([final, progress])
+    image = np.asarray(Image.open(io.BytesIO(outputs("postprocess", done)["IMAGE"][0])))
+    assert np.array_equal(image[mask == 0], source[mask == 0])
+    assert (image[mask == 255] == 0).all()
+    timings = json.loads(done.text("META"))["timings_ms"]
+    assert timings["decode"] == 1.0
+    assert timings["postprocess"] > 0
+    assert passing.text("IMAGE") == b""
+    assert passing.text("META") == b'{"event": "progress", "step": 1}'
+
+
+def test_one_bad_request_leaves_its_neighbours_alone(
+    api: FakeTriton, load: Callable[[str], Any]
+) -> None:
+    source, mask = pictures()
+    good = {
+        "IMAGE": encode_image(source, "png"),
+        "MASK": encode_image(mask, "png"),
+        "PROMPT": b"a red star",
+        "SETTINGS": b"{}",
+    }
+    requests = [
+        api.request(**good),
+        api.request(**{**good, "IMAGE": b"hello"}),
+        api.request(**good),
+    ]
+    first, bad, last = load("preprocess").execute(requests)
+    outputs("preprocess", first)
+    outputs("preprocess", last)
+    assert bad.error().message().startswith("[INVALID_REQUEST] IMAGE: is not an image")
+    assert bad.error().code() == api.TritonError.INVALID_ARG
+
+
+def test_a_surprise_is_hidden(api: FakeTriton, load: Callable[[str], Any]) -> None:
+    broken = api.request(
+        PIXELS=np.zeros((8, 8, 3), np.uint8),
+        META=b'{"event": "final"}',
+        REQUEST=b"not json",
+        SOURCE=b"",
+        PASTE=b"",
+    )
+    [response] = load("postprocess").execute([broken])
+    assert response.error().message() == "[ENGINE_FAILED] internal error (request unknown)"
+
+
+@pytest.mark.usefixtures("beat")
+@pytest.mark.parametrize("name", ["edit", "edit_stream", "control"])
+def test_late_models_return_nothing_from_execute(
+    api: FakeTriton, load: Callable[[str], Any], name: str
+) -> None:
+    model = load(name)
+    request = api.request(OP=b"{", IMAGE=b"", MASK=b"", PROMPT=b"", SETTINGS=b"{")
+    assert model.execute([request]) is None
+    assert "is not valid JSON" in request.sender.wait().error().message()

@@ -1,0 +1,199 @@
+"""The denoiser's desk: jobs in, every event out, one final answer each."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskserve_core.config import Config
+from maskserve_core.errors import Cancelled, Overloaded
+from maskserve_core.meta import TIMINGS
+from maskserve_core.request import EditRequest
+from maskserve_core.settings import EditSettings
+from maskserve_engine.job import EditJob, Failed, Final, Preview, Progress, Sink
+from maskserve_engine.reception import Reception
+from tests.fakes.pb_utils import FakeTriton, Request
+
+EDIT = EditRequest(
+    request_id="mine",
+    prompt="a red star",
+    settings=EditSettings(),
+    seed=7,
+    template_id="f" * 32,
+    source_size=(64, 48),
+    model_size=(64, 48),
+    accepted_ns=1,
+    timings_ms={"preprocess": 1.5},
+)
+
+
+class ScriptedEngine:
+    """Keeps what is submitted; the test sends the events."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[EditJob, Sink]] = []
+        self.asked: list[str] = []
+
+    def submit(self, job: EditJob, sink: Sink) -> None:
+        self.jobs.append((job, sink))
+
+    def cancel(self, request_id: str) -> bool:
+        self.asked.append(request_id)
+        return request_id == "mine"
+
+    def heartbeat(self) -> Future[dict[str, Any]]:
+        return _done({"state": "ready"})
+
+    def templates(self) -> Future[list[dict[str, object]]]:
+        return _done([{"template_id": "f" * 32}])
+
+    def evict(self, template_id: str) -> Future[int]:
+        answer: Future[int] = Future()
+        answer.set_exception(ValueError(template_id))
+        return answer
+
+
+def _done(value: Any) -> Future[Any]:
+    answer: Future[Any] = Future()
+    answer.set_result(value)
+    return answer
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def desk(api: FakeTriton, config: Config, engine: ScriptedEngine) -> Reception:
+    return Reception(api, engine, config)
+
+
+def tensors() -> dict[str, Any]:
+    return {
+        "REQUEST": EDIT.to_json(),
+        "EDIT_MASK": np.full((64, 48), 255, np.uint8),
+        "MOMENTS": np.ones((8, 16, 12), np.float32),
+        "MASKED_MOMENTS": np.zeros((0, 0, 0), np.float32),
+        "PROMPT_EMBEDS": np.ones((4, 32), np.float32),
+        "POOLED_EMBEDS": np.ones(32, np.float32),
+        "ENCODE_MS": np.array([2.5], np.float32),
+        "SOURCE": b"source",
+        "PASTE": b"paste",
+    }
+
+
+def submit(api: FakeTriton, desk: Reception, **changed: Any) -> Request:
+    given = {**tensors(), **changed}
+    request = api.request(**{name: value for name, value in given.items() if value is not None})
+    desk.execute([request])
+    return request
+
+
+def test_the_job_is_a_copy(api: FakeTriton, desk: Reception, engine: ScriptedEngine) -> None:
+    moments = np.ones((8, 16, 12), np.float32)
+    submit(api, desk, MOMENTS=moments)
+    moments[:] = 5  # Triton reuses its memory once execute has returned
+    job, _ = engine.jobs[0]
+    assert job.request == EDIT
+    assert (job.moments == 1).all()
+    assert job.masked_moments.size == 0
+    assert job.edit_mask.shape == (64, 48)
+
+
+def test_every_event_is_sent(api: FakeTriton, desk: Reception, engine: ScriptedEngine) -> None:
+    request = submit(api, desk)
+    _, sink = engine.jobs[0]
+    latents = np.full((4, 16, 12), 3, np.float32)
+    sink(Progress(1, 3))
+    sink(Preview(2, 3, latents))
+    sink(Final(latents, {"step": 3, "steps": 3, "timings_ms": {"denoise": 9.0}, "cache": "off"}))
+    request.sender.wait()
+    progress, preview, final = request.sender.sent
+    assert json.loads(progress.text("META")) == {
+        "event": "progress", "step": 1, "steps": 3, "request_id": "mine",
+    }  # fmt: skip
+    assert api.get_output_tensor_by_name(progress, "LATENTS").as_numpy().size == 0
+    assert progress.text("SOURCE") == progress.text("REQUEST") == b""
+    assert json.loads(preview.text("META"))["event"] == "preview"
+    assert preview.text("SOURCE") == b"source"
+    meta = json.loads(final.text("META"))
+    assert (meta["event"], meta["seed"], meta["worker"]) == ("final", 7, "worker-0")
+    assert set(meta["timings_ms"]) == set(TIMINGS)
+    assert meta["timings_ms"]["preprocess"] == 1.5
+    assert meta["timings_ms"]["encode"] == 2.5
+    assert meta["timings_ms"]["denoise"] == 9.0
+    assert final.text("PASTE") == b"paste"
+    assert EditRequest.from_json(final.text("REQUEST")) == EDIT
+
+
+def test_a_failure_keeps_its_code(api: FakeTriton, desk: Reception, engine: ScriptedEngine) -> None:
+    request = submit(api, desk)
+    _, sink = engine.jobs[0]
+    sink(Failed(Cancelled("the edit was cancelled")))
+    sink(Progress(1, 3))  # a broken engine's late event is dropped
+    error = request.sender.wait().error()
+    assert error.message() == "[CANCELLED] the edit was cancelled"
+    assert error.code() == api.TritonError.CANCELLED
+    assert len(request.sender.sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"MOMENTS": None}, "[INVALID_REQUEST] MOMENTS: is missing"),
+        ({"MOMENTS": np.zeros(3, np.float32)}, "[INVALID_REQUEST] MOMENTS: is float32[3]"),
+        ({"EDIT_MASK": np.zeros((2, 2), np.float32)}, "[INVALID_REQUEST] EDIT_MASK: is float32"),
+        ({"REQUEST": b"{"}, "[ENGINE_FAILED] internal error"),
+    ],
+)
+def test_broken_tensors_are_refused(
+    api: FakeTriton,
+    desk: Reception,
+    engine: ScriptedEngine,
+    changed: dict[str, Any],
+    message: str,
+) -> None:
+    request = submit(api, desk, **changed)
+    assert request.sender.wait().error().message().startswith(message)
+    assert engine.jobs == []
+
+
+def test_a_refusing_engine_is_relayed(api: FakeTriton, config: Config) -> None:
+    class Full(ScriptedEngine):
+        def submit(self, job: EditJob, sink: Sink) -> None:
+            raise Overloaded("9 edits are waiting already")
+
+    request = submit(api, Reception(api, Full(), config))
+    assert request.sender.wait().error().message() == "[OVERLOADED] 9 edits are waiting already"
+
+
+@pytest.mark.parametrize(
+    ("operation", "result"),
+    [
+        ({"op": "heartbeat"}, {"state": "ready"}),
+        ({"op": "cancel", "request_id": "mine"}, {"cancelled": True}),
+        ({"op": "cancel", "request_id": "other"}, {"cancelled": False}),
+        ({"op": "templates"}, {"templates": [{"template_id": "f" * 32}]}),
+    ],
+)
+def test_operations(
+    api: FakeTriton, desk: Reception, operation: dict[str, str], result: dict[str, Any]
+) -> None:
+    request = api.request(REQUEST=json.dumps(operation).encode())
+    desk.execute([request])
+    assert json.loads(request.sender.wait().text("META")) == result
+
+
+def test_an_operation_that_fails_is_answered(api: FakeTriton, desk: Reception) -> None:
+    request = api.request(REQUEST=b'{"op": "evict", "template_id": "0"}')
+    desk.execute([request])
+    answer = request.sender.wait().error().message()
+    assert answer == "[ENGINE_FAILED] internal error (request operation)"
+    unknown = api.request(REQUEST=b'{"op": "explode"}')
+    desk.execute([unknown])
+    assert unknown.sender.wait().error().message().startswith("[INVALID_REQUEST] REQUEST.op")
