@@ -81,7 +81,8 @@ class TemplateCache:
         self.priming: dict[str, Priming] = {}
         self._sights: OrderedDict[str, int] = OrderedDict()
         self._ids: dict[str, str] = {}  # entry key -> template id, for people
-        self._unfit: set[str] = set()
+        # Sights from which a template that could not be primed is tried again.
+        self._retry_at: dict[str, int] = {}
 
     def key_of(self, job: EditJob) -> str:
         """The name of the entries that fit this edit."""
@@ -109,7 +110,6 @@ class TemplateCache:
         settings = job.request.settings
         if settings.cache == "off" or not self.config.enabled:
             return Route("dense", "off")
-        must = settings.cache == "require" or settings.reproducible
         if settings.cache != "require" and mask_ratio >= self.config.crossover:
             # Computing nearly everything is faster than loading the rest.
             return Route("dense", "off")
@@ -120,10 +120,11 @@ class TemplateCache:
             self.hits += 1
             return Route("cached", "hit", entries)
         self.misses += 1
-        if must and key not in self._unfit:
-            return Route("wait", "hit", prime=key not in self.priming)
-        worth = seen >= 2 and key not in self.priming and key not in self._unfit
-        return Route("dense", "miss", prime=worth)
+        fit = seen >= self._retry_at.get(key, 0)
+        if settings.cache == "require" or (settings.reproducible and fit):
+            return Route("wait", "hit", prime=fit and key not in self.priming)
+        # One-shot images are not worth it: a template is primed from its second sight on.
+        return Route("dense", "miss", prime=fit and seen >= 2 and key not in self.priming)
 
     def begin(self, job: EditJob, row_id: str) -> Priming | None:
         """Start priming the job's template; None while the priming prompt is unknown."""
@@ -153,14 +154,15 @@ class TemplateCache:
         Args:
             priming: what `begin` returned.
             complete: all anchors were kept; else what was kept is dropped.
-            unfit: do not try this template again (it does not fit the budget).
+            unfit: it did not fit the budget or the device's memory; it is tried again when it
+                has been asked for twice as often.
         """
         self.priming.pop(priming.key, None)
         self.store.unpin(priming.key)
         if not complete:
             self.store.evict(priming.key)
         if unfit:
-            self._unfit.add(priming.key)
+            self._retry_at[priming.key] = 2 * self._sights.get(priming.key, 1)
 
     def evict(self, template_id: str) -> int:
         """Drop a template's entries; returns bytes. Rows that run keep what they hold."""
@@ -181,6 +183,13 @@ class TemplateCache:
             for key, nbytes in self.store.templates().items()
         ]
 
+    def counters(self) -> dict[str, float]:
+        return {
+            "cache_hits_total": self.hits,
+            "cache_misses_total": self.misses,
+            "cache_evictions_total": self.store.evictions,
+        }
+
     def template_ids(self) -> tuple[str, ...]:
         """Ids of the templates whose entries are all there."""
         held = (key for key in self.store.templates() if key not in self.priming)
@@ -189,7 +198,8 @@ class TemplateCache:
     def _saw(self, key: str) -> int:
         self._sights[key] = self._sights.pop(key, 0) + 1
         if len(self._sights) > _REMEMBERED_SIGHTS:
-            self._sights.popitem(last=False)
+            forgotten, _ = self._sights.popitem(last=False)
+            self._retry_at.pop(forgotten, None)
         return self._sights[key]
 
     def _entries(self, key: str, job: EditJob) -> tuple[AnchorEntry | None, ...] | None:

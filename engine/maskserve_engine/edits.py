@@ -42,6 +42,10 @@ class Edit:
     def request_id(self) -> str:
         return self.job.request.request_id
 
+    @property
+    def mask_ratio(self) -> float:
+        return self.active_tokens / self.total_tokens
+
     def make_ticket(self) -> Ticket:
         """What the scheduler is to know of it."""
         computed = self.active_tokens if self.how == "cached" else self.total_tokens
@@ -55,6 +59,13 @@ class Edit:
             deadline=self.deadline,
         )
         return self.ticket
+
+    def count_step(self, rows: int, kinds: tuple[str, ...]) -> bool:
+        """Book a step that was just taken among `rows` rows; whether it used entries."""
+        self.rows_seen += rows
+        cached = self.how == "cached" and self.entries[self.row.step - 1] is not None
+        self.kinds.update(kinds if cached else ("dense",) * len(kinds))
+        return cached
 
     def status(self) -> RowStatus:
         return RowStatus(
@@ -80,7 +91,7 @@ class Edit:
             "worker": worker,
             "model": model,
             "template_id": request.template_id,
-            "mask_ratio": round(self.active_tokens / self.total_tokens, 6),
+            "mask_ratio": round(self.mask_ratio, 6),
             "active_tokens": self.active_tokens,
             "total_tokens": self.total_tokens,
             "cache": self.cache,
@@ -104,7 +115,7 @@ class PrimingEdit:
     ticket: Ticket
     total_tokens: int
     row: Any = None
-    admitted: float = 0.0
+    load_stall: float = 0.0
 
     @property
     def request_id(self) -> str:

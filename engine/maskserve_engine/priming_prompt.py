@@ -29,9 +29,9 @@ class EncodesPrompts(Protocol):
     def encode_prompt(self, prompt: str) -> PromptEmbedding: ...
 
 
-def write_priming_prompt(encoder: EncodesPrompts, path: str | os.PathLike[str]) -> None:
-    """Write the embedding; a reader never sees a part of it."""
-    path = Path(path)
+def write_priming_prompt(encoder: EncodesPrompts, runtime: str | os.PathLike[str]) -> None:
+    """Write the embedding into a runtime folder; a reader never sees a part of it."""
+    path = Path(runtime) / PromptFile.NAME
     embedding = encoder.encode_prompt(PRIMING_PROMPT)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
@@ -39,10 +39,25 @@ def write_priming_prompt(encoder: EncodesPrompts, path: str | os.PathLike[str]) 
     temporary.replace(path)
 
 
-def read_priming_prompt(path: str | os.PathLike[str]) -> PromptEmbedding | None:
-    """The embedding, or None while there is no whole file."""
-    try:
-        with np.load(path) as held:
-            return PromptEmbedding(held["prompt_embeds"], held["pooled"])
-    except (OSError, ValueError, KeyError, EOFError):
-        return None
+class PromptFile:
+    """Reads the embedding from a worker's runtime folder once it is there, and keeps it.
+
+    Args:
+        runtime: folder; None when the worker has none, and so never primes.
+    """
+
+    NAME = "priming_prompt.npz"
+
+    def __init__(self, runtime: Path | None) -> None:
+        self._path = runtime / self.NAME if runtime else None
+        self._held: PromptEmbedding | None = None
+
+    def read(self) -> PromptEmbedding | None:
+        """The embedding, or None while there is no whole file."""
+        if self._held is None and self._path is not None:
+            try:
+                with np.load(self._path) as held:
+                    self._held = PromptEmbedding(held["prompt_embeds"], held["pooled"])
+            except (OSError, ValueError, KeyError, EOFError):
+                return None
+        return self._held

@@ -77,8 +77,8 @@ def engine(config: Config, encoder: Encoder) -> Any:
     yield engine
     engine.close(5.0)
     engine.cache.store.check_integrity()
-    engine.scheduler.check_integrity()
-    assert len(engine.scheduler) == 0
+    engine.desk.scheduler.check_integrity()
+    assert len(engine.desk.scheduler) == 0
 
 
 def job(encoder: Encoder, seed: int, name: str = "", **settings: Any) -> EditJob:

@@ -22,7 +22,7 @@ class TritonPythonModel:
         self._encoder = Encoder.load(self._config)
         warm(self._encoder)
         # The denoiser has no text encoders; priming needs the embedding of an empty prompt.
-        write_priming_prompt(self._encoder, Path(self._config.runtime_dir) / "priming_prompt.npz")
+        write_priming_prompt(self._encoder, self._config.runtime_dir)
         sign_in(self._config.runtime_dir, "encoder")
 
     def execute(self, requests):

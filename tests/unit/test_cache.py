@@ -1,0 +1,281 @@
+"""Templates: keys, priming, waiting, eviction; through the engine thread with a tiny model."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maskserve_core.config import Config
+from maskserve_core.entry_key import Anchor, TemplateKey, nearest_anchor
+from maskserve_core.errors import EngineFailed
+from maskserve_engine.encode import Encoder
+from maskserve_engine.engine import Engine
+from maskserve_engine.entries import AnchorEntry
+from maskserve_engine.job import EditJob, Final
+from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
+from tests.unit.test_engine import Sink
+
+KEY = TemplateKey(
+    model_revision="m",
+    adapters=("a",),
+    pixels_id="p",
+    noise_seed=1,
+    priming_prompt="",
+    guidance=3.0,
+    text_tokens=16,
+    dtype="float32",
+    entry_kind="kv",
+    entry_format="int8",
+)
+OTHER: dict[str, Any] = {
+    "model_revision": "n",
+    "adapters": ("a", "b"),
+    "pixels_id": "q",
+    "noise_seed": 2,
+    "priming_prompt": "x",
+    "guidance": 3.5,
+    "text_tokens": 17,
+    "dtype": "bfloat16",
+    "entry_kind": "h",
+    "entry_format": "int4",
+    "layout_version": 99,
+}
+
+
+def test_every_field_of_the_key_changes_the_name() -> None:
+    assert set(OTHER) == {f.name for f in fields(TemplateKey)}
+    names = {KEY.digest()} | {replace(KEY, **{k: v}).digest() for k, v in OTHER.items()}
+    assert len(names) == 1 + len(OTHER)
+    assert replace(KEY).digest() == KEY.digest()
+
+
+def test_the_nearest_anchor_within_tolerance() -> None:
+    anchors = tuple(Anchor(s, 1000 * s) for s in (1.0, 0.8, 0.5))
+    assert nearest_anchor(anchors, 0.78, 780.0, 0.15) == anchors[1]
+    assert nearest_anchor(anchors, 0.3, 300.0, 0.15) is None
+    assert nearest_anchor(anchors, 0.9, 900.0, 0.15) == anchors[0]  # a tie: the larger sigma
+    assert nearest_anchor((Anchor(0.5, 500.0, 2.0),), 0.5, 500.0, 0.15) is None
+    assert nearest_anchor(anchors, 0.8, 500.0, 0.15) is None  # the model would be told otherwise
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_fill: Path) -> Encoder:
+    return Encoder.load(config_of(tiny_fill))
+
+
+def make_engine(folder: Path, encoder: Encoder, **cache: Any) -> Engine:
+    values = {"entry_format": "model", "stride": 1, "crossover": 1.0, **cache}
+    config: Config = config_of(folder, cache=values)
+    engine = Engine.load(config)
+    engine.cache.prompt = lambda: encoder.encode_prompt("")
+    engine.start()
+    return engine
+
+
+@pytest.fixture
+def engine(tiny_fill: Path, encoder: Encoder) -> Any:
+    engine = make_engine(tiny_fill, encoder)
+    yield engine
+    engine.close(5.0)
+    engine.cache.store.check_integrity()
+    engine.desk.scheduler.check_integrity()
+    assert not engine.cache.priming
+    assert not engine.cache.store._pins
+
+
+def job(encoder: Encoder, seed: int, name: str, **settings: Any) -> EditJob:
+    case = random_case(
+        np.random.default_rng(seed), **{"strength": 1.0, "guidance_scale": 3.0, **settings}
+    )
+    mask = np.zeros_like(case.mask)
+    mask[:16, 8:24] = 255
+    return encode_case(encoder, replace(case, mask=mask), name)
+
+
+def edit(engine: Engine, each: EditJob) -> Final:
+    sink = Sink()
+    engine.submit(each, sink)
+    return sink.final()
+
+
+def settle(engine: Engine) -> None:
+    end = time.monotonic() + 30
+    while engine.ask(lambda: len(engine.desk.scheduler)).result(30):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_template_is_primed_on_second_sight_and_hit_on_the_third(
+    engine: Engine, encoder: Encoder
+) -> None:
+    outcomes = []
+    for number in range(4):
+        outcomes.append(edit(engine, job(encoder, 1, f"e{number}")).meta["cache"])
+        settle(engine)
+    assert outcomes == ["miss", "miss", "hit", "hit"]
+    (held,) = engine.templates().result(30)
+    assert held["anchors"] == 4  # stride 1 of the model's four default steps
+    assert held["bytes"] == engine.cache.store.nbytes > 0
+
+
+def test_a_hit_computes_the_active_tokens_only_and_says_so(
+    engine: Engine, encoder: Encoder
+) -> None:
+    final = edit(engine, job(encoder, 2, "e", cache="require", num_inference_steps=4))
+    meta = final.meta
+    assert meta["cache"] == "hit"
+    assert meta["kinds"] == {"kv": 4 * engine.adapter.blocks}
+    assert meta["cache_bytes"]["device"] > 0
+    assert meta["active_tokens"] < meta["total_tokens"]
+    row = engine.counters
+    assert row["cached_rows_total"] == 4
+
+
+def test_off_never_uses_or_makes_entries(engine: Engine, encoder: Encoder) -> None:
+    for number in range(3):
+        assert edit(engine, job(encoder, 3, f"e{number}", cache="off")).meta["cache"] == "off"
+    settle(engine)
+    assert engine.templates().result(30) == []
+
+
+def test_reproducible_edits_are_bit_equal_at_any_load(engine: Engine, encoder: Encoder) -> None:
+    alone = edit(engine, job(encoder, 4, "alone", reproducible=True))
+    sinks = [Sink() for _ in range(7)]
+    for number, sink in enumerate(sinks):
+        same = number == 3
+        engine.submit(
+            job(encoder, 4 if same else 40 + number, f"e{number}", reproducible=same), sink
+        )
+    finals = [sink.final() for sink in sinks]
+    assert finals[3].meta["cache"] == alone.meta["cache"] == "hit"
+    difference = np.abs(finals[3].latents - alone.latents).max()
+    assert difference <= tolerance(alone.latents)
+
+
+def test_two_templates_two_prompts_two_guidances_never_meet(
+    engine: Engine, encoder: Encoder
+) -> None:
+    """Each cached result equals that of a fresh engine that has seen nothing else."""
+    jobs = [
+        job(encoder, 5, "a", cache="require"),
+        job(encoder, 6, "b", cache="require"),
+        replace(job(encoder, 5, "c", cache="require"), pooled=jobs_pooled(encoder)),
+        job(encoder, 5, "d", cache="require", guidance_scale=7.0),
+    ]
+    together = [edit(engine, each).latents for each in jobs]
+    keys = [engine.cache.key_of(each) for each in jobs]
+    assert keys[0] == keys[2]  # a prompt is no part of the template
+    assert len(set(keys)) == 3
+    for each, latents in zip(jobs, together, strict=True):
+        engine.evict(each.request.template_id).result(30)
+        again = edit(engine, replace(each, request=replace(each.request, request_id="again")))
+        assert np.abs(again.latents - latents).max() <= tolerance(latents)
+
+
+def jobs_pooled(encoder: Encoder) -> Any:
+    return encoder.encode_prompt("another prompt altogether").pooled
+
+
+def test_equal_pixels_at_two_resolutions_are_two_templates(
+    engine: Engine, encoder: Encoder
+) -> None:
+    small = job(encoder, 7, "s")
+    request = replace(small.request, pixels_id="f" * 32)
+    assert engine.cache.key_of(small) != engine.cache.key_of(replace(small, request=request))
+
+
+def test_eviction_while_a_row_runs_changes_nothing(engine: Engine, encoder: Encoder) -> None:
+    expected = edit(engine, job(encoder, 8, "first", cache="require", num_inference_steps=30))
+    sink = Sink()
+    engine.submit(
+        job(encoder, 8, "x", cache="require", num_inference_steps=30, progress=True), sink
+    )
+    while not sink.events:
+        time.sleep(0.002)
+    freed = engine.evict(job(encoder, 8, "y").request.template_id).result(30)
+    assert freed > 0
+    assert np.abs(sink.final().latents - expected.latents).max() <= tolerance(expected.latents)
+
+
+def test_out_of_memory_while_priming_costs_no_edit(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = engine.adapter.step
+
+    def scarce(rows: Any, kinds: Any) -> None:
+        if any(hasattr(row, "recorder") for row in rows):
+            raise torch.OutOfMemoryError("no memory for priming")
+        real(rows, kinds)
+
+    monkeypatch.setattr(engine.adapter, "step", scarce)
+    outcomes = [edit(engine, job(encoder, 9, f"e{i}")).meta["cache"] for i in range(3)]
+    assert outcomes == ["miss"] * 3
+    reproducible = edit(engine, job(encoder, 9, "r", reproducible=True))
+    assert reproducible.meta["cache"] == "miss"
+    sink = Sink()
+    engine.submit(job(encoder, 9, "q", cache="require"), sink)
+    assert isinstance(sink.error(), EngineFailed)
+    settle(engine)
+
+
+def test_a_template_larger_than_the_budget_is_served_dense(
+    tiny_fill: Path, encoder: Encoder
+) -> None:
+    engine = make_engine(tiny_fill, encoder, budget_bytes=1000)
+    outcomes = [edit(engine, job(encoder, 10, f"e{i}")).meta["cache"] for i in range(4)]
+    settle(engine)
+    assert outcomes == ["miss"] * 4
+    assert engine.cache.store.nbytes == 0
+    engine.close(5.0)
+
+
+def test_the_least_recently_used_template_makes_room(tiny_fill: Path, encoder: Encoder) -> None:
+    probe = make_engine(tiny_fill, encoder)
+    sizes = []
+    for seed in (11, 12, 13):
+        edit(probe, job(encoder, seed, f"p{seed}", cache="require"))
+        sizes.append(probe.cache.store.nbytes - sum(sizes))
+    probe.close(5.0)
+    engine = make_engine(tiny_fill, encoder, budget_bytes=sum(sizes) - 1)
+    for seed in (11, 12, 11, 13):
+        edit(engine, job(encoder, seed, f"{seed}-{time.monotonic_ns()}", cache="require"))
+    held = {t["template_id"] for t in engine.templates().result(30)}
+    assert job(encoder, 12, "x").request.template_id not in held
+    assert engine.cache.store.nbytes <= engine.cache.store.budget_bytes
+    assert engine.cache.store.evictions >= 1
+    engine.close(5.0)
+
+
+def test_a_cancelled_edit_that_waits_for_priming_is_answered(
+    engine: Engine, encoder: Encoder
+) -> None:
+    from maskserve_core.errors import Cancelled
+
+    sinks = [Sink() for _ in range(3)]
+    for number, sink in enumerate(sinks):
+        engine.submit(job(encoder, 14, f"w{number}", cache="require"), sink)
+    engine.cancel("w1")
+    answers = [sink.wait() for sink in sinks]
+    assert isinstance(answers[0], Final)
+    assert isinstance(answers[2], Final)
+    if not isinstance(answers[1], Final):  # it may have ended before the cancel
+        assert isinstance(answers[1].error, Cancelled)
+
+
+def test_entries_know_their_size(engine: Engine, encoder: Encoder) -> None:
+    edit(engine, job(encoder, 15, "e", cache="require"))
+    (held,) = engine.templates().result(30)
+    tokens = 0
+    for anchor in engine.cache.store.anchors(str(held["key"])):
+        entry = engine.cache.store.get(str(held["key"]), anchor)
+        assert isinstance(entry, AnchorEntry)
+        for block in entry.blocks:
+            assert block.keys is not None
+            tokens += block.keys.data.numel() + block.values.data.numel()  # type: ignore[union-attr]
+    assert held["bytes"] == 4 * tokens  # float32, model format: nothing else is kept
