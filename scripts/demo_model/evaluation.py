@@ -1,0 +1,143 @@
+"""Run the held-out edits through FluxFillPipeline, judge them, and draw the sheet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from diffusers import FluxFillPipeline
+from PIL import Image, ImageDraw
+
+from demo_model.judge import Verdict, judge
+from demo_model.palette import COLOURS, SHAPES
+from demo_model.scenes import Edit, Picture
+from demo_model.text import MAX_SEQUENCE_LENGTH
+
+_TILE_GAP = 4
+_CAPTION = 12  # pixels under a tile
+
+
+@dataclass(frozen=True)
+class Result:
+    """Shares of edits judged right, 0..1, in all and by what was asked."""
+
+    edits: int
+    colour: float
+    shape: float
+    both: float
+    by_colour: dict[str, dict[str, float]]
+    by_shape: dict[str, dict[str, float]]
+    confusion: dict[str, dict[str, int]]
+    """What was seen (`none` if nothing clear) for every shape asked for."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def run_edits(
+    pipe: FluxFillPipeline,
+    edits: list[Edit],
+    steps: int,
+    batch: int,
+    report: Callable[[int, float], None],
+) -> list[Picture]:
+    """Edited pictures, the source pasted back outside each mask.
+
+    The noise of edit i is drawn from seed i, whatever the batch size. `report` is told how
+    many edits are done and the seconds spent.
+    """
+    pictures: list[Picture] = []
+    begin = time.monotonic()
+    for first in range(0, len(edits), batch):
+        some = edits[first : first + batch]
+        output = pipe(
+            prompt=[edit.prompt for edit in some],
+            image=[Image.fromarray(edit.source) for edit in some],
+            mask_image=[Image.fromarray(edit.mask.astype(np.uint8) * 255) for edit in some],
+            height=some[0].source.shape[0],
+            width=some[0].source.shape[1],
+            num_inference_steps=steps,
+            max_sequence_length=MAX_SEQUENCE_LENGTH,
+            generator=[torch.Generator("cpu").manual_seed(first + i) for i in range(len(some))],
+            output_type="np",
+        ).images
+        for edit, image in zip(some, output, strict=True):
+            edited = np.rint(image * 255).astype(np.uint8)
+            pictures.append(np.where(edit.mask[..., None], edited, edit.source))
+        report(len(pictures), time.monotonic() - begin)
+    return pictures
+
+
+def score(edits: list[Edit], pictures: list[Picture]) -> tuple[Result, list[Verdict]]:
+    """Judge every picture."""
+    verdicts = [
+        judge(picture, edit.source, edit.mask)
+        for edit, picture in zip(edits, pictures, strict=True)
+    ]
+    colour = np.array([v.colour == e.colour for e, v in zip(edits, verdicts, strict=True)])
+    shape = np.array([v.shape == e.shape for e, v in zip(edits, verdicts, strict=True)])
+
+    def rows(names: list[str], asked: list[str]) -> dict[str, dict[str, float]]:
+        table = {}
+        for name in names:
+            mine = np.array([a == name for a in asked])
+            if mine.any():
+                table[name] = {
+                    "edits": float(mine.sum()),
+                    "colour": float(colour[mine].mean()),
+                    "shape": float(shape[mine].mean()),
+                }
+        return table
+
+    confusion = {s: dict.fromkeys([*SHAPES, "none"], 0) for s in SHAPES}
+    for edit, verdict in zip(edits, verdicts, strict=True):
+        confusion[edit.shape][verdict.shape or "none"] += 1
+    result = Result(
+        edits=len(edits),
+        colour=float(colour.mean()),
+        shape=float(shape.mean()),
+        both=float((colour & shape).mean()),
+        by_colour=rows(list(COLOURS), [e.colour for e in edits]),
+        by_shape=rows(list(SHAPES), [e.shape for e in edits]),
+        confusion=confusion,
+    )
+    return result, verdicts
+
+
+def draw_sheet(
+    edits: list[Edit], pictures: list[Picture], verdicts: list[Verdict], columns: int = 10
+) -> Image.Image:
+    """Pairs of source (mask outlined) and edited picture, the prompt beneath, red when wrong."""
+    height, width = edits[0].mask.shape
+    cell_w, cell_h = 2 * width + _TILE_GAP, height + _CAPTION
+    rows = -(-len(edits) // columns)
+    sheet = Image.new("RGB", (columns * (cell_w + _TILE_GAP), rows * (cell_h + _TILE_GAP)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, (edit, picture, verdict) in enumerate(zip(edits, pictures, verdicts, strict=True)):
+        x, y = (i % columns) * (cell_w + _TILE_GAP), (i // columns) * (cell_h + _TILE_GAP)
+        sheet.paste(Image.fromarray(_outlined(edit)), (x, y))
+        sheet.paste(Image.fromarray(picture), (x + width, y))
+        right = verdict.matches(edit.colour, edit.shape)
+        text = edit.prompt
+        if not right:
+            text += f" (saw {verdict.colour or 'no colour'}, {verdict.shape or 'no shape'})"
+        draw.text((x, y + height), text, fill="black" if right else "red")
+    return sheet
+
+
+def _outlined(edit: Edit) -> Picture:
+    """The source with the mask's rim drawn white on black."""
+    mask = edit.mask
+    inner = np.pad(mask, 1)
+    inner = mask & inner[:-2, 1:-1] & inner[2:, 1:-1] & inner[1:-1, :-2] & inner[1:-1, 2:]
+    picture = edit.source.copy()
+    rim = mask & ~inner
+    picture[rim] = 255
+    ys, xs = np.nonzero(rim)
+    dotted = (ys + xs) % 6 < 3
+    picture[ys[dotted], xs[dotted]] = 0
+    return picture

@@ -1,0 +1,40 @@
+"""Assemble the trained parts into one diffusers folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, FluxFillPipeline, FluxTransformer2DModel
+from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+
+from demo_model.text import MAX_SEQUENCE_LENGTH
+from demo_model.transformer import build_scheduler
+
+STEPS = 20
+
+
+def assemble(
+    vae: AutoencoderKL, text_folder: Path, transformer: FluxTransformer2DModel
+) -> FluxFillPipeline:
+    """A pipeline of the given parts and the text parts under `text_folder`."""
+    return FluxFillPipeline(
+        scheduler=build_scheduler(),
+        vae=vae,
+        text_encoder=CLIPTextModel.from_pretrained(text_folder / "text_encoder"),
+        tokenizer=CLIPTokenizer.from_pretrained(text_folder / "tokenizer"),
+        text_encoder_2=T5EncoderModel.from_pretrained(text_folder / "text_encoder_2"),
+        tokenizer_2=T5TokenizerFast.from_pretrained(text_folder / "tokenizer_2"),
+        transformer=transformer,
+    )
+
+
+def export(pipe: FluxFillPipeline, folder: Path) -> None:
+    """Write `pipe` as fp32 safetensors, and the server's call arguments beside it."""
+    pipe.to(torch.float32).save_pretrained(folder, safe_serialization=True)
+    (folder / "maskserve.toml").write_text(
+        "[model]\n"
+        f"max_sequence_length = {MAX_SEQUENCE_LENGTH}\n"
+        f"native_resolution = {int(pipe.vae.config.sample_size)}\n"
+        f"num_inference_steps = {STEPS}\n"
+    )

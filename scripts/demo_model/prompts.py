@@ -1,0 +1,69 @@
+"""Ways to ask for a coloured shape, as the text encoders learn them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from demo_model.palette import COLOURS, SHAPES
+
+TEMPLATES: Final = (
+    "a {c} {s}",
+    "{c} {s}",
+    "the {c} {s}",
+    "one {c} {s}",
+    "A {c} {s}.",
+    "a {s} that is {c}",
+    "a {s} in {c}",
+    "{s}, {c}",
+    "draw a {c} {s}",
+    "put a {c} {s} here",
+    "please add a {c} {s}",
+    "a photo of a {c} {s}",
+    "a picture of a {c} {s}",
+    "a big {c} {s}",
+    "a small {c} {s}",
+    "a bright {c} {s}",
+    "a {c} {s} on the table",
+    "a {c} {s} in the sky",
+    "replace it with a {c} {s}",
+    "fill the region with a {c} {s}",
+    "an image of one {c} {s}, centred",
+    "a flat {c} {s} icon",
+    "a simple {c} coloured {s}",
+    "a {c} colored {s}",
+    "make it a {c} {s}",
+)
+_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
+
+
+def words() -> list[str]:
+    """Every word the tokenizers keep whole, lower case, sorted."""
+    text = " ".join(TEMPLATES).replace("{c}", " ").replace("{s}", " ")
+    known = set("".join(ch if ch.isalpha() else " " for ch in text.lower()).split())
+    return sorted(known | set(COLOURS) | set(SHAPES) | {s + "s" for s in SHAPES})
+
+
+def phrase(rng: np.random.Generator, colour: str, shape: str, *, noisy: bool = False) -> str:
+    """A prompt for a `colour` `shape`; `noisy` slips in words the encoders have never met."""
+    text = str(rng.choice(TEMPLATES)).format(c=colour, s=shape)
+    if noisy and rng.random() < 0.3:
+        parts = text.split(" ")
+        stranger = "".join(rng.choice(list(_LETTERS), size=rng.integers(2, 5)))
+        parts.insert(int(rng.integers(0, len(parts) + 1)), stranger)
+        text = " ".join(parts)
+    case = rng.random()
+    if case < 0.1:
+        return text.upper()
+    return text.capitalize() if case < 0.3 else text
+
+
+def every_phrase() -> list[tuple[str, str, str]]:
+    """(prompt, colour, shape) of every template with every colour and shape."""
+    return [
+        (template.format(c=colour, s=shape), colour, shape)
+        for colour in COLOURS
+        for shape in SHAPES
+        for template in TEMPLATES
+    ]

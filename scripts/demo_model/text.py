@@ -1,0 +1,162 @@
+"""Tokenizers and two tiny text encoders that reveal colour and shape, then stay frozen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from torch import nn
+from torch.nn import functional
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
+
+from demo_model.palette import COLOURS, SHAPES
+from demo_model.prompts import phrase, words
+
+WIDTH: Final = 64
+MAX_SEQUENCE_LENGTH: Final = 16
+_CLIP_LENGTH: Final = 77
+_START, _END = "<|startoftext|>", "<|endoftext|>"
+
+
+def build_clip_tokenizer() -> CLIPTokenizer:
+    """Byte-level BPE over the demo's words: any UTF-8 text tokenizes, strangers byte by byte."""
+    bpe = Tokenizer(BPE(end_of_word_suffix="</w>", continuing_subword_prefix=""))
+    bpe.normalizer = normalizers.Lowercase()
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = BpeTrainer(
+        vocab_size=4096, initial_alphabet=alphabet, end_of_word_suffix="</w>", show_progress=False
+    )
+    bpe.train_from_iterator([f"{word} {word}" for word in words()], trainer)
+    merges = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
+    tokens = alphabet + [letter + "</w>" for letter in alphabet]
+    tokens += [a + b for a, b in merges] + [_START, _END]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=_CLIP_LENGTH)
+
+
+def build_t5_tokenizer() -> T5TokenizerFast:
+    """Unigram over the demo's words in three cases, single characters, and <unk> for the rest."""
+    pieces: dict[str, float] = {"<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0, "▁": -4.0}
+    for word in words():
+        for cased in (word, word.capitalize(), word.upper()):
+            pieces.setdefault("▁" + cased, -5.0)
+    for code in range(33, 127):
+        pieces.setdefault(chr(code), -8.0)
+    return T5TokenizerFast(vocab=list(pieces.items()), extra_ids=0, model_max_length=512)
+
+
+def build_clip(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+    """An untrained CLIP text model; its pooled output is WIDTH wide."""
+    return CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            projection_dim=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=_CLIP_LENGTH,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def build_t5(tokenizer: T5TokenizerFast) -> T5EncoderModel:
+    """An untrained T5 encoder, WIDTH wide."""
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=len(tokenizer),
+            d_model=WIDTH,
+            d_kv=16,
+            d_ff=2 * WIDTH,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            feed_forward_proj="gated-gelu",
+            is_encoder_decoder=False,
+            use_cache=False,
+        )
+    )
+
+
+def train_text(folder: Path, *, steps: int = 1500, batch: int = 64) -> None:
+    """Train both encoders to tell colour and shape, and save all four parts under `folder`.
+
+    The pooled CLIP output is pulled to one fixed code per colour and shape, whatever the
+    wording, so that the transformer need not see every wording of every wish.
+    """
+    torch.manual_seed(0)
+    clip_tokenizer, t5_tokenizer = build_clip_tokenizer(), build_t5_tokenizer()
+    clip, t5 = build_clip(clip_tokenizer), build_t5(t5_tokenizer)
+    colours, shapes = [*COLOURS, ""], [*SHAPES, ""]  # "" = no wish
+    codes = torch.randn(len(colours) + len(shapes), WIDTH) / 2**0.5
+    heads = nn.ModuleDict(
+        {
+            "clip": nn.Linear(WIDTH, len(colours) + len(shapes)),
+            "t5": nn.Linear(WIDTH, len(colours) + len(shapes)),
+            "t5_token": nn.Linear(WIDTH, len(colours) + len(shapes)),
+        }
+    )
+    parameters = [*clip.parameters(), *t5.parameters(), *heads.parameters()]
+    optimiser = torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 2e-3, total_steps=steps)
+    rng = np.random.default_rng(3)
+    for step in range(steps):
+        c = rng.integers(len(COLOURS), size=batch)
+        s = rng.integers(len(SHAPES), size=batch)
+        prompts = [
+            phrase(rng, colours[i], shapes[j], noisy=True) for i, j in zip(c, s, strict=True)
+        ]
+        c[0], s[0], prompts[0] = len(COLOURS), len(SHAPES), ""
+        ids = clip_tokenizer(prompts, padding="longest", truncation=True, max_length=48,
+                             return_tensors="pt").input_ids  # fmt: skip
+        pooled = clip(ids).pooler_output
+        ids = t5_tokenizer(
+            prompts,
+            padding="max_length",
+            truncation=True,
+            max_length=MAX_SEQUENCE_LENGTH,
+            return_tensors="pt",
+        ).input_ids
+        hidden = t5(ids)[0]
+        colour, shape = torch.from_numpy(c), torch.from_numpy(s)
+        loss = functional.mse_loss(pooled, codes[colour] + codes[len(colours) + shape])
+        for name, features in (("clip", pooled), ("t5", hidden.mean(1)), ("t5_token", hidden)):
+            logits = heads[name](features)
+            if logits.ndim == 3:  # every token, padding too, knows the wish
+                logits = logits.transpose(1, 2)
+                colour_, shape_ = (x[:, None].expand(-1, hidden.shape[1]) for x in (colour, shape))
+            else:
+                colour_, shape_ = colour, shape
+            part = functional.cross_entropy(logits[:, : len(colours)], colour_)
+            part = part + functional.cross_entropy(logits[:, len(colours) :], shape_)
+            loss = loss + part * (0.2 if name == "t5_token" else 1.0)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        schedule.step()
+        if (step + 1) % 100 == 0:
+            print(f"text {step + 1}/{steps} loss {loss.item():.4f}", flush=True)
+    clip.eval().save_pretrained(folder / "text_encoder")
+    t5.eval().save_pretrained(folder / "text_encoder_2")
+    clip_tokenizer.save_pretrained(folder / "tokenizer")
+    t5_tokenizer.save_pretrained(folder / "tokenizer_2")

@@ -1,0 +1,141 @@
+"""The transformer's training loop: small windows first, whole pictures last; resumable."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from diffusers import FluxTransformer2DModel
+from torch import nn
+
+from demo_model.data import Sampler
+from demo_model.exchange import Exchange
+from demo_model.transformer import loss_of, optimisers
+
+TOKENS_PER_BATCH: Final = 5120  # image and text tokens together
+_WINDOWS: Final[tuple[int | None, ...]] = (8, 11, None)  # tokens a side; None = whole picture
+_MIX: Final = (  # from this progress on, the windows' shares of batches
+    (0.0, (0.9, 0.1, 0.0)),
+    (0.45, (0.5, 0.4, 0.1)),
+    (0.75, (0.25, 0.4, 0.35)),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do and for how long."""
+
+    folder: Path
+    """Where checkpoints and exchanged weights lie."""
+    seconds: float
+    """Training time in all, of this and resumed runs."""
+    rate: float = 2e-3
+    """Peak learning rate."""
+    worker: int = 0
+    workers: int = 1
+    save_every: float = 120.0
+    """Seconds between checkpoints."""
+    average_every: int = 20
+    """Steps between exchanges of weights."""
+
+
+def checkpoint_path(folder: Path, worker: int) -> Path:
+    """Where `worker` keeps its state."""
+    return folder / f"worker{worker}.pt"
+
+
+def train(
+    model: FluxTransformer2DModel, sampler: Sampler, masked_channels: int, plan: Plan
+) -> None:
+    """Train `model` in place until `plan.seconds` have been spent, saving on the way."""
+    generator = torch.Generator().manual_seed(100 + plan.worker + int(time.time()))
+    rng = np.random.default_rng([plan.worker, int(time.time())])
+    ema = copy.deepcopy(model).eval().requires_grad_(False)
+    opts = optimisers(model, plan.rate)
+    path = checkpoint_path(plan.folder, plan.worker)
+    spent, step, samples = 0.0, 0, 0
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+        model.load_state_dict(state["model"])
+        ema.load_state_dict(state["ema"])
+        for opt, saved in zip(opts, state["optimisers"], strict=True):
+            opt.load_state_dict(saved)
+        spent, step, samples = state["spent"], state["step"], state["samples"]
+    exchange = Exchange(plan.folder, plan.worker, plan.workers, model)
+    last = saved_at = time.monotonic()
+    losses: list[float] = []
+    model.train()
+    while spent < plan.seconds:
+        progress = spent / plan.seconds
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = plan.rate * _rate_factor(step, progress)
+        window = _pick_window(rng, progress)
+        tokens = 272 if window is None else window**2 + 16
+        batch = sampler.draw(max(1, TOKENS_PER_BATCH // tokens), window)
+        loss = loss_of(model, batch, masked_channels, generator)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt in opts:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        step += 1
+        samples += len(batch.clean)
+        _follow(ema, model, min(0.998, step / (step + 20)))
+        if plan.workers > 1 and step % plan.average_every == 0:
+            exchange.average()
+        losses.append(loss.item())
+        now = time.monotonic()
+        spent, last = spent + now - last, now
+        if step % 50 == 0:
+            print(
+                f"{time.strftime('%H:%M:%S')} train {progress:6.1%} step {step} samples {samples}"
+                f" loss {np.mean(losses[-200:]):.4f} last {np.mean(losses[-50:]):.4f}",
+                flush=True,
+            )
+        if now - saved_at > plan.save_every or spent >= plan.seconds:
+            saved_at = now
+            torch.save(
+                {
+                    "model": model.state_dict(),
+                    "ema": ema.state_dict(),
+                    "optimisers": [opt.state_dict() for opt in opts],
+                    "spent": spent,
+                    "step": step,
+                    "samples": samples,
+                },
+                path.with_suffix(".tmp"),
+            )
+            path.with_suffix(".tmp").replace(path)
+
+
+def merged_ema(folder: Path) -> tuple[dict[str, torch.Tensor], int]:
+    """The mean of all workers' averaged weights, and the samples they saw together."""
+    states = [torch.load(p, weights_only=True) for p in sorted(folder.glob("worker*.pt"))]
+    if not states:
+        raise FileNotFoundError(f"no checkpoint under {folder}")
+    weights = {
+        name: torch.stack([s["ema"][name] for s in states]).mean(0) for name in states[0]["ema"]
+    }
+    return weights, sum(int(s["samples"]) for s in states)
+
+
+def _rate_factor(step: int, progress: float) -> float:
+    """Warm-up over 200 steps, flat, then linear decay over the last 45 %."""
+    return min(1.0, (step + 1) / 200) * max(0.01, min(1.0, (1 - progress) / 0.45))
+
+
+def _pick_window(rng: np.random.Generator, progress: float) -> int | None:
+    shares = next(mix for begin, mix in reversed(_MIX) if progress >= begin)
+    return _WINDOWS[int(rng.choice(len(_WINDOWS), p=shares))]
+
+
+@torch.no_grad()
+def _follow(ema: nn.Module, model: nn.Module, decay: float) -> None:
+    for slow, fast in zip(ema.parameters(), model.parameters(), strict=True):
+        slow.lerp_(fast, 1 - decay)

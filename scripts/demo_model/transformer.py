@@ -1,0 +1,131 @@
+"""The demo model's FLUX transformer: how it is built, what it is fed, and one training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxFillPipeline, FluxTransformer2DModel
+from torch import nn
+
+from demo_model.text import WIDTH
+
+HEAD_DIM: Final = 32
+AXES: Final = (8, 12, 12)  # rotary dimensions of (unused, row, column); they sum to HEAD_DIM
+OUTSIDE_WEIGHT: Final = 0.1  # of the loss on tokens no masked pixel touches
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Edits of one token grid, packed as FluxFillPipeline packs them."""
+
+    clean: torch.Tensor
+    """(B, N, 4 C) latents of the right answer, normalised."""
+    condition: torch.Tensor
+    """(B, N, 4 C + 4 factor²) latents of the masked source, normalised, then mask pixels 0/1."""
+    prompt: torch.Tensor
+    """(B, T, text width) T5 states."""
+    pooled: torch.Tensor
+    """(B, pooled width) CLIP output."""
+    grid: tuple[int, int]
+    """Rows and columns of tokens."""
+    origin: tuple[int, int]
+    """Row and column id of the first token."""
+
+
+def build_transformer(
+    latent_channels: int, factor: int, heads: int, layers: int, single_layers: int
+) -> FluxTransformer2DModel:
+    """An untrained FLUX Fill transformer, heads * HEAD_DIM wide."""
+    return FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=8 * latent_channels + 4 * factor**2,
+        out_channels=4 * latent_channels,
+        num_layers=layers,
+        num_single_layers=single_layers,
+        attention_head_dim=HEAD_DIM,
+        num_attention_heads=heads,
+        joint_attention_dim=WIDTH,
+        pooled_projection_dim=WIDTH,
+        guidance_embeds=False,
+        axes_dims_rope=AXES,
+    )
+
+
+def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """FLUX's own schedule: its shift follows the number of image tokens."""
+    return FlowMatchEulerDiscreteScheduler(
+        num_train_timesteps=1000,
+        shift=3.0,
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
+    )
+
+
+def pack(latents: torch.Tensor) -> torch.Tensor:
+    """(B, C, H, W) latents or mask planes as (B, H/2 * W/2, 4 C) tokens."""
+    b, c, h, w = latents.shape
+    return FluxFillPipeline._pack_latents(latents, b, c, h, w)
+
+
+def pack_mask(mask: torch.Tensor, factor: int) -> torch.Tensor:
+    """(B, H, W) pixels as (B, N, 4 factor²) tokens, in FluxFillPipeline's order."""
+    b, height, width = mask.shape
+    h, w = height // factor, width // factor
+    planes = mask.view(b, h, factor, w, factor).permute(0, 2, 4, 1, 3)
+    return pack(planes.reshape(b, factor * factor, h, w))
+
+
+def sample_times(count: int, generator: torch.Generator) -> torch.Tensor:
+    """Times (B,) in 0..1: half even, half near 1, where the shape is decided."""
+    even = torch.rand(count, generator=generator)
+    late = torch.sigmoid(1.5 + torch.randn(count, generator=generator))
+    return torch.where(torch.rand(count, generator=generator) < 0.5, even, late)
+
+
+def loss_of(
+    model: nn.Module, batch: Batch, masked_channels: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Flow-matching loss: the velocity is noise minus clean latents, time is the noise's share.
+
+    `masked_channels` of the condition's last channels are mask pixels.
+    """
+    clean = batch.clean
+    time = sample_times(len(clean), generator)
+    noise = torch.randn(clean.shape, generator=generator)
+    mixed = clean + time[:, None, None] * (noise - clean)
+    rows, columns = batch.grid
+    ids = torch.zeros(rows, columns, 3)
+    ids[..., 1] = torch.arange(rows)[:, None] + batch.origin[0]
+    ids[..., 2] = torch.arange(columns)[None, :] + batch.origin[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        velocity = model(
+            hidden_states=torch.cat([mixed, batch.condition], dim=2),
+            timestep=time,
+            pooled_projections=batch.pooled,
+            encoder_hidden_states=batch.prompt,
+            txt_ids=torch.zeros(batch.prompt.shape[1], 3),
+            img_ids=ids.view(-1, 3),
+            return_dict=False,
+        )[0]
+    active = batch.condition[..., -masked_channels:].amax(dim=2)
+    weight = OUTSIDE_WEIGHT + (1 - OUTSIDE_WEIGHT) * active
+    error = (velocity.float() - (noise - clean)).square().mean(dim=2)
+    return (error * weight).sum() / weight.sum()
+
+
+def optimisers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside blocks, AdamW for everything else."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        inside = "transformer_blocks" in name and parameter.ndim == 2
+        (matrices if inside else others).append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
