@@ -1,0 +1,280 @@
+"""A gRPC server that speaks like a maskserve worker, with a painter in place of the model.
+
+It runs in the test's process on a free port of 127.0.0.1. Requests are checked and answered by
+the real pre- and postprocessing; the model is a colour. What it should do wrong is set on
+`FakeWorker`; what happened to it is recorded there.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from maskserve_core.config import Config, ModelConfig
+from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_core.facts import ModelFacts
+from maskserve_core.images import decode_image
+from maskserve_core.keys import template_id
+from maskserve_core.masks import active_tokens
+from maskserve_core.postprocess import finish_edit
+from maskserve_core.preprocess import PreparedEdit, prepare_edit
+
+PAINT = (220, 20, 60)
+FACTS = ModelFacts("flux", "fill", 4, 4, 2, 128, True, False, {})
+CONFIG = Config(model=ModelConfig(path="demo", num_inference_steps=4), worker="fake-0")
+
+
+@dataclass
+class FakeWorker:
+    """How the worker behaves, and what it saw."""
+
+    step_s: float = 0.0
+    """How long a step takes."""
+    error: str = ""
+    """Answer edits with this text instead."""
+    error_status: grpc.StatusCode = grpc.StatusCode.INTERNAL
+    """Status of that answer when it is unary."""
+    error_at_step: int = 0
+    hang_up: bool = False
+    """End streams without a final answer."""
+    trailing_empty: bool = False
+    """End streams by an empty message, as Triton does on request."""
+    garble: bool = False
+    """Send a final answer whose image is none."""
+    url: str = ""
+    seen: list[dict[str, bytes]] = field(default_factory=list)
+    metadata: list[dict[str, str]] = field(default_factory=list)
+    started: threading.Event = field(default_factory=threading.Event)
+    withdrawn: threading.Event = field(default_factory=threading.Event)
+    """Set when a call ended before it was answered."""
+    finished: threading.Event = field(default_factory=threading.Event)
+    """Set when a call was answered and ended as usual."""
+    templates: dict[str, bytes] = field(default_factory=dict)
+
+    def get(self, template_id: str) -> bytes | None:
+        return self.templates.get(template_id)
+
+
+class _Withdrawn(Exception):
+    pass
+
+
+class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    def __init__(self, worker: FakeWorker) -> None:
+        self.worker = worker
+
+    def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        self.worker.metadata.append(dict(context.invocation_metadata()))
+        answered = self._watch(context)
+        try:
+            if request.model_name == "control":
+                result = self._control(_inputs(request)["OP"])
+                answered.set()
+                return _response(request, {"RESULT": result})
+            *_, final = self._edit(request, context)
+            answered.set()
+            return _event_response(request, final)
+        except MaskserveError as error:
+            answered.set()
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except _Fault as fault:
+            answered.set()
+            context.abort(self.worker.error_status, fault.args[0])
+        except _Withdrawn:
+            context.abort(grpc.StatusCode.CANCELLED, "withdrawn")
+
+    def ModelStreamInfer(  # noqa: N802
+        self, requests: Iterator[Any], context: grpc.ServicerContext
+    ) -> Iterator[Any]:
+        answered = self._watch(context)
+        for request in requests:
+            try:
+                for event in self._edit(request, context):
+                    if self.worker.hang_up and event["event"] == "final":
+                        return
+                    yield service_pb2.ModelStreamInferResponse(
+                        infer_response=_event_response(request, event)
+                    )
+                if self.worker.trailing_empty:
+                    yield service_pb2.ModelStreamInferResponse(
+                        infer_response=_response(request, {})
+                    )
+                answered.set()
+            except (MaskserveError, _Fault) as error:
+                answered.set()
+                text = f"in ensemble 'edit_pipeline', {error}"
+                yield service_pb2.ModelStreamInferResponse(error_message=text)
+            except _Withdrawn:
+                return
+
+    def _watch(self, context: grpc.ServicerContext) -> threading.Event:
+        """An event to set once the call is answered; if it ends before, it was withdrawn."""
+        answered = threading.Event()
+
+        def ended() -> None:
+            (self.worker.finished if answered.is_set() else self.worker.withdrawn).set()
+
+        context.add_callback(ended)
+        return answered
+
+    def _edit(self, request: Any, context: grpc.ServicerContext) -> Iterator[dict[str, Any]]:
+        inputs = _inputs(request)
+        self.worker.seen.append({**inputs, "model_name": request.model_name.encode()})
+        self.worker.started.set()
+        edit = prepare_edit(
+            inputs["IMAGE"],
+            inputs["MASK"],
+            inputs["PROMPT"],
+            inputs["SETTINGS"],
+            FACTS,
+            CONFIG,
+            self.worker,
+        )
+        asked = edit.request.settings
+        steps = asked.num_inference_steps
+        assert steps is not None
+        for step in range(1, steps + 1):
+            self._wait(context)
+            if self.worker.error and step > self.worker.error_at_step:
+                raise _Fault(self.worker.error)
+            told = {"step": step, "steps": steps, "request_id": edit.request.request_id}
+            if asked.progress:
+                yield {"event": "progress", **told, "image": b""}
+            if asked.preview_every and step % asked.preview_every == 0:
+                yield {"event": "preview", **told, "image": _painted(edit)}
+        yield self._final(edit, steps)
+
+    def _final(self, edit: PreparedEdit, steps: int) -> dict[str, Any]:
+        active = active_tokens(edit.edit_mask, FACTS.token_pixels)
+        return {
+            "event": "final",
+            "step": steps,
+            "steps": steps,
+            "request_id": edit.request.request_id,
+            "seed": edit.request.seed,
+            "worker": CONFIG.worker,
+            "model": "demo",
+            "template_id": edit.request.template_id,
+            "active_tokens": len(active),
+            "total_tokens": edit.edit_mask.size // FACTS.token_pixels**2,
+            "cache": "off",
+            "timings_ms": {"preprocess": 1.0, "denoise": 2.0},
+            "image": b"garbage" if self.worker.garble else _painted(edit),
+        }
+
+    def _wait(self, context: grpc.ServicerContext) -> None:
+        until = time.monotonic() + self.worker.step_s
+        while True:
+            if not context.is_active():
+                raise _Withdrawn
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, 0.01))
+
+    def _control(self, raw: bytes) -> bytes:
+        match json.loads(raw):
+            case {"op": "status"}:
+                return json.dumps(STATUS).encode()
+            case {"op": "templates"}:
+                listed = [{"template_id": name} for name in sorted(self.worker.templates)]
+                return json.dumps({"templates": listed}).encode()
+            case {"op": "register", "image": str(image)}:
+                decoded = decode_image(image.encode(), "OP.image", CONFIG.limits)
+                name = template_id(decoded.pixels)
+                self.worker.templates[name] = decoded.encoded
+                return json.dumps({"template_id": name}).encode()
+            case {"op": "evict" | "pin" as op, "template_id": str(name)}:
+                if name not in self.worker.templates:
+                    raise InvalidRequest("OP.template_id", "is not registered")
+                if op == "evict":
+                    del self.worker.templates[name]
+                return json.dumps({"template_id": name}).encode()
+            case {"op": "cancel", "request_id": str(name)}:
+                return json.dumps({"cancelled": name == "in-flight"}).encode()
+        raise InvalidRequest("OP.op", "is not known", "status")
+
+
+class _Fault(Exception):
+    """An error text as it is to reach the client."""
+
+
+STATUS = {
+    "worker": "fake-0",
+    "model": "demo",
+    "state": "ready",
+    "max_rows": 8,
+    "max_waiting": 256,
+    "alive": True,
+    "running": [
+        {
+            "request_id": "r1",
+            "kind": "dense",
+            "active_tokens": 256,
+            "total_tokens": 256,
+            "steps_left": 3,
+        }
+    ],
+    "waiting": [],
+    "templates": {"host": ["a" * 32]},
+    "tier_bytes": {"host": 2**20},
+}
+
+
+class FakeServer:
+    """Runs a FakeWorker: `with FakeServer() as worker: … worker.url …`."""
+
+    def __init__(self, **behaviour: Any) -> None:
+        self.worker = replace(FakeWorker(), **behaviour)
+        self._server = grpc.server(futures.ThreadPoolExecutor(8))
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            _Service(self.worker), self._server
+        )
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        self.worker.url = f"127.0.0.1:{port}"
+
+    def __enter__(self) -> FakeWorker:
+        self._server.start()
+        return self.worker
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(0).wait()
+
+
+def _painted(edit: PreparedEdit) -> bytes:
+    pixels = np.empty_like(edit.pixels)
+    pixels[:] = PAINT
+    return finish_edit(pixels, edit.source, edit.paste, edit.request)
+
+
+def _inputs(request: Any) -> dict[str, bytes]:
+    found = {}
+    for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True):
+        assert (tensor.datatype, list(tensor.shape)) == ("BYTES", [1])
+        assert struct.unpack_from("<I", raw)[0] == len(raw) - 4
+        found[tensor.name] = raw[4:]
+    return found
+
+
+def _event_response(request: Any, event: dict[str, Any]) -> Any:
+    image = event.pop("image")
+    return _response(request, {"IMAGE": image, "META": json.dumps(event).encode()})
+
+
+def _response(request: Any, outputs: dict[str, bytes]) -> Any:
+    response = service_pb2.ModelInferResponse(model_name=request.model_name, id=request.id)
+    for name, value in outputs.items():
+        tensor = response.outputs.add(name=name, datatype="BYTES")
+        tensor.shape.append(1)
+        response.raw_output_contents.append(struct.pack("<I", len(value)) + value)
+    return response

@@ -1,0 +1,363 @@
+"""The blocking client against a server in this process."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from PIL import Image
+
+import maskserve_client
+from maskserve_client import (
+    Cancelled,
+    Client,
+    DeadlineExceeded,
+    EngineFailed,
+    Final,
+    InvalidRequest,
+    MaskserveError,
+    Overloaded,
+    Preview,
+    Progress,
+    ServerUnavailable,
+    TemplateNotFound,
+)
+from maskserve_client.errors import from_text
+from maskserve_core.keys import template_id
+from tests.fakes.hostile import HostileCase, hostile_cases
+from tests.fakes.pictures import blob_mask, encode, scene
+from tests.fakes.triton_server import PAINT, FakeServer, FakeWorker
+
+SIZE = (40, 56)
+SOURCE, MASK = scene(*SIZE), blob_mask(*SIZE)
+IMAGES = (encode(SOURCE), encode(MASK))
+
+
+@pytest.fixture
+def worker() -> Iterator[FakeWorker]:
+    with FakeServer() as worker:
+        yield worker
+
+
+@pytest.fixture
+def client(worker: FakeWorker) -> Iterator[Client]:
+    with Client(worker.url) as client:
+        yield client
+
+
+def check_picture(image: Image.Image) -> None:
+    assert image.mode == "RGB"
+    pixels = np.asarray(image)
+    np.testing.assert_array_equal(pixels[MASK == 0], SOURCE[MASK == 0])
+    assert (pixels[MASK > 0] == PAINT).all()
+
+
+def ask(client: Client, streaming: bool, *pair: bytes, **asked: object) -> object:
+    """The same edit, by either way of asking."""
+    if streaming:
+        return list(client.edit_stream(*(pair or IMAGES), "x", **asked))
+    return client.edit(*(pair or IMAGES), "x", **asked)
+
+
+# One edit
+
+
+def test_an_edit_comes_back_with_its_picture_and_meta(client: Client, worker: FakeWorker) -> None:
+    result = client.edit(*IMAGES, "a red star", seed=7, num_inference_steps=3)
+    check_picture(result.image)
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(result.encoded))), result.image)
+    assert (result.seed, result.meta["steps"]) == (7, 3)
+    assert result.request_id == result.meta["request_id"] != ""
+    (seen,) = worker.seen
+    assert (seen["model_name"], seen["PROMPT"]) == (b"edit", b"a red star")
+    assert json.loads(seen["SETTINGS"]) == {"seed": 7, "num_inference_steps": 3}
+
+
+def test_pictures_may_be_bytes_paths_or_pil(
+    client: Client, worker: FakeWorker, tmp_path: Path
+) -> None:
+    image, mask = tmp_path / "a.png", tmp_path / "m.png"
+    image.write_bytes(IMAGES[0])
+    mask.write_bytes(IMAGES[1])
+    for pair in (
+        (image, str(mask)),
+        (Image.fromarray(SOURCE), Image.fromarray(MASK)),
+        (Image.fromarray(SOURCE).convert("RGBA"), Image.fromarray(MASK > 0)),
+    ):
+        check_picture(client.edit(*pair, "x").image)
+    assert worker.seen[0]["IMAGE"] == IMAGES[0]
+    cmyk = client.edit(Image.fromarray(SOURCE).convert("CMYK"), IMAGES[1], "x")
+    assert cmyk.image.size == SIZE[::-1]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
+@pytest.mark.parametrize("encoding", ["raw", "base64"])
+def test_every_answer_format_is_read(client: Client, kind: str, encoding: str) -> None:
+    asked = {"output_format": kind.lower(), "output_encoding": encoding}
+    result = client.edit(*IMAGES, "x", **asked)
+    assert Image.open(io.BytesIO(result.encoded)).format == kind
+    if kind != "JPEG":
+        check_picture(result.image)
+
+
+def test_a_template_stands_in_for_the_image(client: Client, worker: FakeWorker) -> None:
+    name = client.register(Image.fromarray(SOURCE))
+    assert name == template_id(SOURCE)
+    assert client.control("templates") == {"templates": [{"template_id": name}]}
+    check_picture(client.edit(None, IMAGES[1], "x", template_id=name).image)
+    client.control("evict", template_id=name)
+    with pytest.raises(TemplateNotFound, match=name):
+        client.edit(None, IMAGES[1], "x", template_id=name)
+
+
+def test_control_asks_the_worker(client: Client) -> None:
+    assert client.control("status")["worker"] == "fake-0"
+    assert client.cancel("in-flight")
+    assert not client.cancel("unknown")
+    with pytest.raises(InvalidRequest, match=r"OP\.op"):
+        client.control("dance")
+
+
+def test_headers_are_sent_with_every_call(worker: FakeWorker) -> None:
+    with Client(worker.url, headers={"x-api-key": "k"}) as client:
+        client.edit(*IMAGES, "x")
+        client.control("status")
+    assert [seen["x-api-key"] for seen in worker.metadata] == ["k", "k"]
+
+
+def test_threads_share_a_client(worker: FakeWorker, client: Client) -> None:
+    worker.step_s = 0.02
+    with ThreadPoolExecutor(6) as pool:
+        seeds = list(pool.map(lambda seed: client.edit(*IMAGES, "x", seed=seed).seed, range(12)))
+    assert seeds == list(range(12))
+
+
+# Streams
+
+
+@pytest.mark.parametrize("trailing_empty", [False, True])
+def test_a_stream_tells_steps_previews_and_the_end(trailing_empty: bool) -> None:
+    with FakeServer(trailing_empty=trailing_empty) as worker, Client(worker.url) as client:
+        events = list(
+            client.edit_stream(*IMAGES, "x", num_inference_steps=4, preview_every=2, seed=3)
+        )
+        assert worker.finished.wait(5)
+    assert [type(event) for event in events] == [
+        Progress,
+        Progress,
+        Preview,
+        Progress,
+        Progress,
+        Preview,
+        Final,
+    ]
+    steps = [(event.step, event.steps) for event in events if isinstance(event, Progress)]
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert all(e.image.size == SIZE[::-1] for e in events if isinstance(e, Preview))
+    assert isinstance(events[-1], Final)
+    check_picture(events[-1].result.image)
+    assert events[-1].result.seed == 3
+    assert worker.seen[0]["model_name"] == b"edit_stream"
+    assert not worker.withdrawn.is_set()
+
+
+def test_progress_can_be_left_out(client: Client) -> None:
+    events = list(client.edit_stream(*IMAGES, "x", progress=False))
+    assert [type(event) for event in events] == [Final]
+
+
+def test_a_stream_is_refused_before_it_is_iterated(client: Client) -> None:
+    with pytest.raises(InvalidRequest, match=r"SETTINGS\.stepz"):
+        client.edit_stream(*IMAGES, "x", stepz=4)
+
+
+def test_a_stream_that_just_ends_is_an_error() -> None:
+    with FakeServer(hang_up=True) as worker, Client(worker.url) as client:
+        events = client.edit_stream(*IMAGES, "x", num_inference_steps=2)
+        assert [next(events), next(events)] == [Progress(1, 2), Progress(2, 2)]
+        with pytest.raises(ServerUnavailable, match="before the final answer"):
+            next(events)
+
+
+# Cancel
+
+
+def test_closing_a_stream_cancels_on_the_server() -> None:
+    with FakeServer(step_s=0.2) as worker, Client(worker.url) as client:
+        events = client.edit_stream(*IMAGES, "x", num_inference_steps=50)
+        assert next(events) == Progress(1, 50)
+        events.close()
+        assert worker.withdrawn.wait(5)
+
+
+def test_leaving_a_stream_to_the_collector_cancels_on_the_server() -> None:
+    with FakeServer(step_s=0.2) as worker, Client(worker.url) as client:
+        for event in client.edit_stream(*IMAGES, "x", num_inference_steps=50):
+            assert event == Progress(1, 50)
+            break
+        assert worker.withdrawn.wait(5)
+
+
+def test_an_interrupt_cancels_a_plain_edit_on_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeServer(step_s=30) as worker, Client(worker.url) as client:
+        real = client._stub.ModelInfer.future
+
+        class Interrupted:
+            """A call whose wait ends as Ctrl-C ends it."""
+
+            def __init__(self, *args: object, **kwargs: object) -> None:
+                self._call = real(*args, **kwargs)
+
+            def result(self) -> None:
+                assert worker.started.wait(5)
+                raise KeyboardInterrupt
+
+            def cancel(self) -> None:
+                self._call.cancel()
+
+        monkeypatch.setattr(client._stub.ModelInfer, "future", Interrupted, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            client.edit(*IMAGES, "x")
+        assert worker.withdrawn.wait(5)
+
+
+def test_closing_the_client_ends_edits_in_flight() -> None:
+    with FakeServer(step_s=30) as worker:
+        client = Client(worker.url)
+        closer = threading.Thread(target=lambda: (worker.started.wait(5), client.close()))
+        closer.start()
+        with pytest.raises(Cancelled):
+            client.edit(*IMAGES, "x")
+        closer.join()
+        assert worker.withdrawn.wait(5)
+
+
+# Errors
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_timeouts_cancel_on_the_server(streaming: bool) -> None:
+    with FakeServer(step_s=30) as worker, Client(worker.url) as client:
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="no answer within the timeout"):
+            ask(client, streaming, timeout=0.3)
+        assert time.monotonic() - start < 5
+        assert worker.withdrawn.wait(5)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_nobody_there_is_unavailable(streaming: bool) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: nobody answers
+        url = f"127.0.0.1:{taken.getsockname()[1]}"
+        with Client(url) as client, pytest.raises(ServerUnavailable, match=url):
+            ask(client, streaming)
+
+
+def test_a_server_that_goes_away_is_unavailable_or_cancelled() -> None:
+    server = FakeServer(step_s=0.05)
+    with server as worker, Client(worker.url) as client:
+        events = client.edit_stream(*IMAGES, "x", num_inference_steps=100)
+        next(events)
+        server._server.stop(0)
+        with pytest.raises((ServerUnavailable, Cancelled)):
+            for _ in events:
+                pass
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("text", "status", "kind"),
+    [
+        ("[OVERLOADED] the queue is full", grpc.StatusCode.UNAVAILABLE, Overloaded),
+        ("[DEADLINE_EXCEEDED] too late", grpc.StatusCode.UNAVAILABLE, DeadlineExceeded),
+        ("[CANCELLED] by an operator", grpc.StatusCode.CANCELLED, Cancelled),
+        ("[ENGINE_FAILED] no heartbeat", grpc.StatusCode.INTERNAL, EngineFailed),
+        ("[TEMPLATE_NOT_FOUND] gone", grpc.StatusCode.NOT_FOUND, TemplateNotFound),
+        ("[INVALID_REQUEST] MASK: is bad", grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        ("Stub process is not healthy.", grpc.StatusCode.INTERNAL, EngineFailed),
+    ],
+)
+def test_the_servers_errors_come_as_they_were_meant(
+    text: str, status: grpc.StatusCode, kind: type[MaskserveError], streaming: bool
+) -> None:
+    behaviour = {"error": text, "error_status": status, "error_at_step": 1}
+    with (
+        FakeServer(**behaviour) as worker,
+        Client(worker.url) as client,
+        pytest.raises(MaskserveError) as caught,
+    ):
+        ask(client, streaming)
+    assert type(caught.value) is kind
+    assert text.partition("] ")[2] in str(caught.value)
+    if text.startswith("[") and kind is not InvalidRequest:
+        assert str(caught.value) == text
+
+
+def test_an_unavailable_server_with_other_words_is_unavailable() -> None:
+    behaviour = {"error": "going down", "error_status": grpc.StatusCode.UNAVAILABLE}
+    with (
+        FakeServer(**behaviour) as worker,
+        Client(worker.url) as client,
+        pytest.raises(ServerUnavailable, match=r"\[UNAVAILABLE\] .*going down"),
+    ):
+        client.edit(*IMAGES, "x")
+
+
+def _bad_pictures() -> list[HostileCase]:
+    return [case for case in hostile_cases() if case.field in ("IMAGE", "MASK")]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hostile_inputs_come_back_as_the_same_error(
+    client: Client, worker: FakeWorker, streaming: bool
+) -> None:
+    for case in _bad_pictures():
+        with pytest.raises(InvalidRequest) as caught:
+            ask(client, streaming, case.inputs["IMAGE"], case.inputs["MASK"])
+        assert caught.value.field == case.field, case.name
+    assert len(worker.seen) > 40
+    check_picture(client.edit(*IMAGES, "x").image)
+
+
+def test_settings_are_refused_before_anything_is_sent(client: Client, worker: FakeWorker) -> None:
+    for bad in ({"seed": -1}, {"strength": float("nan")}, {"stepz": 1}, {"seed": object()}):
+        with pytest.raises(InvalidRequest, match="SETTINGS"):
+            client.edit(*IMAGES, "x", **bad)
+    assert worker.seen == []
+
+
+def test_an_answer_that_is_no_image_is_the_servers_fault() -> None:
+    with (
+        FakeServer(garble=True) as worker,
+        Client(worker.url) as client,
+        pytest.raises(EngineFailed, match="no image"),
+    ):
+        client.edit(*IMAGES, "x")
+
+
+def test_invalid_requests_keep_field_and_text_over_the_wire() -> None:
+    sent = InvalidRequest("SETTINGS.seed", "-1 is out of range", "0 to 9")
+    got = from_text(f"in ensemble 'edit_pipeline', {sent}")
+    assert isinstance(got, InvalidRequest)
+    assert (got.field, str(got)) == ("SETTINGS.seed", str(sent))
+
+
+def test_missing_files_are_plain_os_errors(client: Client, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        client.edit(tmp_path / "none.png", IMAGES[1], "x")
+
+
+def test_the_public_names_are_those_that_exist() -> None:
+    assert maskserve_client.__all__ == sorted(maskserve_client.__all__)
+    for name in maskserve_client.__all__:
+        assert getattr(maskserve_client, name) is not None

@@ -1,0 +1,289 @@
+"""The command line: what it sends, prints and writes, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from PIL import Image
+
+from maskserve_client.cli import main
+from maskserve_client.commands import write_whole
+from maskserve_core.keys import template_id
+from tests.fakes.pictures import blob_mask, encode, scene
+from tests.fakes.triton_server import PAINT, FakeServer, FakeWorker
+
+SIZE = (40, 56)
+SOURCE, MASK = scene(*SIZE), blob_mask(*SIZE)
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def worker() -> Iterator[FakeWorker]:
+    with FakeServer() as worker:
+        yield worker
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "a.png").write_bytes(encode(SOURCE))
+    (tmp_path / "m.png").write_bytes(encode(MASK))
+    return tmp_path
+
+
+def edit(worker_url: str, folder: Path, *more: str, out: str = "b.png") -> int:
+    pictures = ["--image", str(folder / "a.png"), "--mask", str(folder / "m.png")]
+    target = ["--prompt", "a red star", "--out", str(folder / out)]
+    return main(["edit", "--url", worker_url, *pictures, *target, *more])
+
+
+def check_file(path: Path) -> None:
+    pixels = np.asarray(Image.open(path))
+    np.testing.assert_array_equal(pixels[MASK == 0], SOURCE[MASK == 0])
+    assert (pixels[MASK > 0] == PAINT).all()
+
+
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_an_edit_is_written_and_summed_up(
+    worker: FakeWorker, folder: Path, capsys: Capture, stream: str
+) -> None:
+    assert edit(worker.url, folder, "--seed", "5", stream) == 0
+    check_file(folder / "b.png")
+    line = capsys.readouterr().out
+    assert line.startswith(f"{folder / 'b.png'}: seed 5, 4 steps, ")
+    assert "cache off" in line
+    expected = b"edit_stream" if stream == "--stream" else b"edit"
+    assert worker.seen[0]["model_name"] == expected
+    assert sorted(path.name for path in folder.iterdir()) == ["a.png", "b.png", "m.png"]
+
+
+def test_every_option_reaches_the_server(worker: FakeWorker, folder: Path) -> None:
+    options = {
+        "--mask-mode": ("mask_mode", "white"),
+        "--dilate": ("mask_dilate", 2),
+        "--feather": ("mask_feather", 3),
+        "--seed": ("seed", 9),
+        "--steps": ("num_inference_steps", 3),
+        "--strength": ("strength", 0.5),
+        "--guidance": ("guidance_scale", 2.5),
+        "--true-cfg": ("true_cfg_scale", 1.0),
+        "--model": ("model", "demo"),
+        "--cache": ("cache", "off"),
+        "--priority": ("priority", 4),
+        "--deadline-ms": ("deadline_ms", 60000),
+        "--request-id": ("request_id", "mine"),
+    }
+    words = [word for name, (_, value) in options.items() for word in (name, str(value))]
+    assert edit(worker.url, folder, "--reproducible", *words, "--timeout", "30", out="b.webp") == 0
+    sent = json.loads(worker.seen[0]["SETTINGS"])
+    expected = dict(options.values()) | {"output_format": "webp", "reproducible": True}
+    assert sent == expected
+    assert Image.open(folder / "b.webp").format == "WEBP"
+
+
+def test_nothing_is_sent_that_was_not_given(worker: FakeWorker, folder: Path) -> None:
+    assert edit(worker.url, folder, out="b.JPG") == 0
+    assert json.loads(worker.seen[0]["SETTINGS"]) == {"output_format": "jpeg"}
+
+
+def test_json_prints_the_meta_alone(worker: FakeWorker, folder: Path, capsys: Capture) -> None:
+    assert edit(worker.url, folder, "--json", "--stream") == 0
+    meta = json.loads(capsys.readouterr().out)
+    assert (meta["event"], meta["steps"]) == ("final", 4)
+
+
+def test_previews_are_written(worker: FakeWorker, folder: Path) -> None:
+    asked = ["--previews", str(folder / "steps"), "--preview-every", "2", "--steps", "5"]
+    assert edit(worker.url, folder, *asked) == 0
+    names = sorted(path.name for path in (folder / "steps").iterdir())
+    assert names == ["step-0002.png", "step-0004.png"]
+    check_file(folder / "steps" / "step-0004.png")
+
+
+def test_the_url_comes_from_the_environment(
+    worker: FakeWorker, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("MASKSERVE_URL", worker.url)
+    assert main(["status"]) == 0
+    assert "fake-0" in capsys.readouterr().out
+
+
+def test_status_tells_rows_and_tiers(worker: FakeWorker, capsys: Capture) -> None:
+    assert main(["status", "--url", worker.url]) == 0
+    text = capsys.readouterr().out
+    assert "fake-0: demo, ready\n" in text
+    assert "running  1 of 8" in text
+    assert "r1: dense, 3 steps left, 256 of 256 tokens" in text
+    assert "host     1 templates, 1.0 MiB" in text
+    assert main(["status", "--url", worker.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["worker"] == "fake-0"
+
+
+def test_templates_are_added_listed_used_and_removed(
+    worker: FakeWorker, folder: Path, capsys: Capture
+) -> None:
+    def run(*words: str) -> str:
+        assert main(["templates", *words, "--url", worker.url]) == 0
+        return capsys.readouterr().out
+
+    name = template_id(SOURCE)
+    assert run("add", str(folder / "a.png")) == f"{name}  {folder / 'a.png'}\n"
+    assert run("ls") == f"{name}\n"
+    assert json.loads(run("ls", "--json")) == {"templates": [{"template_id": name}]}
+    assert run("pin", name) == f"pin {name}\n"
+    words = ["--template-id", name, "--mask", str(folder / "m.png"), "--prompt", "x"]
+    assert main(["edit", "--url", worker.url, *words, "--out", str(folder / "b.png")]) == 0
+    check_file(folder / "b.png")
+    run("rm", name)
+    assert run("ls") == ""
+    assert main(["templates", "rm", name, "--url", worker.url]) == 2
+
+
+# How it ends
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "code"),
+    [
+        ("[INVALID_REQUEST] MASK: is bad", grpc.StatusCode.INVALID_ARGUMENT, 2),
+        ("[TEMPLATE_NOT_FOUND] gone", grpc.StatusCode.NOT_FOUND, 2),
+        ("[OVERLOADED] full", grpc.StatusCode.UNAVAILABLE, 3),
+        ("[DEADLINE_EXCEEDED] late", grpc.StatusCode.UNAVAILABLE, 3),
+        ("[CANCELLED] by an operator", grpc.StatusCode.CANCELLED, 3),
+        ("[ENGINE_FAILED] dead", grpc.StatusCode.INTERNAL, 4),
+        ("boom", grpc.StatusCode.UNKNOWN, 4),
+    ],
+)
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_exit_codes(
+    folder: Path, capsys: Capture, text: str, status: grpc.StatusCode, code: int, stream: str
+) -> None:
+    (folder / "b.png").write_bytes(b"what was there before")
+    with FakeServer(error=text, error_status=status) as worker:
+        assert edit(worker.url, folder, stream) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("maskserve: [")
+    assert text.partition("] ")[2] in captured.err
+    assert (folder / "b.png").read_bytes() == b"what was there before"
+
+
+def test_nobody_there_is_3(folder: Path, capsys: Capture) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert edit(url, folder) == 3
+        assert main(["status", "--url", url]) == 3
+    assert "[UNAVAILABLE]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--image", "none.png", "--mask", "m.png", "--out", "b.png"], "none.png: No such file"),
+        (["--image", "a.png", "--mask", "m.png", "--out", "b.gif"], "--out: b.gif has another"),
+        (["--image", "a.png", "--mask", "m.png", "--out", "no/b.png"], "there is no folder no"),
+        (["--image", "a.png", "--mask", "a.png", "--out", "b.png", "--seed", "-1"], "seed"),
+        (["--image", "m.png", "--mask", "t.png", "--out", "b.png"], "MASK"),
+    ],
+)
+def test_bad_input_is_2_and_says_what(
+    worker: FakeWorker,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    words: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "t.png").write_bytes(encode(MASK.T.copy()))
+    assert main(["edit", "--url", worker.url, "--prompt", "x", *words]) == 2
+    assert says in capsys.readouterr().err
+    assert not (folder / "b.png").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["edit"],
+        ["paint"],
+        ["templates"],
+        ["edit", "--steps", "many"],
+        ["edit", "--image", "a", "--template-id", "b", "--mask", "m", "--prompt", "", "--out", "o"],
+    ],
+)
+def test_misused_options_are_2(words: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "usage: maskserve" in capsys.readouterr().err
+
+
+def test_help_names_the_exit_codes(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "the server's fault" in text
+    for command in ("edit", "status", "templates"):
+        assert command in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_an_interrupt_cancels_on_the_server_and_is_130(
+    folder: Path, number: signal.Signals, stream: str
+) -> None:
+    with FakeServer(step_s=30) as worker:
+        words = ["--image", "a.png", "--mask", "m.png", "--prompt", "x", "--out", "b.png", stream]
+        command = [sys.executable, "-m", "maskserve_client.cli", "edit", "--url", worker.url]
+        with subprocess.Popen(
+            [*command, *words],
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        ) as process:
+            assert worker.started.wait(60)
+            process.send_signal(number)
+            _, error = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert error == b"maskserve: interrupted\n"
+        assert worker.withdrawn.wait(5)
+    assert sorted(path.name for path in folder.iterdir()) == ["a.png", "m.png"]
+
+
+# Files
+
+
+def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out.png"
+    write_whole(target, b"first")
+    write_whole(target, b"second")
+    assert target.read_bytes() == b"second"
+
+    def broken(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", broken)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(target, b"third")
+    assert target.read_bytes() == b"second"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.png"]
+
+
+def test_written_files_have_ordinary_permissions(tmp_path: Path) -> None:
+    plain, written = tmp_path / "plain", tmp_path / "written"
+    plain.touch()
+    write_whole(written, io.BytesIO(b"x").getvalue())
+    assert written.stat().st_mode == plain.stat().st_mode
