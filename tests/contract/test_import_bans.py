@@ -1,0 +1,70 @@
+"""The light models never import torch: it would cost each process 5 CPU-seconds and 400 MB."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIGHT = ("preprocess", "postprocess", "edit", "edit_stream", "control")
+HEAVY = ("torch", "diffusers", "transformers", "scipy")
+
+# Runs in a process of its own: this one has imported all sorts of things.
+PROBE = """
+import importlib.util, json, sys, types
+sys.modules["triton_python_backend_utils"] = types.ModuleType("triton_python_backend_utils")
+spec = importlib.util.spec_from_file_location("model", sys.argv[1])
+spec.loader.exec_module(importlib.util.module_from_spec(spec))
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+
+
+def imported(model: str) -> set[str]:
+    """Top-level packages that loading a model's Python file brings in."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(ROOT / "model_repository" / model / "1" / "model.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(ROOT / "engine")},
+    )
+    return set(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("model", LIGHT)
+def test_light_models_stay_light(model: str) -> None:
+    packages = imported(model)
+    assert "maskserve_core" in packages
+    assert packages.isdisjoint(HEAVY)
+    assert "maskserve_engine" not in packages
+
+
+def test_the_probe_sees_torch() -> None:
+    assert "torch" in imported("decoder")
+
+
+def test_only_models_import_tritons_python_api() -> None:
+    sources = [
+        path
+        for folder in ("engine", "router", "client", "scripts")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert len(sources) > 20
+    guilty = [
+        path
+        for path in sources
+        if any(
+            line.strip().startswith(("import triton_python_backend", "from triton_python_backend"))
+            for line in path.read_text(encoding="utf-8").splitlines()
+        )
+    ]
+    assert guilty == []
+
+
+def test_models_are_thin() -> None:
+    for path in (ROOT / "model_repository").glob("*/1/model.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 80, path
