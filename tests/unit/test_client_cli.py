@@ -287,3 +287,16 @@ def test_written_files_have_ordinary_permissions(tmp_path: Path) -> None:
     plain.touch()
     write_whole(written, io.BytesIO(b"x").getvalue())
     assert written.stat().st_mode == plain.stat().st_mode
+
+
+def test_a_terminal_gets_a_progress_bar(
+    worker: FakeWorker, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    worker.step_s = 0.15  # the bar is drawn ten times a second at most
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert edit(worker.url, folder) == 0
+    assert worker.seen[0]["model_name"] == b"edit_stream"
+    assert "3/4" in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    assert edit(worker.url, folder, "--stream") == 0
+    assert capsys.readouterr().err == ""

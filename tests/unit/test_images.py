@@ -8,9 +8,12 @@ import textwrap
 import tracemalloc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from maskserve_core.config import LimitsConfig
@@ -198,3 +201,18 @@ def test_threads_share_the_codec_and_pillow_keeps_its_settings() -> None:
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(decode, jobs))
     assert before == (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES)
+
+
+@given(st.integers(0, len(ODD) - 1), st.data())
+def test_damaged_files_are_refused_or_decoded_and_nothing_else(
+    which: int, data: st.DataObject
+) -> None:
+    damaged = bytearray(ODD[which].encoded)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, min(len(damaged), 300) - 1))
+        damaged[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
+    with warnings.catch_warnings(record=True) as seen, suppress(InvalidRequest):
+        warnings.simplefilter("always")
+        # Any other exception fails the test.
+        assert decode_image(bytes(damaged), "IMAGE", LIMITS).pixels.shape[2] == 3
+    assert seen == []
