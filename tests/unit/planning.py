@@ -1,0 +1,115 @@
+"""What the planner's tests share: random costs, the paper's algorithm, and a slow simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from maskserve_core.step_costs import NO_RESTORE, StepCosts
+
+INF = math.inf
+
+
+def costs_of(
+    compute: Sequence[Sequence[float]],
+    loads: Sequence[Sequence[float]],
+    *,
+    before: Sequence[float] | None = None,
+    after: float = 0.0,
+    ends: Sequence[float] | None = None,
+    ahead: float = INF,
+) -> StepCosts:
+    """StepCosts from lists."""
+    n = len(compute)
+    return StepCosts(
+        np.array(compute, dtype=float),
+        np.array(loads, dtype=float),
+        np.array(before if before is not None else [0.0] * n, dtype=float),
+        after,
+        np.array(ends if ends is not None else [NO_RESTORE] * n, dtype=float),
+        ahead,
+    )
+
+
+@st.composite
+def random_costs(draw: st.DrawFn, most: int = 5) -> StepCosts:
+    """Costs with ties, missing entries, stack ends, fixed work, alike or unlike blocks, and any
+    budget; whole numbers, so that all sums are exact.
+    """
+    n = draw(st.integers(1, most))
+    number = st.integers(0, 9)
+    kinds = st.lists(number, min_size=3, max_size=3)
+    if draw(st.booleans()):
+        kinds = kinds.map(lambda c: sorted(c, reverse=True))
+    rows = draw(st.lists(kinds, min_size=n, max_size=n))
+    loads = draw(st.lists(st.tuples(number, number), min_size=n, max_size=n))
+    if draw(st.booleans()):
+        rows, loads = [rows[0]] * n, [loads[0]] * n
+    missing = draw(st.sampled_from((None, None, None, 0, 1)))
+    table = [[INF if i == missing else x for i, x in enumerate(pair)] for pair in loads]
+    optional = st.one_of(st.just(int(NO_RESTORE)), number)
+    return costs_of(
+        rows,
+        table,
+        before=draw(st.lists(st.integers(0, 4), min_size=n, max_size=n)),
+        after=draw(st.integers(0, 3)),
+        ends=draw(st.lists(optional, min_size=n, max_size=n)),
+        ahead=draw(st.one_of(st.just(INF), st.integers(0, 30))),
+    )
+
+
+def algorithm_1(
+    cached: Sequence[float], dense: Sequence[float], load: Sequence[float]
+) -> tuple[list[bool], float]:
+    """FlashPS Algorithm 1, with its one C and L per model made one per block.
+
+    Returns:
+        Which blocks use the cache, and the latency it promises.
+    """
+    compute_end = load_end = 0.0
+    use = []
+    for with_cache, without, loading in zip(cached, dense, load, strict=True):
+        ready = max(load_end + loading, compute_end) + with_cache
+        use.append(ready <= compute_end + without)
+        if use[-1]:
+            load_end += loading
+            compute_end = ready
+        else:
+            compute_end += without
+    return use, compute_end
+
+
+def simulate(
+    steps: Sequence[tuple[int, int, int]], after: int, ahead: float, count: int
+) -> list[int]:
+    """Ends of `count` steps, by moving two streams one tick at a time.
+
+    Written apart from the recursion: the load stream works whenever less than `ahead` is loaded
+    for blocks that have not begun, or the compute stream stands waiting for a block.
+
+    Args:
+        steps: `(before, load, compute)` per block, whole ticks.
+        after: ticks after the last block.
+        ahead: budget in ticks.
+        count: steps to run.
+    """
+    program = [s for _ in range(count) for s in (*steps, (after, 0, 0))]
+    loaded = begun = time = 0
+    ends = []
+    for place, (before, load, compute) in enumerate(program):
+        for phase, length in (("before", before), ("wait", None), ("compute", compute)):
+            if phase == "wait":
+                while loaded < begun + load:
+                    loaded += 1
+                    time += 1
+                begun += load
+            for _ in range(length or 0):
+                time += 1
+                if loaded - begun < ahead:
+                    loaded += 1
+        if (place + 1) % (len(steps) + 1) == 0:
+            ends.append(time)
+    return ends
