@@ -1,0 +1,71 @@
+"""One real Triton for all tests of this folder, on free ports.
+
+It serves a tiny random model: what is tested here is the serving, and a step of it takes
+milliseconds. MASKSERVE_E2E_MODEL names another model folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serving.options import ServeOptions
+from serving.ports import free_base_port
+from serving.supervisor import Supervisor
+from serving.worker import Worker
+from tests.e2e.calls import Grpc, Http
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the served model, made in another process: it needs no torch in this one."""
+    named = os.environ.get("MASKSERVE_E2E_MODEL")
+    if named:
+        return Path(named)
+    folder = tmp_path_factory.mktemp("models") / "tiny-fill"
+    build = "import sys, pathlib; from tests.fakes.tiny_model import build_tiny_model;"
+    build += "build_tiny_model(pathlib.Path(sys.argv[1]))"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", build, str(folder)], cwd=root, check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def supervisor(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+    logs = tmp_path_factory.mktemp("logs")
+    options = ServeOptions(model=str(model), base_port=free_base_port(), log_dir=logs)
+    running = Supervisor(options)
+    running.start()
+    try:
+        yield running
+        assert [worker.restarts for worker in running.workers] == [0]
+    finally:
+        running.stop(grace_s=5)
+        kept = os.environ.get("MASKSERVE_E2E_LOGS")
+        if kept:
+            shutil.copytree(logs, kept, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="session")
+def worker(supervisor: Supervisor) -> Worker:
+    return supervisor.workers[0]
+
+
+@pytest.fixture
+def http(worker: Worker) -> Iterator[Http]:
+    client = Http(worker.http_url)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def grpc(worker: Worker) -> Iterator[Grpc]:
+    client = Grpc(worker.grpc_url)
+    yield client
+    client.close()

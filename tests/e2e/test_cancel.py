@@ -1,0 +1,157 @@
+"""Edits that nobody waits for give up their rows."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from serving.worker import Worker
+from tests.e2e.calls import (
+    Grpc,
+    InferenceServerException,
+    Stream,
+    eventually,
+    pixels,
+    plain_edit,
+)
+
+# Some seconds, if nobody stops it.
+LONG = {"num_inference_steps": 200}
+# A cancel is seen within two looks of the front and two steps of the engine, on a busy machine.
+SOON_S = 1.0
+
+
+def running(grpc: Grpc) -> set[str]:
+    status = grpc.control(op="status")
+    return {row["request_id"] for row in (*status["running"], *status["waiting"])}
+
+
+def finished(grpc: Grpc) -> int:
+    return int(grpc.control(op="status")["counters"]["edits_total"])
+
+
+@pytest.fixture
+def unfinished(grpc: Grpc) -> Iterator[None]:
+    """No edit of this test may run to its end."""
+    before = finished(grpc)
+    yield
+    assert running(grpc) == set()
+    assert finished(grpc) == before
+    assert grpc.control(op="status")["in_flight"] == 0
+
+
+@pytest.mark.usefixtures("unfinished")
+def test_a_grpc_cancel_frees_the_row(grpc: Grpc) -> None:
+    pending = grpc.begin(plain_edit(**LONG, request_id="unary"))
+    eventually("the edit runs", lambda: "unary" in running(grpc))
+    pending.call.cancel()
+    with pytest.raises(InferenceServerException, match=r"(?i)cancel"):
+        pending.wait()
+    assert eventually("the row is free", lambda: not running(grpc)) < SOON_S
+
+
+@pytest.mark.usefixtures("unfinished")
+def test_a_grpc_deadline_frees_the_row(grpc: Grpc) -> None:
+    pending = grpc.begin(plain_edit(**LONG, request_id="late"), timeout_s=0.5)
+    eventually("the edit runs", lambda: "late" in running(grpc))
+    with pytest.raises(InferenceServerException, match=r"(?i)deadline"):
+        pending.wait()
+    assert eventually("the row is free", lambda: not running(grpc)) < SOON_S
+
+
+@pytest.mark.usefixtures("unfinished")
+def test_a_stream_cancel_frees_the_row(grpc: Grpc, worker: Worker) -> None:
+    opened = Stream(worker.grpc_url)
+    opened.send(plain_edit(**LONG, progress=True, request_id="stream"))
+    assert opened.next()[1]["event"] == "progress"
+    opened.cancel()
+    assert eventually("the row is free", lambda: not running(grpc)) < SOON_S
+    opened.close()
+
+
+@pytest.mark.usefixtures("unfinished")
+def test_a_closed_generate_stream_frees_the_row(grpc: Grpc, worker: Worker) -> None:
+    inputs = plain_edit(**LONG, progress=True, request_id="sse")
+    body = {
+        name: base64.b64encode(value).decode() if name in ("IMAGE", "MASK") else value.decode()
+        for name, value in inputs.items()
+    }
+    host = worker.http_url.removeprefix("http://")
+    connection = http.client.HTTPConnection(host, timeout=30)
+    connection.request("POST", "/v2/models/edit_stream/generate_stream", json.dumps(body))
+    answer = connection.getresponse()
+    assert answer.readline().startswith(b"data: ")
+    answer.close()
+    connection.close()
+    assert eventually("the row is free", lambda: not running(grpc)) < SOON_S
+
+
+@pytest.mark.usefixtures("unfinished")
+def test_control_cancels(grpc: Grpc) -> None:
+    pending = grpc.begin(plain_edit(**LONG, request_id="named"))
+    eventually("the edit runs", lambda: "named" in running(grpc))
+    assert grpc.control(op="cancel", request_id="named") == {"cancelled": True}
+    with pytest.raises(InferenceServerException, match=r"^\[StatusCode.CANCELLED\] \[CANCELLED\]"):
+        pending.wait(SOON_S)
+    assert grpc.control(op="cancel", request_id="named") == {"cancelled": False}
+
+
+@pytest.mark.usefixtures("unfinished")
+def test_the_settings_deadline_is_kept(grpc: Grpc) -> None:
+    with pytest.raises(InferenceServerException, match=r"\[DEADLINE_EXCEEDED\]"):
+        grpc.edit(plain_edit(**LONG, deadline_ms=300))
+    eventually("the row is free", lambda: not running(grpc), SOON_S)
+
+
+@pytest.mark.usefixtures("unfinished")
+def test_a_cancel_before_the_edit_reaches_the_engine(grpc: Grpc) -> None:
+    """Cancelled at once, while it is still being decoded and encoded."""
+    for number in range(5):
+        pending = grpc.begin(plain_edit(**LONG, request_id=f"early-{number}"))
+        pending.call.cancel()
+    eventually("nothing is in flight", lambda: grpc.control(op="status")["in_flight"] == 0)
+    eventually("the rows are free", lambda: not running(grpc))
+
+
+def test_neighbours_of_a_cancelled_edit_finish(grpc: Grpc) -> None:
+    expected, _ = grpc.edit(plain_edit(num_inference_steps=30))
+    answers: list[Any] = []
+    waiting = threading.Thread(
+        target=lambda: answers.append(grpc.edit(plain_edit(num_inference_steps=30)))
+    )
+    pending = grpc.begin(plain_edit(**LONG, request_id="neighbour"))
+    waiting.start()
+    eventually("both run", lambda: len(running(grpc)) == 2)
+    pending.call.cancel()
+    waiting.join(30)
+    assert (abs(pixels(answers[0][0]).astype(int) - pixels(expected)) <= 1).all()
+    eventually("the row is free", lambda: not running(grpc))
+
+
+def test_a_closed_http_infer_runs_out_without_harm(grpc: Grpc, worker: Worker) -> None:
+    """Triton does not tell of it: the edit is finished for nobody."""
+    inputs = plain_edit(num_inference_steps=30, request_id="gone")
+    values = [
+        {"name": name, "shape": [1], "datatype": "BYTES", "data": [text]}
+        for name, text in {
+            "IMAGE": base64.b64encode(inputs["IMAGE"]).decode(),
+            "MASK": base64.b64encode(inputs["MASK"]).decode(),
+            "PROMPT": inputs["PROMPT"].decode(),
+            "SETTINGS": inputs["SETTINGS"].decode(),
+        }.items()
+    ]
+    before = finished(grpc)
+    host = worker.http_url.removeprefix("http://")
+    connection = http.client.HTTPConnection(host, timeout=30)
+    connection.request("POST", "/v2/models/edit/infer", json.dumps({"inputs": values}))
+    eventually("the edit runs", lambda: "gone" in running(grpc))
+    connection.close()
+    eventually("it is finished", lambda: finished(grpc) == before + 1)
+    eventually("it is answered", lambda: grpc.control(op="status")["in_flight"] == 0)
+    grpc.edit(plain_edit())

@@ -1,0 +1,201 @@
+"""Edits through a real Triton."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from maskserve_core.meta import TIMINGS
+from serving.worker import Worker
+from tests.e2e.calls import Grpc, Http, pixels, plain_edit, stream
+from tests.fakes.pictures import blob_mask, scene
+
+FINAL_KEYS = {
+    "event", "step", "steps", "request_id", "seed", "worker", "model", "template_id",
+    "mask_ratio", "active_tokens", "total_tokens", "cache", "timings_ms", "batch_mean",
+}  # fmt: skip
+
+
+def test_http_and_grpc_give_the_same_picture(http: Http, grpc: Grpc) -> None:
+    inputs = plain_edit(seed=7, request_id="same")
+    over_http, meta = http.edit(inputs)
+    over_grpc, _ = grpc.edit(inputs)
+    assert over_http == over_grpc
+    source, mask = scene(64, 64), blob_mask(64, 64)
+    edited = pixels(over_http)
+    assert np.array_equal(edited[mask == 0], source[mask == 0])
+    assert not np.array_equal(edited[mask > 0], source[mask > 0])
+    assert set(meta) >= FINAL_KEYS
+    assert (meta["event"], meta["seed"], meta["request_id"]) == ("final", 7, "same")
+    assert (meta["step"], meta["steps"]) == (2, 2)
+    assert set(meta["timings_ms"]) == set(TIMINGS)
+    for stage in ("preprocess", "encode", "denoise", "decode", "postprocess"):
+        assert meta["timings_ms"][stage] > 0, stage
+
+
+def test_the_seed_that_was_drawn_gives_the_picture_again(grpc: Grpc) -> None:
+    first, meta = grpc.edit(plain_edit(seed=None))
+    again, _ = grpc.edit(plain_edit(seed=meta["seed"]))
+    other, _ = grpc.edit(plain_edit(seed=None))
+    assert first == again
+    assert first != other
+
+
+def test_the_prompt_reaches_the_model(grpc: Grpc) -> None:
+    red, _ = grpc.edit(plain_edit())
+    inputs = {**plain_edit(), "PROMPT": b"a blue square"}
+    assert grpc.edit(inputs)[0] != red
+
+
+def test_a_stream_sends_progress_previews_and_the_answer(worker: Worker, grpc: Grpc) -> None:
+    inputs = plain_edit(num_inference_steps=6, progress=True, preview_every=3)
+    with stream(worker.grpc_url) as opened:
+        opened.send(inputs)
+        seen = []
+        while not seen or seen[-1][1]["event"] != "final":
+            seen.append(opened.next())
+    assert [(meta["event"], meta["step"]) for _, meta in seen] == [
+        ("progress", 1), ("progress", 2), ("preview", 3), ("progress", 4), ("progress", 5),
+        ("final", 6),
+    ]  # fmt: skip
+    source, mask = scene(64, 64), blob_mask(64, 64)
+    for image, meta in seen:
+        if meta["event"] == "progress":
+            assert image == b""
+        else:
+            assert np.array_equal(pixels(image)[mask == 0], source[mask == 0])
+    assert seen[-1][0] == grpc.edit(plain_edit(num_inference_steps=6))[0]
+
+
+def test_a_stream_carries_several_edits(worker: Worker) -> None:
+    """Answers come as they are done, each with its request's id."""
+    names = {f"stream-{steps}": steps for steps in (40, 1, 10)}
+    with stream(worker.grpc_url) as opened:
+        for name, steps in names.items():
+            opened.send(plain_edit(num_inference_steps=steps, request_id=name))
+        metas = [opened.next()[1] for _ in names]
+    assert {meta["request_id"]: meta["steps"] for meta in metas} == names
+    assert metas[-1]["request_id"] == "stream-40"
+
+
+def test_edits_run_in_one_batch(http: Http, grpc: Grpc) -> None:
+    """Eight edits at once give the pictures they give alone, and share steps."""
+    cases = [
+        plain_edit(48 + 8 * i, 64, seed=i, num_inference_steps=20 + i, request_id=f"batch-{i}")
+        for i in range(8)
+    ]
+    alone = [grpc.edit(case)[0] for case in cases]
+    started = threading.Barrier(len(cases))
+
+    def run(i: int) -> tuple[bytes, dict[str, object]]:
+        started.wait()
+        return (http if i % 2 else grpc).edit(cases[i])
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        together = list(pool.map(run, range(len(cases))))
+    for i, (image, meta) in enumerate(together):
+        # Kernels at another batch shape round differently: at most a level of 255.
+        difference = np.abs(pixels(image).astype(int) - pixels(alone[i]).astype(int))
+        assert difference.max() <= 1
+        assert meta["steps"] == 20 + i
+    assert max(meta["batch_mean"] for _, meta in together) > 2
+
+
+@pytest.mark.parametrize("form", ["png", "webp", "jpeg"])
+def test_output_formats(grpc: Grpc, form: str) -> None:
+    image, _ = grpc.edit(plain_edit(output_format=form))
+    magic = {"png": b"\x89PNG", "webp": b"RIFF", "jpeg": b"\xff\xd8"}[form]
+    assert image.startswith(magic)
+    if form == "webp":
+        assert np.array_equal(pixels(image), pixels(grpc.edit(plain_edit())[0]))
+
+
+def test_plain_json_over_http(worker: Worker, grpc: Grpc) -> None:
+    """As with curl: base64 text in and out, no binary extension."""
+    inputs = plain_edit(output_encoding="base64")
+    text = {
+        "IMAGE": base64.b64encode(inputs["IMAGE"]).decode(),
+        "MASK": "data:image/png;base64," + base64.b64encode(inputs["MASK"]).decode(),
+        "PROMPT": inputs["PROMPT"].decode(),
+        "SETTINGS": inputs["SETTINGS"].decode(),
+    }
+    body = {
+        "inputs": [
+            {"name": name, "shape": [1], "datatype": "BYTES", "data": [value]}
+            for name, value in text.items()
+        ]
+    }
+    request = urllib.request.Request(
+        f"{worker.http_url}/v2/models/edit/infer", data=json.dumps(body).encode(), method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        outputs = {o["name"]: o["data"][0] for o in json.load(answer)["outputs"]}
+    assert base64.b64decode(outputs["IMAGE"]) == grpc.edit(plain_edit())[0]
+    assert json.loads(outputs["META"])["event"] == "final"
+
+
+def test_generate_stream_over_http(worker: Worker, grpc: Grpc) -> None:
+    inputs = plain_edit(output_encoding="base64", progress=True)
+    body = {
+        "IMAGE": base64.b64encode(inputs["IMAGE"]).decode(),
+        "MASK": base64.b64encode(inputs["MASK"]).decode(),
+        "PROMPT": inputs["PROMPT"].decode(),
+        "SETTINGS": inputs["SETTINGS"].decode(),
+    }
+    request = urllib.request.Request(
+        f"{worker.http_url}/v2/models/edit_stream/generate_stream",
+        data=json.dumps(body).encode(),
+        method="POST",
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line.startswith("data: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [json.loads(event["META"])["event"] for event in events] == ["progress", "final"]
+    assert base64.b64decode(events[-1]["IMAGE"]) == grpc.edit(plain_edit())[0]
+
+
+def test_a_registered_template_is_edited_by_its_id(grpc: Grpc) -> None:
+    inputs = plain_edit()
+    kept = grpc.control(op="register", image=base64.b64encode(inputs["IMAGE"]).decode())
+    settings = {**json.loads(inputs["SETTINGS"]), "template_id": kept["template_id"]}
+    by_id = {**inputs, "IMAGE": b"", "SETTINGS": json.dumps(settings).encode()}
+    image, meta = grpc.edit(by_id)
+    assert meta["template_id"] == kept["template_id"]
+    mask = blob_mask(64, 64)
+    assert np.array_equal(pixels(image)[mask == 0], scene(64, 64)[mask == 0])
+    listed = grpc.control(op="templates")["templates"]
+    assert kept["template_id"] in [t["template_id"] for t in listed if t["registered"]]
+    grpc.control(op="evict", template_id=kept["template_id"])
+
+
+def test_control_says_how_the_worker_is(grpc: Grpc) -> None:
+    status = grpc.control(op="status")
+    assert status["state"] == "ready"
+    assert status["alive"]
+    assert status["in_flight"] == 0
+    assert grpc.control(op="heartbeat")["state"] == "ready"
+    began = time.monotonic()
+    for _ in range(20):
+        grpc.control(op="status")
+    assert time.monotonic() - began < 2
+
+
+def test_metrics_are_on_tritons_page(worker: Worker, grpc: Grpc) -> None:
+    grpc.edit(plain_edit())
+    time.sleep(0.6)
+    with urllib.request.urlopen(worker.metrics_url, timeout=10) as answer:
+        page = answer.read().decode()
+    values = {
+        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
+        for line in page.splitlines()
+        if line.startswith("maskserve_")
+    }
+    assert values["maskserve_edits_total"] >= 1
+    assert values["maskserve_running_rows"] == 0
