@@ -78,28 +78,39 @@ def counted(
     if gift is None or len(sorts) > _MAX_SORTS:
         return None
     fronts = [_front_of(sort) for sort in sorts]
-    sums, chosen = fronts[0][1], [np.arange(len(fronts[0][1]))]
-    for i, (_, costs) in enumerate(fronts[1:], 2):
+    # All sorts but the last are joined into one front; `chosen[i]` indexes the front of sort i.
+    sums: Floats = np.zeros((1, 2))
+    chosen: list[NDArray[np.intp]] = []
+    for i, (_, costs) in enumerate(fronts[:-1]):
         if len(sums) * len(costs) > _MAX_PAIRS:
             return None
-        left = np.arange(len(sums)).repeat(len(costs))
-        right = np.tile(np.arange(len(costs)), len(sums))
-        sums = sums[left] + costs[right]
-        chosen = [c[left] for c in chosen] + [right]
-        if i < len(fronts):
-            kept = _pareto(sums)
-            sums, chosen = sums[kept], [c[kept] for c in chosen]
-    steps = np.maximum(np.maximum(sums[:, 0] - gift, 0.0), sums[:, 1] + fixed)
+        joined = (sums[:, None] + costs[None]).reshape(-1, 2)
+        kept = _pareto(joined) if i else np.arange(len(joined))
+        left, right = np.divmod(kept, len(costs))
+        sums, chosen = joined[kept], [c[left] for c in chosen] + [right]
+    last = fronts[-1][1]
+    if len(sums) * len(last) > _MAX_PAIRS:
+        return None
+    loads = sums[:, 0, None] + (last[:, 0] - gift)
+    compute = sums[:, 1, None] + (last[:, 1] + fixed)
+    steps = np.maximum(np.maximum(loads, compute), 0.0).ravel()
     best = int(steps.argmin())
     near = np.flatnonzero(steps <= steps[best] * (1 + tolerance / 2))
-    shares = [f[0][c[near]] / len(t.blocks) for t, f, c in zip(sorts, fronts, chosen, strict=True)]
-    unlike = sum(np.abs(share - shares[0]).sum(axis=1) for share in shares)
-    even = int(near[int(np.argmin(unlike))])
+
+    def counts_at(picks: NDArray[np.intp]) -> list[NDArray[np.int64]]:
+        """Counts per sort, `[picks, 3]` each."""
+        left, right = np.divmod(picks, len(last))
+        rows = [c[left] for c in chosen] + [right]
+        return [front[0][row] for front, row in zip(fronts, rows, strict=True)]
 
     def plans() -> Iterator[list[int]]:
+        shares = [c / len(s.blocks) for c, s in zip(counts_at(near), sorts, strict=True)]
+        unlike = sum(np.abs(share - shares[0]).sum(axis=1) for share in shares)
+        even = int(near[int(np.argmin(unlike))])
         for pick in dict.fromkeys((even, best)):
-            counts = [f[0][c[pick]].tolist() for f, c in zip(fronts, chosen, strict=True)]
-            for kinds in (_spread(sorts, counts), _balance(items, sorts, counts)):
+            counts = [c[0].tolist() for c in counts_at(np.array([pick]))]
+            for arrange in (_spread, _balance):
+                kinds = arrange(items, sorts, counts)
                 if gift and sorts[0].blocks[0] == 0:
                     _take_gift(kinds, sorts[0].blocks)
                 yield kinds
@@ -149,9 +160,9 @@ def _pareto(costs: Floats) -> NDArray[np.intp]:
     return kept
 
 
-def _spread(sorts: Sequence[Sort], counts: Sequence[list[int]]) -> list[int]:
+def _spread(items: Sequence[Item], sorts: Sequence[Sort], counts: Sequence[list[int]]) -> list[int]:
     """Each sort's kinds as evenly spaced as they can be; `project` goes first on equal terms."""
-    kinds = [DENSE] * sum(len(s.blocks) for s in sorts)
+    kinds = [DENSE] * sum(item.block >= 0 for item in items)
     for sort, wanted in zip(sorts, counts, strict=True):
         given, total = [0, 0, 0], len(sort.blocks)
         for i, block in enumerate(sort.blocks, 1):
