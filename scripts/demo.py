@@ -1,0 +1,138 @@
+"""One masked edit of a photograph through a real Triton, from start to stop.
+
+    python scripts/demo.py            (or: make demo)
+
+Writes demo-output/{source,mask,edited,side_by_side}.png and checks that the picture outside the
+mask is the source's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps
+from tqdm import tqdm
+
+from maskserve_client import Client, EditResult, Final, MaskserveError, Progress
+from serving.errors import ServeError
+from serving.options import REPOSITORY, ServeOptions
+from serving.ports import free_base_port
+from serving.supervisor import Supervisor
+
+ASSETS = REPOSITORY / "assets" / "demo"
+Pixels = npt.NDArray[np.uint8]
+
+
+class DemoFailed(Exception):
+    """The demonstration did not show what it should; one sentence."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    try:
+        image = options.image or find_source(ASSETS)
+        options.out.mkdir(parents=True, exist_ok=True)
+        with Supervisor(serve_options(options)) as supervisor:
+            result = edit(supervisor.workers[0].grpc_url, image, options)
+            print("stopping the server", flush=True)
+        show(options.out, upright(image, "RGB"), upright(options.mask, "L"), result)
+    except (ServeError, MaskserveError, DemoFailed, OSError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("demo: interrupted; the server is stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--model", default=str(REPOSITORY / "assets" / "models" / "demo"), help="model folder")
+    add("--image", type=Path, help="source picture; default: the one in assets/demo")
+    add("--mask", type=Path, default=ASSETS / "mask.png", help="white is edited")
+    add("--prompt", default="a red star")
+    add("--seed", type=int, default=1)
+    add("--out", type=Path, default=Path("demo-output"), help="folder for the pictures")
+    return parser.parse_args(argv)
+
+
+def find_source(folder: Path) -> Path:
+    found = sorted(folder.glob("source.*"))
+    if not found:
+        raise DemoFailed(f"{folder} holds no source picture")
+    return found[0]
+
+
+def serve_options(options: argparse.Namespace) -> ServeOptions:
+    logs = options.out / "logs"
+    print(f"starting Triton with {options.model}; its log is in {logs}", flush=True)
+    return ServeOptions(model=options.model, base_port=free_base_port(), log_dir=logs)
+
+
+def edit(url: str, image: Path, options: argparse.Namespace) -> EditResult:
+    """The edit, with a progress bar."""
+    print(f"editing {image.name}: {options.prompt!r}", flush=True)
+    began = time.perf_counter()
+    with Client(url) as client, tqdm(unit="step", leave=True) as bar:
+        for event in client.edit_stream(image, options.mask, options.prompt, seed=options.seed):
+            if isinstance(event, Progress):
+                bar.total = event.steps
+                bar.update(event.step - bar.n)
+            elif isinstance(event, Final):
+                bar.total = event.result.meta["steps"]
+                bar.update(bar.total - bar.n)
+                result = event.result
+    seconds = time.perf_counter() - began
+    timings = ", ".join(f"{name} {ms:.0f}" for name, ms in result.meta["timings_ms"].items())
+    print(f"edited in {seconds:.2f} s (ms: {timings})", flush=True)
+    return result
+
+
+def upright(path: Path, mode: str) -> Image.Image:
+    """A picture as a viewer shows it, read without the server's code."""
+    with Image.open(path) as opened:
+        return ImageOps.exif_transpose(opened).convert(mode)
+
+
+def show(out: Path, source: Image.Image, mask: Image.Image, result: EditResult) -> None:
+    """Check the answer and write the pictures.
+
+    Raises:
+        DemoFailed: a pixel outside the mask differs, or none inside does.
+    """
+    edited = result.image
+    pictures = {"source": source, "mask": mask, "edited": edited}
+    pictures["side_by_side"] = side_by_side(source, mask, edited)
+    for name, picture in pictures.items():
+        picture.save(out / f"{name}.png")
+    before, after, inside = np.asarray(source), np.asarray(edited), np.asarray(mask) >= 128
+    if before.shape != after.shape:
+        raise DemoFailed(f"the answer is {after.shape}, not {before.shape}")
+    changed = (before != after).any(axis=2)
+    if changed[~inside].any():
+        raise DemoFailed(f"{changed[~inside].sum()} pixels outside the mask differ from the source")
+    if not changed[inside].any():
+        raise DemoFailed("nothing inside the mask was edited")
+    print(f"outside the mask: all {(~inside).sum()} pixels equal the source's")
+    print(f"inside the mask: {changed[inside].sum()} of {inside.sum()} pixels were repainted")
+    print("written:", ", ".join(str(out / f"{name}.png") for name in pictures))
+
+
+def side_by_side(*pictures: Image.Image, gap: int = 8) -> Image.Image:
+    """Pictures of one size in a row, on white."""
+    width, height = pictures[0].size
+    row = Image.new("RGB", (len(pictures) * (width + gap) - gap, height), "white")
+    for i, picture in enumerate(pictures):
+        row.paste(picture.convert("RGB"), (i * (width + gap), 0))
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())
