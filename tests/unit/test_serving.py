@@ -1,0 +1,231 @@
+"""The parts of serving that need no server."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving import command, files, leftovers, log, ports, runtime
+from serving.errors import ServeError
+from serving.options import ServeOptions
+from serving.source import resolve_model
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+VALUES = st.one_of(
+    st.booleans(),
+    st.integers(-(2**62), 2**62),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
+)
+KEYS = st.from_regex(r"[a-z][a-z_]{0,9}", fullmatch=True)
+
+
+@given(st.dictionaries(KEYS, st.one_of(VALUES, st.dictionaries(KEYS, VALUES))))
+def test_toml_is_read_back_as_written(tables: dict[str, object]) -> None:
+    assert tomllib.loads(files.dump_toml(tables)) == tables
+
+
+def test_a_taken_port_is_named() -> None:
+    base = ports.free_base_port()
+    taken = ports.Ports.of_worker(base, 0)
+    ports.check_free("127.0.0.1", taken)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", taken.grpc))
+        held.listen()
+        with pytest.raises(ServeError, match=rf"port {taken.grpc} \(gRPC\) on 127.0.0.1"):
+            ports.check_free("127.0.0.1", taken)
+        assert ports.free_base_port() != base
+
+
+def test_workers_do_not_share_ports() -> None:
+    every = [p for i in range(5) for p in ports.Ports.of_worker(9000, i).all().values()]
+    assert len(set(every)) == len(every) == 15
+    with pytest.raises(ServeError, match="does not exist"):
+        ports.check_free("127.0.0.1", ports.Ports.of_worker(65530, 1))
+
+
+LOG = """\
+I1120 20:20:37.820480 9597 model_lifecycle.cc:839] "successfully loaded 'edit'"
+E1120 20:20:38.000000 9597 model_lifecycle.cc:642] "failed to load 'denoiser' version 1: \
+Internal: ConfigError: [model] path: cannot load /m/transformer: it is broken\\n\\nAt:\\n  \
+/w/model.py(19): initialize\\n"
+I1120 20:20:39.000000 9597 model_lifecycle.cc:777] "failed to load 'denoiser'"
+error: creating server: Internal - failed to load all models
+"""
+
+
+def test_the_models_own_sentence_is_taken_from_the_log() -> None:
+    assert log.loaded_models(LOG) == {"edit"}
+    assert log.failure(LOG) == (
+        "model denoiser failed to load: ConfigError: [model] path: cannot load /m/transformer: "
+        "it is broken"
+    )
+    assert log.failure('I1120 20:20:37.8 1 x.cc:1] "all is well"\n') is None
+    last = "error: creating server: Invalid argument - unknown backend\n"
+    assert log.failure(last) == "creating server: Invalid argument - unknown backend"
+
+
+def test_only_the_newest_start_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "worker.log"
+    file.write_text("old\nnew\n")
+    assert log.read_log(file, 4) == "new\n"
+    assert log.read_log(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(
+    ("libc", "problem"),
+    [
+        (("glibc", "2.36"), None),
+        (("glibc", "2.35"), None),
+        (("glibc", "2.31"), "this system has glibc 2.31"),
+        (("", ""), "this system has another libc"),
+        (("musl", "1.2"), "this system has another libc"),
+    ],
+)
+def test_an_old_libc_is_told(libc: tuple[str, str], problem: str | None) -> None:
+    if problem is None:
+        runtime.check_glibc(libc)
+    else:
+        with pytest.raises(ServeError, match=problem):
+            runtime.check_glibc(libc)
+
+
+def test_a_wrong_python_is_told(tmp_path: Path) -> None:
+    for version in ("3.9", "3.10"):
+        folder = tmp_path / version
+        folder.mkdir()
+        (folder / "triton_python_backend_stub").touch()
+    assert runtime.find_stub(tmp_path, (3, 10), "0.7.0").parent.name == "3.10"
+    with pytest.raises(ServeError, match=r"under Python 3.14; .* one of Python 3.9, 3.10$"):
+        runtime.find_stub(tmp_path, (3, 14), "0.7.0")
+
+
+def test_a_missing_libpython_is_told() -> None:
+    with pytest.raises(ServeError, match=r"libpython3.99.so.1.0 is missing.*libpython3.99\)"):
+        runtime.find_libpython((3, 99))
+
+
+def test_an_installed_server_must_be_a_program(tmp_path: Path) -> None:
+    with pytest.raises(ServeError, match="is not an executable file"):
+        runtime.installed_runtime(tmp_path / "none")
+    server = tmp_path / "bin" / "tritonserver"
+    server.parent.mkdir()
+    server.touch(0o755)
+    assert runtime.installed_runtime(server).backends is None
+    (tmp_path / "backends").mkdir()
+    assert runtime.installed_runtime(server).backends == tmp_path / "backends"
+
+
+def test_leftover_regions_are_removed_by_prefix(tmp_path: Path) -> None:
+    mine, other = leftovers.region_prefix(9000), leftovers.region_prefix(90001)
+    for name in (mine + "a", mine + "b", other + "c", "unrelated"):
+        (tmp_path / name).touch()
+    assert leftovers.remove_regions(mine, tmp_path) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {other + "c", "unrelated"}
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("./no/such/folder", "--model: there is no folder ./no/such/folder"),
+        ("/nowhere", "--model: there is no folder /nowhere"),
+        ("typo", "--model: there is no folder typo"),
+    ],
+)
+def test_a_missing_model_is_told(model: str, sentence: str) -> None:
+    with pytest.raises(ServeError) as caught:
+        resolve_model(model)
+    assert str(caught.value) == sentence
+
+
+def test_a_hub_id_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def refuse(name: str, revision: str | None) -> str:
+        asked.append((name, revision))
+        raise OSError("the network is down\nand so on")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ServeError, match=r"no folder some/model, .* it: the network is down$"):
+        resolve_model("some/model", "v2")
+    assert asked == [("some/model", "v2")]
+
+
+def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ServeError, match=r"is not a model folder \(no model_index.json\)"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "model_index.json").write_text('{"_class_name": "SomePipeline"}')
+    with pytest.raises(ServeError, match="SomePipeline is not served; served: Flux"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxFillPipeline"}')
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text("{}")
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text("{}")
+    with pytest.raises(ServeError, match="is a damaged model folder"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_bad_configuration_is_told(tmp_path: Path) -> None:
+    config = tmp_path / "maskserve.toml"
+    config.write_text("[engine]\nmax_rows = 0\n")
+    with pytest.raises(ServeError, match=r"\[engine\] max_rows: 0 is not in 1 to 256"):
+        files.read_tables(config)
+
+
+def test_a_restart_keeps_templates_and_nothing_else(tmp_path: Path) -> None:
+    worker = files.WorkerFiles(tmp_path / "worker-0")
+    tables = {"worker": "worker-0", "runtime_dir": str(worker.runtime)}
+    assert worker.prepare(tables).worker == "worker-0"
+    for path in ("templates", "fronts", "processes"):
+        (worker.runtime / path).mkdir()
+        (worker.runtime / path / "x").touch()
+    worker.status.touch()
+    worker.prepare(tables)
+    assert {p.relative_to(worker.runtime).as_posix() for p in worker.runtime.rglob("*")} == {
+        "templates",
+        "templates/x",
+    }
+    worker.remove()
+    assert not worker.root.exists()
+
+
+def test_the_command_line_is_hardened(tmp_path: Path) -> None:
+    server = runtime.Runtime(Path("/t/bin/tritonserver"), Path("/t/backends"), (), "x")
+    options = ServeOptions(model="m", triton_args=("--trace-config=rate=1",))
+    line = command.command(options, server, ports.Ports(9000, 9001, 9002), "maskserve-9000-")
+    for argument in (
+        "--disable-auto-complete-config",
+        "--http-address=127.0.0.1",
+        "--grpc-address=127.0.0.1",
+        "--metrics-address=127.0.0.1",
+        "--backend-config=python,shm-region-prefix-name=maskserve-9000-",
+        "--backend-directory=/t/backends",
+        "--trace-config=rate=1",
+    ):
+        assert argument in line
+    env = command.environment(server, tmp_path / "config.toml", "1")
+    assert env["MASKSERVE_CONFIG"] == str(tmp_path / "config.toml")
+    assert env["HF_HUB_OFFLINE"] == "1"
+    assert env["CUDA_VISIBLE_DEVICES"] == "1"
+    assert env["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+
+
+def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert command.gpu_of_worker(0, 1) is None
+    assert [command.gpu_of_worker(i, 3) for i in range(3)] == ["2", "5", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert command.gpu_of_worker(0, 2) is None

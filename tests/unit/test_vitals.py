@@ -1,0 +1,76 @@
+"""Whether the processes of a worker's models are alive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from maskserve_core.vitals import sign_in, sign_out, unwell
+
+CHILD = """
+import sys
+from maskserve_core.vitals import sign_in
+sign_in(sys.argv[1], "denoiser")
+print("in", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in\n"
+        yield process
+        process.kill()
+
+
+def soon(folder: Path) -> str | None:
+    """What is found unwell, with a moment for the kernel to act."""
+    for _ in range(200):
+        found = unwell(folder)
+        if found is not None:
+            return found
+        time.sleep(0.01)
+    return None
+
+
+def test_the_living_are_well(tmp_path: Path, child: subprocess.Popen[str]) -> None:
+    sign_in(tmp_path, "edit")
+    assert unwell(tmp_path) is None
+    sign_out(tmp_path, "edit")
+    assert unwell(tmp_path) is None
+
+
+def test_nobody_signed_in_is_well(tmp_path: Path) -> None:
+    assert unwell(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "has died"), (signal.SIGSTOP, "is stopped")]
+)
+def test_the_dead_and_the_stopped_are_not(
+    tmp_path: Path, child: subprocess.Popen[str], number: signal.Signals, words: str
+) -> None:
+    child.send_signal(number)  # and nobody has waited for it: a zombie
+    assert soon(tmp_path) == f"the process of its denoiser {words}"
+
+
+def test_a_process_that_is_gone_is_not(tmp_path: Path, child: subprocess.Popen[str]) -> None:
+    child.kill()
+    child.wait()
+    assert soon(tmp_path) == "the process of its denoiser has died"
