@@ -1,0 +1,54 @@
+"""Pricing from counted work and a cost model: what a worker publishes for routers."""
+
+from __future__ import annotations
+
+from maskserve_core.costs import CostModel
+from maskserve_core.entry_bytes import EntryFormat, block_bytes, entry_bytes
+from maskserve_core.flops import ModelWork
+from maskserve_core.routing.pricing import Pricing
+
+_KV = 1  # column of block_bytes
+
+
+def pricing_of(
+    work: ModelWork,
+    costs: CostModel,
+    fmt: EntryFormat,
+    *,
+    text: float,
+    anchors: int,
+    steps_per_anchor: float = 1.0,
+) -> Pricing:
+    """Coefficients of a worker whose cached rows take K and V ready from the cache.
+
+    Exact for FLUX. For UNets active tokens are counted at the finest level, and a mask touches
+    relatively more tokens on coarser ones: routing compares like with like.
+
+    Args:
+        work: the model at the image's size.
+        costs: of the worker.
+        fmt: storage of the entries.
+        text: text tokens of a row.
+        anchors: anchors of a whole edit: a template is brought from a far tier as a whole.
+        steps_per_anchor: steps that share an anchor's entries; they are loaded once.
+    """
+    per_flop = costs.compute.per_unit
+    tokens = work.tokens[0]
+    none = work.step_flops([work.row_at(0.0, text)], "kv")
+    every = work.step_flops([work.row_at(1.0, text)], "kv")
+    whole = tuple(float(n) for n in work.tokens)
+    loaded = float(block_bytes(work, [whole], fmt)[:, _KV].sum())
+    per_byte = costs.loads["host"].per_unit if "host" in costs.loads else 0.0
+    template = anchors * entry_bytes(work, "kv", fmt)
+    return Pricing(
+        step=costs.compute.fixed,
+        dense_row=work.step_flops([work.row_at(1.0, text)], "dense") * per_flop,
+        cached_row=none * per_flop,
+        active_token=(every - none) * per_flop / tokens,
+        spare_token=loaded * per_byte / tokens / steps_per_anchor,
+        fetch={
+            tier: costs.load_seconds(tier, template)
+            for tier in costs.loads
+            if tier not in ("device", "host")
+        },
+    )

@@ -1,0 +1,129 @@
+"""Edits: when they arrive, how much of the image they repaint, in how many steps, of what."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskMix:
+    """A published distribution of mask ratios.
+
+    Between the quantiles log(ratio) is taken as linear in the probability. That reproduces the
+    published means, which straight lines between the quantiles do not (public: 0.208 for 0.193).
+    """
+
+    name: str
+    mean: float
+    """As published; tests hold the sampler to it."""
+    quantiles: tuple[tuple[float, float], ...]
+    """(probability, ratio), from 0 to 1; the ratio at 0 is not published and set low."""
+
+    def ratios(self, probabilities: Floats) -> Floats:
+        """Inverse CDF."""
+        p, ratio = zip(*self.quantiles, strict=True)
+        return np.exp(np.interp(probabilities, p, np.log(ratio)))
+
+
+MIXES = {
+    "production": MaskMix(
+        "production",
+        0.112,
+        (
+            (0.0, 0.015),
+            (0.05, 0.038),
+            (0.25, 0.067),
+            (0.5, 0.095),
+            (0.75, 0.139),
+            (0.9, 0.208),
+            (0.95, 0.245),
+            (0.99, 0.320),
+            (1.0, 0.42),
+        ),
+    ),
+    "public": MaskMix(
+        "public",
+        0.193,
+        (
+            (0.0, 0.001),
+            (0.05, 0.004),
+            (0.25, 0.021),
+            (0.5, 0.056),
+            (0.75, 0.222),
+            (0.9, 0.766),
+            (0.95, 0.873),
+            (0.99, 0.95),
+            (1.0, 1.0),
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One edit of the workload."""
+
+    number: int
+    arrival: float
+    """Seconds from the start."""
+    steps: int
+    active: int
+    """Active tokens."""
+    template: str
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is drawn. Two workloads that differ only in `rate` have the same edits in the same
+    order, and gaps between them that differ by a factor.
+    """
+
+    requests: int
+    rate: float
+    """Mean arrivals per second."""
+    mix: str = "public"
+    steps: tuple[int, ...] = (28,)
+    """Numbers of steps, equally likely."""
+    burst: float = 1.0
+    """Coefficient of variation of the gaps (gamma); 1 is Poisson."""
+    templates: int = 970
+    zipf: float = 1.0
+    """Exponent of the templates' popularity."""
+
+
+def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
+    """The edits of a workload, by arrival.
+
+    Args:
+        workload: what to draw.
+        tokens: image tokens of the model; a mask touches at least one.
+        seed: each property has a stream of its own, so that changing one leaves the others.
+    """
+    arrivals, masks, steps, templates = (
+        np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(4)
+    )
+    n = workload.requests
+    shape = 1.0 / workload.burst**2
+    gaps = arrivals.gamma(shape, 1.0 / (shape * workload.rate), n)
+    ratios = MIXES[workload.mix].ratios(masks.random(n))
+    active = np.clip(np.round(ratios * tokens), 1, tokens).astype(int)
+    weights = np.arange(1, workload.templates + 1, dtype=float) ** -workload.zipf
+    drawn = templates.choice(workload.templates, n, p=weights / weights.sum())
+    counts = steps.choice(np.array(workload.steps), n)
+    return [
+        Request(i, float(at), int(count), int(a), f"t{t:05d}")
+        for i, (at, count, a, t) in enumerate(
+            zip(np.cumsum(gaps), counts, active, drawn, strict=True)
+        )
+    ]
+
+
+def mean_ratio(mix: MaskMix, points: int = 100_000) -> float:
+    """Mean of the distribution as sampled."""
+    return math.fsum(mix.ratios((np.arange(points) + 0.5) / points)) / points
