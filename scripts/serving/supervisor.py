@@ -51,6 +51,8 @@ class Supervisor:
         self.workers: list[Worker] = []
         self._watches: list[_Watch] = []
         self._closing = threading.Event()
+        self._looking_away = threading.Event()
+        self._stopped = threading.Event()
         self._changed = threading.Condition()
         self._failure: ServeError | None = None
         self._thread: threading.Thread | None = None
@@ -99,7 +101,7 @@ class Supervisor:
 
     def stop(self, grace_s: float | None = None) -> bool:
         """Drain and stop every worker; whether every accepted edit was finished."""
-        self._end_thread()
+        self._look_away()
         if grace_s is None:
             grace_s = self.options.drain_grace_s
         finished = [True] * len(self.workers)
@@ -121,14 +123,16 @@ class Supervisor:
             stopper.start()
         for stopper in stoppers:
             stopper.join()
+        self._end_thread()
         self._remove_files()
         return all(finished)
 
     def kill(self) -> None:
         """Stop at once, whatever is in flight; for any thread, also beside `stop`."""
-        self._end_thread()
+        self._look_away()
         for worker in self.workers:
             worker.kill()
+        self._end_thread()
         self._remove_files()
 
     def abort(self) -> None:
@@ -162,6 +166,9 @@ class Supervisor:
                 except ServeError as error:
                     self._restart(watch, str(error))
             self._closing.wait(_TICK_S)
+        self._looking_away.set()
+        # The workers would be told that their parent died if this thread ended before them.
+        self._stopped.wait()
 
     def _step(self, watch: _Watch) -> None:
         now = time.monotonic()
@@ -231,9 +238,15 @@ class Supervisor:
                 # Short waits: a signal handler can set `until` but not notify.
                 self._changed.wait(_TICK_S)
 
-    def _end_thread(self) -> None:
+    def _look_away(self) -> None:
+        """From here on nothing is restarted."""
         self._closing.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None:
+            self._looking_away.wait()
+
+    def _end_thread(self) -> None:
+        self._stopped.set()
+        if self._thread is not None:
             self._thread.join()
 
     def _remove_files(self) -> None:

@@ -1,0 +1,216 @@
+"""scripts/serve.py as a person runs it: what it refuses, what it survives, how it stops."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serving.leftovers import SHARED_MEMORY, region_prefix
+from serving.ports import Ports, check_free, free_base_port
+from tests.e2e.calls import Grpc, InferenceServerException, Pending, eventually, pixels, plain_edit
+
+SERVE = Path(__file__).parents[2] / "scripts" / "serve.py"
+# Loading takes seven seconds on a free machine, and a minute on a busy one.
+LOAD_S = 180.0
+
+
+class Serving:
+    """A running serve.py."""
+
+    def __init__(self, base_port: int, *arguments: str) -> None:
+        self.base_port = base_port
+        self.ports = Ports.of_worker(base_port, 0)
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVE), "--base-port", str(base_port), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def until(self, text: str, timeout_s: float = LOAD_S) -> str:
+        """Read its output up to a line that has `text`."""
+        end = time.monotonic() + timeout_s
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if text in line:
+                return line
+            assert time.monotonic() < end, "\n".join(self.lines)
+        raise AssertionError(f"it ended without {text!r}:\n" + "\n".join(self.lines))
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Its exit code, with the rest of its output in `lines`."""
+        rest, _ = self.process.communicate(timeout=timeout_s)
+        self.lines += rest.splitlines()
+        return self.process.returncode
+
+    def child(self, model: str) -> psutil.Process:
+        """The process that serves a model."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            if f"model_repository/{model}/1" in " ".join(process.cmdline()):
+                return process
+        raise AssertionError(f"no process serves {model}")
+
+    def nothing_left(self) -> None:
+        """No process, port, shared memory or file."""
+        check_free("127.0.0.1", self.ports)
+        assert list(SHARED_MEMORY.glob(region_prefix(self.ports.http) + "*")) == []
+        mine = str(self.ports.http)
+        for process in psutil.process_iter(["name", "cmdline"]):
+            if process.info["name"] == "tritonserver":
+                assert not any(mine in part for part in process.info["cmdline"] or [])
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGTERM)
+            self.process.communicate(timeout=30)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
+    running: list[Serving] = []
+
+    def start(*arguments: str, base_port: int | None = None) -> Serving:
+        port = base_port or free_base_port()
+        running.append(Serving(port, "--log-dir", str(tmp_path / "logs"), *arguments))
+        return running[-1]
+
+    yield start
+    for serving in running:
+        serving.close()
+
+
+def refused(serving: Serving) -> str:
+    """The one sentence of a serve.py that did not start."""
+    assert serving.wait(LOAD_S) == 1
+    serving.nothing_left()
+    text = "\n".join(serving.lines)
+    assert "Traceback" not in text
+    sentence = serving.lines[-1]
+    assert sentence.startswith("serve.py: ")
+    return sentence
+
+
+def test_a_missing_model(serve: Callable[..., Serving]) -> None:
+    serving = serve("--model", "/no/such/folder")
+    assert refused(serving) == "serve.py: --model: there is no folder /no/such/folder"
+
+
+def test_a_taken_port(serve: Callable[..., Serving], model: Path) -> None:
+    port = free_base_port()
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", port + 1))
+        held.listen()
+        serving = serve("--model", str(model), base_port=port)
+        assert serving.wait() == 1
+    assert serving.lines == [
+        f"serve.py: port {port + 1} (gRPC) on 127.0.0.1 cannot be used: address already in use; "
+        "stop what uses it or choose another --base-port"
+    ]
+
+
+def test_a_bad_configuration(serve: Callable[..., Serving], model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("[engine]\nmax_rowz = 3\n")
+    serving = serve("--model", str(model), "--config", str(config))
+    assert refused(serving).startswith("serve.py: [engine] has no key 'max_rowz'; it has max_rows")
+
+
+def test_a_model_that_does_not_load(
+    serve: Callable[..., Serving], model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    [weights] = (broken / "transformer").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:100])
+    sentence = refused(serve("--model", str(broken)))
+    assert "model denoiser failed to load: " in sentence
+    assert "cannot load" in sentence
+    assert str(broken / "transformer") in sentence
+    assert "logs/worker-0.log" in sentence
+
+
+def test_it_survives_the_death_of_the_denoiser_and_drains(
+    serve: Callable[..., Serving], model: Path
+) -> None:
+    serving = serve("--model", str(model))
+    serving.until("ready;")
+    client = Grpc(f"127.0.0.1:{serving.ports.grpc}")
+    expected, _ = client.edit(plain_edit(num_inference_steps=20))
+
+    # Killed in the middle of an edit: the client is told at once, and the worker comes back.
+    doomed = client.begin(plain_edit(num_inference_steps=200, request_id="doomed"))
+    eventually("the edit runs", lambda: client.control(op="status")["running"])
+    serving.child("denoiser").send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(InferenceServerException, match=r"\[ENGINE_FAILED\]"):
+        doomed.wait(5)
+    assert time.monotonic() - began < 5
+    assert "has died" in serving.until("failed:") or "silent" in serving.lines[-1]
+    serving.until("ready after")
+    client.close()
+    client = Grpc(f"127.0.0.1:{serving.ports.grpc}")
+    again, _ = client.edit(plain_edit(num_inference_steps=20))
+    assert (abs(pixels(again).astype(int) - pixels(expected)) <= 1).all()
+
+    # Told to stop in the middle of many edits: those that were accepted are finished.
+    accepted: list[Pending] = [
+        client.begin(plain_edit(num_inference_steps=60, seed=i)) for i in range(12)
+    ]
+    eventually("they are accepted", lambda: client.control(op="status")["in_flight"] == 12)
+    serving.process.send_signal(signal.SIGTERM)
+    serving.until("stopping; 12 edits in flight")
+    for pending in accepted:
+        image, meta = pending.wait()
+        assert meta["event"] == "final"
+        assert pixels(image).shape == (64, 64, 3)
+    assert serving.wait() == 0
+    assert serving.lines[-1] == "stopped"
+    client.close()
+    serving.nothing_left()
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once(serve: Callable[..., Serving], model: Path) -> None:
+    serving = serve("--model", str(model))
+    serving.until("ready;")
+    client = Grpc(f"127.0.0.1:{serving.ports.grpc}")
+    long = client.begin(plain_edit(num_inference_steps=200))
+    eventually("the edit runs", lambda: client.control(op="status")["running"])
+    serving.process.send_signal(signal.SIGTERM)
+    serving.until("stopping;")
+    serving.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert serving.wait(10) == 1
+    assert time.monotonic() - began < 3
+    with pytest.raises(InferenceServerException):
+        long.wait(5)
+    client.close()
+    serving.nothing_left()
+
+
+@pytest.mark.slow
+def test_past_the_grace_edits_are_refused(serve: Callable[..., Serving], model: Path) -> None:
+    serving = serve("--model", str(model), "--drain-grace", "0.2")
+    serving.until("ready;")
+    client = Grpc(f"127.0.0.1:{serving.ports.grpc}")
+    long = client.begin(plain_edit(num_inference_steps=200))
+    eventually("the edit runs", lambda: client.control(op="status")["running"])
+    serving.process.send_signal(signal.SIGTERM)
+    with pytest.raises(InferenceServerException, match=r"\[OVERLOADED\] the worker is stopping"):
+        long.wait(10)
+    assert serving.wait() == 1
+    assert serving.lines[-1] == "stopped; not every accepted edit was finished"
+    client.close()
+    serving.nothing_left()
