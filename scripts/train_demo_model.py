@@ -39,7 +39,7 @@ def parse() -> argparse.Namespace:
     add("--scenes", type=int, default=20_000, help="square scenes to draw; 2/5 more are oblong")
     add("--vae-minutes", type=float, default=20, help="training time of the VAE's decoder")
     add("--minutes", type=float, default=90, help="training time of the transformer")
-    add("--rate", type=float, default=2e-3, help="peak learning rate")
+    add("--rate", type=float, default=3e-3, help="peak learning rate")
     add("--workers", type=int, default=1, help="training processes that average weights")
     add("--worker", type=int, default=None, help="run as this worker only, do not export")
     add("--threads", type=int, default=1, help="CPU threads per process")
@@ -90,14 +90,12 @@ def _data(args: argparse.Namespace, vae: AutoencoderKL) -> list[Path]:
     """Folders of drawn samples: square, landscape and portrait, of about equal area."""
     side, token = args.resolution, 2 * args.factor
     long, short = round(side * 1.2 / token) * token, round(side / 1.2 / token) * token
-    folders = []
     for seed, (size, share) in enumerate(
         [((side, side), 1.0), ((short, long), 0.2), ((long, short), 0.2)]
     ):
         folder = args.work / "data" / f"{size[0]}x{size[1]}"
         data.write_part(vae, folder, size, int(args.scenes * share), seed)
-        folders.append(folder)
-    return folders
+    return sorted(done.parent for done in (args.work / "data").glob("*/done"))
 
 
 def _start_helpers(workers: int) -> list[subprocess.Popen[bytes]]:

@@ -13,6 +13,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import nn
 
+from demo_model.attention import MatmulAttention
 from demo_model.data import Sampler
 from demo_model.exchange import Exchange
 from demo_model.transformer import loss_of, optimisers
@@ -34,7 +35,7 @@ class Plan:
     """Where checkpoints and exchanged weights lie."""
     seconds: float
     """Training time in all, of this and resumed runs."""
-    rate: float = 2e-3
+    rate: float = 3e-3
     """Peak learning rate."""
     worker: int = 0
     workers: int = 1
@@ -70,6 +71,7 @@ def train(
     last = saved_at = time.monotonic()
     losses: list[float] = []
     model.train()
+    model.set_attn_processor(MatmulAttention())
     while spent < plan.seconds:
         progress = spent / plan.seconds
         for opt in opts:

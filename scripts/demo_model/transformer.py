@@ -81,10 +81,10 @@ def pack_mask(mask: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def sample_times(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Times (B,) in 0..1: half even, half near 1, where the shape is decided."""
+    """Times (B,) in 0..1: some even, most near 1, where the shape is decided."""
     even = torch.rand(count, generator=generator)
-    late = torch.sigmoid(1.5 + torch.randn(count, generator=generator))
-    return torch.where(torch.rand(count, generator=generator) < 0.5, even, late)
+    late = torch.sigmoid(1.8 + torch.randn(count, generator=generator))
+    return torch.where(torch.rand(count, generator=generator) < 0.3, even, late)
 
 
 def loss_of(
