@@ -9,7 +9,7 @@ from maskserve_core.plan_cache import PlanCache, plan_totals
 from maskserve_core.planner import plan
 from maskserve_core.step_costs import StepCosts
 from maskserve_core.timeline import evaluate
-from tests.unit.test_flops import FLUX_DEV
+from tests.unit.model_configs import FLUX_DEV
 from tests.unit.test_planner import flux_costs
 
 

@@ -16,8 +16,8 @@ from maskserve_core.flops_unet import unet_work
 from maskserve_core.planner import TOLERANCE, plan
 from maskserve_core.step_costs import StepCosts, step_costs
 from maskserve_core.timeline import Plan, actions, ahead_of, evaluate, items_of, period, run
+from tests.unit.model_configs import FLUX_DEV, TINY_SDXL
 from tests.unit.planning import INF, algorithm_1, costs_of, random_costs
-from tests.unit.test_flops import FLUX_DEV, TINY_SDXL
 
 leads = st.one_of(st.none(), st.integers(0, 9).map(float))
 
