@@ -10,8 +10,28 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from maskserve_core.status_record import WorkerStatus
+
 # States of /proc/PID/stat that cannot serve: stopped, traced, zombie, dead.
 _UNWELL = {"T": "is stopped", "t": "is stopped", "Z": "has died", "X": "has died"}
+
+# A step of a large model takes seconds, and its batch may grow from one to the next.
+_STEPS_OF_SILENCE = 10
+# The first step also loads kernels and allocates; how long steps take is not known yet.
+_FIRST_STEP_S = 60.0
+
+
+def silence_limit_s(status: WorkerStatus, heartbeat_timeout_s: float) -> float:
+    """How old a status record may be before its engine counts as hung.
+
+    The engine writes between steps, so a step is a silence. A process that died or was stopped is
+    found by `unwell`, and an engine that failed says so: this limit is for what hangs.
+    """
+    steps = status.counters.get("steps_total", 0)
+    if steps < 1:
+        return max(heartbeat_timeout_s, _FIRST_STEP_S)
+    mean = status.counters.get("step_seconds_total", 0.0) / steps
+    return max(heartbeat_timeout_s, _STEPS_OF_SILENCE * mean)
 
 
 def sign_in(runtime_dir: str | os.PathLike[str], model: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from maskserve_core.config import Config
 from maskserve_core.gate import Gate
 from maskserve_core.status import StatusReader
-from maskserve_core.vitals import unwell
+from maskserve_core.vitals import silence_limit_s, unwell
 from serving.command import EXIT_TIMEOUT_S, command, environment, gpu_of_worker
 from serving.errors import ServeError
 from serving.files import WorkerFiles, with_values
@@ -162,7 +162,7 @@ class Worker:
         if status is None:
             return "it has no status record"
         age = status.age_s()
-        if age > self.config.engine.heartbeat_timeout_s:
+        if age > silence_limit_s(status, self.config.engine.heartbeat_timeout_s):
             return f"its engine has been silent for {age:.1f} s"
         if status.state in ("failed", "stopped"):
             return f"its engine has {status.state}"

@@ -24,7 +24,7 @@ from tests.e2e.calls import (
 # Some seconds, if nobody stops it.
 LONG = {"num_inference_steps": 200}
 # A cancel is seen within two looks of the front and two steps of the engine, on a busy machine.
-SOON_S = 1.0
+SOON_S = 2.0
 
 
 def running(grpc: Grpc) -> set[str]:

@@ -13,7 +13,14 @@ from maskserve_core.status import StatusWriter
 from maskserve_core.status_record import WorkerStatus
 from tests.fakes.pb_utils import FakeTriton
 
-READY = WorkerStatus(worker="worker-0", model="tiny", state="ready", max_rows=8, max_waiting=256)
+READY = WorkerStatus(
+    worker="worker-0",
+    model="tiny",
+    state="ready",
+    max_rows=8,
+    max_waiting=256,
+    counters={"steps_total": 10, "step_seconds_total": 0.1},
+)
 
 
 @pytest.fixture

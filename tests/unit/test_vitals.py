@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.vitals import sign_in, sign_out, unwell
+from maskserve_core.status_record import WorkerStatus
+from maskserve_core.vitals import sign_in, sign_out, silence_limit_s, unwell
 
 CHILD = """
 import sys
@@ -74,3 +75,16 @@ def test_a_process_that_is_gone_is_not(tmp_path: Path, child: subprocess.Popen[s
     child.kill()
     child.wait()
     assert soon(tmp_path) == "the process of its denoiser has died"
+
+
+@pytest.mark.parametrize(
+    ("counters", "limit"),
+    [
+        ({}, 60.0),  # the first step may take long
+        ({"steps_total": 10, "step_seconds_total": 0.1}, 2.5),
+        ({"steps_total": 10, "step_seconds_total": 40.0}, 40.0),
+    ],
+)
+def test_slow_steps_are_no_silence(counters: dict[str, float], limit: float) -> None:
+    status = WorkerStatus("w", "m", "ready", max_rows=8, max_waiting=9, counters=counters)
+    assert silence_limit_s(status, 2.5) == limit

@@ -24,6 +24,7 @@ from maskserve_core.images import decode_image
 from maskserve_core.keys import template_id
 from maskserve_core.status import StatusReader
 from maskserve_core.templates import TemplateFolder
+from maskserve_core.vitals import silence_limit_s, unwell
 
 # Operation -> the keys it takes beside "op".
 OPERATIONS: dict[str, tuple[str, ...]] = {
@@ -131,7 +132,7 @@ class Control:
         age = status.age_s()
         if self._gate.state() != OPEN and values["state"] == "ready":
             values["state"] = "draining"
-        alive = age <= self._config.engine.heartbeat_timeout_s
+        alive = age <= silence_limit_s(status, self._config.engine.heartbeat_timeout_s)
         return {
             **values,
             "age_s": round(age, 4),

@@ -10,7 +10,7 @@ from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_core.gate import STOPPED, Gate
 from maskserve_core.status import StatusReader
-from maskserve_core.vitals import unwell
+from maskserve_core.vitals import silence_limit_s, unwell
 
 _PROCESSES_EVERY_S = 0.5
 
@@ -38,7 +38,7 @@ class Health:
         status = self._reader.read()
         if status is None:
             return EngineFailed("the engine has not started")
-        if status.age_s() > self._config.engine.heartbeat_timeout_s:
+        if status.age_s() > silence_limit_s(status, self._config.engine.heartbeat_timeout_s):
             return EngineFailed(f"the engine has been silent for {status.age_s():.1f} s")
         if status.state in ("failed", "stopped"):
             return EngineFailed(f"the engine has {status.state}")
