@@ -1,0 +1,1 @@
+"""What caching costs in picture quality: systems, metrics, report."""
