@@ -15,22 +15,15 @@ class EntryFormat:
     """How one activation is stored."""
 
     name: str
-    bits: int
-    """Bits per value."""
+    bits: float
+    """Bits per value, scales of single tokens included."""
     scale_bytes: int = 0
     """Bytes of a channel's scale; 0: no scales."""
-    group: int = 0
-    """Tokens that share a scale; 0: all tokens of the entry."""
-
-    def scales(self, tokens: float) -> int:
-        """Scales per channel of an entry of `tokens` tokens."""
-        if not self.scale_bytes or not tokens:
-            return 0
-        return 1 if not self.group else int(-(-tokens // self.group))
 
     def bytes_of(self, tokens: float, channels: int) -> float:
-        """Bytes of `[tokens, channels]`; a byte holds two 4-bit values of one token."""
-        return channels * (tokens * self.bits / 8 + self.scale_bytes * self.scales(tokens))
+        """Bytes of `[tokens, channels]`."""
+        scales = self.scale_bytes if tokens else 0
+        return channels * (tokens * self.bits / 8 + scales)
 
 
 FORMATS = {
@@ -39,7 +32,8 @@ FORMATS = {
     "float16": EntryFormat("float16", 16),
     "int8": EntryFormat("int8", 8, scale_bytes=4),
     "float8": EntryFormat("float8", 8, scale_bytes=4),
-    "int4": EntryFormat("int4", 4, scale_bytes=2, group=64),
+    # A byte holds two values; each token has a 16-bit scale per 32 channels.
+    "int4": EntryFormat("int4", 4.5, scale_bytes=4),
 }
 """`model` in the configuration stands for the model's dtype."""
 
@@ -57,13 +51,7 @@ def block_bytes(
         copies: activations kept per token: 2 if both halves of a CFG pair are cached apart.
     """
     per_channel = np.array(
-        [
-            sum(
-                row[level] * fmt.bits / 8 + fmt.scale_bytes * fmt.scales(row[level])
-                for row in inactive
-            )
-            for level in range(len(work.tokens))
-        ]
+        [sum(fmt.bytes_of(row[level], 1) for row in inactive) for level in range(len(work.tokens))]
     )
     h = per_channel[work.levels] * work.widths * float(copies)
     return np.stack((h, 2.0 * h), axis=1)

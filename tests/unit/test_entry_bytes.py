@@ -22,9 +22,13 @@ def test_8_bit_formats_add_a_scale_per_channel(name: str) -> None:
     assert FORMATS[name].bytes_of(100, 48) == values.nbytes + scales.nbytes
 
 
-def test_4_bit_format_adds_a_scale_per_channel_and_group() -> None:
-    values, scales = np.empty((100, 24), np.uint8), np.empty((2, 48), np.float16)
-    assert FORMATS["int4"].bytes_of(100, 48) == values.nbytes + scales.nbytes
+@pytest.mark.parametrize("name", ["int8", "float8", "int4"])
+def test_the_engine_stores_what_is_counted(name: str) -> None:
+    import torch
+
+    from maskserve_engine.codec import encode
+
+    assert FORMATS[name].bytes_of(100, 64) == encode(torch.randn(100, 64), name).nbytes
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

@@ -87,8 +87,8 @@ def forward(model: Any, rows: Sequence[RowInput], kinds: Sequence[str] = ()) -> 
         model: FluxTransformer2DModel.
         rows: any mix; those with `rest` are cached rows.
         kinds: `dense`, `project` or `kv` per block, double blocks first, for all cached rows of
-            the step; not read when there are none. A `dense` block after another kind restores the
-            inactive hidden states from `Rest.hidden`.
+            the step; not read when there are none. `project` and `dense` take the inactive hidden
+            states from the model's start or the dense block before them, else from `Rest.hidden`.
 
     Returns:
         Per row [n, out_channels].
@@ -139,6 +139,7 @@ class _State:
         rest = tuple(len(row.rest.cis) if row.rest else 0 for row in rows)
         self.ways: Widening = widening(text, image, rest, device)
         self.wide = not self.cached  # without cached rows both packings are the same
+        self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # double blocks: two streams; single blocks: one in row order
         self.text = torch.cat([row.text for row in rows])
         self.image = model.x_embedder(torch.cat([row.tokens for row in rows]))
@@ -170,17 +171,20 @@ class _State:
             return
         dense = kinds[index] == "dense"
         if dense and not self.wide:
-            hidden = self._first_hidden() if index == 0 else self._restored(index)
-            self.image = self.ways.widen(self.image, hidden, rows=self.joined)
+            self.image = self.ways.widen(self.image, self._hidden(index), rows=self.joined)
         elif self.wide and not dense:
+            # What the last dense block left is nearer to the edit than an entry, and loads nothing.
+            self.carried = (index, self.ways.rest_of(self.image, rows=self.joined))
             self.image = self.ways.restrict(self.image, rows=self.joined)
         self.wide = dense
 
-    def _first_hidden(self) -> Tensor:
-        tokens = torch.cat([row.rest.tokens() for row in self.cached if row.rest])
-        return self.model.x_embedder(tokens)
-
-    def _restored(self, index: int) -> Tensor:
+    def _hidden(self, index: int) -> Tensor:
+        """[m, width] the inactive tokens at the block's input: at hand, or restored."""
+        if index == 0:
+            tokens = torch.cat([row.rest.tokens() for row in self.cached if row.rest])
+            return self.model.x_embedder(tokens)
+        if self.carried is not None and self.carried[0] == index:
+            return self.carried[1]
         assert self.rest_cis is not None
         hidden = self.image.new_empty(len(self.rest_cis), self.image.shape[1])
         for row, (begin, end) in zip(self.rows, self.ways.rest_stream.spans, strict=True):
@@ -209,7 +213,7 @@ class _State:
     ) -> None:
         assert self.rest_cis is not None
         k, v = project_rest(
-            block, self._restored(index), self.emb, self.ways.rest_stream, self.rest_cis
+            block, self._hidden(index), self.emb, self.ways.rest_stream, self.rest_cis
         )
         for number, (begin, end) in enumerate(self.ways.rest_stream.spans):
             to_begin, to_end = packing.rest_keys(number)

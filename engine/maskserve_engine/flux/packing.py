@@ -168,6 +168,10 @@ class Widening:
         """Narrow stream from the wide one: inactive tokens are dropped."""
         return wide.index_select(0, self.core_in_rows if rows else self.core_in_image)
 
+    def rest_of(self, wide: Tensor, *, rows: bool) -> Tensor:
+        """The inactive tokens' part of the wide stream, packed by row."""
+        return wide.index_select(0, self.rest_in_rows if rows else self.rest_in_image)
+
 
 @lru_cache(maxsize=256)
 def widening(
