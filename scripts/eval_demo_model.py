@@ -13,7 +13,7 @@ import torch
 from diffusers import FluxFillPipeline
 from diffusers.utils import logging
 
-from demo_model.evaluation import draw_sheet, run_edits, score
+from demo_model.evaluation import draw_sheet, run_edits, save_sheet, score
 from demo_model.scenes import held_out_edits
 from demo_model.vae import reconstruction_psnr
 
@@ -71,8 +71,7 @@ def main() -> int:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
     if args.sheet:
         args.sheet.parent.mkdir(parents=True, exist_ok=True)
-        sheet = draw_sheet(edits, pictures, verdicts)
-        sheet.quantize(128).save(args.sheet, optimize=True)
+        save_sheet(draw_sheet(edits, pictures, verdicts), args.sheet)
     return 0
 
 

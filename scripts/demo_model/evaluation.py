@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -127,6 +128,18 @@ def draw_sheet(
             text += f" (saw {verdict.colour or 'no colour'}, {verdict.shape or 'no shape'})"
         draw.text((x, y + height), text, fill="black" if right else "red")
     return sheet
+
+
+def save_sheet(sheet: Image.Image, path: Path, limit: int = 1_500_000) -> None:
+    """Write a PNG of at most `limit` bytes, dropping low bits of the colours as needed."""
+    pixels = np.asarray(sheet)
+    for dropped in ((0, 0, 0), (2, 2, 2), (3, 3, 3), (3, 3, 4), (4, 4, 4), (5, 4, 5)):
+        low = (1 << np.array(dropped)) - 1
+        coarse = (pixels & ~low) | (low // 2)
+        coarse[pixels == 255] = 255
+        Image.fromarray(coarse.astype(np.uint8)).save(path, optimize=True)
+        if path.stat().st_size <= limit:
+            return
 
 
 def _outlined(edit: Edit) -> Picture:

@@ -48,7 +48,7 @@ def build_vae(latent_channels: int, resolution: int, factor: int = 4) -> Autoenc
         scaling_factor=1.0,
         shift_factor=0.0,
     )
-    components, deviation = _principal_components(factor, latent_channels)
+    components, deviation = _principal_components(factor, latent_channels, resolution)
     spread = deviation[:, None, None, None] ** _WHITENING
     _write_encoder(vae, components / spread)
     _begin_decoder(vae, components * spread)
@@ -57,13 +57,13 @@ def build_vae(latent_channels: int, resolution: int, factor: int = 4) -> Autoenc
 
 
 def _principal_components(
-    factor: int, count: int
+    factor: int, count: int, resolution: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """The strongest `count` patch directions (count, 3, f, f) and their deviations (count,)."""
     rng = np.random.default_rng(5)
     moment = np.zeros((3 * factor**2,) * 2)
     for _ in range(400):
-        x = to_tensor(_pictures(rng, 128, 1))
+        x = to_tensor(_pictures(rng, resolution, resolution, 1))
         rows = nn.functional.unfold(x, factor, stride=factor)[0].T.double().numpy()
         moment += rows.T @ rows / len(rows) / 400
     values, vectors = np.linalg.eigh(moment)
@@ -174,7 +174,7 @@ def train_decoder(
     vae.encoder.requires_grad_(False)
     parameters = list(vae.decoder.parameters())
     optimiser = torch.optim.AdamW(parameters, lr=1.0, betas=(0.9, 0.98), weight_decay=0.0)
-    crops = _crops(crop, batch, seed=int(time.time()))
+    crops = _crops(int(vae.config.sample_size), crop, batch, seed=int(time.time()))
     begin, step, saved, errors = time.monotonic(), 0, 0.0, []
     while (done := (time.monotonic() - begin) / seconds) < 1:
         for group in optimiser.param_groups:
@@ -206,7 +206,7 @@ def normalise(vae: AutoencoderKL, samples: int = 256) -> None:
     """Set shift and scaling factor so that latents of scenes have mean 0 and variance 1."""
     rng = np.random.default_rng(2)
     side = int(vae.config.sample_size)
-    pictures = [_pictures(rng, side, 1)[0] for _ in range(samples)]
+    pictures = [_pictures(rng, side, side, 1)[0] for _ in range(samples)]
     latents = torch.cat(
         [vae.encode(to_tensor(pictures[i : i + 32])).latent_dist.mode()
          for i in range(0, samples, 32)]
@@ -231,19 +231,19 @@ def reconstruction_psnr(vae: AutoencoderKL, pictures: list[Picture]) -> list[flo
     return result
 
 
-def _crops(side: int, batch: int, seed: int) -> Iterator[torch.Tensor]:
+def _crops(resolution: int, side: int, batch: int, seed: int) -> Iterator[torch.Tensor]:
     rng = np.random.default_rng(seed)
     while True:
-        pictures = [p for _ in range(batch // 2) for p in _pictures(rng, side, 2)]
+        pictures = [p for _ in range(batch // 2) for p in _pictures(rng, resolution, side, 2)]
         yield to_tensor(pictures)
 
 
-def _pictures(rng: np.random.Generator, side: int, count: int) -> list[Picture]:
-    """Crops of a finished edit, an untouched source, or a source with its region cut to grey.
+def _pictures(rng: np.random.Generator, resolution: int, side: int, count: int) -> list[Picture]:
+    """Crops, `side` pixels square, of one scene of `resolution` pixels.
 
-    Pictures are as fine as whole scenes of 128 pixels: crops of one, when `side` is smaller.
+    It is a finished edit, an untouched source, or a source with its region cut to grey.
     """
-    scene = make_scene(rng, (max(side, 128), max(side, 128)))
+    scene = make_scene(rng, (resolution, resolution))
     colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))
     draw = rng.random()
     if draw < 0.45:
