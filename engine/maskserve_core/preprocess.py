@@ -77,7 +77,7 @@ def prepare_edit(
     text = check_prompt(prompt, config)
     source, source_id = _source(image, asked, config, templates)
     check_output(asked, source.size)
-    size = model_size(source.size, facts.native_resolution, facts.token_pixels)
+    size, pixels = _at_model_size(source, facts)
     masks = build_masks(
         decode_mask(mask, "MASK", config.limits),
         source.size,
@@ -89,9 +89,6 @@ def prepare_edit(
     complete = with_defaults(asked, facts, config)
     assert complete.seed is not None
     assert complete.request_id is not None
-    pixels = source.pixels
-    if source.size != size:
-        pixels = np.asarray(resize(Image.fromarray(pixels), size))
     paste = encode_png(masks.paste)
     taken_ms = (time.perf_counter() - start) * 1e3
     request = EditRequest(
@@ -107,6 +104,54 @@ def prepare_edit(
         timings_ms={"preprocess": round(taken_ms, 3)},
     )
     return PreparedEdit(pixels, masks.edit, request, source.encoded, paste)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTemplate:
+    """A template without an edit, as the encoder takes it."""
+
+    pixels: npt.NDArray[np.uint8]
+    """PIXELS: RGB [h, w, 3] at the model's size."""
+    edit_mask: npt.NDArray[np.uint8]
+    """EDIT_MASK: [h, w], empty."""
+    request: EditRequest
+    """REQUEST of an edit with the worker's default settings and an empty prompt."""
+
+
+def prepare_template(encoded: bytes, facts: ModelFacts, config: Config) -> PreparedTemplate:
+    """A registered image as its edits will see it, so that it can be primed ahead of them.
+
+    Raises:
+        InvalidRequest: the image cannot be used.
+    """
+    source = decode_image(encoded, "OP.image", config.limits)
+    size, pixels = _at_model_size(source, facts)
+    name = template_id(source.pixels)
+    complete = with_defaults(EditSettings(), facts, config)
+    assert complete.seed is not None
+    assert complete.request_id is not None
+    request = EditRequest(
+        request_id=complete.request_id,
+        prompt="",
+        settings=complete,
+        seed=complete.seed,
+        template_id=name,
+        source_size=source.size,
+        model_size=size,
+        accepted_ns=time.time_ns(),
+        pixels_id=name if source.size == size else template_id(pixels),
+    )
+    return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
+
+
+def _at_model_size(
+    source: Decoded, facts: ModelFacts
+) -> tuple[tuple[int, int], npt.NDArray[np.uint8]]:
+    """The model's size for this source, and the source's pixels at it."""
+    size = model_size(source.size, facts.native_resolution, facts.token_pixels)
+    if source.size == size:
+        return size, source.pixels
+    return size, np.asarray(resize(Image.fromarray(source.pixels), size))
 
 
 def _source(

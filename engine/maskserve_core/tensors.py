@@ -41,7 +41,7 @@ META = text("META")
 # The checked request as JSON: `maskserve_core.request.EditRequest`; or {"op": …} from `control`.
 REQUEST = text("REQUEST")
 # What postprocess needs of the source travels with the final response: an ensemble step after a
-# decoupled model cannot take inputs from before it (triton-facts §11).
+# decoupled model cannot take inputs from before it.
 SOURCE = text("SOURCE")  # the source image as the client encoded it
 PASTE = text("PASTE")  # 8-bit PNG at the source's size: weight of the edited pixel
 

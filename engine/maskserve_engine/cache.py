@@ -81,6 +81,7 @@ class TemplateCache:
         self.priming: dict[str, Priming] = {}
         self._sights: OrderedDict[str, int] = OrderedDict()
         self._ids: dict[str, str] = {}  # entry key -> template id, for people
+        self._pinned: set[str] = set()  # template ids
         # Sights from which a template that could not be primed is tried again.
         self._retry_at: dict[str, int] = {}
 
@@ -148,6 +149,31 @@ class TemplateCache:
         self._ids[priming.key] = priming.template_id
         return True
 
+    def wants(self, job: EditJob) -> str:
+        """State of the job's template: `primed`, `priming` or `absent`."""
+        key = self.key_of(job)
+        if key in self.priming:
+            return "priming"
+        return "primed" if self.store.anchors(key) else "absent"
+
+    def pin(self, template_id: str) -> bool:
+        """Keep a template's entries, those to come too, from eviction; whether any are held."""
+        keys = self._keys_of(template_id)
+        if template_id not in self._pinned:
+            self._pinned.add(template_id)
+            for key in keys:
+                self.store.pin(key)
+        return bool(keys)
+
+    def unpin(self, template_id: str) -> bool:
+        """Undo `pin`; False when it was not pinned."""
+        if template_id not in self._pinned:
+            return False
+        self._pinned.discard(template_id)
+        for key in self._keys_of(template_id):
+            self.store.unpin(key)
+        return True
+
     def end(self, priming: Priming, *, complete: bool, unfit: bool = False) -> None:
         """The priming row is gone.
 
@@ -158,16 +184,17 @@ class TemplateCache:
                 has been asked for twice as often.
         """
         self.priming.pop(priming.key, None)
-        self.store.unpin(priming.key)
         if not complete:
-            self.store.evict(priming.key)
+            self._evict(priming.key)
+        if not (complete and priming.template_id in self._pinned):
+            self.store.unpin(priming.key)  # else its own pin becomes the template's
         if unfit:
             self._retry_at[priming.key] = 2 * self._sights.get(priming.key, 1)
 
     def evict(self, template_id: str) -> int:
         """Drop a template's entries; returns bytes. Rows that run keep what they hold."""
-        keys = [key for key, name in self._ids.items() if name == template_id]
-        return sum(self.store.evict(key) for key in keys)
+        self.unpin(template_id)
+        return sum(self._evict(key) for key in self._keys_of(template_id))
 
     def templates(self) -> list[dict[str, object]]:
         """What is held, least recently used first."""
@@ -176,6 +203,7 @@ class TemplateCache:
                 "template_id": self._ids.get(key, ""),
                 "key": key,
                 "tier": "device",
+                "pinned": self._ids.get(key, "") in self._pinned,
                 "bytes": nbytes,
                 "anchors": len(self.store.anchors(key)),
                 "priming": key in self.priming,
@@ -194,6 +222,19 @@ class TemplateCache:
         """Ids of the templates whose entries are all there."""
         held = (key for key in self.store.templates() if key not in self.priming)
         return tuple(dict.fromkeys(self._ids[key] for key in held if key in self._ids))
+
+    def _keys_of(self, template_id: str) -> list[str]:
+        """Keys of the template's whole entries (those on their way have a pin of their own)."""
+        held = self.store.templates()
+        return [
+            key
+            for key, name in self._ids.items()
+            if name == template_id and key in held and key not in self.priming
+        ]
+
+    def _evict(self, key: str) -> int:
+        self._ids.pop(key, None)
+        return self.store.evict(key)
 
     def _saw(self, key: str) -> int:
         self._sights[key] = self._sights.pop(key, 0) + 1

@@ -73,6 +73,18 @@ class Desk:
     def cancel(self, request_id: str) -> None:
         self.end(request_id, Cancelled("the edit was cancelled"))
 
+    def prime(self, job: EditJob) -> str:
+        """Prime a template that nobody edits yet; its state: `primed`, `priming` or `absent`.
+
+        Raises:
+            Overloaded: the worker is draining.
+        """
+        if self.draining:
+            raise Overloaded("the worker is draining")
+        if self.cache.wants(job) == "absent" and self.cache.config.enabled:
+            self._prime(job, urgent=False)
+        return self.cache.wants(job)
+
     def finish(self, edit: Edit) -> None:
         """The row has taken its last step: answer."""
         latents = self.adapter.result(edit.row)

@@ -127,6 +127,15 @@ class Engine:
     def templates(self) -> Future[list[dict[str, object]]]:
         return self.ask(self.cache.templates)
 
+    def prime(self, job: EditJob) -> Future[str]:
+        """Prime a template in the background: `primed`, `priming`, or `absent` if it cannot be."""
+        return self.ask(lambda: self.desk.prime(job))
+
+    def pin(self, template_id: str, *, pinned: bool) -> Future[bool]:
+        """Pin or unpin; whether there was something to do it to."""
+        change = self.cache.pin if pinned else self.cache.unpin
+        return self.ask(lambda: change(template_id))
+
     def evict(self, template_id: str) -> Future[int]:
         """Bytes given back."""
         return self.ask(lambda: self.cache.evict(template_id))

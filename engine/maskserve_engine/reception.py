@@ -33,6 +33,8 @@ class EngineLike(Protocol):
     def heartbeat(self) -> Future[dict[str, Any]]: ...
     def templates(self) -> Future[list[dict[str, object]]]: ...
     def evict(self, template_id: str) -> Future[int]: ...
+    def prime(self, job: EditJob) -> Future[str]: ...
+    def pin(self, template_id: str, *, pinned: bool) -> Future[bool]: ...
 
 
 class Reception:
@@ -57,17 +59,10 @@ class Reception:
         raw = read_bytes(self._api, request, "REQUEST")
         values = json.loads(raw)
         if "op" in values:
-            self._operate(values, answer)
+            self._operate(values, request, answer)
             return
         edit = EditRequest.from_json(raw)
-        job = EditJob(
-            request=edit,
-            edit_mask=self._array(request, "EDIT_MASK", np.uint8, 2),
-            moments=self._array(request, "MOMENTS", np.float32, 3),
-            masked_moments=self._array(request, "MASKED_MOMENTS", np.float32, 3),
-            prompt_embeds=self._array(request, "PROMPT_EMBEDS", np.float32, 2),
-            pooled=self._array(request, "POOLED_EMBEDS", np.float32, 1),
-        )
+        job = self._job(edit, request)
         encode_ms = float(self._array(request, "ENCODE_MS", np.float32, 1)[0])
         carried = {
             "REQUEST": raw,
@@ -75,6 +70,16 @@ class Reception:
             "PASTE": read_bytes(self._api, request, "PASTE"),
         }
         self._engine.submit(job, self._sink(edit, encode_ms, carried, answer))
+
+    def _job(self, edit: EditRequest, request: Any) -> EditJob:
+        return EditJob(
+            request=edit,
+            edit_mask=self._array(request, "EDIT_MASK", np.uint8, 2),
+            moments=self._array(request, "MOMENTS", np.float32, 3),
+            masked_moments=self._array(request, "MASKED_MOMENTS", np.float32, 3),
+            prompt_embeds=self._array(request, "PROMPT_EMBEDS", np.float32, 2),
+            pooled=self._array(request, "POOLED_EMBEDS", np.float32, 1),
+        )
 
     def _array(self, request: Any, name: str, dtype: type[np.generic], ndim: int) -> NDArray[Any]:
         return read_array(self._api, request, name, dtype, ndim=ndim)
@@ -103,7 +108,7 @@ class Reception:
 
         return sink
 
-    def _operate(self, values: dict[str, Any], answer: Answer) -> None:
+    def _operate(self, values: dict[str, Any], request: Any, answer: Answer) -> None:
         match values:
             case {"op": "cancel", "request_id": str(request_id)}:
                 _reply(answer, {"cancelled": self._engine.cancel(request_id)})
@@ -115,9 +120,19 @@ class Reception:
             case {"op": "evict", "template_id": str(template_id)}:
                 freed = self._engine.evict(template_id)
                 _reply_when_done(freed, answer, lambda size: {"freed_bytes": size})
+            case {"op": "prime", "request": str(template)}:
+                state = self._engine.prime(
+                    self._job(EditRequest.from_json(template.encode()), request)
+                )
+                _reply_when_done(state, answer, lambda said: {"state": said})
+            case {"op": "pin" | "unpin" as op, "template_id": str(template_id)}:
+                done = self._engine.pin(template_id, pinned=op == "pin")
+                _reply_when_done(done, answer, lambda found: {"found": found})
             case _:
                 raise InvalidRequest(
-                    "REQUEST.op", "is not known", "cancel, evict, heartbeat, templates"
+                    "REQUEST.op",
+                    "is not known",
+                    "cancel, evict, heartbeat, pin, prime, templates, unpin",
                 )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from maskserve_core.tensors import CONTRACTS
+
 TYPES = {np.dtype(np.uint8), np.dtype(np.float32), np.dtype(np.object_)}
 
 
@@ -56,6 +58,9 @@ class InferenceResponse:
 
     def error(self) -> TritonError | None:
         return self._error
+
+    def output_tensors(self) -> list[Tensor]:
+        return list(self._tensors)
 
     def text(self, name: str) -> bytes:
         """One BYTES output; for tests."""
@@ -128,10 +133,12 @@ class Call:
         self.parameters = parameters or {}
         self._triton = triton
 
-    def exec(self, decoupled: bool = False) -> Iterator[InferenceResponse]:
-        assert decoupled, "every model we call is decoupled"
+    def exec(self, decoupled: bool = False) -> Any:
+        """Responses of a decoupled model, or the one response of another."""
+        assert decoupled == CONTRACTS[self.model].decoupled, "Triton refuses the other way"
         self._triton.calls.append(self)
-        return iter(self._triton.models[self.model](self))
+        answers = iter(self._triton.models[self.model](self))
+        return answers if decoupled else next(answers)
 
     def json(self, name: str) -> Any:
         return json.loads(self.tensors[name].as_numpy()[0])

@@ -6,6 +6,8 @@ import base64
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,3 +148,48 @@ def test_an_image_of_every_mode_is_registered_as_it_came(
     file = f"{config.runtime_dir}/templates/{kept['template_id']}"
     with open(file, "rb") as stored:
         assert stored.read() == out.getvalue()
+
+
+def test_a_registered_template_is_encoded_and_primed(
+    api: FakeTriton, config: Config, tiny_fill: Path
+) -> None:
+    from maskserve_core.config import ModelConfig
+
+    seen: list[dict[str, Any]] = []
+    encoded = {
+        "MOMENTS": np.zeros((8, 16, 16), np.float32),
+        "MASKED_MOMENTS": np.zeros((8, 16, 16), np.float32),
+        "PROMPT_EMBEDS": np.zeros((16, 32), np.float32),
+        "POOLED_EMBEDS": np.zeros(32, np.float32),
+    }
+
+    def denoiser(call: Call) -> list[InferenceResponse]:
+        seen.append(call.json("REQUEST"))
+        seen[-1]["tensors"] = sorted(call.tensors)
+        return [reply(META=b'{"state": "priming"}')]
+
+    api.models["encoder"] = lambda call: [reply(**encoded)]
+    api.models["denoiser"] = denoiser
+    served = Control(api, replace(config, model=ModelConfig(path=str(tiny_fill))))
+    picture = np.full((40, 48, 3), 7, np.uint8)
+    text = base64.b64encode(encode_image(picture, "png")).decode()
+    answer = ask(api, served, {"op": "register", "image": text})
+    assert (answer["width"], answer["height"], answer["state"]) == (48, 40, "priming")
+    assert ask(api, served, {"op": "prime", "template_id": answer["template_id"]}) == {
+        "template_id": answer["template_id"],
+        "state": "priming",
+    }
+    template = json.loads(seen[0]["request"])
+    assert template["template_id"] == answer["template_id"]
+    assert template["prompt"] == ""
+    assert seen[0]["tensors"] == ["EDIT_MASK", *sorted(encoded), "REQUEST"]
+    served.close()
+
+
+@pytest.mark.parametrize("op", ["pin", "unpin", "prime"])
+def test_operations_on_unknown_templates_are_refused(
+    api: FakeTriton, control: Control, op: str
+) -> None:
+    api.models["denoiser"] = lambda call: [reply(META=b'{"found": false}')]
+    answer = ask(api, control, {"op": op, "template_id": "0" * 32})
+    assert answer.startswith("[TEMPLATE_NOT_FOUND] OP.template_id")

@@ -279,3 +279,28 @@ def test_entries_know_their_size(engine: Engine, encoder: Encoder) -> None:
             assert block.keys is not None
             tokens += block.keys.data.numel() + block.values.data.numel()  # type: ignore[union-attr]
     assert held["bytes"] == 4 * tokens  # float32, model format: nothing else is kept
+
+
+def test_a_template_can_be_primed_ahead_of_its_first_edit(engine: Engine, encoder: Encoder) -> None:
+    first = job(encoder, 16, "ahead", num_inference_steps=4)
+    assert engine.prime(first).result(30) == "priming"
+    settle(engine)
+    assert engine.prime(first).result(30) == "primed"
+    assert edit(engine, job(encoder, 16, "e")).meta["cache"] == "hit"
+
+
+def test_a_pinned_template_stays_when_others_need_room(tiny_fill: Path, encoder: Encoder) -> None:
+    probe = make_engine(tiny_fill, encoder)
+    edit(probe, job(encoder, 17, "p", cache="require"))
+    size = probe.cache.store.nbytes
+    probe.close(5.0)
+    engine = make_engine(tiny_fill, encoder, budget_bytes=size)
+    pinned = job(encoder, 17, "a", cache="require")
+    engine.pin(pinned.request.template_id, pinned=True).result(30)
+    edit(engine, pinned)
+    assert edit(engine, job(encoder, 18, "b", reproducible=True)).meta["cache"] == "miss"
+    assert edit(engine, job(encoder, 17, "c")).meta["cache"] == "hit"
+    assert engine.pin(pinned.request.template_id, pinned=False).result(30)
+    engine.cache.store.check_integrity()
+    assert not engine.cache.store._pins
+    engine.close(5.0)

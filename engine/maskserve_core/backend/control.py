@@ -1,6 +1,6 @@
 """What `control` does: operations on the worker, JSON in, JSON out.
 
-`status`, `register` and `drain` touch files only and are answered at once. The others ask the
+`status` and `drain` touch files only and are answered at once. The others ask the
 denoiser's process, which may be dead: they wait in threads of their own, and are answered with an
 error when it stays silent.
 """
@@ -8,6 +8,7 @@ error when it stays silent.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,16 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.backend.answer import Answer
-from maskserve_core.backend.pipeline import ask_denoiser
+from maskserve_core.backend.pipeline import ask_denoiser, encode_template
 from maskserve_core.backend.wire import guarded, read_bytes
-from maskserve_core.config import Config
-from maskserve_core.errors import EngineFailed, InvalidRequest, TemplateNotFound
+from maskserve_core.config import Config, ConfigError
+from maskserve_core.errors import (
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    TemplateNotFound,
+)
+from maskserve_core.facts import load_facts
 from maskserve_core.gate import OPEN, Gate
 from maskserve_core.images import decode_image
 from maskserve_core.keys import template_id
+from maskserve_core.preprocess import prepare_template
 from maskserve_core.status import StatusReader
 from maskserve_core.templates import TemplateFolder
 from maskserve_core.vitals import silence_limit_s, unwell
+
+log = logging.getLogger("maskserve")
 
 # Operation -> the keys it takes beside "op".
 OPERATIONS: dict[str, tuple[str, ...]] = {
@@ -33,10 +43,16 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "cancel": ("request_id",),
     "templates": (),
     "register": ("image",),
+    "prime": ("template_id",),
+    "pin": ("template_id",),
+    "unpin": ("template_id",),
     "evict": ("template_id",),
     "drain": (),
 }
-_OF_FILES = ("status", "register", "drain")
+_OF_FILES = ("status", "drain")
+_ENCODING = ("register", "prime")
+_ENCODE_S = 60.0
+"""Encoding a large image without a GPU takes its time."""
 _TEMPLATE_ID = re.compile(r"[0-9a-f]{16,64}")
 _THREADS = 8
 
@@ -105,8 +121,6 @@ class Control:
         match operation["op"]:
             case "status":
                 return self._read_status()
-            case "register":
-                return self._register(operation["image"])
             case "drain":
                 self._gate.drain()
                 return {"draining": True, "in_flight": self._gate.in_flight()}
@@ -118,8 +132,14 @@ class Control:
             case "templates":
                 held = ask_denoiser(self._api, {"op": "templates"})["templates"]
                 return {"templates": _merged(self._templates.ids(), held)}
+            case "register":
+                return self._register(operation["image"])
+            case "prime":
+                return self._prime(_checked_id(operation["template_id"]))
+            case "pin" | "unpin":
+                return self._pin(operation["op"], _checked_id(operation["template_id"]))
             case "evict":
-                return self._evict(operation["template_id"])
+                return self._evict(_checked_id(operation["template_id"]))
             case _:
                 return ask_denoiser(self._api, operation)
 
@@ -136,7 +156,7 @@ class Control:
         return {
             **values,
             "age_s": round(age, 4),
-            "alive": alive,
+            "alive": alive and unwell(self._config.runtime_dir) is None,
             "in_flight": self._gate.in_flight(),
         }
 
@@ -145,14 +165,38 @@ class Control:
         name = template_id(decoded.pixels)
         self._templates.put(name, decoded.encoded)
         height, width = decoded.size
-        return {"template_id": name, "width": width, "height": height}
+        # An image is registered to be edited more than once: its activations are worth having.
+        # It is registered all the same if they cannot be had now.
+        try:
+            primed = self._prime(name)
+        except (MaskserveError, ConfigError) as error:
+            log.warning("template %s is registered but not primed: %s", name, error)
+            primed = {"template_id": name, "state": "absent"}
+        return {"width": width, "height": height, **primed}
+
+    def _prime(self, name: str) -> dict[str, Any]:
+        """Have a registered template primed in the background."""
+        encoded = self._templates.get(name)
+        if encoded is None:
+            raise TemplateNotFound(f"OP.template_id: {name} is not registered here")
+        if not self._config.cache.enabled:
+            return {"template_id": name, "state": "absent"}
+        model = self._config.model
+        facts = load_facts(model.path, model.native_resolution)
+        prepared = prepare_template(encoded, facts, self._config)
+        operation = {"op": "prime", "request": prepared.request.to_json().decode()}
+        state = ask_denoiser(self._api, operation, encode_template(self._api, prepared))
+        return {"template_id": name, **state}
+
+    def _pin(self, op: str, name: str) -> dict[str, Any]:
+        """Keep what is cached of a template, and will be, from eviction; or no longer."""
+        found = ask_denoiser(self._api, {"op": op, "template_id": name})["found"]
+        if not found and name not in self._templates.ids():
+            raise TemplateNotFound(f"OP.template_id: {name} is not known here")
+        return {"template_id": name, "pinned": op == "pin"}
 
     def _evict(self, name: str) -> dict[str, Any]:
         """Forget a template: the registered image and what is cached of it."""
-        if _TEMPLATE_ID.fullmatch(name) is None:
-            raise InvalidRequest(
-                "OP.template_id", "has another form", "16 to 64 lower-case hexadecimal digits"
-            )
         registered = self._templates.remove(name)
         freed = ask_denoiser(self._api, {"op": "evict", "template_id": name})["freed_bytes"]
         if not registered and not freed:
@@ -169,6 +213,8 @@ class Control:
                 timer.cancel()
 
         limit = self._config.engine.heartbeat_timeout_s
+        if operation["op"] in _ENCODING:
+            limit = max(limit, _ENCODE_S)
         timer = threading.Timer(
             limit,
             lambda: answer.fail(EngineFailed(f"the engine did not answer within {limit:g} s")),
@@ -176,6 +222,14 @@ class Control:
         timer.daemon = True
         timer.start()
         self._pool.submit(ask)
+
+
+def _checked_id(name: str) -> str:
+    if _TEMPLATE_ID.fullmatch(name) is None:
+        raise InvalidRequest(
+            "OP.template_id", "has another form", "16 to 64 lower-case hexadecimal digits"
+        )
+    return name
 
 
 def _merged(registered: list[str], held: list[dict[str, Any]]) -> list[dict[str, Any]]:

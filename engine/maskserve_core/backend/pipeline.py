@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from maskserve_core.backend.wire import output, relayed, tensor
 from maskserve_core.errors import EngineFailed
+from maskserve_core.preprocess import PreparedTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,40 @@ def run_edit(
         yield Event(output(api, answer, "EDITED"), meta, values["event"], int(values["step"]))
 
 
-def ask_denoiser(api: Any, operation: dict[str, Any]) -> dict[str, Any]:
+_ENCODED = ("MOMENTS", "MASKED_MOMENTS", "PROMPT_EMBEDS", "POOLED_EMBEDS")
+
+
+def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:
+    """What the denoiser needs to prime a template, as its input tensors. Blocks.
+
+    Raises:
+        MaskserveError: what the encoder answered.
+    """
+    edit_mask = api.Tensor("EDIT_MASK", prepared.edit_mask)
+    call = api.InferenceRequest(
+        model_name="encoder",
+        requested_output_names=list(_ENCODED),
+        inputs=[
+            api.Tensor("PIXELS", prepared.pixels),
+            edit_mask,
+            tensor(api, "REQUEST", prepared.request.to_json()),
+        ],
+    )
+    answer = call.exec()
+    if answer.has_error():
+        raise relayed(answer.error().message(), prepared.request.request_id)
+    return [edit_mask, *answer.output_tensors()]
+
+
+def ask_denoiser(
+    api: Any, operation: dict[str, Any], tensors: Sequence[Any] = ()
+) -> dict[str, Any]:
     """Have the denoiser's process do `operation`. Blocks until it answers, or for ever.
+
+    Args:
+        api: triton_python_backend_utils.
+        operation: JSON values with an `op`.
+        tensors: further inputs of the denoiser.
 
     Raises:
         MaskserveError: what it answered.
@@ -55,7 +88,7 @@ def ask_denoiser(api: Any, operation: dict[str, Any]) -> dict[str, Any]:
     call = api.InferenceRequest(
         model_name="denoiser",
         requested_output_names=["META"],
-        inputs=[tensor(api, "REQUEST", json.dumps(operation).encode())],
+        inputs=[tensor(api, "REQUEST", json.dumps(operation).encode()), *tensors],
     )
     result: dict[str, Any] | None = None
     for answer in call.exec(decoupled=True):
