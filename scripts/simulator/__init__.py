@@ -6,6 +6,7 @@ residency  which templates a host has, and in which tier
 worker     one worker's step loop
 cluster    the events, from arrival to answer
 result     figures of a run, and what must be conserved
+capacity   what a worker can serve at most
 bars       the comparisons that must hold
 plots      pictures of them
 """

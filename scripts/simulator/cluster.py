@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from maskserve_core.routing import Edit, NoWorkerAvailable, make_policy, predicted_seconds
 from simulator.hardware import Hardware
 from simulator.residency import Host
-from simulator.scenario import Scenario
+from simulator.scenario import Scenario, Tiers
 from simulator.worker import Job, Worker
 from simulator.workload import Request
 
@@ -94,9 +94,19 @@ def _hosts(scenario: Scenario, hardware: Hardware) -> list[Host]:
         for i in range(-(-scenario.workers // tiers.workers_per_host))
     ]
     if tiers.warm:
-        # t00000 is the most popular; the last one kept is the most recently used.
-        known = min(tiers.host_templates + tiers.disk_templates, scenario.workload.templates)
-        for host in hosts:
-            for i in reversed(range(known)):
-                host.keep(f"t{i:05d}")
+        _warm(hosts, tiers, scenario.workload.templates)
     return hosts
+
+
+def _warm(hosts: list[Host], tiers: Tiers, templates: int) -> None:
+    """Half of each memory has the most popular templates, the other half its share of the rest,
+    dealt in turn; disks have as much of what is left, by popularity, as they hold.
+    """
+    half = tiers.host_templates // 2
+    for i, host in enumerate(hosts):
+        dealt = range(half + i, templates, len(hosts))[: tiers.host_templates - half]
+        kept = [*range(min(half, templates)), *dealt]
+        rest = [t for t in range(templates) if t not in set(kept)][: tiers.disk_templates]
+        # t00000 is the most popular; the last one in is the most recently used.
+        host.disk.update((f"t{t:05d}", None) for t in reversed(rest))
+        host.memory.update((f"t{t:05d}", None) for t in reversed(kept))

@@ -47,10 +47,12 @@ class Hardware:
     device idle. None: as the cost model estimates."""
     dense_seconds: float | None = None
     """Of a single dense row's step; None: as the cost model estimates."""
-    work: ModelWork = field(init=False)
-    costs: CostModel = field(init=False)
-    pricing: Pricing = field(init=False)
-    _seconds: dict[tuple[int, int, int], float] = field(init=False, default_factory=dict)
+    work: ModelWork = field(init=False, repr=False, compare=False)
+    costs: CostModel = field(init=False, repr=False, compare=False)
+    pricing: Pricing = field(init=False, repr=False, compare=False)
+    _seconds: dict[tuple[int, int, int], float] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         work = flux_work(FLUX_DEV, LATENTS, LATENTS)

@@ -58,7 +58,7 @@ class NotConserved(RuntimeError):
     """A run lost, doubled or invented something."""
 
 
-def simulate(scenario: Scenario, hardware: Hardware, seed: int) -> Result:
+def run(scenario: Scenario, hardware: Hardware, seed: int) -> tuple[Result, Cluster]:
     """Draw, run, check and measure.
 
     Raises:
@@ -68,7 +68,12 @@ def simulate(scenario: Scenario, hardware: Hardware, seed: int) -> Result:
     cluster = Cluster(scenario, hardware, seed)
     cluster.run(requests)
     check_conserved(cluster, requests)
-    return measure(cluster, requests, seed)
+    return measure(cluster, requests, seed), cluster
+
+
+def simulate(scenario: Scenario, hardware: Hardware, seed: int) -> Result:
+    """The figures of `run`."""
+    return run(scenario, hardware, seed)[0]
 
 
 def check_conserved(cluster: Cluster, requests: Sequence[Request]) -> None:

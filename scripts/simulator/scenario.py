@@ -19,7 +19,7 @@ class Tiers:
     known: bool = True
     """Whether the policy sees which worker has what."""
     warm: bool = True
-    """Whether every host starts with the most popular templates it can hold."""
+    """Whether hosts start with templates, as `cluster` deals them, or with none."""
 
 
 @dataclass(frozen=True, slots=True)

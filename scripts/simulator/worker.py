@@ -303,4 +303,3 @@ class Worker:
         for (_, end), (start, _) in zip(self.intervals, self.intervals[1:], strict=False):
             if start < end:
                 raise RuntimeError(f"{self.name}: busy twice at {start}")
-

@@ -1,0 +1,204 @@
+"""The cluster simulator: against queueing theory, against itself, and its own checks."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maskserve_core.routing import POLICIES
+from simulate_cluster import main
+from simulator.capacity import at_load, capacity
+from simulator.cluster import Cluster
+from simulator.hardware import Hardware
+from simulator.result import NotConserved, check_conserved, run, simulate
+from simulator.scenario import BATCHING, Scenario, Tiers
+from simulator.workload import MIXES, Workload, draw, mean_ratio
+
+HARDWARE = Hardware()
+PUBLIC = Workload(150, 4.0, steps=(8, 20))
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_masks_have_the_published_mean_and_quantiles(mix):
+    assert mean_ratio(mix) == pytest.approx(mix.mean, rel=0.01)
+    p, ratio = np.array(mix.quantiles).T
+    assert mix.ratios(p) == pytest.approx(ratio)
+    workload = Workload(20_000, 1.0, mix.name)
+    drawn = [r.active / 4096 for r in draw(workload, 4096, 1)]
+    assert np.mean(drawn) == pytest.approx(mix.mean, rel=0.05)  # a draw: 1 % or so
+    for q, at in mix.quantiles[2:-1]:
+        assert np.quantile(drawn, q) == pytest.approx(at, rel=0.1)
+
+
+@pytest.mark.parametrize("burst", [1.0, 2.5])
+def test_gaps_have_their_mean_and_spread(burst: float):
+    arrivals = [r.arrival for r in draw(Workload(20_000, 5.0, burst=burst), 4096, 1)]
+    gaps = np.diff(arrivals)
+    assert gaps.mean() == pytest.approx(0.2, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(burst, rel=0.05)
+
+
+def test_templates_are_zipf():
+    drawn = [r.template for r in draw(Workload(20_000, 1.0), 4096, 1)]
+    weights = 1.0 / np.arange(1, 971)
+    assert drawn.count("t00000") / 20_000 == pytest.approx(1.0 / weights.sum(), rel=0.05)
+    assert drawn.count("t00009") / 20_000 == pytest.approx(0.1 / weights.sum(), rel=0.2)
+
+
+def test_a_rate_changes_gaps_only():
+    slow, fast = (draw(replace(PUBLIC, rate=r), 4096, 3) for r in (1.0, 4.0))
+    assert [replace(a, arrival=0.0) for a in slow] == [replace(b, arrival=0.0) for b in fast]
+    assert [a.arrival for a in slow] == pytest.approx([4.0 * b.arrival for b in fast])
+
+
+def test_an_edit_alone_takes_its_steps():
+    workload = Workload(1, 1.0, steps=(20,))
+    _, cluster = run(
+        Scenario(workload, workers=1, warmup=0.0, pre_seconds=0.5, post_seconds=0.25), HARDWARE, 1
+    )
+    (job,) = cluster.jobs
+    step = HARDWARE.step_seconds(1, job.request.active, 0)
+    assert job.ended - job.request.arrival == pytest.approx(0.5 + 20 * step + 0.25)
+    assert job.predicted == pytest.approx(20 * step, rel=0.02)
+
+
+def test_one_row_at_a_time_waits_as_queueing_theory_says():
+    """One place in the batch is an M/G/1 queue: Pollaczek and Khinchine's mean wait."""
+    scenario = Scenario(
+        Workload(6000, 1.0, "production", steps=(4,)), workers=1, max_rows=1, warmup=0.0
+    )
+    scenario = at_load(scenario, HARDWARE, 0.6)
+    _, cluster = run(scenario, HARDWARE, 2)
+    service = np.array([job.denoised - job.started for job in cluster.jobs])
+    wait = np.mean([job.started - job.request.arrival for job in cluster.jobs])
+    rate = len(service) / cluster.jobs[-1].request.arrival
+    expected = rate * np.mean(service**2) / (2 * (1 - rate * np.mean(service)))
+    assert wait == pytest.approx(expected, rel=0.12)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batching", BATCHING)
+def test_equal_seeds_give_equal_runs_and_nothing_is_lost(policy: str, batching: str):
+    scenario = Scenario(
+        PUBLIC, policy, workers=3, batching=batching, pre_seconds=0.1, post_seconds=0.1, noise=0.1
+    )
+    first, again = (simulate(scenario, HARDWARE, 7) for _ in range(2))
+    assert first == again
+    assert first.done == first.measured == 135
+    assert simulate(scenario, HARDWARE, 8) != first
+
+
+def test_deadlines_and_full_queues_end_edits_once_too():
+    scenario = Scenario(
+        replace(PUBLIC, rate=50.0), workers=2, max_rows=2, max_waiting=20, deadline=8.0, warmup=0.0
+    )
+    result = simulate(scenario, HARDWARE, 1)
+    assert result.refused > 0
+    assert result.expired > 0
+    assert result.done + result.expired + result.refused == 150
+    assert result.p99 <= 8.0 + 8 * HARDWARE.step_seconds(0, 0, 2)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_tiers_fetch_prime_and_evict(known: bool):
+    workload = Workload(400, 4.0, "production", templates=40, zipf=0.5)
+    disk = Tiers(1, 10, 30, known)
+    fetching = simulate(Scenario(workload, workers=2, tiers=disk), HARDWARE, 1)
+    assert fetching.fetches > 0
+    assert fetching.dense_misses == fetching.primed == 0
+    cold = Tiers(2, 10, 5, known, warm=False)
+    scenario = Scenario(replace(workload, rate=1.0), workers=2, tiers=cold)
+    result, cluster = run(scenario, HARDWARE, 1)
+    assert result.dense_misses > result.primed > 0
+    assert result.fetches > 0
+    (host,) = cluster.hosts
+    assert len(host.memory) <= 10
+    assert len(host.disk) <= 5
+    assert not set(host.memory) & set(host.disk)
+    assert not host.fetching
+
+
+def test_capacity_is_what_a_saturated_worker_serves():
+    workload = replace(PUBLIC, requests=400)
+    each = capacity(HARDWARE, workload)
+    below = simulate(at_load(Scenario(workload, workers=1), HARDWARE, 0.7), HARDWARE, 1)
+    above = simulate(at_load(Scenario(workload, workers=1), HARDWARE, 2.0), HARDWARE, 1)
+    assert each > 0
+    assert below.utilisation == pytest.approx(0.7, abs=0.15)
+    assert above.utilisation > 0.98
+    assert above.mean > 4 * below.mean
+
+
+def tampered(cluster: Cluster, what: str) -> None:
+    job = cluster.jobs[5]
+    if what == "lost":
+        cluster.jobs.remove(job)
+    elif what == "doubled":
+        cluster.jobs.append(job)
+    elif what == "unanswered":
+        cluster.answers -= 1
+    elif what == "short":
+        job.tokens_done -= job.tokens_per_step
+    elif what == "step":
+        cluster.workers[job.worker].row_steps += 1
+    elif what == "early":
+        job.denoised = job.started
+
+
+@pytest.mark.parametrize("what", ["lost", "doubled", "unanswered", "short", "step", "early"])
+def test_the_checks_notice_what_is_not_conserved(what: str):
+    _, cluster = run(Scenario(PUBLIC, workers=3), HARDWARE, 1)
+    requests = draw(PUBLIC, HARDWARE.tokens, 1)
+    check_conserved(cluster, requests)
+    tampered(cluster, what)
+    with pytest.raises(NotConserved):
+        check_conserved(cluster, requests)
+
+
+def test_static_batches_end_together():
+    scenario = Scenario(replace(PUBLIC, rate=30.0), workers=1, batching="static")
+    _, cluster = run(scenario, HARDWARE, 1)
+    starts = sorted({job.started for job in cluster.jobs})
+    for start in starts:
+        batch = [job for job in cluster.jobs if job.started == start]
+        assert len(batch) <= 8
+        assert len({job.ended for job in batch}) == 1
+        assert not any(start < other < batch[0].ended for other in starts)
+
+
+def test_mask_aware_is_under_round_robin_where_masks_differ():
+    scenario = at_load(Scenario(Workload(400, 1.0), workers=4), HARDWARE, 0.9)
+    ours, theirs = (
+        simulate(replace(scenario, policy=p), HARDWARE, 1) for p in ("mask_aware", "round_robin")
+    )
+    assert ours.p95 < 0.75 * theirs.p95
+
+
+def test_many_workers():
+    scenario = at_load(Scenario(Workload(300, 1.0), workers=256), HARDWARE, 0.3)
+    result = simulate(scenario, HARDWARE, 1)
+    assert result.done == result.measured
+    assert result.good_share == 1.0
+
+
+def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--edits", "60", "--workers", "2", "--steps", "8", "--json"]
+    assert main([*arguments, str(tmp_path / "a.json"), "--plot", str(tmp_path)]) == 0
+    assert main([*arguments, str(tmp_path / "b.json")]) == 0
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert report == json.loads((tmp_path / "b.json").read_text())
+    assert {r["policy"] for r in report["results"]} == set(POLICIES)
+    assert all(math.isfinite(r["p95"]) for r in report["results"])
+    assert (tmp_path / "simulated_latencies.png").stat().st_size > 1000
+    assert "mask_aware" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [["--workers", "257"], ["--load", "0"], ["--mix", "none"]])
+def test_arguments_out_of_range_are_refused(wrong: list[str]):
+    with pytest.raises(SystemExit, match="2"):
+        main(wrong)
