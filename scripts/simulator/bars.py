@@ -28,8 +28,9 @@ PAPER = {"static": 0.35, "strawman": 0.40}
 """P95 over continuous batching, FlashPS §6.4."""
 SMALL_BATCHES_IDLE = 1 / 3
 """`Hardware.overhead` at which a FLUX row of mask ratio 0.2 is 1.9 x as fast as a dense one, as
-FlashPS Fig. 15 has it; counted FLOPs alone say 3.1 x."""
+FlashPS Fig. 15 has it; counted FLOPs alone say 3.5 x."""
 FEW_TOKENS_IDLE = 1 / 2
+"""Where static batching comes out as FlashPS §6.4 measured it."""
 
 Report = dict[str, Any]
 Say = Callable[[str], None]

@@ -90,7 +90,7 @@ def check_conserved(cluster: Cluster, requests: Sequence[Request]) -> None:
     must(ended == [r.number for r in requests], "each edit is sent or refused, once")
     must(cluster.answers == len(cluster.jobs), "each edit sent is answered, once")
     for job in cluster.jobs:
-        asked = job.request.steps * job.tokens_per_step
+        asked = job.request.steps * job.row.tokens
         must(job.outcome in ("done", "expired"), f"edit {job.request.number} has an outcome")
         must(job.sent == job.request.arrival, "an edit is sent when it arrives")
         if job.outcome == "done":

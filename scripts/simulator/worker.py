@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from maskserve_core.routing import Edit, RowLoad, WorkerView
 from maskserve_core.scheduler import StepScheduler, Ticket
@@ -38,10 +39,6 @@ class Job:
     predicted: float = math.nan
     """Seconds from `sent` until the denoising ends, as predicted when the worker was chosen."""
     tokens_done: int = 0
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.row.tokens
 
 
 @dataclass(slots=True)
@@ -181,7 +178,7 @@ class Worker:
                 str(request.number),
                 request.steps,
                 self.hardware.tokens,
-                job.tokens_per_step,
+                job.row.tokens,
                 request.arrival,
                 deadline=None if deadline is None else request.arrival + deadline,
             )
@@ -247,7 +244,7 @@ class Worker:
                 continue
             job = self._assigned[ticket.request_id]
             job.left -= 1
-            job.tokens_done += job.tokens_per_step
+            job.tokens_done += job.row.tokens
             self.row_steps += 1
             if not job.left:
                 self.scheduler.finish(ticket.request_id)
@@ -300,6 +297,6 @@ class Worker:
         self.scheduler.check_integrity()
         if self._assigned or self._gate or self._held or len(self.scheduler):
             raise RuntimeError(f"{self.name}: work is left: {len(self._assigned)} edits")
-        for (_, end), (start, _) in zip(self.intervals, self.intervals[1:], strict=False):
+        for (_, end), (start, _) in pairwise(self.intervals):
             if start < end:
                 raise RuntimeError(f"{self.name}: busy twice at {start}")

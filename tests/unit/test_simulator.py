@@ -143,7 +143,7 @@ def tampered(cluster: Cluster, what: str) -> None:
     elif what == "unanswered":
         cluster.answers -= 1
     elif what == "short":
-        job.tokens_done -= job.tokens_per_step
+        job.tokens_done -= job.row.tokens
     elif what == "step":
         cluster.workers[job.worker].row_steps += 1
     elif what == "early":

@@ -1,0 +1,56 @@
+"""Pricing from counted work: what routing believes against what the model computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from maskserve_core.costs import CostModel, Line
+from maskserve_core.entry_bytes import FORMATS, block_bytes, entry_bytes
+from maskserve_core.flops import RowTokens, flux_work
+from maskserve_core.routing import Pricing
+from maskserve_core.routing.estimate import pricing_of
+
+CONFIG = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 32,
+    "in_channels": 64,
+    "num_layers": 2,
+    "num_single_layers": 4,
+    "pooled_projection_dim": 64,
+    "joint_attention_dim": 128,
+}
+WORK = flux_work(CONFIG, 32, 32)
+TEXT = 24
+COSTS = CostModel(
+    "some",
+    Line(0.003, 2e-12),
+    {"device": Line(0.0, 0.0), "host": Line(1e-5, 1e-9), "disk": Line(1e-4, 5e-9)},
+)
+
+
+@pytest.fixture
+def pricing() -> Pricing:
+    return pricing_of(WORK, COSTS, FORMATS["bfloat16"], text=TEXT, anchors=5, steps_per_anchor=2)
+
+
+@pytest.mark.parametrize("active", [1, 100, 200])
+def test_a_batch_costs_the_sum_of_its_rows(pricing: Pricing, active: int):
+    rows = [RowTokens((float(active),), TEXT), RowTokens((50.0,), TEXT)]
+    counted = COSTS.step_seconds(WORK.step_flops(rows, "kv"))
+    priced = pricing.step + sum(
+        pricing.row(row.active[0], WORK.tokens[0], cached=True)[0] for row in rows
+    )
+    assert priced == pytest.approx(counted)
+
+
+def test_dense_rows_loads_and_fetches(pricing: Pricing):
+    full = RowTokens((256.0,), TEXT)
+    dense = COSTS.step_seconds(WORK.step_flops([full], "dense"))
+    assert pricing.step + pricing.dense_row == pytest.approx(dense)
+    loaded = block_bytes(WORK, [(206.0,)], FORMATS["bfloat16"])[:, 1].sum()
+    load = pricing.spare_token * 206
+    assert load == pytest.approx(loaded * 1e-9 / 2)  # two steps share an anchor
+    template = 5 * entry_bytes(WORK, "kv", FORMATS["bfloat16"])
+    assert pricing.fetch == {"disk": pytest.approx(COSTS.load_seconds("disk", template))}
+    assert pricing.fetch_s("host") == pricing.fetch_s("device") == 0.0
+    assert Pricing.from_json(pricing.to_json()) == pricing
