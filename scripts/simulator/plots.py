@@ -62,7 +62,7 @@ def plot_routing(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set_yticklabels([f"{r['case']}, {r['load']:.0%}" for r in reports], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("P95 as a multiple of mask_aware's")
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.legend(frameon=False, fontsize=8, loc="center right")
     _save(figure, path)
 
 
