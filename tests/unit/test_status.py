@@ -10,6 +10,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -217,12 +218,11 @@ def _write_until_killed(path: str) -> None:
         writer.write(large(rng.randrange(10**6)))
 
 
-def _read_many(path: str, seconds: float, results: multiprocessing.Queue[tuple[int, int, float]]):  # type: ignore[type-arg]
+def _read_until_stopped(path: str, stop: Any, results: Any) -> None:
     reader = StatusReader(path)
     whole = torn = 0
     slowest = 0.0
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    while not stop.is_set():
         start = time.thread_time()
         status = reader.read()
         slowest = max(slowest, time.thread_time() - start)
@@ -237,17 +237,28 @@ def test_readers_of_a_busy_writer_that_is_killed_and_restarted_see_whole_records
     path = str(tmp_path / "s")
     StatusWriter(path).write(large(1))
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    readers = [context.Process(target=_read_many, args=(path, 3.0, results)) for _ in range(2)]
+    stop, results = context.Event(), context.Queue()
+    readers = [
+        context.Process(target=_read_until_stopped, args=(path, stop, results)) for _ in range(2)
+    ]
     for reader in readers:
         reader.start()
+    here = StatusReader(path)
     for _ in range(3):
+        before = os.stat(path).st_ino
         writer = context.Process(target=_write_until_killed, args=(path,))
         writer.start()
-        time.sleep(1.5)
+        # A new file, and enough records in it for readers to meet many writes.
+        while True:
+            status = here.read()
+            assert status is not None
+            if os.stat(path).st_ino != before and status.sequence > 1000:
+                break
+            time.sleep(0.01)
         assert writer.pid is not None
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
+    stop.set()
     for _ in readers:
         whole, torn, slowest = results.get(timeout=60)
         assert torn == 0
@@ -255,7 +266,6 @@ def test_readers_of_a_busy_writer_that_is_killed_and_restarted_see_whole_records
         assert slowest < 0.1  # CPU time of one read: no spinning on a writer
     for reader in readers:
         reader.join()
-    last = StatusReader(path).read()
+    last = here.read()
     assert last is not None
     assert is_whole(last)
-    assert last.sequence > 1
