@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -58,9 +58,6 @@ class InferenceResponse:
 
     def error(self) -> TritonError | None:
         return self._error
-
-    def output_tensors(self) -> list[Tensor]:
-        return list(self._tensors)
 
     def text(self, name: str) -> bytes:
         """One BYTES output; for tests."""

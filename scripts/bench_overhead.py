@@ -1,0 +1,321 @@
+#!/usr/bin/env python3
+"""What serving adds to an edit: Triton and the step loop against calling the parts directly.
+
+Three measurements with the demo model, dense rows (`cache: off`):
+
+1. path: one edit through Triton (gRPC, `edit`) against codec, encoder, engine, decoder and codec
+   called one after the other in this process; in turn, medians, and their difference.
+2. step: of a step of 8 rows in the engine's loop, everything that is not the model.
+3. throughput: 8 edits at once against one at a time through Triton, beside the FLOP limit: a
+   matrix product's measured FLOP/s over the counted FLOPs of an edit.
+
+    python scripts/bench_overhead.py --json overhead.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from bench_step import hardware
+from demo_model.scenes import held_out_edits
+from maskserve_client import Client
+from maskserve_core.config import Config, beside_denoiser
+from maskserve_core.facts import load_facts
+from maskserve_core.flops import flux_work
+from maskserve_core.postprocess import finish_edit
+from maskserve_core.preprocess import prepare_edit
+from maskserve_engine.decode import Decoder
+from maskserve_engine.encode import Encoder
+from maskserve_engine.engine import Engine
+from maskserve_engine.flux import forward as forward_module
+from maskserve_engine.job import EditJob, EngineEvent, Failed, Final
+from quality.systems import load_model_config
+from serving.options import ServeOptions
+from serving.ports import free_base_port
+from serving.supervisor import Supervisor
+
+ROOT = Path(__file__).resolve().parent.parent
+Edit = tuple[bytes, bytes, str]
+
+
+class Direct:
+    """The parts of a worker in this process, called one after the other."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.facts = load_facts(config.model.path)
+        self.encoder, self.decoder = Encoder.load(config), Decoder.load(config)
+        self.beside = beside_denoiser(config).model.torch_threads
+        self.threads = config.model.torch_threads
+        self.engine = Engine.load(config)
+        self.engine.start()
+
+    def edit(self, edit: Edit, settings: dict[str, Any]) -> bytes:
+        image, mask, prompt = edit
+        ready = prepare_edit(
+            image, mask, prompt.encode(), json.dumps(settings).encode(), self.facts, self.config
+        )
+        torch.set_num_threads(self.beside)
+        encoded = self.encoder.encode(ready.pixels, ready.edit_mask, prompt)
+        torch.set_num_threads(self.threads)
+        final = self.denoise(
+            EditJob(
+                ready.request,
+                ready.edit_mask,
+                encoded.moments,
+                encoded.masked_moments,
+                encoded.prompt_embeds,
+                encoded.pooled,
+            )
+        )
+        torch.set_num_threads(self.beside)
+        pixels = self.decoder.decode(final.latents)
+        return finish_edit(pixels, ready.source, ready.paste, ready.request)
+
+    def denoise(self, job: EditJob) -> Final:
+        done, events = threading.Event(), list[EngineEvent]()
+
+        def sink(event: EngineEvent) -> None:
+            events.append(event)
+            if isinstance(event, Final | Failed):
+                done.set()
+
+        self.engine.submit(job, sink)
+        done.wait()
+        last = events[-1]
+        assert isinstance(last, Final), last
+        return last
+
+    def jobs(self, edits: list[Edit], settings: dict[str, Any]) -> list[EditJob]:
+        made = []
+        for image, mask, prompt in edits:
+            raw = json.dumps(settings).encode()
+            ready = prepare_edit(image, mask, prompt.encode(), raw, self.facts, self.config)
+            encoded = self.encoder.encode(ready.pixels, ready.edit_mask, prompt)
+            made.append(
+                EditJob(
+                    ready.request,
+                    ready.edit_mask,
+                    encoded.moments,
+                    encoded.masked_moments,
+                    encoded.prompt_embeds,
+                    encoded.pooled,
+                )
+            )
+        return made
+
+
+def make_edits(count: int, side: int) -> list[Edit]:
+    """Encoded held-out edits of `side` x `side` pixels."""
+
+    def png(array: Any) -> bytes:
+        buffer = io.BytesIO()
+        Image.fromarray(array).save(buffer, "PNG")
+        return buffer.getvalue()
+
+    return [
+        (png(edit.source), png(edit.mask.astype(np.uint8) * 255), edit.prompt)
+        for edit in held_out_edits(count, (side, side))
+    ]
+
+
+def timed(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def measure_path(
+    client: Client, direct: Direct, edits: list[Edit], settings: dict[str, Any], rounds: int
+) -> dict[str, Any]:
+    """Triton's path and the direct one, in turn."""
+    through, straight = [], []
+    for number in range(rounds + 2):
+        edit = edits[number % len(edits)]
+        one = timed(partial(_call, client, edit, settings))
+        other = timed(partial(direct.edit, edit, settings))
+        if number >= 2:
+            through.append(one)
+            straight.append(other)
+    differences = [a - b for a, b in zip(through, straight, strict=True)]
+    return {
+        "rounds": rounds,
+        "triton_p50_ms": round(statistics.median(through), 2),
+        "direct_p50_ms": round(statistics.median(straight), 2),
+        "added_p50_ms": round(statistics.median(through) - statistics.median(straight), 2),
+        "added_median_of_pairs_ms": round(statistics.median(differences), 2),
+    }
+
+
+def _call(client: Client, edit: Edit, settings: dict[str, Any]) -> Any:
+    image, mask, prompt = edit
+    return client.edit(image, mask, prompt, **settings)
+
+
+def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any]:
+    """Time of the engine's loop per step of 8 rows, less the model's own."""
+    settings = {"num_inference_steps": steps, "cache": "off"}
+    jobs = direct.jobs(edits[:8], settings)
+    spent: list[float] = []
+    model = direct.engine.adapter.model  # type: ignore[attr-defined]
+    parts = [model.x_embedder, model.time_text_embed, model.norm_out.linear, model.proj_out]
+    begins: dict[int, float] = {}
+    hooks = []
+    for part in parts:
+        hooks.append(
+            part.register_forward_pre_hook(
+                lambda m, _: begins.__setitem__(id(m), time.perf_counter())
+            )
+        )
+        hooks.append(
+            part.register_forward_hook(
+                lambda m, *_: spent.append(time.perf_counter() - begins[id(m)])
+            )
+        )
+    originals = forward_module.double_block, forward_module.single_block
+
+    def clocked(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            begin = time.perf_counter()
+            out = function(*args)
+            spent.append(time.perf_counter() - begin)
+            return out
+
+        return call
+
+    forward_module.double_block = clocked(originals[0])  # type: ignore[attr-defined]
+    forward_module.single_block = clocked(originals[1])  # type: ignore[attr-defined]
+    torch.set_num_threads(direct.threads)
+    before = dict(direct.engine.counters)
+    try:
+        # All eight are in the inbox before the loop looks, so every step has eight rows.
+        direct.engine.ask(partial(time.sleep, 0.2))
+        with ThreadPoolExecutor(8) as pool:
+            pending = [pool.submit(direct.denoise, job) for job in jobs]
+            time.sleep(0.1)
+            finals = [each.result() for each in pending]
+        wall = max(f.meta["timings_ms"]["denoise"] for f in finals)
+    finally:
+        forward_module.double_block, forward_module.single_block = originals  # type: ignore[attr-defined]
+        for hook in hooks:
+            hook.remove()
+    taken = direct.engine.counters["steps_total"] - before["steps_total"]
+    inside = 1e3 * sum(spent) / taken
+    return {
+        "rows": statistics.mean(f.meta["batch_mean"] for f in finals),
+        "steps": int(taken),
+        "step_ms": round(wall / taken, 3),
+        "model_ms": round(inside, 3),
+        "rest_ms": round(wall / taken - inside, 3),
+    }
+
+
+def measure_throughput(
+    client: Client, edits: list[Edit], settings: dict[str, Any], count: int
+) -> dict[str, Any]:
+    """Edits per second one at a time and eight at once, in turn."""
+    rates: dict[int, list[float]] = {1: [], 8: []}
+    batch_means = []
+    for _ in range(3):
+        for concurrent in rates:
+            with ThreadPoolExecutor(concurrent) as pool:
+                begin = time.perf_counter()
+                answers = list(
+                    pool.map(lambda i: _call(client, edits[i % len(edits)], settings), range(count))
+                )
+                rates[concurrent].append(count / (time.perf_counter() - begin))
+            if concurrent == 8:
+                batch_means += [a.meta["batch_mean"] for a in answers]
+    one, eight = (statistics.median(rates[n]) for n in (1, 8))
+    return {
+        "edits_per_s_1": round(one, 3),
+        "edits_per_s_8": round(eight, 3),
+        "ratio": round(eight / one, 3),
+        "mean_batch_at_8": round(statistics.mean(batch_means), 2),
+    }
+
+
+def flop_limit(config: Config, side: int, steps: int) -> dict[str, float]:
+    """Edits per second if the denoiser ran at a large float32 matrix product's rate."""
+    facts = load_facts(config.model.path)
+    h = min(side, facts.native_resolution) // facts.vae_scale_factor
+    work = flux_work(facts.transformer, h, h)
+    row = work.row_at(1.0, config.model.max_sequence_length)
+    flops = steps * work.step_flops([row], "dense")
+    n = 2048
+    a, b = torch.randn(n, n), torch.randn(n, n)
+    torch.set_num_threads(config.model.torch_threads)
+    best = min(timed(lambda: a @ b) for _ in range(8))
+    rate = 2.0 * n**3 / (best / 1e3)
+    return {
+        "gflop_per_edit": round(flops / 1e9, 2),
+        "gemm_gflops": round(rate / 1e9, 1),
+        "edits_per_s_limit": round(rate / flops, 3),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", type=Path, default=ROOT / "assets" / "models" / "demo")
+    parser.add_argument("--side", type=int, default=256, help="pixels of the square source")
+    parser.add_argument("--steps", type=int, default=4, help="denoising steps of the path")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--edits", type=int, default=24, help="edits per throughput round")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    config = load_model_config(args.model)
+    config = replace(config, model=replace(config.model, torch_threads=args.threads))
+    edits = make_edits(8, args.side)
+    settings = {"num_inference_steps": args.steps, "cache": "off", "seed": 1}
+    report: dict[str, Any] = {
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": hardware(torch.device("cpu")),
+        "side": args.side,
+        "steps": args.steps,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        options = ServeOptions(
+            model=str(args.model), base_port=free_base_port(), log_dir=Path(folder) / "logs"
+        )
+        with Supervisor(options) as supervisor:
+            client = Client(supervisor.workers[0].grpc_url)
+            direct = Direct(config)
+            report["path"] = measure_path(client, direct, edits, settings, args.rounds)
+            print(json.dumps(report["path"]), flush=True)
+            direct.engine.close(5.0)
+            report["throughput"] = measure_throughput(client, edits, settings, args.edits)
+            print(json.dumps(report["throughput"]), flush=True)
+            client.close()
+    direct = Direct(config)
+    direct.edit(edits[0], settings)
+    report["step"] = measure_step(direct, edits, 60)
+    print(json.dumps(report["step"]), flush=True)
+    direct.engine.close(5.0)
+    report["limit"] = flop_limit(config, args.side, args.steps)
+    print(json.dumps(report["limit"]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
