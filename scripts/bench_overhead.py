@@ -20,7 +20,6 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,93 +32,20 @@ import numpy as np
 import torch
 from PIL import Image
 
-from bench_step import hardware
+from benchmarks.direct import Direct, Edit
+from benchmarks.timing import hardware
 from demo_model.scenes import held_out_edits
 from maskserve_client import Client
-from maskserve_core.config import Config, beside_denoiser
+from maskserve_core.config import Config
 from maskserve_core.facts import load_facts
 from maskserve_core.flops import flux_work
-from maskserve_core.postprocess import finish_edit
-from maskserve_core.preprocess import prepare_edit
-from maskserve_engine.decode import Decoder
-from maskserve_engine.encode import Encoder
-from maskserve_engine.engine import Engine
 from maskserve_engine.flux import forward as forward_module
-from maskserve_engine.job import EditJob, EngineEvent, Failed, Final
 from quality.systems import load_model_config
 from serving.options import ServeOptions
 from serving.ports import free_base_port
 from serving.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parent.parent
-Edit = tuple[bytes, bytes, str]
-
-
-class Direct:
-    """The parts of a worker in this process, called one after the other."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.facts = load_facts(config.model.path)
-        self.encoder, self.decoder = Encoder.load(config), Decoder.load(config)
-        self.beside = beside_denoiser(config).model.torch_threads
-        self.threads = config.model.torch_threads
-        self.engine = Engine.load(config)
-        self.engine.start()
-
-    def edit(self, edit: Edit, settings: dict[str, Any]) -> bytes:
-        image, mask, prompt = edit
-        ready = prepare_edit(
-            image, mask, prompt.encode(), json.dumps(settings).encode(), self.facts, self.config
-        )
-        torch.set_num_threads(self.beside)
-        encoded = self.encoder.encode(ready.pixels, ready.edit_mask, prompt)
-        torch.set_num_threads(self.threads)
-        final = self.denoise(
-            EditJob(
-                ready.request,
-                ready.edit_mask,
-                encoded.moments,
-                encoded.masked_moments,
-                encoded.prompt_embeds,
-                encoded.pooled,
-            )
-        )
-        torch.set_num_threads(self.beside)
-        pixels = self.decoder.decode(final.latents)
-        return finish_edit(pixels, ready.source, ready.paste, ready.request)
-
-    def denoise(self, job: EditJob) -> Final:
-        done, events = threading.Event(), list[EngineEvent]()
-
-        def sink(event: EngineEvent) -> None:
-            events.append(event)
-            if isinstance(event, Final | Failed):
-                done.set()
-
-        self.engine.submit(job, sink)
-        done.wait()
-        last = events[-1]
-        assert isinstance(last, Final), last
-        return last
-
-    def jobs(self, edits: list[Edit], settings: dict[str, Any]) -> list[EditJob]:
-        made = []
-        for image, mask, prompt in edits:
-            raw = json.dumps(settings).encode()
-            ready = prepare_edit(image, mask, prompt.encode(), raw, self.facts, self.config)
-            encoded = self.encoder.encode(ready.pixels, ready.edit_mask, prompt)
-            made.append(
-                EditJob(
-                    ready.request,
-                    ready.edit_mask,
-                    encoded.moments,
-                    encoded.masked_moments,
-                    encoded.prompt_embeds,
-                    encoded.pooled,
-                )
-            )
-        return made
 
 
 def make_edits(count: int, side: int) -> list[Edit]:
@@ -202,7 +128,6 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
 
     forward_module.double_block = clocked(originals[0])  # type: ignore[attr-defined]
     forward_module.single_block = clocked(originals[1])  # type: ignore[attr-defined]
-    torch.set_num_threads(direct.threads)
     before = dict(direct.engine.counters)
     try:
         # All eight are in the inbox before the loop looks, so every step has eight rows.

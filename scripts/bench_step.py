@@ -14,185 +14,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from maskserve_core.entry_key import Anchor
-from maskserve_core.flops import flux_work
-from maskserve_engine.codec import FORMATS, encode
-from maskserve_engine.entries import AnchorEntry, BlockEntry
+from benchmarks.step_rig import PRESETS, Bench
+from benchmarks.timing import Timer, hardware
+from maskserve_engine.codec import FORMATS
 from maskserve_engine.flux import forward as forward_module
-from maskserve_engine.flux.conditioning import TemplateInputs
-from maskserve_engine.flux.forward import forward
-from maskserve_engine.flux.rows import FluxRow, Inactive
-from maskserve_engine.flux.schedule import Schedule
-
-ROOT = Path(__file__).resolve().parent.parent
-PRESETS: dict[str, dict[str, Any]] = {
-    "flux-1024": {"grid": (64, 64), "text": 512},
-    "demo": {"grid": (16, 16), "text": 16},
-}
-
-
-class Bench:
-    """A transformer and synthetic rows of it.
-
-    Args:
-        preset: a key of PRESETS.
-        blocks: (double, single) blocks to keep; None keeps all.
-        dtype: of weights, activations and entries in model format.
-        device: where it runs.
-        format: storage format of entries.
-        kind: `kv` or `project`.
-    """
-
-    def __init__(
-        self,
-        preset: str,
-        blocks: tuple[int, int] | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: str,
-    ) -> None:
-        self.grid, self.text = PRESETS[preset]["grid"], PRESETS[preset]["text"]
-        self.device, self.dtype, self.format = device, dtype, format
-        self.model = _model(preset, blocks, dtype, device)
-        self.config = dict(self.model.config)
-        self.blocks = len(self.model.transformer_blocks) + len(self.model.single_transformer_blocks)
-        self.work = flux_work(self.config, 2 * self.grid[0], 2 * self.grid[1])
-        self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
-
-    def fill_entry(self, kind: str) -> None:
-        """Random entries of one template for all blocks."""
-        tokens, width = self.grid[0] * self.grid[1], self.model.inner_dim
-
-        def coded() -> Any:
-            return encode(self._random(tokens, width), self.format)
-
-        blocks = []
-        for _ in range(self.blocks):
-            keys_values = kind == "kv"
-            blocks.append(
-                BlockEntry(
-                    None if keys_values else coded(),
-                    coded() if keys_values else None,
-                    coded() if keys_values else None,
-                )
-            )
-        self.entry = AnchorEntry(Anchor(0.5, 500.0), tuple(blocks))
-
-    def row(self, mask_ratio: float | None, seed: int) -> FluxRow:
-        """A dense row (None), or a cached one with random active tokens."""
-        tokens, channels = self.grid[0] * self.grid[1], self.config["in_channels"]
-        out = self.config.get("out_channels") or channels
-        cis = self._cis()
-        extra = channels - out
-        condition = self._random(tokens, extra) if extra else None
-        row = FluxRow(
-            request_id=str(seed),
-            schedule=Schedule(
-                torch.tensor([0.5, 0.45], device=self.device),
-                torch.tensor([500.0], device=self.device),
-            ),
-            grid=self.grid,
-            text=self._random(self.text, self.model.inner_dim),
-            pooled=self._random(self.config["pooled_projection_dim"]),
-            guidance=3.5 if self.config["guidance_embeds"] else None,
-            cis=cis,
-            latents=self._random(tokens, out),
-            condition=condition,
-            blend=None,
-        )
-        if mask_ratio is None:
-            return row
-        order = np.random.default_rng(seed).permutation(tokens)
-        count = max(1, round(mask_ratio * tokens))
-        active = torch.from_numpy(np.sort(order[:count])).to(self.device)
-        index = torch.from_numpy(np.sort(order[count:])).to(self.device)
-        template = TemplateInputs(row.latents, self._random(tokens, out), condition)
-        row.inactive = Inactive(
-            active, index, template.take(index), cis[self.text :][index], (self.entry,)
-        )
-        row.cis = torch.cat((cis[: self.text], cis[self.text :][active]))
-        row.latents = row.latents[active]
-        row.condition = None if condition is None else condition[active]
-        return row
-
-    def step(self, rows: Sequence[FluxRow], kind: str) -> None:
-        """What the engine does with a batch at one step."""
-        with torch.inference_mode():
-            for row in rows:
-                row.step = 0
-                row.load()
-            outputs = forward(self.model, [r.model_input() for r in rows], (kind,) * self.blocks)
-            for row, output in zip(rows, outputs, strict=True):
-                row.advance(output)
-
-    def limit(self, ratios: Sequence[float], kind: str) -> float:
-        """Dense FLOPs over cached FLOPs of a batch with these mask ratios."""
-        cached = [self.work.row_at(m, self.text) for m in ratios]
-        dense = self.work.step_flops(cached, "dense")
-        return dense / self.work.step_flops(cached, kind)
-
-    def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=self.device).to(self.dtype)
-
-    def _cis(self) -> torch.Tensor:
-        gh, gw = self.grid
-        ids = torch.zeros(self.text + gh * gw, 3, device=self.device)
-        ids[self.text :, 1] = torch.arange(gh, device=self.device).repeat_interleave(gw)
-        ids[self.text :, 2] = torch.arange(gw, device=self.device).repeat(gh)
-        cos, sin = self.model.pos_embed(ids)
-        return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
-
-
-def _model(
-    preset: str, blocks: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
-) -> Any:
-    from diffusers import FluxTransformer2DModel
-
-    if preset == "demo":
-        folder = ROOT / "assets" / "models" / "demo" / "transformer"
-        config = FluxTransformer2DModel.load_config(folder)
-    else:  # FLUX.1-dev is the class's own default configuration
-        config = {"guidance_embeds": True}
-    if blocks is not None:
-        config = {**config, "num_layers": blocks[0], "num_single_layers": blocks[1]}
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = FluxTransformer2DModel.from_config(config)
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval().requires_grad_(False)
-
-
-class Timer:
-    """Wall time of calls, on CUDA until the device is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def ms(self, call: Callable[[], None]) -> float:
-        self._settle()
-        begin = time.perf_counter()
-        call()
-        self._settle()
-        return 1e3 * (time.perf_counter() - begin)
-
-    def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+from maskserve_engine.flux.rows import FluxRow
 
 
 def model_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) -> float:
@@ -295,20 +131,6 @@ def _line(r: dict[str, Any]) -> str:
         f"cached {r['ms']:9.1f} ms  {r['speedup']:5.2f}x of {r['flop_limit']:5.2f}x "
         f"= {r['of_limit']:.2f}  rest {r['rest_ms']:.2f} ms"
     )
-
-
-def hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
-    return f"{model}, {torch.get_num_threads()} threads"
 
 
 def main() -> int:

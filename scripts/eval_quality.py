@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench_step import hardware
+from benchmarks.timing import hardware
 from demo_model.evaluation import run_edits
 from demo_model.scenes import held_out_edits
 from quality.metrics import Picture, compare

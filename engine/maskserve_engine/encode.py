@@ -94,7 +94,7 @@ class Encoder:
 
     def _image(self, pixels: NDArray[np.uint8]) -> Tensor:
         """[1, 3, H, W] in [-1, 1]; float32 until the VAE, as VaeImageProcessor does."""
-        scaled = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None].float()
+        scaled = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None]
         return (scaled / 255.0) * 2.0 - 1.0
 
     def _moments(self, image: Tensor) -> NDArray[np.float32]:

@@ -1,7 +1,6 @@
 """encoder: VAE moments of the source and embeddings of the prompt."""
 
 import time
-from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils

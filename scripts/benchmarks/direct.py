@@ -1,0 +1,87 @@
+"""The parts of a worker in one process, one after the other: what serving is held against."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import torch
+
+from maskserve_core.config import Config, beside_denoiser
+from maskserve_core.facts import load_facts
+from maskserve_core.postprocess import finish_edit
+from maskserve_core.preprocess import prepare_edit
+from maskserve_engine.decode import Decoder
+from maskserve_engine.encode import Encoder
+from maskserve_engine.engine import Engine
+from maskserve_engine.job import EditJob, EngineEvent, Failed, Final
+
+Edit = tuple[bytes, bytes, str]
+"""Encoded image, encoded mask, prompt."""
+
+
+class Direct:
+    """The parts of a worker in this process, called one after the other."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.facts = load_facts(config.model.path)
+        self.encoder, self.decoder = Encoder.load(config), Decoder.load(config)
+        self.engine = Engine.load(config)
+        self.engine.start()
+        # Thread counts belong to threads: the engine's keeps the denoiser's, this one gets what
+        # the encoder and decoder have in a worker.
+        self.engine.ask(lambda: torch.set_num_threads(config.model.torch_threads)).result()
+        torch.set_num_threads(beside_denoiser(config).model.torch_threads)
+
+    def edit(self, edit: Edit, settings: dict[str, Any]) -> bytes:
+        image, mask, prompt = edit
+        ready = prepare_edit(
+            image, mask, prompt.encode(), json.dumps(settings).encode(), self.facts, self.config
+        )
+        encoded = self.encoder.encode(ready.pixels, ready.edit_mask, prompt)
+        final = self.denoise(
+            EditJob(
+                ready.request,
+                ready.edit_mask,
+                encoded.moments,
+                encoded.masked_moments,
+                encoded.prompt_embeds,
+                encoded.pooled,
+            )
+        )
+        pixels = self.decoder.decode(final.latents)
+        return finish_edit(pixels, ready.source, ready.paste, ready.request)
+
+    def denoise(self, job: EditJob) -> Final:
+        done, events = threading.Event(), list[EngineEvent]()
+
+        def sink(event: EngineEvent) -> None:
+            events.append(event)
+            if isinstance(event, Final | Failed):
+                done.set()
+
+        self.engine.submit(job, sink)
+        done.wait()
+        last = events[-1]
+        assert isinstance(last, Final), last
+        return last
+
+    def jobs(self, edits: list[Edit], settings: dict[str, Any]) -> list[EditJob]:
+        made = []
+        for image, mask, prompt in edits:
+            raw = json.dumps(settings).encode()
+            ready = prepare_edit(image, mask, prompt.encode(), raw, self.facts, self.config)
+            encoded = self.encoder.encode(ready.pixels, ready.edit_mask, prompt)
+            made.append(
+                EditJob(
+                    ready.request,
+                    ready.edit_mask,
+                    encoded.moments,
+                    encoded.masked_moments,
+                    encoded.prompt_embeds,
+                    encoded.pooled,
+                )
+            )
+        return made
