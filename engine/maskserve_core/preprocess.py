@@ -103,7 +103,7 @@ def prepare_edit(
         pixels_id=source_id if source.size == size else template_id(pixels),
         timings_ms={"preprocess": round(taken_ms, 3)},
     )
-    return PreparedEdit(pixels, masks.edit, request, source.encoded, paste)
+    return PreparedEdit(pixels, _for_model(masks.edit, facts), request, source.encoded, paste)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,20 @@ def _at_model_size(
     if source.size == size:
         return size, source.pixels
     return size, np.asarray(resize(Image.fromarray(source.pixels), size))
+
+
+def _for_model(edit: npt.NDArray[np.uint8], facts: ModelFacts) -> npt.NDArray[np.uint8]:
+    """The edit mask as the model should be given it.
+
+    Inpaint semantics sample the mask once per latent, and would lose what is thinner than one: its
+    mask is grown to whole latents. What is pasted stays as the client drew it.
+    """
+    if facts.semantics != "inpaint":
+        return edit
+    side = facts.vae_scale_factor
+    height, width = edit.shape
+    cells = edit.reshape(height // side, side, width // side, side).max(axis=(1, 3))
+    return cells.repeat(side, axis=0).repeat(side, axis=1)
 
 
 def _source(

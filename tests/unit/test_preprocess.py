@@ -17,6 +17,7 @@ from maskserve_core.capabilities import steps_run
 from maskserve_core.config import CacheConfig, Config, LimitsConfig, ModelConfig
 from maskserve_core.errors import InvalidRequest, MaskserveError, TemplateNotFound
 from maskserve_core.facts import ModelFacts
+from maskserve_core.images import encode_image
 from maskserve_core.images import decode_image
 from maskserve_core.keys import template_id
 from maskserve_core.preprocess import PreparedEdit, prepare_edit
@@ -236,3 +237,15 @@ def test_unknown_templates_are_not_found(tmp_path: Path) -> None:
     for templates in (None, TemplateFolder(tmp_path)):
         with pytest.raises(TemplateNotFound, match=r"SETTINGS\.template_id"):
             prepare(templates=templates, IMAGE=b"", SETTINGS=settings(template_id="0" * 32))
+
+
+def test_inpaint_models_get_whole_latents_so_that_no_mask_vanishes() -> None:
+    mask = np.zeros((64, 64), np.uint8)
+    mask[13, 21] = 255
+    picture = encode_image(np.stack([mask] * 3, axis=2), "png")
+    source = encode_image(np.full((64, 64, 3), 90, np.uint8), "png")
+    for semantics, expected in (("fill", 1), ("inpaint", FACTS.vae_scale_factor**2)):
+        facts = replace(FACTS, semantics=semantics, native_resolution=64)
+        ready = prepare(facts, IMAGE=source, MASK=picture, SETTINGS=b"{}")
+        assert (ready.edit_mask > 127).sum() == expected
+        assert ready.edit_mask[13, 21] == 255

@@ -1,0 +1,51 @@
+#!/usr/bin/env python3
+"""Bytes that one template takes, by entry kind, format and anchor stride, as a markdown table.
+
+Counted from the model's configuration (maskserve_core.entry_bytes), which a test holds to what the
+engine stores.
+
+    python scripts/bytes_table.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from maskserve_core.entry_bytes import FORMATS, entry_bytes
+from maskserve_core.flops import flux_work
+
+FLUX_DEV = {
+    "num_attention_heads": 24,
+    "attention_head_dim": 128,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "in_channels": 64,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "guidance_embeds": True,
+}
+"""Published sizes of FLUX.1-dev."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--side", type=int, default=1024, help="pixels of the square image")
+    parser.add_argument("--steps", type=int, default=28, help="of the default schedule")
+    parser.add_argument("--strides", type=int, nargs="+", default=[1, 2, 4, 7, 14, 28])
+    args = parser.parse_args()
+    work = flux_work(FLUX_DEV, args.side // 8, args.side // 8)
+    print(f"FLUX.1-dev, {args.side}x{args.side}, {args.steps} steps: GiB per template\n")
+    print("| kind | format | per anchor | " + " | ".join(f"stride {s}" for s in args.strides) + " |")
+    print("|---" * (3 + len(args.strides)) + "|")
+    for kind in ("kv", "h"):
+        for name in ("bfloat16", "int8", "int4"):
+            each = entry_bytes(work, kind, FORMATS[name]) / 2**30
+            cells = [each * len(range((s - 1) // 2, args.steps, s)) for s in args.strides]
+            row = " | ".join(f"{cell:.2f}" for cell in cells)
+            print(f"| {kind} | {name} | {each:.2f} | {row} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
