@@ -165,7 +165,7 @@ def _for_model(edit: npt.NDArray[np.uint8], facts: ModelFacts) -> npt.NDArray[np
     side = facts.vae_scale_factor
     height, width = edit.shape
     cells = edit.reshape(height // side, side, width // side, side).max(axis=(1, 3))
-    return cells.repeat(side, axis=0).repeat(side, axis=1)
+    return np.repeat(np.repeat(cells, side, axis=0), side, axis=1)
 
 
 def _source(

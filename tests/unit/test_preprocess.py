@@ -17,8 +17,7 @@ from maskserve_core.capabilities import steps_run
 from maskserve_core.config import CacheConfig, Config, LimitsConfig, ModelConfig
 from maskserve_core.errors import InvalidRequest, MaskserveError, TemplateNotFound
 from maskserve_core.facts import ModelFacts
-from maskserve_core.images import encode_image
-from maskserve_core.images import decode_image
+from maskserve_core.images import decode_image, encode_image
 from maskserve_core.keys import template_id
 from maskserve_core.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.request import EditRequest
