@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 
 LAYOUT_VERSION = 1
@@ -41,6 +42,24 @@ class Anchor:
     sigma: float
     timestep: float
     input_scale: float = 1.0
+
+
+def cover(anchors: tuple[Anchor, ...], tolerance: float) -> tuple[Anchor, ...]:
+    """Anchors with as many added that every sigma from 0 to 1 has one within `tolerance`.
+
+    Anchors are taken from one schedule, but serve the steps of any: without this, an edit of few
+    steps could find a primed template with nothing near enough. Flow matching: timestep is
+    1000 x sigma and inputs are not scaled.
+    """
+    sigmas = sorted((anchor.sigma for anchor in anchors), reverse=True)
+    added: list[float] = []
+    # Beyond both ends there is nothing: as if an anchor's reach ended just outside them.
+    for above, below in zip((1.0 + tolerance, *sigmas), (*sigmas, -tolerance), strict=True):
+        missing = math.ceil(round((above - below) / (2 * tolerance), 9)) - 1
+        gap = (above - below) / (missing + 1)
+        added += [above - gap * (i + 1) for i in range(missing)]
+    extra = (Anchor(sigma, 1000.0 * sigma) for sigma in added)
+    return tuple(sorted((*anchors, *extra), reverse=True))
 
 
 def nearest_anchor(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from maskserve_core.config import Config
-from maskserve_core.entry_key import Anchor, TemplateKey, nearest_anchor
+from maskserve_core.entry_key import Anchor, TemplateKey, cover, nearest_anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_engine.encode import Encoder
 from maskserve_engine.engine import Engine
@@ -62,6 +62,19 @@ def test_the_nearest_anchor_within_tolerance() -> None:
     assert nearest_anchor(anchors, 0.9, 900.0, 0.15) == anchors[0]  # a tie: the larger sigma
     assert nearest_anchor((Anchor(0.5, 500.0, 2.0),), 0.5, 500.0, 0.15) is None
     assert nearest_anchor(anchors, 0.8, 500.0, 0.15) is None  # the model would be told otherwise
+
+
+@pytest.mark.parametrize("tolerance", [0.05, 0.15, 0.25, 0.6])
+@pytest.mark.parametrize("seed", range(5))
+def test_covering_anchors_leave_no_sigma_out_of_reach(tolerance: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    given = tuple(Anchor(float(s), 1000 * float(s)) for s in rng.uniform(0, 1, seed))
+    covered = cover(given, tolerance)
+    assert set(given) <= set(covered)
+    assert all(0.0 <= anchor.sigma <= 1.0 for anchor in covered)
+    for sigma in np.linspace(0, 1, 501):
+        assert nearest_anchor(covered, float(sigma), 1000 * float(sigma), tolerance + 1e-9)
+    assert cover(covered, tolerance) == covered  # nothing is added twice
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +133,7 @@ def test_a_template_is_primed_on_second_sight_and_hit_on_the_third(
         settle(engine)
     assert outcomes == ["miss", "miss", "hit", "hit"]
     (held,) = engine.templates().result(30)
-    assert held["anchors"] == 4  # stride 1 of the model's four default steps
+    assert held["anchors"] >= 4  # stride 1 of the model's four default steps
     assert held["bytes"] == engine.cache.store.nbytes > 0
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from maskserve_core.capabilities import steps_run
 from maskserve_core.config import Config
-from maskserve_core.entry_key import Anchor
+from maskserve_core.entry_key import Anchor, cover
 from maskserve_core.facts import ModelFacts
 from maskserve_core.masks import active_tokens
 from maskserve_engine.entries import AnchorEntry
@@ -46,7 +46,7 @@ class FluxAdapter:
         vae_scale: the VAE's scaling_factor.
     """
 
-    anchor_tolerance = 0.15
+    anchor_tolerance = 0.25
 
     def __init__(
         self, facts: ModelFacts, model: Any, sampler: Any, vae_shift: float, vae_scale: float
@@ -88,12 +88,13 @@ class FluxAdapter:
         return list(zip(schedule.sigmas[:-1].tolist(), schedule.timesteps.tolist(), strict=True))
 
     def anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
-        """Every `stride`-th timestep of the schedule, each in the middle of the steps it serves."""
+        """Every `stride`-th timestep of the schedule, each in the middle of the steps it serves,
+        and as many between them that no step of any schedule is out of reach.
+        """
         schedule = make_schedule(self.sampler, steps, tokens)
         chosen = range(min((stride - 1) // 2, steps - 1), steps, stride)
-        return tuple(
-            Anchor(float(schedule.sigmas[i]), float(schedule.timesteps[i])) for i in chosen
-        )
+        taken = (Anchor(float(schedule.sigmas[i]), float(schedule.timesteps[i])) for i in chosen)
+        return cover(tuple(taken), self.anchor_tolerance)
 
     def dense_row(self, job: EditJob) -> FluxRow:
         with torch.inference_mode():

@@ -1,0 +1,85 @@
+"""Cached rows through a real Triton: registered, primed, hit, disclosed."""
+
+from __future__ import annotations
+
+import base64
+import time
+
+import numpy as np
+import pytest
+
+from tests.e2e.calls import Grpc, edit_inputs, pixels, plain_edit
+from tests.fakes.pictures import blob_mask, encode, scene
+
+
+def register(grpc: Grpc, image: bytes) -> str:
+    answer = grpc.control(op="register", image=base64.b64encode(image).decode())
+    name = str(answer["template_id"])
+    end = time.monotonic() + 60
+    while answer["state"] != "primed":
+        assert time.monotonic() < end, answer
+        time.sleep(0.05)
+        answer = grpc.control(op="prime", template_id=name)
+    return name
+
+
+def test_a_registered_template_is_edited_by_name_from_its_cache(grpc: Grpc) -> None:
+    source, mask = scene(64, 64), np.zeros((64, 64), np.uint8)
+    mask[8:30, 20:44] = 255
+    name = register(grpc, encode(source))
+    image, meta = grpc.edit(edit_inputs(b"", mask, template_id=name, cache="auto"))
+    assert meta["cache"] == "hit"
+    assert set(meta["kinds"]) == {"kv"}
+    assert meta["active_tokens"] < meta["total_tokens"]
+    assert meta["template_id"] == name
+    assert np.array_equal(pixels(image)[mask == 0], source[mask == 0])
+    listed = {t["template_id"]: t for t in grpc.control(op="templates")["templates"]}
+    assert listed[name]["registered"]
+    assert listed[name]["entries"][0]["bytes"] > 0
+    assert grpc.control(op="pin", template_id=name)["pinned"]
+    assert not grpc.control(op="unpin", template_id=name)["pinned"]
+    assert grpc.control(op="evict", template_id=name)["freed_bytes"] > 0
+
+
+def test_reproducible_edits_are_equal_at_any_load(grpc: Grpc) -> None:
+    same = plain_edit(72, 56, reproducible=True, cache="auto", num_inference_steps=6)
+    alone, meta = grpc.edit(same)
+    assert meta["cache"] == "hit"
+    others = [
+        grpc.begin(plain_edit(40 + 8 * i, 64, reproducible=i % 2 == 0, num_inference_steps=9))
+        for i in range(5)
+    ]
+    again = grpc.begin(same)
+    busy, busy_meta = again.wait()
+    for other in others:
+        other.wait()
+    assert busy_meta["cache"] == "hit"
+    difference = np.abs(pixels(busy).astype(int) - pixels(alone))
+    assert difference.max() <= 1  # kernels at another batch shape round the last bit
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (9, 200)], ids=str)
+def test_images_smaller_than_a_token_run_cached(grpc: Grpc, size: tuple[int, int]) -> None:
+    source, mask = scene(*size), blob_mask(*size)
+    image, meta = grpc.edit(edit_inputs(source, mask, cache="require"))
+    assert meta["cache"] == "hit"
+    assert np.array_equal(pixels(image)[mask == 0], source[mask == 0])
+
+
+def test_a_mask_over_everything_runs_cached_when_asked(grpc: Grpc) -> None:
+    source, mask = scene(48, 64), np.full((48, 64), 255, np.uint8)
+    dense, _ = grpc.edit(edit_inputs(source, mask))
+    cached, meta = grpc.edit(edit_inputs(source, mask, cache="require"))
+    assert meta["cache"] == "hit"
+    assert np.abs(pixels(dense).astype(int) - pixels(cached)).max() <= 1  # nothing is reused
+
+
+def test_the_second_sight_primes_and_a_later_one_hits(grpc: Grpc) -> None:
+    inputs = edit_inputs(scene(56, 40), blob_mask(56, 40), cache="auto")
+    seen = []
+    end = time.monotonic() + 60
+    while "hit" not in seen:
+        assert time.monotonic() < end, seen
+        seen.append(grpc.edit(inputs)[1]["cache"])
+        time.sleep(0.05)
+    assert seen[:2] == ["miss", "miss"]
