@@ -36,7 +36,9 @@ def main() -> int:
     args = parser.parse_args()
     work = flux_work(FLUX_DEV, args.side // 8, args.side // 8)
     print(f"FLUX.1-dev, {args.side}x{args.side}, {args.steps} steps: GiB per template\n")
-    print("| kind | format | per anchor | " + " | ".join(f"stride {s}" for s in args.strides) + " |")
+    print(
+        "| kind | format | per anchor | " + " | ".join(f"stride {s}" for s in args.strides) + " |"
+    )
     print("|---" * (3 + len(args.strides)) + "|")
     for kind in ("kv", "h"):
         for name in ("bfloat16", "int8", "int4"):

@@ -25,6 +25,7 @@ from benchmarks.timing import hardware
 from demo_model.evaluation import run_edits
 from demo_model.scenes import held_out_edits
 from quality.metrics import Picture, compare
+from quality.published import missing, published
 from quality.report import draw_sheet, plot, table
 from quality.rivals import first_block_cache
 from quality.systems import CacheChoice, Rig
@@ -58,6 +59,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="PNG of quality over bytes per template")
     parser.add_argument("--sheet", type=Path, help="PNG of edits by system")
+    parser.add_argument("--clip", type=Path, help="folder of a CLIP model, for the CLIP score")
+    parser.add_argument("--fid", type=Path, help="Inception weights of torch-fidelity, for FID")
     args = parser.parse_args()
 
     from diffusers import FluxFillPipeline
@@ -104,7 +107,11 @@ def main() -> int:
         keep("first_block_cache", made, threshold=threshold, block_call_saving=round(saving, 3))
 
     systems = {
-        name: {**compare(edits, made, reference).as_dict(), **facts[name]}
+        name: {
+            **compare(edits, made, reference).as_dict(),
+            **published(edits, made, reference, args.clip, args.fid),
+            **facts[name],
+        }
         for name, made in pictures.items()
     }
     ratios = [float(np.mean(edit.mask)) for edit in edits]
@@ -116,9 +123,11 @@ def main() -> int:
         "steps": args.steps,
         "mean_mask_ratio": round(float(np.mean(ratios)), 4),
         "default": DEFAULT.name,
+        "note": missing(args.clip, args.fid),
         "systems": systems,
     }
     print(table(systems))
+    print(report["note"])
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if args.plot:
