@@ -97,7 +97,7 @@ def build_t5(tokenizer: T5TokenizerFast) -> T5EncoderModel:
     )
 
 
-def train_text(folder: Path, *, steps: int = 1500, batch: int = 64) -> None:
+def train_text(folder: Path, *, steps: int = 600, batch: int = 64) -> None:
     """Train both encoders to tell colour and shape, and save all four parts under `folder`.
 
     The pooled CLIP output is pulled to one fixed code per colour and shape, whatever the

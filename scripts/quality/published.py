@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from demo_model.scenes import Edit
 
+from demo_model.scenes import Edit
 from quality.metrics import Picture
 
 
