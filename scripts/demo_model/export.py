@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -32,6 +33,10 @@ def assemble(
 def export(pipe: FluxFillPipeline, folder: Path) -> None:
     """Write `pipe` as fp32 safetensors, and the server's call arguments beside it."""
     pipe.to(torch.float32).save_pretrained(folder, safe_serialization=True)
+    for config in folder.glob("*/config.json"):  # the build's own paths help nobody
+        parts = json.loads(config.read_text())
+        parts.pop("_name_or_path", None)
+        config.write_text(json.dumps(parts, indent=2, sort_keys=True) + "\n")
     (folder / "maskserve.toml").write_text(
         "[model]\n"
         f"max_sequence_length = {MAX_SEQUENCE_LENGTH}\n"
