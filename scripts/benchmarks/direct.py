@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,19 +30,23 @@ class Direct:
         self.config = config
         self.facts = load_facts(config.model.path)
         self.encoder, self.decoder = Encoder.load(config), Decoder.load(config)
-        self.engine = Engine.load(config)
+        self._status = tempfile.TemporaryDirectory()
+        self.engine = Engine.load(replace(config, runtime_dir=self._status.name))
         self.engine.start()
-        # Thread counts belong to threads: the engine's keeps the denoiser's, this one gets what
-        # the encoder and decoder have in a worker.
-        self.engine.ask(lambda: torch.set_num_threads(config.model.torch_threads)).result()
-        torch.set_num_threads(beside_denoiser(config).model.torch_threads)
+        self.beside = beside_denoiser(config).model.torch_threads
+        self.threads = config.model.torch_threads
+        self.engine.ask(lambda: torch.set_num_threads(self.threads)).result()
 
     def edit(self, edit: Edit, settings: dict[str, Any]) -> bytes:
         image, mask, prompt = edit
         ready = prepare_edit(
             image, mask, prompt.encode(), json.dumps(settings).encode(), self.facts, self.config
         )
+        # Each part has the threads that it has in a worker. OpenMP counts them per calling thread,
+        # MKL per process, so the count is set before every part.
+        torch.set_num_threads(self.beside)
         encoded = self.encoder.encode(ready.pixels, ready.edit_mask, prompt)
+        torch.set_num_threads(self.threads)
         final = self.denoise(
             EditJob(
                 ready.request,
@@ -51,6 +57,7 @@ class Direct:
                 encoded.pooled,
             )
         )
+        torch.set_num_threads(self.beside)
         pixels = self.decoder.decode(final.latents)
         return finish_edit(pixels, ready.source, ready.paste, ready.request)
 

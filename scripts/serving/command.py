@@ -48,9 +48,19 @@ def command(options: ServeOptions, runtime: Runtime, ports: Ports, shm_prefix: s
     return [sys.executable, launcher, str(os.getpid()), *server]
 
 
+KEEP_MEMORY = {
+    # glibc hands large blocks back to the kernel at every free, and each activation is one: pages
+    # are then faulted in and zeroed again at every operation. Kept, a CPU step is a third faster.
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+    "MALLOC_ARENA_MAX": "1",  # the arenas of other threads give heaps back whatever is set
+}
+
+
 def environment(runtime: Runtime, config: Path, gpu: str | None) -> dict[str, str]:
     """The environment of a worker and its models."""
-    env = dict(os.environ)
+    env = {**KEEP_MEMORY, **os.environ}
     env.update(
         MASKSERVE_CONFIG=str(config),
         # The model is a local folder by now; nothing in a worker may reach for the network.

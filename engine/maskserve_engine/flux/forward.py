@@ -252,7 +252,7 @@ class _State:
         """The computed image tokens, image stream of the narrow packing."""
         if self.wide and self.cached:
             self.image = self.ways.restrict(self.image, rows=True)
-        return self.ways.narrow.split(self.image)[1]
+        return self.ways.narrow.image_of(self.image)
 
 
 def _cat(parts: list[Tensor]) -> Tensor:

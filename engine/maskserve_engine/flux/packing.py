@@ -32,12 +32,8 @@ class Stream:
     spans: tuple[Span, ...]
     row_of: Tensor
     """[N] row of each token."""
-
-    @property
-    def uniform(self) -> int:
-        """The common length of all rows, or 0."""
-        length = self.spans[0][1] - self.spans[0][0]
-        return length if all(e - b == length for b, e in self.spans) else 0
+    uniform: int
+    """The common length of all rows, or 0."""
 
     def spread(self, x: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """`x` [N, D] and per-row `vectors` [R, D] in shapes that broadcast together."""
@@ -83,14 +79,28 @@ class Packing:
 
     def rows_from(self, text: Tensor, image: Tensor) -> Tensor:
         """Row order from the two streams."""
-        both = torch.cat((text, image))
-        return both if self.to_rows is None else both.index_select(0, self.to_rows)
+        if self.to_rows is None:
+            return torch.cat((text, image))
+        if self.text_stream.uniform and self.image_stream.uniform:  # one copy instead of two
+            rows = len(self.text)
+            stacked = text.unflatten(0, (rows, -1)), image.unflatten(0, (rows, -1))
+            return torch.cat(stacked, dim=1).flatten(0, 1)
+        return torch.cat((text, image)).index_select(0, self.to_rows)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The two streams from row order."""
         both = rows if self.from_rows is None else rows.index_select(0, self.from_rows)
         n_text = sum(self.text)
         return both[:n_text], both[n_text:]
+
+    def image_of(self, rows: Tensor) -> Tensor:
+        """The image stream from row order."""
+        if self.image_in_rows is None:
+            return rows[sum(self.text) :]
+        if self.row_stream.uniform and self.image_stream.uniform:
+            wide = rows.unflatten(0, (len(self.text), -1))
+            return wide[:, self.text[0] :].flatten(0, 1)
+        return rows.index_select(0, self.image_in_rows)
 
     def core_keys(self, row: int) -> Span:
         begin, end = self.k_spans[row]
@@ -105,7 +115,8 @@ def _stream(lengths: Sequence[int], device: torch.device) -> Stream:
     row_of = torch.repeat_interleave(
         torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.long)
     )
-    return Stream(spans(lengths), row_of.to(device))
+    common = lengths[0] if len(set(lengths)) == 1 else 0
+    return Stream(spans(lengths), row_of.to(device), common)
 
 
 @lru_cache(maxsize=256)

@@ -93,6 +93,8 @@ class FluxRow:
     step: int = 0
     velocity: Tensor | None = None
     """[n, 4C] of the last step."""
+    _channels: tuple[Tensor, Tensor] | None = None
+    """(condition, latents and condition side by side); only the latents change between steps."""
 
     @property
     def steps(self) -> int:
@@ -113,10 +115,7 @@ class FluxRow:
             self.inactive.load(self.step)
 
     def model_input(self) -> RowInput:
-        tokens = self.latents
-        if self.condition is not None:
-            tokens = torch.cat((tokens, self.condition), dim=1)
-        cis, rest = self.cis, None
+        tokens, cis, rest = self._tokens(), self.cis, None
         if self.inactive is not None:
             rest = CachedRest(self.inactive, self.sigma)
             if not self.uses_entries:  # compute the pinned tokens too, as further image tokens
@@ -131,6 +130,17 @@ class FluxRow:
             cis=cis,
             rest=rest,
         )
+
+    def _tokens(self) -> Tensor:
+        """[n, in_channels] of the computed tokens."""
+        if self.condition is None:
+            return self.latents
+        if self._channels is None or self._channels[0] is not self.condition:
+            both = torch.cat((self.latents, self.condition), dim=1)
+            self._channels = (self.condition, both)
+        both = self._channels[1]
+        both[:, : self.latents.shape[1]] = self.latents
+        return both
 
     def advance(self, output: Tensor) -> None:
         """Take the sampler's Euler step with the model's output [n or all, 4C]."""
