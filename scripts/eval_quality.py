@@ -77,12 +77,12 @@ def main() -> int:
     said(f"{args.n} edits, {args.steps} steps: diffusers")
     reference = run_edits(pipe, edits, args.steps, 8, lambda done, seconds: None)
     pictures: dict[str, list[Picture]] = {"diffusers": reference}
-    facts: dict[str, dict[str, Any]] = {"diffusers": {}}
+    facts: dict[str, dict[str, Any]] = {"diffusers": compare(edits, reference, reference).as_dict()}
 
     def keep(name: str, made: list[Picture], **more: Any) -> None:
         pictures[name] = made
-        facts[name] = more
-        said(f"{name}: {compare(edits, made, reference).as_dict()} {more}")
+        facts[name] = {**compare(edits, made, reference).as_dict(), **more}
+        said(f"{name}: {facts[name]}")
 
     keep("dense", rig.dense(edits, jobs))
     speedup = rig.flop_speedup(jobs, "kv")
@@ -108,7 +108,6 @@ def main() -> int:
 
     systems = {
         name: {
-            **compare(edits, made, reference).as_dict(),
             **published(edits, made, reference, args.clip, args.fid),
             **facts[name],
         }

@@ -43,7 +43,7 @@ def names(tickets: tuple[Ticket, ...]) -> list[str]:
 
 
 def urgency(t: Ticket) -> tuple[int, float, float]:
-    """The order as design and issue state it, written apart from the scheduler's own."""
+    """The order as the design states it, written apart from the scheduler's own."""
     return (-t.priority, math.inf if t.deadline is None else t.deadline, t.arrival)
 
 
