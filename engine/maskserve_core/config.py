@@ -90,7 +90,7 @@ class CacheConfig:
         4, "Every so many steps of the priming schedule is an anchor.", low=1, high=1000
     )
     crossover: float = _opt(
-        0.6, "Mask ratio from which a row runs dense even on a hit.", low=0.0, high=1.0
+        0.9, "Mask ratio from which a row runs dense even on a hit.", low=0.0, high=1.0
     )
     priming_share: float = _opt(
         0.25, "Share of steps that priming may take from live rows.", low=0.0, high=1.0
