@@ -31,7 +31,7 @@ from quality.rivals import first_block_cache
 from quality.systems import CacheChoice, Rig
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT = CacheChoice("kv", "int8", 4)
+DEFAULT = CacheChoice("kv", "int8", 7)
 
 
 def choices(sweep: bool) -> list[CacheChoice]:
@@ -101,7 +101,8 @@ def main() -> int:
     if not args.no_fbcache:
         made, threshold, saving = first_block_cache(
             pipe,
-            lambda: run_edits(pipe, edits, args.steps, 1, lambda done, seconds: None),
+            lambda n: run_edits(pipe, edits[:n], args.steps, 1, lambda done, seconds: None),
+            args.n,
             speedup,
         )
         keep("first_block_cache", made, threshold=threshold, block_call_saving=round(saving, 3))

@@ -87,7 +87,7 @@ class CacheConfig:
     entry_kind: str = _opt("kv", "What is kept per block: `kv` or `h`.", of=("kv", "h"))
     entry_format: str = _opt("int8", "Storage of entries.", of=("model", "int8", "float8", "int4"))
     stride: int = _opt(
-        4, "Every so many steps of the priming schedule is an anchor.", low=1, high=1000
+        7, "Every so many steps of the priming schedule is an anchor.", low=1, high=1000
     )
     crossover: float = _opt(
         0.9, "Mask ratio from which a row runs dense even on a hit.", low=0.0, high=1.0
