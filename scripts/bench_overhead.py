@@ -104,7 +104,8 @@ class ModelClock:
     def __init__(self, model: Any) -> None:
         self.seconds = 0.0
         self._begins: dict[int, float] = {}
-        parts = [model.x_embedder, model.time_text_embed, model.norm_out.linear, model.proj_out]
+        last = (model.norm_out.linear, model.norm_out.norm, model.proj_out)
+        parts = [model.x_embedder, model.time_text_embed, *last]
         self._hooks = [part.register_forward_pre_hook(self._enter) for part in parts]
         self._hooks += [part.register_forward_hook(self._leave) for part in parts]
         self._originals = forward_module.double_block, forward_module.single_block

@@ -69,7 +69,7 @@ class RowInput:
 
 def time_text_embedding(model: Any, rows: Sequence[RowInput]) -> Tensor:
     """[R, width], rounded as diffusers' pipeline and model round timestep and guidance."""
-    dtype = model.dtype
+    dtype = rows[0].tokens.dtype  # model.dtype walks over every parameter to find out
     # The pipeline divides by 1000 in the latents' dtype and the model multiplies again.
     timestep = torch.stack([row.timestep for row in rows]).to(dtype) / 1000
     timestep = timestep.to(dtype) * 1000
