@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import FLUX_DEV
 from maskserve_core.costs import CostModel, Line, estimate
 from maskserve_core.entry_bytes import FORMATS, block_bytes
 from maskserve_core.flops import RowTokens, flop_limit, flux_work
@@ -26,17 +27,7 @@ from maskserve_core.planner import plan
 from maskserve_core.step_costs import StepCosts, step_costs
 from maskserve_core.timeline import evaluate
 
-FLUX = {
-    "num_attention_heads": 24,
-    "attention_head_dim": 128,
-    "in_channels": 64,
-    "num_layers": 19,
-    "num_single_layers": 38,
-    "pooled_projection_dim": 768,
-    "joint_attention_dim": 4096,
-    "guidance_embeds": True,
-}
-WORK = flux_work(FLUX, 128, 128)
+WORK = flux_work(FLUX_DEV, 128, 128)
 TEXT, ROWS = 512, 8
 
 

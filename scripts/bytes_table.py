@@ -12,20 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from benchmarks.models import FLUX_DEV
 from maskserve_core.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.flops import flux_work
-
-FLUX_DEV = {
-    "num_attention_heads": 24,
-    "attention_head_dim": 128,
-    "num_layers": 19,
-    "num_single_layers": 38,
-    "in_channels": 64,
-    "joint_attention_dim": 4096,
-    "pooled_projection_dim": 768,
-    "guidance_embeds": True,
-}
-"""Published sizes of FLUX.1-dev."""
 
 
 def main() -> int:

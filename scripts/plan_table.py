@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import FLUX_DEV
 from maskserve_core.costs import CostModel, Line, estimate
 from maskserve_core.entry_bytes import FORMATS, block_bytes
 from maskserve_core.flops import KINDS, ModelWork, flop_limit, flux_work
@@ -38,16 +39,6 @@ class Case:
 
 def cases() -> list[Case]:
     """FLUX.1 dev and SDXL base at 1024x1024."""
-    flux = {
-        "num_attention_heads": 24,
-        "attention_head_dim": 128,
-        "in_channels": 64,
-        "num_layers": 19,
-        "num_single_layers": 38,
-        "pooled_projection_dim": 768,
-        "joint_attention_dim": 4096,
-        "guidance_embeds": True,
-    }
     sdxl: dict[str, Any] = {
         "in_channels": 4,
         "out_channels": 4,
@@ -61,7 +52,7 @@ def cases() -> list[Case]:
         "projection_class_embeddings_input_dim": 2816,
     }
     return [
-        Case("FLUX.1 1024", flux_work(flux, 128, 128), 512, 1),
+        Case("FLUX.1 1024", flux_work(FLUX_DEV, 128, 128), 512, 1),
         Case("SDXL 1024", unet_work(sdxl, 128, 128, guidance=True), 77, 2),
     ]
 

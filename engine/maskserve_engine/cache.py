@@ -41,14 +41,12 @@ class Priming:
 
     key: str
     template_id: str
-    row_id: str
     anchors: tuple[Anchor, ...]
     job: EditJob
     """The edit (or registration) whose encodings are used."""
     noise_seed: int
     waiting: list[str] = field(default_factory=list)
     """Request ids of edits that wait for it."""
-    nbytes: int = 0
 
 
 class TemplateCache:
@@ -127,7 +125,7 @@ class TemplateCache:
         # One-shot images are not worth it: a template is primed from its second sight on.
         return Route("dense", "miss", prime=fit and seen >= 2 and key not in self.priming)
 
-    def begin(self, job: EditJob, row_id: str) -> Priming | None:
+    def begin(self, job: EditJob) -> Priming | None:
         """Start priming the job's template; None while the priming prompt is unknown."""
         if self.prompt() is None:
             return None
@@ -135,7 +133,7 @@ class TemplateCache:
         _, height, width = job.moments.shape
         tokens = height * width // self.adapter.facts.patch**2
         anchors = self.adapter.anchors(tokens, self.default_steps, self.config.stride)
-        priming = Priming(key, job.request.template_id, row_id, anchors, job, self.noise_seed(job))
+        priming = Priming(key, job.request.template_id, anchors, job, self.noise_seed(job))
         self.priming[key] = priming
         # What is half primed serves nobody and must not be evicted by its own second half.
         self.store.pin(key)
@@ -145,7 +143,6 @@ class TemplateCache:
         """Store one anchor; False when there is no room for it, which ends the priming."""
         if not self.store.put(priming.key, entry):
             return False
-        priming.nbytes += entry.nbytes
         self._ids[priming.key] = priming.template_id
         return True
 

@@ -209,10 +209,10 @@ class Desk:
 
     def _prime(self, job: EditJob, *, urgent: bool) -> None:
         """Queue a template's priming; beside live rows as one of them when an edit waits for it."""
-        row_id = f"prime:{self.cache.key_of(job)}"
-        priming = self.cache.begin(job, row_id)
+        priming = self.cache.begin(job)
         if priming is None:
             return
+        row_id = f"prime:{priming.key}"
         _, height, width = job.moments.shape
         tokens = height * width // self.adapter.facts.patch**2
         ticket = Ticket(

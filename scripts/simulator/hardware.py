@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from benchmarks.models import FLUX_DEV
 from maskserve_core.costs import CostModel, Line, estimate
 from maskserve_core.entry_bytes import FORMATS, block_bytes, entry_bytes
 from maskserve_core.flops import ModelWork, RowTokens, flux_work
@@ -12,17 +13,6 @@ from maskserve_core.routing import Pricing
 from maskserve_core.routing.estimate import pricing_of
 from maskserve_core.step_costs import step_costs
 
-FLUX_DEV = {
-    "num_attention_heads": 24,
-    "attention_head_dim": 128,
-    "in_channels": 64,
-    "num_layers": 19,
-    "num_single_layers": 38,
-    "pooled_projection_dim": 768,
-    "joint_attention_dim": 4096,
-    "guidance_embeds": True,
-}
-"""Shape of FLUX.1 dev's transformer."""
 LATENTS = 128
 """A side, of a 1024x1024 image."""
 TEXT = 512

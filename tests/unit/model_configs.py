@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-FLUX_DEV = {
-    "num_attention_heads": 24,
-    "attention_head_dim": 128,
-    "in_channels": 64,
-    "num_layers": 19,
-    "num_single_layers": 38,
-    "pooled_projection_dim": 768,
-    "joint_attention_dim": 4096,
-    "guidance_embeds": True,
-}
+from benchmarks.models import FLUX_DEV
+
+__all__ = ["FLUX_DEV"]
+
 TINY_FLUX = {
     "patch_size": 1,
     "in_channels": 20,
