@@ -119,7 +119,13 @@ def compare(client: Client, image: Path, options: argparse.Namespace, cached: Ed
     if meta["cache"] != "hit":
         print(f"cache: {meta['cache']}; every step computed all {meta['total_tokens']} tokens")
         return
-    dense = client.edit(image, options.mask, options.prompt, seed=options.seed, cache="off")
+    # The first edit of a shape also sets kernels up: each way is timed on its second.
+    ways = {}
+    for cache in ("off", "auto", "off", "auto"):
+        ways[cache] = client.edit(
+            image, options.mask, options.prompt, seed=options.seed, cache=cache
+        )
+    dense, meta = ways["off"], ways["auto"].meta
     saved = dense.meta["timings_ms"]["denoise"] / meta["timings_ms"]["denoise"]
     difference = np.abs(np.asarray(dense.image, int) - np.asarray(cached.image, int))
     inside = upright(options.mask, "L").point(lambda value: 255 * (value >= 128))
