@@ -39,12 +39,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def supervisor(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
     logs = tmp_path_factory.mktemp("logs")
-    options = ServeOptions(model=str(model), base_port=free_base_port(), log_dir=logs)
+    said: list[str] = []
+    options = ServeOptions(
+        model=str(model), base_port=free_base_port(), log_dir=logs, say=said.append
+    )
     running = Supervisor(options)
     running.start()
     try:
         yield running
-        assert [worker.restarts for worker in running.workers] == [0]
+        assert [worker.restarts for worker in running.workers] == [0], "\n".join(said)
     finally:
         running.stop(grace_s=5)
         kept = os.environ.get("MASKSERVE_E2E_LOGS")

@@ -21,8 +21,8 @@ from tests.e2e.calls import (
     plain_edit,
 )
 
-# Some seconds, if nobody stops it.
-LONG = {"num_inference_steps": 200}
+# Two seconds and more on the fastest of machines, if nobody stops it.
+LONG = {"num_inference_steps": 1000}
 # A cancel is seen within two looks of the front and two steps of the engine, on a busy machine.
 SOON_S = 2.0
 

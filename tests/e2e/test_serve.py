@@ -150,7 +150,7 @@ def test_it_survives_the_death_of_the_denoiser_and_drains(
     expected, _ = client.edit(plain_edit(num_inference_steps=20))
 
     # Killed in the middle of an edit: the client is told at once, and the worker comes back.
-    doomed = client.begin(plain_edit(num_inference_steps=200, request_id="doomed"))
+    doomed = client.begin(plain_edit(num_inference_steps=1000, request_id="doomed"))
     eventually("the edit runs", lambda: client.control(op="status")["running"])
     serving.child("denoiser").send_signal(signal.SIGKILL)
     began = time.monotonic()
@@ -195,7 +195,7 @@ def test_whatever_dies_clients_are_told_and_the_worker_returns(
         ("edit_stream", signal.SIGKILL),
     ):
         client = Grpc(f"127.0.0.1:{serving.ports.grpc}")
-        waiting = [client.begin(plain_edit(num_inference_steps=200)) for _ in range(3)]
+        waiting = [client.begin(plain_edit(num_inference_steps=1000)) for _ in range(3)]
         eventually("they run", lambda: len(client.control(op="status")["running"]) == 3)  # noqa: B023
         serving.child(name).send_signal(number)
         began = time.monotonic()
@@ -219,7 +219,7 @@ def test_a_second_signal_ends_it_at_once(serve: Callable[..., Serving], model: P
     serving = serve("--model", str(model))
     serving.until("ready;")
     client = Grpc(f"127.0.0.1:{serving.ports.grpc}")
-    long = client.begin(plain_edit(num_inference_steps=200))
+    long = client.begin(plain_edit(num_inference_steps=1000))
     eventually("the edit runs", lambda: client.control(op="status")["running"])
     serving.process.send_signal(signal.SIGTERM)
     serving.until("stopping;")
@@ -238,7 +238,7 @@ def test_past_the_grace_edits_are_refused(serve: Callable[..., Serving], model: 
     serving = serve("--model", str(model), "--drain-grace", "0.2")
     serving.until("ready;")
     client = Grpc(f"127.0.0.1:{serving.ports.grpc}")
-    long = client.begin(plain_edit(num_inference_steps=200))
+    long = client.begin(plain_edit(num_inference_steps=1000))
     eventually("the edit runs", lambda: client.control(op="status")["running"])
     serving.process.send_signal(signal.SIGTERM)
     with pytest.raises(InferenceServerException, match=r"\[OVERLOADED\] the worker is stopping"):

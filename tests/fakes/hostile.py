@@ -132,7 +132,7 @@ def _bad_settings() -> dict[str, tuple[bytes, str]]:
         "boolean steps": ({"num_inference_steps": True}, "SETTINGS.num_inference_steps"),
         "0 steps": ({"num_inference_steps": 0}, "SETTINGS.num_inference_steps"),
         "10000 steps": ({"num_inference_steps": 10_000}, "SETTINGS.num_inference_steps"),
-        "steps over the limit": ({"num_inference_steps": 201}, "SETTINGS.num_inference_steps"),
+        "steps over the limit": ({"num_inference_steps": 1001}, "SETTINGS.num_inference_steps"),
         "zero strength": ({"strength": 0}, "SETTINGS.strength"),
         "strength of no step": ({"strength": 1e-17}, "SETTINGS.strength"),
         "NaN strength": ({"strength": float("nan")}, "SETTINGS.strength"),

@@ -16,6 +16,10 @@ CONFIG = """\
 max_sequence_length = 16
 num_inference_steps = 4
 guidance_scale = 3.0
+
+# A step takes a millisecond or two: tests that stop an edit in the middle need many.
+[limits]
+max_steps = 1000
 """
 
 LATENT_CHANNELS = 4
