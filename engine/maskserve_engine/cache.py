@@ -76,6 +76,7 @@ class TemplateCache:
         self.prompt = prompt
         self.store = MemoryStore(config.budget_bytes)
         self.hits = self.misses = 0
+        self.primed = self.unprimed = 0
         self.priming: dict[str, Priming] = {}
         self._sights: OrderedDict[str, int] = OrderedDict()
         self._ids: dict[str, str] = {}  # entry key -> template id, for people
@@ -181,7 +182,10 @@ class TemplateCache:
                 has been asked for twice as often.
         """
         self.priming.pop(priming.key, None)
-        if not complete:
+        if complete:
+            self.primed += 1
+        else:
+            self.unprimed += 1
             self._evict(priming.key)
         if not (complete and priming.template_id in self._pinned):
             self.store.unpin(priming.key)  # else its own pin becomes the template's
@@ -209,10 +213,17 @@ class TemplateCache:
         ]
 
     def counters(self) -> dict[str, float]:
+        """Totals, and behind a dot those of one tier or outcome."""
         return {
             "cache_hits_total": self.hits,
+            "cache_hits_total.device": self.hits,
             "cache_misses_total": self.misses,
             "cache_evictions_total": self.store.evictions,
+            "cache_evictions_total.device": self.store.evictions,
+            # Entries in memory have no checksum that could fail; files will.
+            "cache_corrupt_total": 0,
+            "primings_total.done": self.primed,
+            "primings_total.given_up": self.unprimed,
         }
 
     def template_ids(self) -> tuple[str, ...]:

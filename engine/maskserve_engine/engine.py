@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from maskserve_core.config import Config, model_name
 from maskserve_core.errors import EngineFailed, Overloaded
+from maskserve_core.observations import Observations
 from maskserve_core.status import StatusWriter, WorkerStatus
 from maskserve_engine.adapter import Adapter, load_adapter
 from maskserve_engine.cache import TemplateCache
@@ -69,9 +70,11 @@ class Engine:
             "active_tokens_total": 0,
             "dense_rows_total": 0,
             "cached_rows_total": 0,
+            "priming_rows_total": 0,
             "step_seconds_total": 0.0,
             "step_load_stall_seconds_total": 0.0,
         }
+        self.observations = Observations()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._open = True
@@ -207,12 +210,18 @@ class Engine:
 
     def _load(self, running: list[Edit | PrimingEdit]) -> None:
         """Bring in the entries that the step's rows read."""
-        for edit in running:
-            if edit.row.uses_entries:
-                begin = time.perf_counter()
-                edit.row.load()
-                edit.load_stall += time.perf_counter() - begin
-                self.counters["step_load_stall_seconds_total"] += time.perf_counter() - begin
+        reading = [edit for edit in running if edit.row.uses_entries]
+        if not reading:
+            return
+        step_stall = 0.0
+        for edit in reading:
+            begin = time.perf_counter()
+            edit.row.load()
+            stall = time.perf_counter() - begin
+            edit.load_stall += stall
+            step_stall += stall
+        self.counters["step_load_stall_seconds_total"] += step_stall
+        self.observations.add("step_load_stall_seconds", step_stall)
 
     def _step(self, running: list[Edit | PrimingEdit]) -> None:
         """One model call for all rows; when it fails, one call each, so that one bad row or a
@@ -226,7 +235,9 @@ class Engine:
             _log.exception("a step of %d rows failed; trying its rows one by one", len(running))
             self._step_alone(running)
         self.counters["steps_total"] += 1
-        self.counters["step_seconds_total"] += time.perf_counter() - begin
+        taken = time.perf_counter() - begin
+        self.counters["step_seconds_total"] += taken
+        self.observations.add("step_seconds", taken)
 
     def _step_alone(self, running: list[Edit | PrimingEdit]) -> None:
         for edit in list(running):
@@ -249,6 +260,7 @@ class Engine:
         kinds = self._kinds()
         for edit in running:
             if isinstance(edit, PrimingEdit):
+                self.counters["priming_rows_total"] += 1
                 self.desk.keep_anchor(edit)
                 continue
             cached = edit.count_step(len(running), kinds)
@@ -258,6 +270,8 @@ class Engine:
             )
             if edit.row.step == edit.steps:
                 self.counters["edits_total"] += 1
+                self.observations.add("mask_ratio", edit.mask_ratio)
+                self.observations.add("queue_seconds", edit.admitted - edit.submitted)
                 self.desk.finish(edit)
             else:
                 self._tell_progress(edit)

@@ -1,0 +1,39 @@
+"""Measured values on their way from the threads that measure to the one that publishes them.
+
+Publishing a value on Triton's /metrics takes tens of microseconds and now and then milliseconds:
+that has no place in a step. Adding one here takes a fraction of a microsecond.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+Observation = tuple[str, float, tuple[str, ...]]
+"""Metric (without prefix), value in the metric's unit, values of its labels."""
+
+_CAPACITY = 8192
+
+
+class Observations:
+    """A bounded queue without locks: `append` and `popleft` of a deque are atomic.
+
+    When nobody takes anything out, what comes last is dropped and counted.
+    """
+
+    def __init__(self, capacity: int = _CAPACITY) -> None:
+        self.dropped = 0
+        self._capacity = capacity
+        self._held: deque[Observation] = deque()
+
+    def add(self, metric: str, value: float = 1.0, *labels: str) -> None:
+        """From any thread; several of them may overshoot the capacity by one each."""
+        if len(self._held) < self._capacity:
+            self._held.append((metric, value, labels))
+        else:
+            self.dropped += 1
+
+    def take(self) -> Iterator[Observation]:
+        """What has been added so far, oldest first; for one thread."""
+        for _ in range(len(self._held)):
+            yield self._held.popleft()
