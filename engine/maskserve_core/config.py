@@ -19,6 +19,7 @@ else:
     import tomli as tomllib
 
 DTYPES = ("float32", "bfloat16", "float16")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 class ConfigError(ValueError):
@@ -98,21 +99,38 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LogConfig:
+    """`[log]`: what a worker's own processes write down (docs/observability.md)."""
+
+    level: str = _opt("INFO", "Lines below this level are left out.", of=LOG_LEVELS)
+    format: str = _opt(
+        "json", "`json`: an object per line; `text`: for people.", of=("json", "text")
+    )
+    file: str = _opt(
+        "",
+        "Lines are appended to this file, which all processes share; empty: to standard error, "
+        "which is Triton's log. serve.py names one per worker unless this is set.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     runtime_dir: str = _opt("", "Folder of the worker's status record and templates.")
     worker: str = _opt("worker-0", "Name of this worker in answers and metrics.")
 
 
-Section = TypeVar("Section", ModelConfig, LimitsConfig, EngineConfig, CacheConfig)
+Section = TypeVar("Section", ModelConfig, LimitsConfig, EngineConfig, CacheConfig, LogConfig)
 _SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "limits": LimitsConfig,
     "engine": EngineConfig,
     "cache": CacheConfig,
+    "log": LogConfig,
 }
 _PLAIN = ("runtime_dir", "worker")
 

@@ -18,6 +18,7 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
+from maskserve_core.logs import about
 from maskserve_core.masks import active_tokens
 from maskserve_core.scheduler import StepScheduler, Ticket
 from maskserve_core.status import RowStatus
@@ -51,7 +52,7 @@ class Desk:
         except MaskserveError as error:
             self.replies.send(sink, Failed(error))
         except Exception:
-            _log.exception("request %s could not be accepted", job.request.request_id)
+            _log.exception("an edit could not be accepted", extra=about(job.request.request_id))
             self.replies.send(sink, Failed(EngineFailed("the edit could not be prepared")))
 
     def running(self) -> list[Edit | PrimingEdit]:
@@ -240,7 +241,7 @@ class Desk:
             else:
                 self._admit_priming(self.primings[ticket.request_id])
         except Exception as error:
-            _log.exception("request %s: its row could not be made", ticket.request_id)
+            _log.exception("the row of an edit could not be made", extra=about(ticket.request_id))
             if edit is None:
                 self.end_priming(self.primings[ticket.request_id], complete=False, unfit=True)
             elif isinstance(error, MaskserveError):

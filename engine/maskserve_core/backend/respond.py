@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,13 +20,3 @@ def _respond(api: Any, request: Any, work: Callable[[Any], Outputs]) -> Any:
         return response(api, work(request))
     except Exception as error:
         return error_response(api, guarded("", error))
-
-
-def log_to_stderr(model: str) -> None:
-    """Send this process's log to Triton's."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s {model} %(name)s: %(message)s",
-        force=True,
-    )

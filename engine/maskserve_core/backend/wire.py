@@ -19,6 +19,7 @@ from maskserve_core.errors import (
     TemplateNotFound,
     split_code,
 )
+from maskserve_core.logs import about
 
 log = logging.getLogger("maskserve")
 
@@ -109,7 +110,7 @@ def relayed(text: str, request_id: str) -> MaskserveError:
     """
     code, message = split_code(text)
     if any(mark in text for mark in _TRACE_MARKS):
-        log.error("request %s: a model raised: %s", request_id, text)
+        log.error("a model raised: %s", text, extra=about(request_id))
         return internal_error(request_id)
     return RelayedError(code, message.strip())
 
@@ -123,7 +124,7 @@ def guarded(request_id: str, error: BaseException) -> MaskserveError:
     """`error` if it is meant for clients; else it is logged with its trace and hidden."""
     if isinstance(error, MaskserveError):
         return error
-    log.error("request %s: %s", request_id or "unknown", error, exc_info=error)
+    log.error("%s: %s", type(error).__name__, error, exc_info=error, extra=about(request_id))
     return internal_error(request_id)
 
 

@@ -5,9 +5,10 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.backend.respond import log_to_stderr, respond
+from maskserve_core.backend.respond import respond
 from maskserve_core.backend.wire import read_array, read_bytes
 from maskserve_core.config import beside_denoiser, load_config
+from maskserve_core.logs import start_log
 from maskserve_core.meta import with_timing
 from maskserve_core.vitals import sign_in, sign_out
 from maskserve_engine.decode import Decoder
@@ -17,8 +18,8 @@ _NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 
 class TritonPythonModel:
     def initialize(self, args):
-        log_to_stderr("decoder")
         self._config = beside_denoiser(load_config())
+        start_log(self._config, "decoder")
         self._decoder = Decoder.load(self._config)
         sign_in(self._config.runtime_dir, "decoder")
 

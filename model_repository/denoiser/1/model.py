@@ -3,8 +3,8 @@
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.backend.metrics import EngineMetrics, MetricsThread
-from maskserve_core.backend.respond import log_to_stderr
 from maskserve_core.config import load_config
+from maskserve_core.logs import start_log
 from maskserve_core.vitals import sign_in, sign_out
 from maskserve_engine.engine import Engine
 from maskserve_engine.reception import Reception
@@ -15,8 +15,8 @@ _CLOSE_GRACE_S = 5.0
 
 class TritonPythonModel:
     def initialize(self, args):
-        log_to_stderr("denoiser")
         self._config = load_config()
+        start_log(self._config, "denoiser")
         self._engine = Engine.load(self._config)
         self._engine.start()
         self._reception = Reception(pb_utils, self._engine, self._config)

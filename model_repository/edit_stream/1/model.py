@@ -3,15 +3,15 @@
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.backend.front import Front
-from maskserve_core.backend.respond import log_to_stderr
 from maskserve_core.config import load_config
+from maskserve_core.logs import start_log
 from maskserve_core.vitals import sign_in, sign_out
 
 
 class TritonPythonModel:
     def initialize(self, args):
-        log_to_stderr("edit_stream")
         self._config = load_config()
+        start_log(self._config, "edit_stream")
         self._front = Front(pb_utils, self._config, "edit_stream", streaming=True)
         sign_in(self._config.runtime_dir, "edit_stream")
 

@@ -5,9 +5,10 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.backend.respond import log_to_stderr, respond
+from maskserve_core.backend.respond import respond
 from maskserve_core.backend.wire import read_array, read_bytes
 from maskserve_core.config import beside_denoiser, load_config
+from maskserve_core.logs import start_log
 from maskserve_core.request import EditRequest
 from maskserve_core.vitals import sign_in, sign_out
 from maskserve_engine.encode import Encoder, warm
@@ -16,8 +17,8 @@ from maskserve_engine.priming_prompt import write_priming_prompt
 
 class TritonPythonModel:
     def initialize(self, args):
-        log_to_stderr("encoder")
         self._config = beside_denoiser(load_config())
+        start_log(self._config, "encoder")
         self._encoder = Encoder.load(self._config)
         warm(self._encoder)
         # The denoiser has no text encoders; priming needs the embedding of an empty prompt.

@@ -5,9 +5,10 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.backend.respond import log_to_stderr, respond
+from maskserve_core.backend.respond import respond
 from maskserve_core.backend.wire import read_array, read_bytes
 from maskserve_core.config import load_config
+from maskserve_core.logs import start_log
 from maskserve_core.meta import with_timing
 from maskserve_core.postprocess import finish_edit
 from maskserve_core.request import EditRequest
@@ -16,8 +17,8 @@ from maskserve_core.vitals import sign_in, sign_out
 
 class TritonPythonModel:
     def initialize(self, args):
-        log_to_stderr("postprocess")
         self._config = load_config()
+        start_log(self._config, "postprocess")
         sign_in(self._config.runtime_dir, "postprocess")
 
     def execute(self, requests):

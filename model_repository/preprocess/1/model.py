@@ -6,10 +6,11 @@ from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.backend.respond import log_to_stderr, respond
+from maskserve_core.backend.respond import respond
 from maskserve_core.backend.wire import read_bytes
 from maskserve_core.config import load_config
 from maskserve_core.facts import load_facts
+from maskserve_core.logs import start_log
 from maskserve_core.preprocess import prepare_edit
 from maskserve_core.templates import TemplateFolder
 from maskserve_core.vitals import sign_in, sign_out
@@ -17,8 +18,8 @@ from maskserve_core.vitals import sign_in, sign_out
 
 class TritonPythonModel:
     def initialize(self, args):
-        log_to_stderr("preprocess")
         self._config = load_config()
+        start_log(self._config, "preprocess")
         model = self._config.model
         self._facts = load_facts(model.path, model.native_resolution)
         self._templates = TemplateFolder(Path(self._config.runtime_dir) / "templates")
