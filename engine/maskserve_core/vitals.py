@@ -8,6 +8,8 @@ The engine says more of itself by its status record; a process here is only aliv
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from maskserve_core.status_record import WorkerStatus
@@ -15,23 +17,55 @@ from maskserve_core.status_record import WorkerStatus
 # States of /proc/PID/stat that cannot serve: stopped, traced, zombie, dead.
 _UNWELL = {"T": "is stopped", "t": "is stopped", "Z": "has died", "X": "has died"}
 
-# A step of a large model takes seconds, and its batch may grow from one to the next.
+# What a step takes is foretold from those before it, roughly: kernels, shapes and memory differ.
 _STEPS_OF_SILENCE = 10
 # The first step also loads kernels and allocates; how long steps take is not known yet.
 _FIRST_STEP_S = 60.0
+# The most that one look adds to a silence.
+_LONGEST_LOOK_S = 0.5
+
+
+class Silence:
+    """How long an engine has written no record, as one watcher sees it. Used from one thread.
+
+    The engine writes before each step, so a step is a silence. Only time in which the watcher
+    itself was awake counts: on a machine that stood still, or starves its processes, the engine
+    was not the one that failed. A process that died or was stopped is found by `unwell`, and an
+    engine that failed says so: this is for what hangs.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._stamp = -1
+        self._looked = clock()
+        self._silent_s = 0.0
+
+    def too_long(self, status: WorkerStatus, heartbeat_timeout_s: float) -> str | None:
+        """What is wrong, in words, if the engine counts as hung; to be asked again and again."""
+        now = self._clock()
+        self._silent_s += min(now - self._looked, _LONGEST_LOOK_S)
+        self._looked = now
+        if status.monotonic_ns != self._stamp:
+            self._stamp, self._silent_s = status.monotonic_ns, 0.0
+        if self._silent_s <= silence_limit_s(status, heartbeat_timeout_s):
+            return None
+        return f"engine has been silent for {self._silent_s:.1f} s"
 
 
 def silence_limit_s(status: WorkerStatus, heartbeat_timeout_s: float) -> float:
-    """How old a status record may be before its engine counts as hung.
+    """How long an engine with this record may be silent before it counts as hung.
 
-    The engine writes between steps, so a step is a silence. A process that died or was stopped is
-    found by `unwell`, and an engine that failed says so: this limit is for what hangs.
+    A batch of many full rows takes a hundred times as long as one small mask, so the step under
+    way is measured by its own tokens at the mean rate so far.
     """
-    steps = status.counters.get("steps_total", 0)
-    if steps < 1:
+    counters = status.counters
+    if counters.get("steps_total", 0) < 1:
         return max(heartbeat_timeout_s, _FIRST_STEP_S)
-    mean = status.counters.get("step_seconds_total", 0.0) / steps
-    return max(heartbeat_timeout_s, _STEPS_OF_SILENCE * mean)
+    seconds = counters.get("step_seconds_total", 0.0)
+    mean = seconds / counters["steps_total"]
+    per_token = seconds / max(1.0, counters.get("step_tokens_total", 0.0))
+    tokens = sum(row.active_tokens for row in status.running)
+    return max(heartbeat_timeout_s, _STEPS_OF_SILENCE * max(mean, per_token * tokens))
 
 
 def sign_in(runtime_dir: str | os.PathLike[str], model: str) -> None:

@@ -46,14 +46,18 @@ class Edit:
     def mask_ratio(self) -> float:
         return self.active_tokens / self.total_tokens
 
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one step of it computes."""
+        return self.active_tokens if self.how == "cached" else self.total_tokens
+
     def make_ticket(self) -> Ticket:
         """What the scheduler is to know of it."""
-        computed = self.active_tokens if self.how == "cached" else self.total_tokens
         self.ticket = Ticket(
             request_id=self.request_id,
             steps=self.steps,
             total_tokens=self.total_tokens,
-            active_tokens=computed,
+            active_tokens=self.step_tokens,
             arrival=self.submitted,
             priority=self.job.request.settings.priority,
             deadline=self.deadline,
@@ -71,7 +75,7 @@ class Edit:
         return RowStatus(
             request_id=self.request_id,
             kind="cached" if self.how == "cached" else "dense",
-            active_tokens=self.active_tokens if self.how == "cached" else self.total_tokens,
+            active_tokens=self.step_tokens,
             total_tokens=self.total_tokens,
             steps_left=self.steps - (self.row.step if self.row is not None else 0),
             template_id=self.job.request.template_id,
@@ -120,6 +124,11 @@ class PrimingEdit:
     @property
     def request_id(self) -> str:
         return self.ticket.request_id
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one step of it computes: the whole template."""
+        return self.total_tokens
 
     def status(self) -> RowStatus:
         return RowStatus(

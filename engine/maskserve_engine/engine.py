@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from maskserve_core.config import Config, model_name
 from maskserve_core.errors import EngineFailed, Overloaded
+from maskserve_core.logs import about
 from maskserve_core.observations import Observations
 from maskserve_core.status import StatusWriter, WorkerStatus
 from maskserve_engine.adapter import Adapter, load_adapter
@@ -66,6 +67,7 @@ class Engine:
         self.desk = Desk(config, adapter, self.cache, self._replies)
         self.counters: dict[str, float] = {
             "steps_total": 0,
+            "step_tokens_total": 0,
             "edits_total": 0,
             "active_tokens_total": 0,
             "dense_rows_total": 0,
@@ -186,10 +188,11 @@ class Engine:
                 self._take_commands()
                 running = self.desk.running()
                 if running:
+                    # Before the step: who looks meanwhile sees what is being computed.
+                    self._publish()
                     self._load(running)
                     self._step(running)
                     self._update(running)
-                self._publish()
         except Exception:
             _log.exception("the engine has failed")
             self._state = "failed"
@@ -200,6 +203,8 @@ class Engine:
     def _take_commands(self) -> None:
         """Run what came in; wait for something when no row is there to run."""
         idle = len(self.desk.scheduler) == 0
+        if idle:
+            self._publish()
         try:
             command = self._inbox.get(timeout=self.config.engine.heartbeat_s if idle else 0)
             while True:
@@ -227,6 +232,7 @@ class Engine:
         """One model call for all rows; when it fails, one call each, so that one bad row or a
         batch too large for the memory costs nobody else.
         """
+        self.counters["step_tokens_total"] += sum(edit.step_tokens for edit in running)
         begin = time.perf_counter()
         try:
             self.adapter.step([edit.row for edit in running], self._kinds())
@@ -244,7 +250,7 @@ class Engine:
             try:
                 self.adapter.step([edit.row], self._kinds())
             except Exception as error:
-                _log.exception("request %s: its step failed", edit.request_id)
+                _log.exception("the step of an edit failed", extra=about(edit.request_id))
                 running.remove(edit)
                 if isinstance(edit, PrimingEdit):
                     self.desk.end_priming(edit, complete=False, unfit=True)

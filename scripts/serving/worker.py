@@ -15,7 +15,7 @@ from typing import Any
 from maskserve_core.config import Config
 from maskserve_core.gate import Gate
 from maskserve_core.status import StatusReader
-from maskserve_core.vitals import silence_limit_s, unwell
+from maskserve_core.vitals import Silence, unwell
 from serving.command import EXIT_TIMEOUT_S, command, environment, gpu_of_worker
 from serving.errors import ServeError
 from serving.files import WorkerFiles, with_values
@@ -64,6 +64,7 @@ class Worker:
         self._log_start = 0
         self._started = 0.0
         self._status = StatusReader(spec.files.status)
+        self._silence = Silence()
 
     # What any thread may ask
 
@@ -109,7 +110,7 @@ class Worker:
         if self.config.model.torch_threads == 0:
             threads = max(1, (os.cpu_count() or 1) // spec.options.workers)
             self.config = spec.files.prepare(with_values(tables, "model", torch_threads=threads))
-        self._status = StatusReader(spec.files.status)
+        self._status, self._silence = StatusReader(spec.files.status), Silence()
         gpu = gpu_of_worker(spec.index, spec.options.workers)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
@@ -161,9 +162,9 @@ class Worker:
         status = self._status.read()
         if status is None:
             return "it has no status record"
-        age = status.age_s()
-        if age > silence_limit_s(status, self.config.engine.heartbeat_timeout_s):
-            return f"its engine has been silent for {age:.1f} s"
+        hung = self._silence.too_long(status, self.config.engine.heartbeat_timeout_s)
+        if hung is not None:
+            return f"its {hung}"
         if status.state in ("failed", "stopped"):
             return f"its engine has {status.state}"
         return unwell(self.spec.files.runtime)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.status_record import WorkerStatus
-from maskserve_core.vitals import sign_in, sign_out, silence_limit_s, unwell
+from maskserve_core.status_record import RowStatus, WorkerStatus
+from maskserve_core.vitals import Silence, sign_in, sign_out, silence_limit_s, unwell
 
 CHILD = """
 import sys
@@ -88,3 +88,48 @@ def test_a_process_that_is_gone_is_not(tmp_path: Path, child: subprocess.Popen[s
 def test_slow_steps_are_no_silence(counters: dict[str, float], limit: float) -> None:
     status = WorkerStatus("w", "m", "ready", max_rows=8, max_waiting=9, counters=counters)
     assert silence_limit_s(status, 2.5) == limit
+
+
+def test_a_large_batch_after_small_ones_is_no_silence() -> None:
+    """A thousand steps of one small mask, then eight whole images: 0.1 s, then 8 s."""
+    counters = {"steps_total": 1000, "step_seconds_total": 100.0, "step_tokens_total": 400_000}
+    rows = tuple(RowStatus(str(i), "dense", 4096, 4096, steps_left=9) for i in range(8))
+    status = WorkerStatus(
+        "w", "m", "ready", max_rows=8, max_waiting=9, counters=counters, running=rows
+    )
+    assert silence_limit_s(status, 2.5) > 80.0
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def record(stamp: int) -> WorkerStatus:
+    counters = {"steps_total": 10, "step_seconds_total": 0.1}
+    return WorkerStatus(
+        "w", "m", "ready", max_rows=8, max_waiting=9, counters=counters, monotonic_ns=stamp
+    )
+
+
+def test_a_record_that_stays_the_same_is_silence() -> None:
+    clock = Clock()
+    silence = Silence(clock)
+    found = []
+    for _ in range(30):
+        clock.now += 0.1
+        found.append(silence.too_long(record(7), 2.5))
+    assert found[:25] == [None] * 25
+    assert found[-1] == "engine has been silent for 2.9 s"
+    assert silence.too_long(record(8), 2.5) is None
+
+
+def test_a_machine_that_stood_still_is_no_silence() -> None:
+    """The watcher wakes up first: the engine has had no time to write."""
+    clock = Clock()
+    silence = Silence(clock)
+    for pause in (0.1, 60.0, 0.1, 60.0):
+        clock.now += pause
+        assert silence.too_long(record(7), 2.5) is None

@@ -10,7 +10,7 @@ from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_core.gate import STOPPED, Gate
 from maskserve_core.status import StatusReader
-from maskserve_core.vitals import silence_limit_s, unwell
+from maskserve_core.vitals import Silence, unwell
 
 _PROCESSES_EVERY_S = 0.5
 
@@ -23,6 +23,7 @@ class Health:
         self._clock = clock
         self._reader = StatusReader(f"{config.runtime_dir}/status")
         self._gate = Gate(config.runtime_dir)
+        self._silence = Silence(clock)
         self._next_processes = 0.0
         self._unwell: str | None = None
         self._lock = threading.Lock()
@@ -38,8 +39,9 @@ class Health:
         status = self._reader.read()
         if status is None:
             return EngineFailed("the engine has not started")
-        if status.age_s() > silence_limit_s(status, self._config.engine.heartbeat_timeout_s):
-            return EngineFailed(f"the engine has been silent for {status.age_s():.1f} s")
+        hung = self._silence.too_long(status, self._config.engine.heartbeat_timeout_s)
+        if hung is not None:
+            return EngineFailed(f"the {hung}")
         if status.state in ("failed", "stopped"):
             return EngineFailed(f"the engine has {status.state}")
         return self._processes()
