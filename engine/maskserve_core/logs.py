@@ -79,7 +79,9 @@ class LineFile(WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self.reopenIfNeeded()
-            os.write(self.stream.fileno(), (self.format(record) + "\n").encode("utf-8", "replace"))
+            if self.stream is not None:  # None: closed
+                line = self.format(record) + "\n"
+                os.write(self.stream.fileno(), line.encode("utf-8", "replace"))
         except Exception:
             self.handleError(record)
 

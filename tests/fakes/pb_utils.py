@@ -15,6 +15,7 @@ import numpy as np
 
 from maskserve_core.tensors import CONTRACTS
 
+GAUGE, COUNTER, HISTOGRAM = range(3)
 TYPES = {np.dtype(np.uint8), np.dtype(np.float32), np.dtype(np.object_)}
 
 
@@ -142,15 +143,26 @@ class Call:
 
 
 class Metric:
-    def __init__(self, labels: dict[str, str]) -> None:
-        self.labels, self.value = labels, 0.0
+    """Calls that do not fit its kind fail, as Triton's do."""
+
+    def __init__(self, kind: int, labels: dict[str, str], buckets: list[float] | None) -> None:
+        assert (kind == HISTOGRAM) == bool(buckets), "histograms have buckets, others have none"
+        assert buckets is None or buckets == sorted(set(buckets)), "buckets must grow"
+        self.kind, self.labels, self.value = kind, labels, 0.0
+        self.observed: list[float] = []
 
     def set(self, value: float) -> None:
+        assert self.kind == GAUGE
         self.value = value
 
     def increment(self, value: float) -> None:
+        assert self.kind != HISTOGRAM
         assert value >= 0
         self.value += value
+
+    def observe(self, value: float) -> None:
+        assert self.kind == HISTOGRAM
+        self.observed.append(value)
 
 
 class FakeTriton:
@@ -166,17 +178,22 @@ class FakeTriton:
         self.calls: list[Call] = []
         self.models: dict[str, Model] = {}
         self.metrics: dict[str, list[Metric]] = {}
+        self.kinds: dict[str, int] = {}
         triton = self
 
         class MetricFamily:
-            GAUGE, COUNTER, HISTOGRAM = range(3)
+            GAUGE, COUNTER, HISTOGRAM = GAUGE, COUNTER, HISTOGRAM
 
             def __init__(self, name: str, description: str, kind: int) -> None:
-                assert name not in triton.metrics, f"{name} is registered twice"
+                # Triton gives those who register a name again the same family.
+                self._kind = triton.kinds.setdefault(name, kind)
+                assert self._kind == kind, f"{name} is of another kind"
                 self._list = triton.metrics.setdefault(name, [])
 
-            def Metric(self, labels: dict[str, str]) -> Metric:  # noqa: N802 (Triton's name)
-                metric = Metric(labels)
+            def Metric(  # noqa: N802 (Triton's name)
+                self, labels: dict[str, str], buckets: list[float] | None = None
+            ) -> Metric:
+                metric = Metric(self._kind, labels, buckets)
                 self._list.append(metric)
                 return metric
 

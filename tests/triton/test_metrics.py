@@ -1,21 +1,166 @@
-"""Metrics follow the status record; counters never go back."""
+"""Metrics follow the status record and take every observation; counters never go back."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from maskserve_core.backend.metrics import EngineMetrics
-from tests.fakes.pb_utils import FakeTriton
+import pytest
+
+from maskserve_core.backend.metric_table import (
+    ENDS,
+    ENGINE_METRICS,
+    FRONT_METRICS,
+    PREFIX,
+    outcome_of,
+)
+from maskserve_core.backend.metrics import EngineMetrics, FrontMetrics
+from maskserve_core.config import CacheConfig, Config
+from maskserve_core.observations import Observations
+from maskserve_engine.cache import TemplateCache
+from maskserve_engine.engine import Engine
+from tests.fakes.pb_utils import FakeTriton, Metric
 from tests.triton.conftest import READY
 
+ROOT = Path(__file__).parents[2]
 
-def test_metrics_follow_the_record(api: FakeTriton) -> None:
-    metrics = EngineMetrics(api, "worker-3")
+# What the record has for readers of its own, and the page has in another form.
+UNPUBLISHED = {
+    "step_seconds_total",  # a histogram's sum
+    "step_load_stall_seconds_total",
+    "step_tokens_total",
+    "cache_hits_total",  # by tier
+    "cache_evictions_total",
+}
+
+
+@pytest.fixture
+def observations() -> Observations:
+    return Observations()
+
+
+@pytest.fixture
+def metrics(api: FakeTriton, config: Config, observations: Observations) -> EngineMetrics:
+    return EngineMetrics(api, "worker-3", observations, config.runtime_dir)
+
+
+def one(api: FakeTriton, name: str, **labels: str) -> Metric:
+    found = [m for m in api.metrics[PREFIX + name] if labels.items() <= m.labels.items()]
+    assert len(found) == 1, (name, labels, found)
+    return found[0]
+
+
+def test_metrics_follow_the_record(api: FakeTriton, metrics: EngineMetrics) -> None:
     metrics.update(replace(READY, counters={"steps_total": 2}, tier_bytes={"device": 10}))
-    metrics.update(replace(READY, counters={"steps_total": 5}, tier_bytes={"device": 7}))
-    [steps] = api.metrics["maskserve_steps_total"]
-    assert steps.value == 5
-    assert steps.labels == {"worker": "worker-3"}
-    [tier] = api.metrics["maskserve_cache_bytes"]
-    assert (tier.value, tier.labels["tier"]) == (7, "device")
-    assert api.metrics["maskserve_running_rows"][0].value == 0
+    metrics.update(
+        replace(
+            READY,
+            counters={
+                "steps_total": 5,
+                "cache_hits_total": 3,
+                "cache_hits_total.device": 2,
+                "cache_hits_total.host": 1,
+                "step_seconds_total": 9.0,
+                "unheard_of_total": 1,
+            },
+            tier_bytes={"device": 7},
+            templates={"device": ("a", "b")},
+        )
+    )
+    assert one(api, "steps_total").value == 5
+    assert one(api, "steps_total").labels == {"worker": "worker-3"}
+    assert one(api, "cache_bytes", tier="device").value == 7
+    assert one(api, "cache_templates", tier="device").value == 2
+    assert one(api, "cache_hits_total", tier="device").value == 2
+    assert one(api, "cache_hits_total", tier="host").value == 1
+    assert one(api, "running_rows").value == 0
+    assert one(api, "row_capacity").value == 8
+
+
+def test_a_record_that_starts_anew_takes_nothing_back(
+    api: FakeTriton, metrics: EngineMetrics
+) -> None:
+    for total in (5, 1, 6):
+        metrics.update(replace(READY, counters={"steps_total": total}))
+    assert one(api, "steps_total").value == 6
+
+
+def test_everything_is_there_from_the_start(api: FakeTriton, metrics: EngineMetrics) -> None:
+    assert set(api.metrics) == {PREFIX + name for name in ENGINE_METRICS}
+    for name, spec in ENGINE_METRICS.items():
+        assert len(api.metrics[PREFIX + name]) == (0 if spec.labels else 1)
+
+
+@pytest.mark.usefixtures("beat")
+def test_each_observation_is_entered_once(
+    api: FakeTriton, metrics: EngineMetrics, observations: Observations
+) -> None:
+    for seconds in (0.5, 0.25):
+        observations.add("step_seconds", seconds)
+    observations.dropped = 4
+    metrics.publish()
+    metrics.publish()
+    assert one(api, "step_seconds").observed == [0.5, 0.25]
+    assert one(api, "observations_dropped_total").value == 4
+    assert one(api, "steps_total").value == 10
+    assert 0 <= one(api, "engine_silence_seconds").value < 5
+
+
+def test_fronts_share_their_metrics(api: FakeTriton) -> None:
+    unary, streaming = Observations(), Observations()
+    fronts = [
+        FrontMetrics(api, "w", "edit", unary),
+        FrontMetrics(api, "w", "edit_stream", streaming),
+    ]
+    assert len(api.metrics["maskserve_edit_ends_total"]) == 2 * len(ENDS)
+    unary.add("edit_ends_total", 1.0, "edit", "refused", "INVALID_REQUEST")
+    streaming.add("edit_seconds", 1.5, "edit_stream")
+    for front in fronts:
+        front.publish()
+    assert one(api, "edit_ends_total", model="edit", code="INVALID_REQUEST").value == 1
+    assert one(api, "edit_ends_total", model="edit_stream", code="INVALID_REQUEST").value == 0
+    assert one(api, "edit_seconds", model="edit_stream").observed == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("OK", "done"),
+        ("CANCELLED", "cancelled"),
+        ("DEADLINE_EXCEEDED", "deadline"),
+        ("ENGINE_FAILED", "failed"),
+        ("INVALID_REQUEST", "refused"),
+        ("TEMPLATE_NOT_FOUND", "refused"),
+        ("OVERLOADED", "refused"),
+    ],
+)
+def test_outcomes(code: str, outcome: str) -> None:
+    assert outcome_of(code) == outcome
+    assert (outcome, code) in ENDS
+
+
+def engine_counters() -> set[str]:
+    """Names of what an engine counts, those of its cache included."""
+    adapter: Any = SimpleNamespace(facts=SimpleNamespace(), anchors=None, blocks=1)
+    engine = Engine(Config(), adapter, prompt=lambda: None)
+    cache = TemplateCache(CacheConfig(), adapter, "", "", 4, lambda: None)
+    return {*engine.counters, *cache.counters()}
+
+
+def test_every_counter_is_published_or_known_not_to_be() -> None:
+    counted = {name.partition(".")[0] for name in engine_counters()}
+    published = {name for name, spec in ENGINE_METRICS.items() if spec.kind == "COUNTER"}
+    assert counted - published <= UNPUBLISHED
+    assert published - counted == {"observations_dropped_total"}
+
+
+def test_every_metric_is_documented_and_none_that_is_gone() -> None:
+    text = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `maskserve_(\w+)(?:\{([\w, ]+)\})?` \| (\w+) \|", text, re.MULTILINE)
+    table = {**ENGINE_METRICS, **FRONT_METRICS}
+    expected = {(name, ", ".join(spec.labels), spec.kind.lower()) for name, spec in table.items()}
+    assert set(listed) == expected
+    assert len(listed) == len(expected)

@@ -9,6 +9,13 @@ from typing import Any
 from maskserve_core.backend.wire import error_response, response
 from maskserve_core.errors import MaskserveError
 
+OnEnd = Callable[[MaskserveError | None, dict[str, Any]], None]
+"""Told, once, what the final answer was: an error, or outputs."""
+
+
+def _nobody(error: MaskserveError | None, outputs: dict[str, Any]) -> None:
+    pass
+
 
 class Answer:
     """Sends a request's events, exactly one of them final.
@@ -20,10 +27,10 @@ class Answer:
     whole server, so sending and asking share a lock with the flag that says so.
     """
 
-    def __init__(self, api: Any, sender: Any, on_done: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, api: Any, sender: Any, on_end: OnEnd = _nobody) -> None:
         self._api = api
         self._sender = sender
-        self._on_done = on_done
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._done = False
 
@@ -42,18 +49,18 @@ class Answer:
 
     def finish(self, outputs: dict[str, Any]) -> bool:
         """Send the result; False when the request has been answered already."""
-        return self._final(response(self._api, outputs))
+        return self._final(response(self._api, outputs), None, outputs)
 
     def fail(self, error: MaskserveError) -> bool:
         """Send an error as the final answer; False when there was one already."""
-        return self._final(error_response(self._api, error))
+        return self._final(error_response(self._api, error), error, {})
 
     def cancelled(self) -> bool:
         """Whether the client has withdrawn the request and nobody has answered it yet."""
         with self._lock:
             return not self._done and bool(self._sender.is_cancelled())
 
-    def _final(self, message: Any) -> bool:
+    def _final(self, message: Any, error: MaskserveError | None, outputs: dict[str, Any]) -> bool:
         with self._lock:
             if self._done:
                 return False
@@ -61,5 +68,5 @@ class Answer:
             try:
                 self._sender.send(message, flags=self._api.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
             finally:
-                self._on_done()
+                self._on_end(error, outputs)
         return True

@@ -7,6 +7,7 @@ watches both and answers by itself. Threads of one front:
     pool          one thread per edit in flight, blocked in the pipeline's responses
     watcher       looks at every edit for a cancel or deadline, and at the worker's health
     cancels       tells the denoiser to free the rows of edits nobody waits for
+    metrics       publishes how edits ended
 
 A pool thread whose denoiser died stays blocked for good; the watcher has answered its client.
 """
@@ -23,7 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from maskserve_core.backend.answer import Answer
+from maskserve_core.backend.ending import Ending
 from maskserve_core.backend.health import Health
+from maskserve_core.backend.metrics import FrontMetrics, MetricsThread
 from maskserve_core.backend.pipeline import Event, ask_denoiser, run_edit
 from maskserve_core.backend.wire import guarded, read_bytes
 from maskserve_core.config import Config
@@ -36,6 +39,8 @@ from maskserve_core.errors import (
     Overloaded,
 )
 from maskserve_core.gate import OPEN, Gate, InFlight
+from maskserve_core.logs import about
+from maskserve_core.observations import Observations
 from maskserve_core.settings import EditSettings, dump_settings, parse_settings
 
 log = logging.getLogger("maskserve")
@@ -83,6 +88,7 @@ class Front:
     def __init__(self, api: Any, config: Config, name: str, *, streaming: bool) -> None:
         self._api = api
         self._config = config
+        self._name = name
         self._streaming = streaming
         self._gate = Gate(config.runtime_dir)
         self._in_flight = InFlight(config.runtime_dir, name)
@@ -92,6 +98,9 @@ class Front:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = threading.Event()
+        self._observations = Observations()
+        metrics = FrontMetrics(api, config.worker, name, self._observations)
+        self._metrics = MetricsThread(metrics)
         self._pool = ThreadPoolExecutor(config.engine.front_threads, f"{name}-pool")
         self._cancels = ThreadPoolExecutor(_CANCEL_THREADS, f"{name}-cancels")
         self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
@@ -101,11 +110,12 @@ class Front:
         """Take requests in; each is answered later, exactly once."""
         for request in requests:
             self._in_flight.enter()
-            answer = Answer(self._api, request.get_response_sender(), self._in_flight.leave)
+            ending = Ending(self._name, self._observations, self._in_flight.leave)
+            answer = Answer(self._api, request.get_response_sender(), ending.answered)
             try:
-                self._accept(request, answer)
+                self._accept(request, answer, ending)
             except Exception as error:
-                answer.fail(guarded("", error))
+                answer.fail(guarded(ending.request_id, error))
 
     def close(self) -> None:
         """Stop the threads; edits still in flight are answered."""
@@ -113,14 +123,15 @@ class Front:
         self._wake.set()
         self._watcher.join()
         self._fail_all(Overloaded("the worker is stopping"))
+        self._metrics.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._cancels.shutdown(wait=False, cancel_futures=True)
 
-    def _accept(self, request: Any, answer: Answer) -> None:
+    def _accept(self, request: Any, answer: Answer, ending: Ending) -> None:
         inputs = {name: read_bytes(self._api, request, name) for name in _CLIENT_INPUTS}
         settings = parse_settings(read_bytes(self._api, request, "SETTINGS"))
         # Drawn here, so that a repeated try of the same edit gives the same picture.
-        request_id = settings.request_id or uuid.uuid4().hex
+        request_id = ending.request_id = settings.request_id or uuid.uuid4().hex
         seed = settings.seed if settings.seed is not None else secrets.randbits(_SEED_BITS)
         settings = replace(settings, request_id=request_id, seed=seed)
         if not self._streaming:
@@ -218,9 +229,9 @@ class Front:
         try:
             ask_denoiser(self._api, {"op": "cancel", "request_id": call.request_id})
         except MaskserveError as error:
-            log.warning("request %s: cancel: %s", call.request_id, error)
+            log.warning("cancel: %s", error, extra=about(call.request_id))
         except Exception as error:
-            log.error("request %s: cancel: %s", call.request_id, error, exc_info=error)
+            log.error("cancel: %s", error, exc_info=error, extra=about(call.request_id))
         finally:
             call.cancelling = False
 

@@ -20,8 +20,10 @@ class TritonPythonModel:
         self._engine = Engine.load(self._config)
         self._engine.start()
         self._reception = Reception(pb_utils, self._engine, self._config)
-        metrics = EngineMetrics(pb_utils, self._config.worker)
-        self._metrics = MetricsThread(metrics, self._config.runtime_dir)
+        metrics = EngineMetrics(
+            pb_utils, self._config.worker, self._engine.observations, self._config.runtime_dir
+        )
+        self._metrics = MetricsThread(metrics)
         sign_in(self._config.runtime_dir, "denoiser")
 
     def execute(self, requests):

@@ -1,0 +1,98 @@
+"""Every metric that a worker adds to Triton's own /metrics page (docs/observability.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maskserve_core.errors import (
+    CODES,
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+)
+
+PREFIX = "maskserve_"
+OK = "OK"
+_OUTCOMES = {
+    OK: "done",
+    Cancelled.code: "cancelled",
+    DeadlineExceeded.code: "deadline",
+    EngineFailed.code: "failed",
+}
+
+
+def outcome_of(code: str) -> str:
+    """`done`, `cancelled`, `deadline` or `failed`; every other code is a refusal."""
+    return _OUTCOMES.get(code, "refused")
+
+
+ENDS = tuple((outcome_of(code), code) for code in (OK, *CODES))
+"""Outcome and code of every way in which an edit can end."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """One metric. Every one has the label `worker` before its own."""
+
+    kind: str
+    """`GAUGE`, `COUNTER` or `HISTOGRAM`."""
+    description: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets, without the last one, infinity."""
+
+
+def _gauge(description: str, *labels: str) -> MetricSpec:
+    return MetricSpec("GAUGE", description, labels)
+
+
+def _counter(description: str, *labels: str) -> MetricSpec:
+    return MetricSpec("COUNTER", description, labels)
+
+
+def _histogram(description: str, buckets: tuple[float, ...], *labels: str) -> MetricSpec:
+    return MetricSpec("HISTOGRAM", description, labels, buckets)
+
+
+_STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_STALL = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+_WAIT = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_EDIT = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+_RATIO = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+ENGINE_METRICS = {
+    "running_rows": _gauge("Rows in the running batch, those that prime templates included."),
+    "waiting_rows": _gauge("Edits and templates to prime that wait for a row."),
+    "row_capacity": _gauge("Rows that the running batch can hold."),
+    "engine_silence_seconds": _gauge("Seconds since the engine last wrote its status record."),
+    "cache_bytes": _gauge("Bytes of cached activations.", "tier"),
+    "cache_templates": _gauge("Templates whose activations are all there.", "tier"),
+    "steps_total": _counter("Steps of the batch, each one call of the model."),
+    "edits_total": _counter("Edits whose last step was taken."),
+    "active_tokens_total": _counter("Tokens computed for edits, summed over rows and steps."),
+    "dense_rows_total": _counter("Rows that computed all tokens, summed over steps."),
+    "cached_rows_total": _counter("Rows that computed active tokens only, summed over steps."),
+    "priming_rows_total": _counter("Rows that computed a template's entries, summed over steps."),
+    "primings_total": _counter("Templates primed, or given up for want of room.", "outcome"),
+    "cache_hits_total": _counter("Edits that found their template's activations.", "tier"),
+    "cache_misses_total": _counter("Edits that wanted activations which were not there."),
+    "cache_evictions_total": _counter("Templates whose activations were dropped.", "tier"),
+    "cache_corrupt_total": _counter("Entries dropped because their checksum did not hold."),
+    "observations_dropped_total": _counter("Values that histograms lack, for want of room."),
+    "step_seconds": _histogram("Seconds of one step of the batch, loading apart.", _STEP),
+    "step_load_stall_seconds": _histogram(
+        "Seconds that a step waited for cached activations; steps that read some.", _STALL
+    ),
+    "mask_ratio": _histogram("Active tokens over all tokens of an edit that was done.", _RATIO),
+    "queue_seconds": _histogram(
+        "Seconds from the engine's acceptance of an edit to its row.", _WAIT
+    ),
+}
+FRONT_METRICS = {
+    "edit_ends_total": _counter(
+        "Edits answered, by outcome and error code.", "model", "outcome", "code"
+    ),
+    "edit_seconds": _histogram(
+        "Seconds from a front's acceptance of an edit to its picture.", _EDIT, "model"
+    ),
+}
