@@ -120,7 +120,8 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    runtime_dir: str = _opt("", "Folder of the worker's status record and templates.")
+    runtime_dir: str = _opt("", "Folder of the worker's status record; best in memory.")
+    templates_dir: str = _opt("", "Folder of registered images; empty: in the runtime folder.")
     worker: str = _opt("worker-0", "Name of this worker in answers and metrics.")
 
 
@@ -132,7 +133,7 @@ _SECTIONS: dict[str, type[Any]] = {
     "cache": CacheConfig,
     "log": LogConfig,
 }
-_PLAIN = ("runtime_dir", "worker")
+_PLAIN = ("runtime_dir", "templates_dir", "worker")
 
 
 def _checked(where: str, spec: Any, value: Any) -> Any:
@@ -204,6 +205,11 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
     if model_path and defaults is not None and defaults.is_file():
         config = apply(config, _read_toml(defaults))
     return apply(config, values)
+
+
+def templates_folder(config: Config) -> Path:
+    """Where the images of registered templates are."""
+    return Path(config.templates_dir or Path(config.runtime_dir) / "templates")
 
 
 def model_name(config: Config) -> str:

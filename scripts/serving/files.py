@@ -21,9 +21,12 @@ from serving.errors import ServeError
 
 @dataclass(frozen=True, slots=True)
 class WorkerFiles:
-    """A worker's private folder: made anew at each start, but for templates; removed at the end."""
+    """A worker's private folders, removed at the end: one in memory, made anew at each start, and
+    one on disk for templates, which are the clients' and outlive a restart of the worker.
+    """
 
     root: Path
+    templates: Path
 
     @property
     def config(self) -> Path:
@@ -31,7 +34,7 @@ class WorkerFiles:
 
     @property
     def runtime(self) -> Path:
-        """`[runtime_dir]`: status record, templates, process ids."""
+        """`runtime_dir`: status record, gate, process ids."""
         return self.root / "runtime"
 
     @property
@@ -44,23 +47,51 @@ class WorkerFiles:
         Raises:
             ServeError: the configuration is not valid.
         """
-        for stale in self.runtime.glob("*"):
-            # Templates are the clients': they outlive a restart of the worker.
-            if stale.name != "templates":
-                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-        self.runtime.mkdir(parents=True, mode=0o700, exist_ok=True)
+        shutil.rmtree(self.runtime, ignore_errors=True)
+        self.runtime.mkdir(parents=True, mode=0o700)
         self.config.write_text(dump_toml(tables), encoding="utf-8")
         return load(self.config)
 
     def remove(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
+        shutil.rmtree(self.templates, ignore_errors=True)
 
 
-def private_root(base_port: int) -> Path:
-    """A fresh folder for the workers of one supervisor, in memory where there is one."""
-    parent = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    parent = parent if os.access(parent, os.W_OK) else tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix=f"maskserve-{base_port}-", dir=parent))
+def worker_files(base_port: int, workers: int) -> list[WorkerFiles]:
+    """Fresh folders for the workers of one supervisor.
+
+    An engine writes its status record at each step, and whoever finds it silent restarts it: on a
+    disk that is busy with something else, a write can take seconds.
+    """
+    memory = Path(tempfile.mkdtemp(prefix=_prefix(base_port), dir=_memory()))
+    disk = Path(tempfile.mkdtemp(prefix=_prefix(base_port), dir=_disk()))
+    names = [f"worker-{index}" for index in range(workers)]
+    return [WorkerFiles(memory / name, disk / name) for name in names]
+
+
+def remove_stale(files: list[WorkerFiles], base_port: int) -> None:
+    """Remove what a killed supervisor left at this base port; its ports are known to be free."""
+    mine = {path.parent for own in files for path in (own.root, own.templates)}
+    for parent in {_memory(), _disk()}:
+        for folder in Path(parent).glob(_prefix(base_port) + "*"):
+            if folder not in mine:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prefix(base_port: int) -> str:
+    return f"maskserve-run-{base_port}-"
+
+
+def _disk() -> str:
+    return tempfile.gettempdir()
+
+
+def _memory() -> str:
+    """A folder in memory, where this host has one that may be written."""
+    for folder in (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"):
+        if folder and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return tempfile.gettempdir()
 
 
 def read_tables(path: Path | None) -> dict[str, Any]:

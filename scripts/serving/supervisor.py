@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from serving.errors import ServeError
-from serving.files import private_root, read_tables, with_values
+from serving.files import read_tables, remove_stale, with_values
 from serving.options import ServeOptions
 from serving.runtime import find_runtime
 from serving.source import resolve_model
@@ -85,11 +85,11 @@ class Supervisor:
         if not Path(options.model).exists() and not tables["model"].get("name"):
             # A downloaded model's folder is named after its revision; clients know the hub id.
             tables = with_values(tables, "model", name=options.model.split("/")[-1])
-        root = private_root(options.base_port)
-        self.workers = make_workers(options, runtime, tables, root)
+        self.workers = make_workers(options, runtime, tables)
         self._watches = [_Watch(worker, start_at=1e-9) for worker in self.workers]
         try:
             check_ports(self.workers)
+            remove_stale([worker.spec.files for worker in self.workers], options.base_port)
             # One thread starts every worker and outlives them: the kernel takes the end of the
             # thread that started a process for the end of its parent (launch.py).
             self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
@@ -252,9 +252,10 @@ class Supervisor:
     def _remove_files(self) -> None:
         for worker in self.workers:
             worker.remove_files()
-        for root in {worker.spec.files.root.parent for worker in self.workers}:
+        files = [worker.spec.files for worker in self.workers]
+        for folder in {path.parent for own in files for path in (own.root, own.templates)}:
             try:
-                root.rmdir()
+                folder.rmdir()
             except OSError:
                 pass  # a worker's folder is still being removed by the other of stop and kill
 

@@ -18,7 +18,7 @@ from maskserve_core.status import StatusReader
 from maskserve_core.vitals import Silence, unwell
 from serving.command import EXIT_TIMEOUT_S, command, environment, gpu_of_worker
 from serving.errors import ServeError
-from serving.files import WorkerFiles, with_values
+from serving.files import WorkerFiles, with_values, worker_files
 from serving.leftovers import region_prefix, remove_regions
 from serving.log import failure, loaded_models, read_log
 from serving.options import ServeOptions
@@ -105,7 +105,11 @@ class Worker:
         check_free(spec.options.host, spec.ports)
         prefix = region_prefix(spec.ports.http)
         remove_regions(prefix)
-        tables = with_values(spec.tables, "", worker=self.name, runtime_dir=str(spec.files.runtime))
+        folders = {
+            "runtime_dir": str(spec.files.runtime),
+            "templates_dir": str(spec.files.templates),
+        }
+        tables = with_values(spec.tables, "", worker=self.name, **folders)
         self.config = spec.files.prepare(tables)
         if self.config.model.torch_threads == 0:
             threads = max(1, (os.cpu_count() or 1) // spec.options.workers)
@@ -229,15 +233,11 @@ class Worker:
         self.spec.files.remove()
 
 
-def make_workers(
-    options: ServeOptions, runtime: Runtime, tables: dict[str, Any], root: Path
-) -> list[Worker]:
+def make_workers(options: ServeOptions, runtime: Runtime, tables: dict[str, Any]) -> list[Worker]:
     """One worker per index, none started."""
     options = replace(options, log_dir=options.log_dir.resolve())
-    return [
-        Worker(Spec(i, options, runtime, tables, WorkerFiles(root / f"worker-{i}")))
-        for i in range(options.workers)
-    ]
+    files = worker_files(options.base_port, options.workers)
+    return [Worker(Spec(i, options, runtime, tables, own)) for i, own in enumerate(files)]
 
 
 def check_ports(workers: list[Worker]) -> None:

@@ -61,10 +61,14 @@ def test_a_stream_sends_progress_previews_and_the_answer(worker: Worker, grpc: G
         seen = []
         while not seen or seen[-1][1]["event"] != "final":
             seen.append(opened.next())
-    assert [(meta["event"], meta["step"]) for _, meta in seen] == [
-        ("progress", 1), ("progress", 2), ("preview", 3), ("progress", 4), ("progress", 5),
-        ("final", 6),
-    ]  # fmt: skip
+    events = [(meta["event"], meta["step"]) for _, meta in seen]
+    assert events[-1] == ("final", 6)
+    assert [step for event, step in events if event == "preview"] == [3]
+    # On a busy machine one may overtake another, which is then too late and dropped.
+    progress = [step for event, step in events if event == "progress"]
+    assert progress == sorted(progress)
+    assert progress
+    assert set(progress) <= {1, 2, 4, 5}
     source, mask = scene(64, 64), blob_mask(64, 64)
     for image, meta in seen:
         if meta["event"] == "progress":

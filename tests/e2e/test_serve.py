@@ -110,6 +110,7 @@ def test_a_missing_model(serve: Callable[..., Serving]) -> None:
 def test_a_taken_port(serve: Callable[..., Serving], model: Path) -> None:
     port = free_base_port()
     with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", port + 1))
         held.listen()
         serving = serve("--model", str(model), base_port=port)

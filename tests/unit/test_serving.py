@@ -40,6 +40,7 @@ def test_a_taken_port_is_named() -> None:
     taken = ports.Ports.of_worker(base, 0)
     ports.check_free("127.0.0.1", taken)
     with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", taken.grpc))
         held.listen()
         with pytest.raises(ServeError, match=rf"port {taken.grpc} \(gRPC\) on 127.0.0.1"):
@@ -186,20 +187,39 @@ def test_a_bad_configuration_is_told(tmp_path: Path) -> None:
 
 
 def test_a_restart_keeps_templates_and_nothing_else(tmp_path: Path) -> None:
-    worker = files.WorkerFiles(tmp_path / "worker-0")
+    worker = files.WorkerFiles(tmp_path / "memory" / "worker-0", tmp_path / "disk" / "worker-0")
     tables = {"worker": "worker-0", "runtime_dir": str(worker.runtime)}
     assert worker.prepare(tables).worker == "worker-0"
-    for path in ("templates", "fronts", "processes"):
+    worker.templates.mkdir(parents=True)
+    (worker.templates / "x").touch()
+    for path in ("fronts", "processes"):
         (worker.runtime / path).mkdir()
         (worker.runtime / path / "x").touch()
     worker.status.touch()
     worker.prepare(tables)
-    assert {p.relative_to(worker.runtime).as_posix() for p in worker.runtime.rglob("*")} == {
-        "templates",
-        "templates/x",
-    }
+    assert list(worker.runtime.iterdir()) == []
+    assert (worker.templates / "x").exists()
     worker.remove()
     assert not worker.root.exists()
+    assert not worker.templates.exists()
+
+
+def test_what_a_killed_supervisor_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "disk"))
+    (tmp_path / "disk").mkdir()
+    left, others = files.worker_files(9000, 1)[0], files.worker_files(9010, 1)[0]
+    mine = files.worker_files(9000, 2)
+    assert {own.root.parent.parent for own in mine} == {tmp_path}
+    assert {own.templates.parent.parent for own in mine} == {tmp_path / "disk"}
+    files.remove_stale(mine, 9000)
+    assert not left.root.parent.exists()
+    assert not left.templates.parent.exists()
+    for own in (*mine, others):
+        assert own.root.parent.is_dir()
+        assert own.templates.parent.is_dir()
 
 
 def test_the_command_line_is_hardened(tmp_path: Path) -> None:

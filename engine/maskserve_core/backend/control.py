@@ -12,13 +12,12 @@ import logging
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from maskserve_core.backend.answer import Answer
 from maskserve_core.backend.pipeline import ask_denoiser, encode_template
 from maskserve_core.backend.wire import guarded, read_bytes
-from maskserve_core.config import Config, ConfigError
+from maskserve_core.config import Config, ConfigError, templates_folder
 from maskserve_core.errors import (
     EngineFailed,
     InvalidRequest,
@@ -98,7 +97,7 @@ class Control:
         self._config = config
         self._status = StatusReader(f"{config.runtime_dir}/status")
         self._gate = Gate(config.runtime_dir)
-        self._templates = TemplateFolder(Path(config.runtime_dir) / "templates")
+        self._templates = TemplateFolder(templates_folder(config))
         self._pool = ThreadPoolExecutor(_THREADS, "control")
 
     def execute(self, requests: list[Any]) -> None:

@@ -2,13 +2,12 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.backend.respond import respond
 from maskserve_core.backend.wire import read_bytes
-from maskserve_core.config import load_config
+from maskserve_core.config import load_config, templates_folder
 from maskserve_core.facts import load_facts
 from maskserve_core.logs import start_log
 from maskserve_core.preprocess import prepare_edit
@@ -22,7 +21,7 @@ class TritonPythonModel:
         start_log(self._config, "preprocess")
         model = self._config.model
         self._facts = load_facts(model.path, model.native_resolution)
-        self._templates = TemplateFolder(Path(self._config.runtime_dir) / "templates")
+        self._templates = TemplateFolder(templates_folder(self._config))
         sign_in(self._config.runtime_dir, "preprocess")
 
     def execute(self, requests):
