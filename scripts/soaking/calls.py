@@ -1,0 +1,145 @@
+"""Calls to a worker with Triton's own client, as any user makes them."""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+from maskserve_core.errors import split_code
+
+Answer = tuple[bytes, dict[str, Any]]
+"""IMAGE and META."""
+TIMEOUT_S = 120.0
+"""An answer that takes longer will not come."""
+
+CLIENT_CANCELLED = "client cancelled"
+CLIENT_TIMEOUT = "client timeout"
+
+
+def tensors(module: Any, values: Mapping[str, bytes]) -> list[Any]:
+    made = []
+    for name, value in values.items():
+        cell = np.empty(1, np.object_)
+        cell[0] = value
+        tensor = module.InferInput(name, [1], "BYTES")
+        tensor.set_data_from_numpy(cell)
+        made.append(tensor)
+    return made
+
+
+def reason(error: Exception) -> str:
+    """Why a call failed: the server's code, or what the client itself did; else its text."""
+    if not isinstance(error, InferenceServerException):
+        return CLIENT_TIMEOUT if isinstance(error, TimeoutError) else repr(error)
+    text = str(error.message())
+    code, _ = split_code(text)
+    if f"[{code}]" in text:
+        return code
+    status = str(error.status())
+    if "CANCELLED" in status or "cancelled by application" in text:
+        return CLIENT_CANCELLED
+    if "DEADLINE_EXCEEDED" in status or "timed out" in text.lower():
+        return CLIENT_TIMEOUT
+    return f"{status}: {text}"
+
+
+class Http:
+    """KServe v2 over HTTP. One thread only: Triton's client is bound to it."""
+
+    def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
+        self._client = triton_http.InferenceServerClient(
+            url.removeprefix("http://"), connection_timeout=TIMEOUT_S, network_timeout=timeout_s
+        )
+
+    def edit(self, inputs: Mapping[str, bytes]) -> Answer:
+        return _answer(self._client.infer("edit", tensors(triton_http, inputs)))
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Grpc:
+    """KServe v2 over gRPC."""
+
+    def __init__(self, url: str) -> None:
+        self._client = triton_grpc.InferenceServerClient(url)
+
+    def edit(self, inputs: Mapping[str, bytes], timeout_s: float = TIMEOUT_S) -> Answer:
+        return self.begin(inputs, timeout_s).wait()
+
+    def begin(self, inputs: Mapping[str, bytes], timeout_s: float = TIMEOUT_S) -> Pending:
+        """An edit that is not waited for yet."""
+        pending = Pending()
+        pending.call = self._client.async_infer(
+            "edit", tensors(triton_grpc, inputs), pending.put, client_timeout=timeout_s
+        )
+        return pending
+
+    def control(self, op: str, **fields: str) -> dict[str, Any]:
+        inputs = tensors(triton_grpc, {"OP": json.dumps({"op": op, **fields}).encode()})
+        result = self._client.infer("control", inputs, client_timeout=TIMEOUT_S)
+        answer: dict[str, Any] = json.loads(result.as_numpy("RESULT")[0])
+        return answer
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Pending:
+    """An edit under way."""
+
+    def __init__(self) -> None:
+        self.call: Any = None
+        self._answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+
+    def put(self, result: Any, error: Any) -> None:
+        self._answers.put((result, error))
+
+    @property
+    def answered(self) -> bool:
+        """Whether `wait` would return at once."""
+        return not self._answers.empty()
+
+    def wait(self) -> Answer:
+        """The answer, or its error raised."""
+        return _next(self._answers)
+
+
+class Stream:
+    """One gRPC stream with one edit."""
+
+    def __init__(self, url: str, inputs: Mapping[str, bytes]) -> None:
+        self._client = triton_grpc.InferenceServerClient(url)
+        self._events: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._client.start_stream(lambda result, error: self._events.put((result, error)))
+        self._client.async_stream_infer("edit_stream", tensors(triton_grpc, inputs))
+
+    def next(self) -> Answer:
+        return _next(self._events)
+
+    def cancel(self) -> None:
+        self._client.stop_stream(cancel_requests=True)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _next(events: queue.SimpleQueue[tuple[Any, Any]]) -> Answer:
+    try:
+        result, error = events.get(timeout=2 * TIMEOUT_S)
+    except queue.Empty:
+        raise TimeoutError("no answer") from None
+    if error is not None:
+        raise error
+    return _answer(result)
+
+
+def _answer(result: Any) -> Answer:
+    return result.as_numpy("IMAGE")[0], json.loads(result.as_numpy("META")[0])

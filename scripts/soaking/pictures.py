@@ -1,0 +1,107 @@
+"""What is edited: drawn pictures with rectangular masks, the same for the same seed."""
+
+from __future__ import annotations
+
+import io
+import random
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+Pixels = npt.NDArray[np.uint8]
+Box = tuple[int, int, int, int]
+"""Left, top, right, bottom; the last two are outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A source with a mask, encoded once."""
+
+    pixels: Pixels
+    """RGB [H, W, 3]."""
+    box: Box
+    """What the mask edits."""
+    image: bytes
+    mask: bytes
+
+    def differs_outside(self, answer: Pixels, reach: int = 0) -> int:
+        """Pixels of `answer` that are not the source's, farther than `reach` from the mask."""
+        left, top, right, bottom = self.box
+        changed = (answer != self.pixels).any(axis=2)
+        changed[max(0, top - reach) : bottom + reach, max(0, left - reach) : right + reach] = False
+        return int(changed.sum())
+
+
+def draw(seed: int, height: int, width: int, cover: float = 0.3) -> Picture:
+    """A picture of `height` x `width` pixels whose mask is about the share `cover` of it."""
+    rng = np.random.default_rng(seed)
+    rows, columns = np.mgrid[:height, :width]
+    slopes = rng.integers(-5, 6, (3, 2))
+    ramps = np.stack([a * rows + b * columns for a, b in slopes], axis=2)
+    noise = rng.integers(0, 24, (height, width, 1))
+    pixels = ((ramps + noise + rng.integers(0, 256, 3)) % 256).astype(np.uint8)
+    box_h, box_w = (max(1, round(side * cover**0.5)) for side in (height, width))
+    top = int(rng.integers(0, height - box_h + 1))
+    left = int(rng.integers(0, width - box_w + 1))
+    mask = np.zeros((height, width), np.uint8)
+    mask[top : top + box_h, left : left + box_w] = 255
+    box = (left, top, left + box_w, top + box_h)
+    return Picture(pixels, box, encode(pixels), encode(mask))
+
+
+class Album:
+    """The pictures of a run: a few that everybody edits, many that share a small cache, and new
+    ones.
+
+    Args:
+        seed: of everything drawn.
+        native: side in pixels of the square that the model works at.
+        warm: templates in the pool that does not fit the cache.
+    """
+
+    def __init__(self, seed: int, native: int, warm: int) -> None:
+        self.native = native
+        self._seed = 1_000_003 * (seed + 1)
+        self._lock = threading.Lock()
+        self._fresh = 0
+        self._warm = warm
+        rng = random.Random(seed)
+        self.hot = [self._draw(i, rng) for i in range(8)]
+        self.largest = draw(self._seed, 2 * native, 2 * native)
+
+    def warm(self, rng: random.Random) -> Picture:
+        """One of the pool, drawn anew each time: it is not kept."""
+        number = rng.randrange(self._warm)
+        return self._draw(100 + number, random.Random(number))
+
+    def fresh(self, rng: random.Random) -> Picture:
+        """One that nobody has seen."""
+        with self._lock:
+            self._fresh += 1
+            return self._draw(10_000 + self._fresh, rng)
+
+    def odd(self, rng: random.Random) -> Picture:
+        """One of an unusual size, from a single pixel on."""
+        height, width = (rng.choice((1, 3, rng.randint(1, 2 * self.native))) for _ in "hw")
+        with self._lock:
+            self._fresh += 1
+            return draw(self._seed + 10_000 + self._fresh, height, width, rng.uniform(0.05, 1.0))
+
+    def _draw(self, number: int, rng: random.Random) -> Picture:
+        half = self.native // 2
+        height, width = (half * rng.choice((2, 2, 3, 4)) for _ in "hw")
+        return draw(self._seed + number, height, width, rng.uniform(0.05, 0.6))
+
+
+def encode(pixels: Any) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG", compress_level=1)
+    return out.getvalue()
+
+
+def decode(encoded: bytes) -> Pixels:
+    return np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
