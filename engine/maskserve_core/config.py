@@ -8,6 +8,7 @@ defaults: the file named by MASKSERVE_CONFIG wins over it key by key.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -26,8 +27,11 @@ class ConfigError(ValueError):
     """The configuration cannot be used; the message names the key."""
 
 
-def _opt(default: Any, doc: str, *, low: Any = None, high: Any = None, of: Any = None) -> Any:
-    return field(default=default, metadata={"doc": doc, "low": low, "high": high, "of": of})
+def _opt(
+    default: Any, doc: str, *, low: Any = None, high: Any = None, of: Any = None, form: str = ""
+) -> Any:
+    metadata = {"doc": doc, "low": low, "high": high, "of": of, "form": form}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,24 +118,52 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """`[trace]`: OpenTelemetry spans (docs/observability.md)."""
+
+    otlp_url: str = _opt(
+        "",
+        "Where spans go (OTLP over HTTP), as http://collector:4318/v1/traces; empty: nowhere.",
+        form=r"https?://[^\s/]+/\S*",
+    )
+    rate: int = _opt(
+        1,
+        "One request in so many is traced, beside those whose client sends a trace context.",
+        low=1,
+        high=10**9,
+    )
+    timeout_s: float = _opt(
+        2.0, "Time to send a batch of spans; then it is lost.", low=0.1, high=60
+    )
+    interval_s: float = _opt(1.0, "How often spans are sent.", low=0.05, high=60)
+    queue: int = _opt(
+        4096, "Spans of one process waiting to be sent; more are lost.", low=1, high=10**6
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     runtime_dir: str = _opt("", "Folder of the worker's status record; best in memory.")
     templates_dir: str = _opt("", "Folder of registered images; empty: in the runtime folder.")
     worker: str = _opt("worker-0", "Name of this worker in answers and metrics.")
 
 
-Section = TypeVar("Section", ModelConfig, LimitsConfig, EngineConfig, CacheConfig, LogConfig)
+Section = TypeVar(
+    "Section", ModelConfig, LimitsConfig, EngineConfig, CacheConfig, LogConfig, TraceConfig
+)
 _SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "limits": LimitsConfig,
     "engine": EngineConfig,
     "cache": CacheConfig,
     "log": LogConfig,
+    "trace": TraceConfig,
 }
 _PLAIN = ("runtime_dir", "templates_dir", "worker")
 
@@ -147,6 +179,8 @@ def _checked(where: str, spec: Any, value: Any) -> Any:
         raise ConfigError(f"{where}: {value!r} is not one of {', '.join(meta['of'])}")
     if meta["low"] is not None and not meta["low"] <= value <= meta["high"]:
         raise ConfigError(f"{where}: {value} is not in {meta['low']} to {meta['high']}")
+    if meta["form"] and value and re.fullmatch(meta["form"], value) is None:
+        raise ConfigError(f"{where}: {value!r} is not of the form {meta['form']}")
     return value
 
 
