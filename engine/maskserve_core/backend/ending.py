@@ -1,4 +1,4 @@
-"""How an edit ended: one log line and one count each, whoever answered it."""
+"""How an edit ended: one log line, one count and the end of its span, whoever answered it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from maskserve_core.backend.metric_table import OK, outcome_of
+from maskserve_core.backend.tracing import OpenSpan
 from maskserve_core.errors import MaskserveError, Overloaded
 from maskserve_core.observations import Observations
 
@@ -34,10 +35,18 @@ class Ending:
         model: the front.
         observations: where it is counted.
         leave: counts it out at the worker's gate.
+        span: of the edit; what is done for it is recorded below.
     """
 
-    def __init__(self, model: str, observations: Observations, leave: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: str,
+        observations: Observations,
+        leave: Callable[[], None],
+        span: OpenSpan | None = None,
+    ) -> None:
         self._model, self._observations, self._leave = model, observations, leave
+        self.span = span or OpenSpan()
         self._accepted = time.monotonic()
         self.request_id = ""
         """Set as soon as it is known."""
@@ -48,6 +57,7 @@ class Ending:
         taken_s = time.monotonic() - self._accepted
         code = OK if error is None else error.code
         outcome = outcome_of(code)
+        self.span.end(error, request_id=self.request_id, outcome=outcome)
         self._observations.add("edit_ends_total", 1.0, self._model, outcome, code)
         if error is None:
             self._observations.add("edit_seconds", taken_s, self._model)

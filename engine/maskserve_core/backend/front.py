@@ -28,6 +28,7 @@ from maskserve_core.backend.ending import Ending
 from maskserve_core.backend.health import Health
 from maskserve_core.backend.metrics import FrontMetrics, MetricsThread
 from maskserve_core.backend.pipeline import Event, ask_denoiser, run_edit
+from maskserve_core.backend.tracing import TRACEPARENT, make_tracer
 from maskserve_core.backend.wire import guarded, read_bytes
 from maskserve_core.config import Config
 from maskserve_core.errors import (
@@ -62,6 +63,8 @@ class _Call:
     inputs: dict[str, bytes]
     settings: EditSettings
     answer: Answer
+    traceparent: str = ""
+    """The span below which the models record what they do for it."""
     accepted_ns: int = field(default_factory=time.time_ns)
     accepted: float = field(default_factory=time.monotonic)
     last_steps: dict[str, int] = field(default_factory=dict)
@@ -101,6 +104,7 @@ class Front:
         self._observations = Observations()
         metrics = FrontMetrics(api, config.worker, name, self._observations)
         self._metrics = MetricsThread(metrics)
+        self._tracer = make_tracer(config, name)
         self._pool = ThreadPoolExecutor(config.engine.front_threads, f"{name}-pool")
         self._cancels = ThreadPoolExecutor(_CANCEL_THREADS, f"{name}-cancels")
         self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
@@ -110,7 +114,8 @@ class Front:
         """Take requests in; each is answered later, exactly once."""
         for request in requests:
             self._in_flight.enter()
-            ending = Ending(self._name, self._observations, self._in_flight.leave)
+            span = self._tracer.open("pipeline", request)
+            ending = Ending(self._name, self._observations, self._in_flight.leave, span)
             answer = Answer(self._api, request.get_response_sender(), ending.answered)
             try:
                 self._accept(request, answer, ending)
@@ -124,6 +129,7 @@ class Front:
         self._watcher.join()
         self._fail_all(Overloaded("the worker is stopping"))
         self._metrics.close()
+        self._tracer.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._cancels.shutdown(wait=False, cancel_futures=True)
 
@@ -145,7 +151,7 @@ class Front:
             self._problem = self._health.problem()
             if self._problem is not None:
                 raise self._problem
-        call = _Call(request_id, inputs, settings, answer)
+        call = _Call(request_id, inputs, settings, answer, ending.span.traceparent)
         with self._lock:
             if request_id in self._calls:
                 raise InvalidRequest(
@@ -169,7 +175,8 @@ class Front:
                 self._calls.pop(call.request_id, None)
 
     def _relay(self, call: _Call) -> None:
-        events = run_edit(self._api, call.inputs, call.accepted_ns, call.request_id)
+        parameters = {"accepted_ns": str(call.accepted_ns), TRACEPARENT: call.traceparent}
+        events = run_edit(self._api, call.inputs, parameters, call.request_id)
         for event in events:
             if event.kind == "final":
                 call.answer.finish({"IMAGE": event.image, "META": event.meta})

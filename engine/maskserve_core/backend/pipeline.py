@@ -24,9 +24,18 @@ class Event:
 
 
 def run_edit(
-    api: Any, inputs: dict[str, bytes], accepted_ns: int, request_id: str
+    api: Any, inputs: dict[str, bytes], parameters: dict[str, str], request_id: str
 ) -> Iterator[Event]:
     """Run one edit through the ensemble, event by event. Blocks; never call it in `execute`.
+
+    Triton would take `trace=` of the client's request here, and show the ensemble's models in its
+    trace. But a request's trace is freed when `execute` returns, and Triton 2.51 dies of it.
+
+    Args:
+        api: triton_python_backend_utils.
+        inputs: tensors of one bytes element each.
+        parameters: of the request; every model of the pipeline sees them.
+        request_id: for error messages.
 
     Raises:
         MaskserveError: what a model of the pipeline answered.
@@ -35,7 +44,7 @@ def run_edit(
         model_name="edit_pipeline",
         requested_output_names=["EDITED", "META"],
         inputs=[tensor(api, name, value) for name, value in inputs.items()],
-        parameters={"accepted_ns": str(accepted_ns)},
+        parameters=parameters,
     )
     for answer in call.exec(decoupled=True):
         if answer.has_error():

@@ -24,7 +24,7 @@ from maskserve_core.errors import MaskserveError
 
 log = logging.getLogger(__name__)
 
-PARAMETER = "traceparent"
+TRACEPARENT = "traceparent"
 """Request parameter, and W3C header, that names the span to record below."""
 
 _PREFIX = "maskserve."
@@ -136,7 +136,7 @@ class Tracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         assert self._tracer is not None
-        context = TraceContextTextMapPropagator().extract({PARAMETER: parent})
+        context = TraceContextTextMapPropagator().extract({TRACEPARENT: parent})
         return self._tracer.start_span(name, context, start_time=start_ns)
 
 
@@ -177,13 +177,13 @@ def _harmless() -> Iterator[None]:
 def parent_of(request: Any) -> str:
     """What a front told the models behind it to record below; empty if nothing."""
     raw = request.parameters()
-    return str(json.loads(raw).get(PARAMETER, "")) if raw else ""
+    return str(json.loads(raw).get(TRACEPARENT, "")) if raw else ""
 
 
 def _context_of(request: Any) -> str:
     """Triton's own span of `request`; empty if it is not traced."""
     raw = request.trace().get_context()
-    return str(json.loads(raw).get(PARAMETER, "")) if raw else ""
+    return str(json.loads(raw).get(TRACEPARENT, "")) if raw else ""
 
 
 def _finish(span: Any, attributes: Mapping[str, Any], error: BaseException | None) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.backend.respond import respond
+from maskserve_core.backend.tracing import make_tracer
 from maskserve_core.backend.wire import read_array, read_bytes
 from maskserve_core.config import beside_denoiser, load_config
 from maskserve_core.logs import start_log
@@ -21,13 +22,16 @@ class TritonPythonModel:
         self._config = beside_denoiser(load_config())
         start_log(self._config, "decoder")
         self._decoder = Decoder.load(self._config)
+        self._tracer = make_tracer(self._config, "decoder")
+        self._work = self._tracer.recorded("decode", self._decode, output="PIXELS")
         sign_in(self._config.runtime_dir, "decoder")
 
     def execute(self, requests):
-        return respond(pb_utils, requests, self._decode)
+        return respond(pb_utils, requests, self._work)
 
     def finalize(self):
         sign_out(self._config.runtime_dir, "decoder")
+        self._tracer.close()
 
     def _decode(self, request):
         start = time.perf_counter()

@@ -6,6 +6,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.backend.respond import respond
+from maskserve_core.backend.tracing import make_tracer
 from maskserve_core.backend.wire import read_array, read_bytes
 from maskserve_core.config import beside_denoiser, load_config
 from maskserve_core.logs import start_log
@@ -23,13 +24,16 @@ class TritonPythonModel:
         warm(self._encoder)
         # The denoiser has no text encoders; priming needs the embedding of an empty prompt.
         write_priming_prompt(self._encoder, self._config.runtime_dir)
+        self._tracer = make_tracer(self._config, "encoder")
+        self._work = self._tracer.recorded("encode", self._encode)
         sign_in(self._config.runtime_dir, "encoder")
 
     def execute(self, requests):
-        return respond(pb_utils, requests, self._encode)
+        return respond(pb_utils, requests, self._work)
 
     def finalize(self):
         sign_out(self._config.runtime_dir, "encoder")
+        self._tracer.close()
 
     def _encode(self, request):
         start = time.perf_counter()

@@ -6,6 +6,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.backend.respond import respond
+from maskserve_core.backend.tracing import make_tracer
 from maskserve_core.backend.wire import read_array, read_bytes
 from maskserve_core.config import load_config
 from maskserve_core.logs import start_log
@@ -19,13 +20,16 @@ class TritonPythonModel:
     def initialize(self, args):
         self._config = load_config()
         start_log(self._config, "postprocess")
+        self._tracer = make_tracer(self._config, "postprocess")
+        self._work = self._tracer.recorded("postprocess", self._finish, output="IMAGE")
         sign_in(self._config.runtime_dir, "postprocess")
 
     def execute(self, requests):
-        return respond(pb_utils, requests, self._finish)
+        return respond(pb_utils, requests, self._work)
 
     def finalize(self):
         sign_out(self._config.runtime_dir, "postprocess")
+        self._tracer.close()
 
     def _finish(self, request):
         start = time.perf_counter()

@@ -6,6 +6,7 @@ from dataclasses import replace
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.backend.respond import respond
+from maskserve_core.backend.tracing import make_tracer
 from maskserve_core.backend.wire import read_bytes
 from maskserve_core.config import load_config, templates_folder
 from maskserve_core.facts import load_facts
@@ -22,13 +23,16 @@ class TritonPythonModel:
         model = self._config.model
         self._facts = load_facts(model.path, model.native_resolution)
         self._templates = TemplateFolder(templates_folder(self._config))
+        self._tracer = make_tracer(self._config, "preprocess")
+        self._work = self._tracer.recorded("preprocess", self._prepare)
         sign_in(self._config.runtime_dir, "preprocess")
 
     def execute(self, requests):
-        return respond(pb_utils, requests, self._prepare)
+        return respond(pb_utils, requests, self._work)
 
     def finalize(self):
         sign_out(self._config.runtime_dir, "preprocess")
+        self._tracer.close()
 
     def _prepare(self, request):
         prepared = prepare_edit(
