@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class Supervisor:
             grace = worker.config.engine.drain_grace_s if grace_s is None else grace_s
             finished[index] = worker.finish_edits(grace)
             worker.terminate()
+            worker.journal.write(logging.INFO, "stopped", "stopped", finished=finished[index])
 
         stoppers = [
             threading.Thread(target=stop, args=pair, daemon=True)
@@ -205,7 +207,9 @@ class Supervisor:
 
     def _set_ready(self, watch: _Watch, now: float) -> None:
         watch.ready_since = now
-        self._say(watch, f"ready after {watch.worker.loading_s:.0f} s")
+        after_s = watch.worker.loading_s
+        self._say(watch, f"ready after {after_s:.0f} s")
+        watch.worker.journal.write(logging.INFO, "ready", "ready", after_s=round(after_s, 1))
         with self._changed:
             watch.ready = True
             self._changed.notify_all()
@@ -223,8 +227,13 @@ class Supervisor:
         watch.failures += 1
         watch.worker.restarts += 1
         watch.start_at = time.monotonic() + pause
-        if not first_start:
+        journal = watch.worker.journal
+        if first_start:
+            journal.write(logging.ERROR, "failed to start", "failed", reason=reason)
+        else:
             self._say(watch, f"failed: {reason}; restarting in {pause:g} s")
+            fields = {"reason": reason, "restart_in_s": pause}
+            journal.write(logging.ERROR, "failed; restarting", "failed", **fields)
 
     # The rest
 
@@ -252,6 +261,7 @@ class Supervisor:
     def _remove_files(self) -> None:
         for worker in self.workers:
             worker.remove_files()
+            worker.journal.close()
         files = [worker.spec.files for worker in self.workers]
         for folder in {path.parent for own in files for path in (own.root, own.templates)}:
             try:

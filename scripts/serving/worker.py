@@ -19,6 +19,7 @@ from maskserve_core.vitals import Silence, unwell
 from serving.command import EXIT_TIMEOUT_S, command, environment, gpu_of_worker
 from serving.errors import ServeError
 from serving.files import WorkerFiles, with_values, worker_files
+from serving.journal import Journal
 from serving.leftovers import region_prefix, remove_regions
 from serving.log import failure, loaded_models, read_log
 from serving.options import ServeOptions
@@ -50,7 +51,15 @@ class Spec:
 
     @property
     def log(self) -> Path:
+        """Triton's own, with what a process says before it has read its configuration."""
         return self.options.log_dir / f"{self.name}.log"
+
+    def with_log(self, tables: dict[str, Any]) -> dict[str, Any]:
+        """`tables`, with a file for the worker's JSON lines unless they say where those go."""
+        given = tables.get("log", {})
+        if "file" in given or given.get("format", "json") != "json":
+            return tables
+        return with_values(tables, "log", file=str(self.log.with_suffix(".jsonl")))
 
 
 class Worker:
@@ -59,6 +68,7 @@ class Worker:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.config = Config()
+        self.journal = Journal()
         self.restarts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
@@ -109,14 +119,15 @@ class Worker:
             "runtime_dir": str(spec.files.runtime),
             "templates_dir": str(spec.files.templates),
         }
-        tables = with_values(spec.tables, "", worker=self.name, **folders)
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        tables = with_values(spec.with_log(spec.tables), "", worker=self.name, **folders)
         self.config = spec.files.prepare(tables)
         if self.config.model.torch_threads == 0:
             threads = max(1, (os.cpu_count() or 1) // spec.options.workers)
             self.config = spec.files.prepare(with_values(tables, "model", torch_threads=threads))
         self._status, self._silence = StatusReader(spec.files.status), Silence()
         gpu = gpu_of_worker(spec.index, spec.options.workers)
-        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        self.journal.open(self.config)
         with spec.log.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(

@@ -1,0 +1,45 @@
+"""What the supervisor does with a worker, as lines of that worker's own log."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from maskserve_core.config import Config, ConfigError
+from maskserve_core.logs import log_handler
+from serving.errors import ServeError
+
+
+class Journal:
+    """One worker's. Without a log file nothing is written: standard output has it for people."""
+
+    def __init__(self) -> None:
+        self._handler: logging.Handler = logging.NullHandler()
+        # Apart from the logging tree: several workers' journals lie in one process.
+        self._logger = logging.Logger("maskserve.supervisor")
+        self._logger.addHandler(self._handler)
+
+    def open(self, config: Config) -> None:
+        """Write from now on where `[log]` of a worker says.
+
+        Raises:
+            ServeError: the file cannot be opened.
+        """
+        self.close()
+        if config.log.file:
+            try:
+                self._handler = log_handler(config.log, config.worker, "supervisor")
+            except ConfigError as error:
+                raise ServeError(str(error)) from error
+        self._logger.handlers = [self._handler]
+        self._logger.setLevel(config.log.level)
+
+    def write(self, level: int, message: str, state: str, **fields: Any) -> None:
+        """Add a line: the worker has come into `state`."""
+        extra = {"event": "worker", "fields": {"state": state, **fields}}
+        self._logger.log(level, message, extra=extra)
+
+    def close(self) -> None:
+        self._handler.close()
+        self._handler = logging.NullHandler()
+        self._logger.handlers = [self._handler]
