@@ -92,14 +92,14 @@ class Desk:
         meta = edit.final_meta(self.config.worker, model_name(self.config))
         self.scheduler.finish(edit.request_id)
         self.edits.pop(edit.request_id)
-        self.replies.send(edit.sink, Final(latents, meta))
+        self.replies.send(edit.sink, Final(latents, meta, edit.course()))
 
     def end(self, request_id: str, error: MaskserveError) -> None:
         """Answer an edit that will not finish; its row and entries are let go."""
         edit = self.edits.pop(request_id, None)
         if edit is not None:
             self.scheduler.cancel(request_id)
-            self.replies.send(edit.sink, Failed(error))
+            self.replies.send(edit.sink, Failed(error, edit.course()))
 
     def end_all(self, error: MaskserveError) -> None:
         for request_id in list(self.edits):
@@ -175,11 +175,13 @@ class Desk:
             if waiting >= self.config.engine.max_waiting:
                 raise Overloaded(f"{waiting} edits wait for their template; try again later")
             priming.waiting.append(edit.request_id)
+            edit.waited = True
             self.edits[edit.request_id] = edit
 
     def _queue(self, edit: Edit) -> None:
         self._check_id(edit)
         self.scheduler.submit(edit.make_ticket())
+        edit.queued = time.monotonic()
         self.edits[edit.request_id] = edit
 
     def _check_id(self, edit: Edit) -> None:
@@ -206,7 +208,7 @@ class Desk:
                 edit.how, edit.cache, edit.entries = route.how, route.outcome, route.entries
             self._queue(self._without_cache(edit) if edit.how == "wait" else edit)
         except MaskserveError as error:
-            self.replies.send(edit.sink, Failed(error))
+            self.replies.send(edit.sink, Failed(error, edit.course()))
 
     def _prime(self, job: EditJob, *, urgent: bool) -> None:
         """Queue a template's priming; beside live rows as one of them when an edit waits for it."""

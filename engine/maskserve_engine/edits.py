@@ -10,6 +10,7 @@ from typing import Any
 from maskserve_core.scheduler import Ticket
 from maskserve_core.status import RowStatus
 from maskserve_engine.cache import Priming
+from maskserve_engine.course import Course
 from maskserve_engine.job import EditJob, Sink
 
 
@@ -31,7 +32,12 @@ class Edit:
     entries: tuple[Any, ...] = ()
     row: Any = None
     ticket: Ticket | None = None
+    waited: bool = False
+    """For its template."""
+    queued: float = 0.0
     admitted: float = 0.0
+    first_step: float = 0.0
+    """When that was done."""
     load_stall: float = 0.0
     rows_seen: int = 0
     """Sum over its steps of the rows in the batch."""
@@ -66,6 +72,8 @@ class Edit:
 
     def count_step(self, rows: int, kinds: tuple[str, ...]) -> bool:
         """Book a step that was just taken among `rows` rows; whether it used entries."""
+        if not self.rows_seen:
+            self.first_step = time.monotonic()
         self.rows_seen += rows
         cached = self.how == "cached" and self.entries[self.row.step - 1] is not None
         self.kinds.update(kinds if cached else ("dense",) * len(kinds))
@@ -109,6 +117,33 @@ class Edit:
                 "load_stall": _ms(self.load_stall),
             },
         }
+
+    def course(self) -> Course:
+        """What it went through, now that it ends."""
+        done = 0 if self.row is None else self.row.step
+        return Course(
+            accepted=self.submitted,
+            queued=self.queued,
+            admitted=self.admitted,
+            first_step=self.first_step,
+            ended=time.monotonic(),
+            waited=self.waited,
+            about={
+                "request_id": self.request_id,
+                "template_id": self.job.request.template_id,
+            },
+            work={
+                "steps": self.steps,
+                "steps_done": done,
+                "row": "cached" if self.how == "cached" else "dense",
+                "cache": self.cache,
+                "mask_ratio": round(self.mask_ratio, 6),
+                "active_tokens": self.active_tokens,
+                "total_tokens": self.total_tokens,
+                "batch_mean": round(self.rows_seen / done, 3) if done else 0.0,
+                "load_stall_ms": _ms(self.load_stall),
+            },
+        )
 
 
 @dataclass(slots=True)

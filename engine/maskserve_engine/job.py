@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from maskserve_core.errors import MaskserveError
 from maskserve_core.request import EditRequest
+from maskserve_engine.course import Course
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,14 @@ class Final:
     latents: NDArray[np.float32]
     """[C, h, w]"""
     meta: dict[str, Any]
+    course: Course | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     error: MaskserveError
+    course: Course | None = None
+    """None if it was refused."""
 
 
 EngineEvent = Progress | Preview | Final | Failed

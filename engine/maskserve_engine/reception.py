@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskserve_core.backend.answer import Answer
+from maskserve_core.backend.tracing import Tracer, parent_of
 from maskserve_core.backend.wire import guarded, read_array, read_bytes
 from maskserve_core.config import Config, model_name
-from maskserve_core.errors import InvalidRequest
+from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.meta import event_meta, final_meta
 from maskserve_core.request import EditRequest
+from maskserve_engine.course import Course, stages
 from maskserve_engine.job import EditJob, EngineEvent, Failed, Final, Preview, Progress, Sink
 
 T = TypeVar("T")
@@ -40,8 +42,11 @@ class EngineLike(Protocol):
 class Reception:
     """Submits edits to the engine and sends its events; answers operations of `control`."""
 
-    def __init__(self, api: Any, engine: EngineLike, config: Config) -> None:
+    def __init__(
+        self, api: Any, engine: EngineLike, config: Config, tracer: Tracer | None = None
+    ) -> None:
         self._api = api
+        self._tracer = tracer or Tracer()
         self._engine = engine
         self._config = config
         self._model = model_name(config)
@@ -69,7 +74,7 @@ class Reception:
             "SOURCE": read_bytes(self._api, request, "SOURCE"),
             "PASTE": read_bytes(self._api, request, "PASTE"),
         }
-        self._engine.submit(job, self._sink(edit, encode_ms, carried, answer))
+        self._engine.submit(job, self._sink(edit, encode_ms, carried, answer, parent_of(request)))
 
     def _job(self, edit: EditRequest, request: Any) -> EditJob:
         return EditJob(
@@ -85,9 +90,17 @@ class Reception:
         return read_array(self._api, request, name, dtype, ndim=ndim)
 
     def _sink(
-        self, edit: EditRequest, encode_ms: float, carried: dict[str, bytes], answer: Answer
+        self,
+        edit: EditRequest,
+        encode_ms: float,
+        carried: dict[str, bytes],
+        answer: Answer,
+        parent: str,
     ) -> Sink:
-        """Sends a job's events. What postprocess needs of the source goes with every image."""
+        """Sends a job's events, and records its spans below `parent` when it has ended.
+
+        What postprocess needs of the source goes with every image.
+        """
         bare = dict.fromkeys(carried, b"")
 
         def sink(event: EngineEvent) -> None:
@@ -98,15 +111,21 @@ class Reception:
                 case Preview(step, steps, latents):
                     meta = event_meta("preview", step, steps, edit.request_id)
                     answer.event({"LATENTS": latents, "META": meta, **carried})
-                case Final(latents, engine_meta):
+                case Final(latents, engine_meta, course):
                     meta = final_meta(
                         edit, self._config.worker, self._model, engine_meta, encode_ms
                     )
                     answer.finish({"LATENTS": latents, "META": meta, **carried})
-                case Failed(error):
+                    self._record(parent, course, None)
+                case Failed(error, course):
                     answer.fail(guarded(edit.request_id, error))
+                    self._record(parent, course, error)
 
         return sink
+
+    def _record(self, parent: str, course: Course | None, error: MaskserveError | None) -> None:
+        if course is not None:
+            self._tracer.record(parent, stages(course, error))
 
     def _operate(self, values: dict[str, Any], request: Any, answer: Answer) -> None:
         match values:

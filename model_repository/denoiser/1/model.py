@@ -3,6 +3,7 @@
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.backend.metrics import EngineMetrics, MetricsThread
+from maskserve_core.backend.tracing import make_tracer
 from maskserve_core.config import load_config
 from maskserve_core.logs import start_log
 from maskserve_core.vitals import sign_in, sign_out
@@ -19,7 +20,8 @@ class TritonPythonModel:
         start_log(self._config, "denoiser")
         self._engine = Engine.load(self._config)
         self._engine.start()
-        self._reception = Reception(pb_utils, self._engine, self._config)
+        self._tracer = make_tracer(self._config, "denoiser")
+        self._reception = Reception(pb_utils, self._engine, self._config, self._tracer)
         metrics = EngineMetrics(
             pb_utils, self._config.worker, self._engine.observations, self._config.runtime_dir
         )
@@ -33,3 +35,4 @@ class TritonPythonModel:
         sign_out(self._config.runtime_dir, "denoiser")
         self._metrics.close()
         self._engine.close(_CLOSE_GRACE_S)
+        self._tracer.close()
