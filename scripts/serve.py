@@ -64,6 +64,13 @@ def parse(argv: list[str] | None) -> ServeOptions:
     add("--tritonserver", type=Path, help="an installed tritonserver in place of the one from pip")
     add("--load-timeout", type=float, default=900.0, metavar="S", help="time to load the model")
     add("--drain-grace", type=float, metavar="S", help="time to finish edits when stopping")
+    add(
+        "--otlp-url",
+        default="",
+        metavar="URL",
+        help="send OpenTelemetry spans there, as http://localhost:4318/v1/traces",
+    )
+    add("--trace-rate", type=int, metavar="N", help="trace one request in N (default 1)")
     add("triton_args", nargs="*", metavar="-- ARG", help="further arguments for tritonserver")
     given = parser.parse_args(argv)
     return ServeOptions(
@@ -76,6 +83,8 @@ def parse(argv: list[str] | None) -> ServeOptions:
         tritonserver=given.tritonserver,
         load_timeout_s=given.load_timeout,
         drain_grace_s=given.drain_grace,
+        otlp_url=given.otlp_url,
+        trace_rate=given.trace_rate,
         triton_args=tuple(given.triton_args),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from serving.options import REPOSITORY, ServeOptions
@@ -16,8 +17,14 @@ EXIT_TIMEOUT_S = 10
 _MEBIBYTE = 2**20
 
 
-def command(options: ServeOptions, runtime: Runtime, ports: Ports, shm_prefix: str) -> list[str]:
-    """The command line."""
+def command(
+    options: ServeOptions,
+    runtime: Runtime,
+    ports: Ports,
+    shm_prefix: str,
+    trace: Sequence[str] = (),
+) -> list[str]:
+    """The command line; `trace` are arguments of its tracing."""
     shm = {
         "shm-region-prefix-name": shm_prefix,
         # Per stub process; regions grow by what a request needs and never shrink.
@@ -44,7 +51,7 @@ def command(options: ServeOptions, runtime: Runtime, ports: Ports, shm_prefix: s
     if runtime.backends is not None:
         arguments.append(f"--backend-directory={runtime.backends}")
     launcher = str(Path(__file__).with_name("launch.py"))
-    server = [str(runtime.binary), *arguments, *options.triton_args]
+    server = [str(runtime.binary), *arguments, *trace, *options.triton_args]
     return [sys.executable, launcher, str(os.getpid()), *server]
 
 

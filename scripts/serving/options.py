@@ -35,8 +35,12 @@ class ServeOptions:
     """How long a worker may take to load its model."""
     drain_grace_s: float | None = None
     """Bounds a drain; None takes the config's `[engine] drain_grace_s`."""
+    otlp_url: str = ""
+    """Where spans go; laid over `[trace]`."""
+    trace_rate: int | None = None
+    """One request in so many is traced; laid over `[trace]`."""
     triton_args: tuple[str, ...] = ()
-    """Further arguments for tritonserver, such as tracing."""
+    """Further arguments for tritonserver."""
     repositories: tuple[Path, ...] = (REPOSITORY / "model_repository", REPOSITORY / "ensemble")
     say: Callable[[str], None] = _say
     """Where progress goes, a line at a time."""

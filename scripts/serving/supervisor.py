@@ -14,6 +14,7 @@ from serving.files import read_tables, remove_stale, with_values
 from serving.options import ServeOptions
 from serving.runtime import find_runtime
 from serving.source import resolve_model
+from serving.tracing import with_trace
 from serving.worker import Worker, check_ports, make_workers
 
 _TICK_S = 0.2
@@ -82,7 +83,7 @@ class Supervisor:
         tables = read_tables(options.config)
         folder = resolve_model(options.model, str(tables.get("model", {}).get("revision", "")))
         runtime = find_runtime(options.tritonserver, options.cache_dir)
-        tables = with_values(tables, "model", path=str(folder))
+        tables = with_trace(with_values(tables, "model", path=str(folder)), options)
         if not Path(options.model).exists() and not tables["model"].get("name"):
             # A downloaded model's folder is named after its revision; clients know the hub id.
             tables = with_values(tables, "model", name=options.model.split("/")[-1])
@@ -208,6 +209,9 @@ class Supervisor:
     def _set_ready(self, watch: _Watch, now: float) -> None:
         watch.ready_since = now
         after_s = watch.worker.loading_s
+        problem = watch.worker.settle()
+        if problem is not None:
+            self._say(watch, problem)
         self._say(watch, f"ready after {after_s:.0f} s")
         watch.worker.journal.write(logging.INFO, "ready", "ready", after_s=round(after_s, 1))
         with self._changed:

@@ -25,6 +25,7 @@ from serving.log import failure, loaded_models, read_log
 from serving.options import ServeOptions
 from serving.ports import Ports, check_free
 from serving.runtime import Runtime
+from serving.tracing import trace_arguments, untrace
 
 # After the last answer left a front, Triton still has to write it to its socket.
 _LAST_ANSWER_S = 0.3
@@ -127,11 +128,12 @@ class Worker:
             self.config = spec.files.prepare(with_values(tables, "model", torch_threads=threads))
         self._status, self._silence = StatusReader(spec.files.status), Silence()
         gpu = gpu_of_worker(spec.index, spec.options.workers)
+        trace = trace_arguments(self.config.trace, self.name)
         self.journal.open(self.config)
         with spec.log.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                command(spec.options, spec.runtime, spec.ports, prefix),
+                command(spec.options, spec.runtime, spec.ports, prefix, trace),
                 env=environment(spec.runtime, spec.files.config, gpu),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -157,6 +159,10 @@ class Worker:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
+
+    def settle(self) -> str | None:
+        """What is left to do once it is ready; what went wrong, in words."""
+        return untrace(self.http_url) if self.config.trace.otlp_url else None
 
     def exit_reason(self) -> str | None:
         """Why the server ended, in words; None while it runs."""

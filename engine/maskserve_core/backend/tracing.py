@@ -156,7 +156,7 @@ def make_tracer(config: Config, model: str) -> Tracer:
         {
             "service.name": "maskserve",
             "service.instance.id": config.worker,
-            "maskserve.model": model,
+            "triton.model_name": model,
         }
     )
     # Not at exit: Triton ends its Python processes as it likes.
