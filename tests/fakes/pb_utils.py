@@ -96,6 +96,14 @@ class Sender:
         return self.sent[-1]
 
 
+class Trace:
+    def __init__(self, context: str | None) -> None:
+        self._context = context
+
+    def get_context(self) -> str | None:
+        return self._context
+
+
 class Request:
     """A request as a model's `execute` gets it."""
 
@@ -103,12 +111,17 @@ class Request:
         self.tensors = {name: as_tensor(name, value) for name, value in tensors.items()}
         self.sender = Sender(triton.violations)
         self._parameters = parameters
+        self.trace_context: str | None = None
+        """JSON with `traceparent`; None as for a request that is not traced."""
 
     def get_response_sender(self) -> Sender:
         return self.sender
 
     def parameters(self) -> str:
         return self._parameters
+
+    def trace(self) -> Trace:
+        return Trace(self.trace_context)
 
 
 Model = Callable[["Call"], Iterable[InferenceResponse]]

@@ -28,7 +28,7 @@ from maskserve_core.backend.ending import Ending
 from maskserve_core.backend.health import Health
 from maskserve_core.backend.metrics import FrontMetrics, MetricsThread
 from maskserve_core.backend.pipeline import Event, ask_denoiser, run_edit
-from maskserve_core.backend.tracing import TRACEPARENT, make_tracer
+from maskserve_core.backend.tracing import TRACEPARENT, Tracer, make_tracer
 from maskserve_core.backend.wire import guarded, read_bytes
 from maskserve_core.config import Config
 from maskserve_core.errors import (
@@ -86,9 +86,18 @@ class Front:
         api: triton_python_backend_utils.
         name: of the model.
         streaming: whether progress and previews are sent on.
+        tracer: by default, as the configuration says.
     """
 
-    def __init__(self, api: Any, config: Config, name: str, *, streaming: bool) -> None:
+    def __init__(
+        self,
+        api: Any,
+        config: Config,
+        name: str,
+        *,
+        streaming: bool,
+        tracer: Tracer | None = None,
+    ) -> None:
         self._api = api
         self._config = config
         self._name = name
@@ -104,7 +113,7 @@ class Front:
         self._observations = Observations()
         metrics = FrontMetrics(api, config.worker, name, self._observations)
         self._metrics = MetricsThread(metrics)
-        self._tracer = make_tracer(config, name)
+        self._tracer = tracer or make_tracer(config, name)
         self._pool = ThreadPoolExecutor(config.engine.front_threads, f"{name}-pool")
         self._cancels = ThreadPoolExecutor(_CANCEL_THREADS, f"{name}-cancels")
         self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)

@@ -1,0 +1,295 @@
+"""Our spans in Triton's trace, kept in memory here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from maskserve_core.backend.front import Front
+from maskserve_core.backend.tracing import Stage, Tracer, make_tracer, parent_of
+from maskserve_core.config import Config, ConfigError, TraceConfig, apply
+from maskserve_core.errors import Cancelled, InvalidRequest
+from maskserve_engine.course import Course, stages
+from maskserve_engine.job import Failed, Final
+from maskserve_engine.reception import Reception
+from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
+from tests.triton.test_reception import ScriptedEngine, tensors
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = f"00-{TRACE}-{SPAN}-01"
+CONTEXT = json.dumps({"traceparent": PARENT})
+
+
+class Spans:
+    """A tracer and what it recorded."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracer = Tracer(provider)
+
+    def all(self) -> list[ReadableSpan]:
+        return list(self._exporter.get_finished_spans())
+
+    def named(self, name: str) -> ReadableSpan:
+        """The one of that name; a front's ends just after its answer was sent."""
+        end = time.monotonic() + 2
+        while True:
+            found = [span for span in self.all() if span.name == name]
+            if found or time.monotonic() > end:
+                [span] = found
+                return span
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def spans() -> Spans:
+    return Spans()
+
+
+@pytest.fixture
+def front(api: FakeTriton, config: Config, beat: Any, spans: Spans) -> Iterator[Front]:
+    made = Front(api, config, "edit", streaming=False, tracer=spans.tracer)
+    yield made
+    made.close()
+
+
+def below(span: ReadableSpan) -> tuple[str, str]:
+    """Trace and parent."""
+    assert span.parent is not None
+    return f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}"
+
+
+def ask(api: FakeTriton, front: Front, context: str | None) -> InferenceResponse:
+    request = api.request(IMAGE=b"i", MASK=b"m", PROMPT=b"p", SETTINGS=b'{"request_id": "mine"}')
+    request.trace_context = context
+    front.execute([request])
+    return request.sender.wait()
+
+
+def final(call: Call) -> Iterator[InferenceResponse]:
+    yield reply(EDITED=b"picture", META=b'{"event": "final", "step": 4}')
+
+
+def refused(call: Call) -> Iterator[InferenceResponse]:
+    yield failure("in ensemble 'edit_pipeline', [INVALID_REQUEST] MASK: is empty")
+
+
+def test_a_front_opens_a_span_for_the_models_behind_it(
+    api: FakeTriton, front: Front, spans: Spans
+) -> None:
+    api.models["edit_pipeline"] = final
+    ask(api, front, CONTEXT)
+    pipeline = spans.named("pipeline")
+    assert below(pipeline) == (TRACE, SPAN)
+    assert pipeline.attributes["maskserve.request_id"] == "mine"
+    assert pipeline.attributes["maskserve.outcome"] == "done"
+    assert pipeline.status.status_code is StatusCode.UNSET
+    [call] = api.calls_of("edit_pipeline")
+    behind = api.request(parameters=json.dumps(call.parameters))
+    assert parent_of(behind) == f"00-{TRACE}-{pipeline.context.span_id:016x}-01"
+
+
+def test_an_error_is_the_spans_too(api: FakeTriton, front: Front, spans: Spans) -> None:
+    api.models["edit_pipeline"] = refused
+    ask(api, front, CONTEXT)
+    pipeline = spans.named("pipeline")
+    assert pipeline.status.status_code is StatusCode.ERROR
+    assert pipeline.status.description == "[INVALID_REQUEST] MASK: is empty"
+    assert pipeline.attributes["error.type"] == "INVALID_REQUEST"
+
+
+@pytest.mark.parametrize("context", [None, "", "{}", '{"traceparent": ""}'])
+def test_a_request_without_trace_leaves_no_span(
+    api: FakeTriton, front: Front, spans: Spans, context: str | None
+) -> None:
+    api.models["edit_pipeline"] = final
+    ask(api, front, context)
+    assert spans.all() == []
+    [call] = api.calls_of("edit_pipeline")
+    assert parent_of(api.request(parameters=json.dumps(call.parameters))) == ""
+
+
+def test_a_broken_context_costs_a_span_and_no_edit(
+    api: FakeTriton, front: Front, spans: Spans
+) -> None:
+    api.models["edit_pipeline"] = final
+    assert ask(api, front, "not JSON").error() is None
+    assert spans.all() == []
+
+
+def test_a_client_that_asked_for_no_samples_gets_none(
+    api: FakeTriton, front: Front, spans: Spans
+) -> None:
+    api.models["edit_pipeline"] = final
+    ask(api, front, json.dumps({"traceparent": PARENT[:-2] + "00"}))
+    assert spans.all() == []
+
+
+def work(request: Any) -> dict[str, Any]:
+    if "BAD" in request.tensors:
+        raise InvalidRequest("BAD", "is there")
+    if "BUG" in request.tensors:
+        raise KeyError("a client's secret")
+    return {"PIXELS": np.zeros((0 if "PASSING" in request.tensors else 8, 8, 3), np.uint8)}
+
+
+def run(api: FakeTriton, spans: Spans, **inputs: bytes) -> None:
+    request = api.request(parameters=json.dumps({"traceparent": PARENT}), **inputs)
+    spans.tracer.recorded("decode", work, output="PIXELS")(request)
+
+
+def test_work_is_recorded_where_something_was_done(api: FakeTriton, spans: Spans) -> None:
+    run(api, spans, PASSING=b"")
+    assert spans.all() == []
+    before = time.time_ns()
+    run(api, spans)
+    span = spans.named("decode")
+    assert below(span) == (TRACE, SPAN)
+    assert before <= span.start_time <= span.end_time <= time.time_ns()
+
+
+def test_work_that_fails_is_recorded_and_fails(api: FakeTriton, spans: Spans) -> None:
+    with pytest.raises(InvalidRequest):
+        run(api, spans, BAD=b"")
+    assert spans.named("decode").attributes["error.type"] == "INVALID_REQUEST"
+
+
+def test_a_surprise_is_named_but_not_quoted(api: FakeTriton, spans: Spans) -> None:
+    with pytest.raises(KeyError):
+        run(api, spans, BUG=b"")
+    assert spans.named("decode").status.description == "KeyError"
+
+
+def course(**changed: Any) -> Course:
+    now = time.monotonic()
+    whole = Course(
+        accepted=now - 4,
+        queued=now - 3,
+        admitted=now - 2,
+        first_step=now - 1,
+        ended=now,
+        waited=True,
+        about={"request_id": "mine"},
+        work={"steps": 28, "cache": "hit"},
+    )
+    return replace(whole, **changed)
+
+
+def seconds(stage: Stage) -> float:
+    return round((stage.end_ns - stage.start_ns) / 1e9, 2)
+
+
+def test_the_stages_of_an_edit_follow_one_another() -> None:
+    found = stages(course())
+    assert [stage.name for stage in found] == ["wait_prime", "queue", "denoise"]
+    assert [seconds(stage) for stage in found] == [1, 1, 2]
+    assert abs(found[-1].end_ns - time.time_ns()) < 1e9
+    assert [set(stage.attributes) for stage in found] == [
+        {"request_id"},
+        {"request_id"},
+        {"request_id", "steps", "cache"},
+    ]
+    [(event, at_ns)] = found[-1].events
+    assert event == "first step"
+    assert found[-1].start_ns < at_ns < found[-1].end_ns
+    assert [stage.name for stage in stages(course(waited=False))] == ["queue", "denoise"]
+
+
+@pytest.mark.parametrize(
+    ("never", "names"),
+    [
+        ({}, ["wait_prime", "queue", "denoise"]),
+        ({"first_step": 0.0}, ["wait_prime", "queue", "denoise"]),
+        ({"first_step": 0.0, "admitted": 0.0}, ["wait_prime", "queue"]),
+        ({"first_step": 0.0, "admitted": 0.0, "queued": 0.0}, ["wait_prime"]),
+    ],
+)
+def test_an_error_ends_the_stage_it_came_in(never: dict[str, float], names: list[str]) -> None:
+    error = Cancelled("the edit was cancelled")
+    found = stages(course(**never), error)
+    assert [stage.name for stage in found] == names
+    assert [stage.error for stage in found] == [None] * (len(names) - 1) + [error]
+
+
+@pytest.mark.parametrize("error", [None, Cancelled("the edit was cancelled")])
+def test_the_denoiser_records_what_the_engine_tells(
+    api: FakeTriton, config: Config, spans: Spans, error: Cancelled | None
+) -> None:
+    engine = ScriptedEngine()
+    request = api.request(parameters=json.dumps({"traceparent": PARENT}), **tensors())
+    Reception(api, engine, config, spans.tracer).execute([request])
+    [(_, sink)] = engine.jobs
+    latents = np.zeros((4, 4, 4), np.float32)
+    meta = {"event": "final", "step": 4, "steps": 4, "timings_ms": {}}
+    sink(Final(latents, meta, course()) if error is None else Failed(error, course()))
+    assert [span.name for span in spans.all()] == ["wait_prime", "queue", "denoise"]
+    assert {below(span) for span in spans.all()} == {(TRACE, SPAN)}
+    denoise = spans.named("denoise")
+    assert denoise.attributes["maskserve.steps"] == 28
+    assert denoise.attributes["maskserve.cache"] == "hit"
+    assert denoise.status.is_ok is (error is None)
+
+
+def test_no_collector_costs_spans_and_a_warning(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1/traces"
+        trace = TraceConfig(otlp_url=url, timeout_s=0.3, interval_s=0.05, queue=8)
+        tracer = make_tracer(replace(config, trace=trace), "edit")
+        began = time.monotonic()
+        for _ in range(100):
+            tracer.record(PARENT, [Stage("queue", 1, 2)])
+        assert time.monotonic() - began < 0.3
+        time.sleep(1.0)
+        tracer.close()
+        assert time.monotonic() - began < 5
+    assert [(r.levelno, r.name.split(".")[0]) for r in caplog.records] == [
+        (logging.WARNING, "maskserve_core")
+    ]
+    assert url in caplog.text
+
+
+def test_without_the_package_there_is_a_warning_and_no_span(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    url = "http://localhost:4318/v1/traces"
+    tracer = make_tracer(replace(config, trace=TraceConfig(otlp_url=url)), "edit")
+    tracer.record(PARENT, [Stage("queue", 1, 2)])
+    assert "maskserve[trace]" in caplog.text
+
+
+def test_off_means_off(api: FakeTriton, config: Config) -> None:
+    tracer = make_tracer(config, "edit")
+    assert tracer.recorded("decode", work) is work
+    request = api.request()
+    request.trace_context = CONTEXT
+    assert tracer.open("pipeline", request).traceparent == ""
+
+
+@pytest.mark.parametrize("url", ["localhost:4318", "ftp://host/v1/traces", "http://host", "x"])
+def test_what_is_no_url_is_refused(config: Config, url: str) -> None:
+    with pytest.raises(ConfigError, match=r"\[trace\] otlp_url"):
+        apply(config, {"trace": {"otlp_url": url}})
+
+
+@pytest.mark.parametrize("parameters", ["", "{}", '{"accepted_ns": "1"}'])
+def test_without_a_parent_there_is_none(api: FakeTriton, parameters: str) -> None:
+    assert parent_of(api.request(parameters=parameters)) == ""
