@@ -8,15 +8,18 @@ reaches it, and its warnings about them cannot arise.
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 ACCEPTED = "PNG, JPEG or WebP bytes, or their base64 text or data: URI"
 
-_MAX_PNG_CHUNKS = 65_536
+# Parts of a file: PNG and WebP chunks, JPEG segments. Real files have some dozens.
+_MAX_PARTS = 65_536
 # A progressive JPEG costs a pass over all its pixels per scan; real ones have about ten.
 _MAX_JPEG_SCANS = 64
+_FILL_BYTES = re.compile(rb"\xff+")
 _EXIF_ORIENTATION = 0x0112
 
 _FOREIGN = (
@@ -55,6 +58,11 @@ class Container:
     transparency: bytes = b""
     """PNG's tRNS chunk, which the payload lacks."""
 
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """(height, width) after the orientation is applied."""
+        return self.size[::-1] if self.orientation >= 5 else self.size
+
 
 def read_container(encoded: bytes) -> Container:
     """Read the headers of an encoded image.
@@ -89,19 +97,26 @@ def _foreign(encoded: bytes) -> str:
 
 def _read_png(data: bytes) -> Container:
     """Keep IHDR, PLTE, IDAT and IEND; note tRNS and the orientation in eXIf."""
-    if data[12:16] != b"IHDR" or len(data) < 33:
+    if data[8:16] != b"\0\0\0\x0dIHDR" or len(data) < 33:
         raise BadContainer("is a truncated or damaged PNG")
-    width, height, depth, colour = struct.unpack_from(">IIBB", data, 16)
+    width, height, depth, colour, deflate, filtering, interlace = struct.unpack_from(
+        ">IIBBBBB", data, 16
+    )
+    if deflate or filtering or interlace > 1:
+        raise BadContainer("is a damaged PNG")
     kept = [PNG_SIGNATURE]
     orientation, transparency = 1, b""
     at = 8
-    for _ in range(_MAX_PNG_CHUNKS):
+    for number in range(_MAX_PARTS):
         if at + 12 > len(data):
             raise BadContainer("is a truncated PNG")
         length = int.from_bytes(data[at : at + 4], "big")
         name, end = data[at + 4 : at + 8], at + 12 + length
         if end > len(data):
             raise BadContainer("is a truncated PNG")
+        if name == b"IHDR" and number > 0:
+            # The decoder would believe the last one, and what is read here would not be true.
+            raise BadContainer("is a damaged PNG")
         if name in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
             kept.append(data[at:end])
         elif name == b"tRNS":
@@ -113,7 +128,7 @@ def _read_png(data: bytes) -> Container:
                 "png", (height, width), orientation, b"".join(kept), depth, colour, transparency
             )
         at = end
-    raise BadContainer(f"is a PNG of more than {_MAX_PNG_CHUNKS} chunks")
+    raise BadContainer(f"is a PNG of more than {_MAX_PARTS} chunks")
 
 
 def _read_jpeg(data: bytes) -> Container:
@@ -122,9 +137,9 @@ def _read_jpeg(data: bytes) -> Container:
     size: tuple[int, int] | None = None
     orientation = 1
     at = 2
-    while True:
-        while data[at : at + 2] == b"\xff\xff":  # fill bytes before a marker
-            at += 1
+    for _ in range(_MAX_PARTS):
+        fill = _FILL_BYTES.match(data, at)  # any number of them before a marker
+        at = fill.end() - 1 if fill else at
         marker = data[at + 1] if at + 4 <= len(data) and data[at] == 0xFF else None
         if marker is None:
             raise BadContainer("is a truncated or damaged JPEG")
@@ -144,6 +159,8 @@ def _read_jpeg(data: bytes) -> Container:
         if marker in (0xE0, 0xEE) or not (0xE0 <= marker <= 0xEF or marker == 0xFE):
             kept.append(data[at:end])
         at = end
+    else:
+        raise BadContainer(f"is a JPEG of more than {_MAX_PARTS} segments")
     if size is None:
         raise BadContainer("is a damaged JPEG")
     # Inside compressed data 0xFF is always followed by 0x00 or a restart marker.
@@ -160,12 +177,11 @@ def _read_webp(data: bytes) -> Container:
     name, body = data[12:16], data[20:30]
     if len(body) < 10:
         raise BadContainer("is a truncated WebP")
-    orientation = 1
+    # Every file's chunks are walked: the decoder walks them too, and has no bound.
+    orientation = _webp_orientation(data)
     if name == b"VP8X":
         width = int.from_bytes(body[4:7], "little") + 1
         height = int.from_bytes(body[7:10], "little") + 1
-        if body[0] & 0x08:
-            orientation = _webp_orientation(data)
     elif name == b"VP8L":
         bits = int.from_bytes(body[1:5], "little")
         width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
@@ -174,17 +190,24 @@ def _read_webp(data: bytes) -> Container:
         height = int.from_bytes(body[8:10], "little") & 0x3FFF
     else:
         raise BadContainer("is a damaged WebP")
+    if name != b"VP8X" or not body[0] & 0x08:
+        orientation = 1  # a stray EXIF chunk
     return Container("webp", (height, width), orientation, data)
 
 
 def _webp_orientation(data: bytes) -> int:
+    """The orientation in the first EXIF chunk; 1 without one."""
+    found: int | None = None
     at = 12
-    while at + 8 <= len(data):
+    for _ in range(_MAX_PARTS):
+        if at + 8 > len(data):
+            return found or 1
         length = int.from_bytes(data[at + 4 : at + 8], "little")
-        if data[at : at + 4] == b"EXIF":
-            return _orientation(data[at + 8 : at + 8 + length].removeprefix(b"Exif\x00\x00"))
+        if found is None and data[at : at + 4] == b"EXIF":
+            tiff = data[at + 8 : at + 8 + length].removeprefix(b"Exif\x00\x00")
+            found = _orientation(tiff)
         at += 8 + length + (length & 1)
-    return 1
+    raise BadContainer(f"is a WebP of more than {_MAX_PARTS} chunks")
 
 
 def _orientation(tiff: bytes) -> int:

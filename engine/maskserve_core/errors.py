@@ -22,11 +22,23 @@ class MaskserveError(Exception):
     code = "ENGINE_FAILED"
 
     def __init__(self, message: str) -> None:
+        message = _printable(message)
         super().__init__(message)
         self.message = message
 
     def __str__(self) -> str:
         return f"[{self.code}] {self.message}"
+
+
+def _printable(text: str) -> str:
+    """`text` on one line, in characters that every encoding and log takes.
+
+    Messages repeat what clients sent: a key of lone surrogates cannot be encoded as UTF-8, and
+    one with line breaks could pass for another message.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class InvalidRequest(MaskserveError):

@@ -29,6 +29,7 @@ from maskserve_core.containers import (
     read_container,
 )
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.geometry import Size
 from maskserve_core.png import encode_png
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -52,6 +53,7 @@ _TRANSPOSE = {
 MAX_OUTPUT_SIDE = {"png": 2**31 - 1, "jpeg": 65_500, "webp": 16_383}
 NO_LIMITS = LimitsConfig(max_image_bytes=2**31, max_pixels=2**31, max_side=65_535)
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
+_BLANKS = b" \t\r\n\v\f"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +105,26 @@ def decode_image(raw: bytes, field: str, limits: LimitsConfig) -> Decoded:
     """
     raster = decode_raster(raw, field, limits)
     return Decoded(
-        np.asarray(raster.image.convert("RGB")), _maybe_array(raster.alpha), raster.encoded
+        np.asarray(_as_mode(raster.image, "RGB")), _maybe_array(raster.alpha), raster.encoded
     )
 
 
-def decode_mask(raw: bytes, field: str, limits: LimitsConfig) -> DecodedMask:
-    """Decode an untrusted mask to luminance (ITU-R 601) and transparency; see `decode_image`."""
-    raster = decode_raster(raw, field, limits)
-    return DecodedMask(np.asarray(raster.image.convert("L")), _maybe_array(raster.alpha))
+def decode_mask(
+    raw: bytes, field: str, limits: LimitsConfig, size: Size | None = None
+) -> DecodedMask:
+    """Decode an untrusted mask to luminance (ITU-R 601) and transparency; see `decode_image`.
+
+    Args:
+        raw: the tensor's bytes.
+        field: name for messages.
+        limits: bounds, checked before decoding.
+        size: (height, width) that the mask must have, if given: the image's.
+    """
+    raster = decode_raster(raw, field, limits, size)
+    return DecodedMask(np.asarray(_as_mode(raster.image, "L")), _maybe_array(raster.alpha))
 
 
-def decode_raster(raw: bytes, field: str, limits: LimitsConfig) -> Raster:
+def decode_raster(raw: bytes, field: str, limits: LimitsConfig, size: Size | None = None) -> Raster:
     """As `decode_image`, kept in Pillow: nothing is copied that is not asked for."""
     encoded = _unwrap(raw, field, limits)
     try:
@@ -121,6 +132,12 @@ def decode_raster(raw: bytes, field: str, limits: LimitsConfig) -> Raster:
     except BadContainer as problem:
         raise InvalidRequest(field, str(problem), ACCEPTED) from None
     _check_size(container.size, field, limits)
+    if size is not None and container.upright_size != size:
+        # Before decoding: a mask of another size may be a bomb.
+        height, width = container.upright_size
+        raise InvalidRequest(
+            field, f"is {width}x{height} pixels", f"the image's size, {size[1]}x{size[0]}"
+        )
     try:
         image = _DECODERS[container.kind](io.BytesIO(container.payload))
         _check_size((image.size[1], image.size[0]), field, limits)
@@ -186,7 +203,8 @@ def _from_text(text: bytes, field: str) -> bytes:
         header, comma, text = text.partition(b",")
         if not comma or not header.lower().endswith(b";base64"):
             raise InvalidRequest(field, "is a data: URI that is not base64", ACCEPTED)
-    compact = b"".join(text.split()).translate(_URL_SAFE).rstrip(b"=")
+    # In one pass: split() would make an object of every word between blanks.
+    compact = text.translate(_URL_SAFE, _BLANKS).rstrip(b"=")
     try:
         return base64.b64decode(compact + b"=" * (-len(compact) % 4), validate=True)
     except (binascii.Error, ValueError):
@@ -213,17 +231,20 @@ def _check_size(size: tuple[int, int], field: str, limits: LimitsConfig) -> None
 
 def _split(image: Image.Image, container: Container) -> tuple[Image.Image, Image.Image | None]:
     """The image as L or RGB, and its transparency."""
-    if container.transparency:
-        alpha = _keyed_alpha(image, container)
-    elif image.mode in ("LA", "RGBA"):
+    if image.mode in ("LA", "RGBA"):
         alpha = image.getchannel("A")
+    elif container.transparency:
+        alpha = _keyed_alpha(image, container)
     else:
         alpha = None
     if image.mode.startswith("I"):  # 16-bit grey
         return Image.fromarray(_high_byte(np.asarray(image))), alpha
-    if image.mode in ("1", "L", "LA"):
-        return image.convert("L"), alpha
-    return image.convert("RGB"), alpha
+    return _as_mode(image, "L" if image.mode in ("1", "L", "LA") else "RGB"), alpha
+
+
+def _as_mode(image: Image.Image, mode: str) -> Image.Image:
+    """`image` in `mode`; itself if it has that mode already, where convert() would copy it."""
+    return image if image.mode == mode else image.convert(mode)
 
 
 def _keyed_alpha(image: Image.Image, container: Container) -> Image.Image | None:

@@ -79,7 +79,7 @@ def prepare_edit(
     check_output(asked, source.size)
     size, pixels = _at_model_size(source, facts)
     masks = build_masks(
-        decode_mask(mask, "MASK", config.limits),
+        decode_mask(mask, "MASK", config.limits, source.size),
         source.size,
         size,
         asked.mask_mode,

@@ -164,13 +164,21 @@ def _show(value: Any) -> str:
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise InvalidRequest(f"SETTINGS.{key}", "is given twice", "each key once")
-        values[key] = value
-    return values
+def no_duplicates(field: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """For `json.loads`: an object in which each key stands once."""
+
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                raise InvalidRequest(f"{field}.{key[:40]}", "is given twice", "each key once")
+            values[key] = value
+        return values
+
+    return collect
+
+
+_settings_object = no_duplicates("SETTINGS")
 
 
 def parse_settings(raw: bytes) -> EditSettings:
@@ -185,7 +193,7 @@ def parse_settings(raw: bytes) -> EditSettings:
     if len(raw) > MAX_SETTINGS_BYTES:
         raise InvalidRequest("SETTINGS", f"is {len(raw)} bytes", f"up to {MAX_SETTINGS_BYTES}")
     try:
-        values = json.loads(raw.decode("utf-8") or "{}", object_pairs_hook=_no_duplicates)
+        values = json.loads(raw.decode("utf-8") or "{}", object_pairs_hook=_settings_object)
     except UnicodeDecodeError:
         raise InvalidRequest("SETTINGS", "is not UTF-8", "a JSON object") from None
     except (ValueError, RecursionError):

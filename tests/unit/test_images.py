@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import textwrap
+import time
 import tracemalloc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,19 @@ from PIL import Image, ImageFile
 from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.images import decode_image, decode_mask, encode_image, to_base64
+from tests.fakes.corpus.encoding import (
+    GREY,
+    PALETTE,
+    RGBA,
+    chunks_of,
+    header,
+    png,
+    png_of,
+    webp_canvas,
+    webp_of,
+)
 from tests.fakes.hostile import bad_images
-from tests.fakes.pictures import OddImage, encode, odd_images, scene, sixteen_bit_png
+from tests.fakes.pictures import OddImage, encode, odd_images, png_file, scene, sixteen_bit_png
 
 LIMITS = LimitsConfig()
 ODD = list(odd_images())
@@ -92,6 +104,56 @@ def test_bombs_are_refused_before_their_pixels_take_memory() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4_000_000
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"\xff\xd8" + b"\xff" * 20_000_000, "truncated or damaged JPEG"),
+        (b"\xff\xd8" + b"\xff\xfe\0\2" * 5_000_000, "more than 65536 segments"),
+        (webp_of(webp_canvas(9, 9), b"ABCD\0\0\0\0" * 2_500_000), "more than 65536 chunks"),
+        (b"ab " * 7_000_000, "is not an image"),
+    ],
+    ids=["fill bytes", "segments", "chunks", "blanks"],
+)
+def test_20_megabytes_of_nothing_cost_little_time_and_memory(data: bytes, problem: str) -> None:
+    began = time.process_time()
+    tracemalloc.start()
+    with pytest.raises(InvalidRequest, match=problem):
+        decode_image(data, "IMAGE", LIMITS)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 * len(data)
+    assert time.process_time() - began < 2
+
+
+def test_a_second_header_is_refused() -> None:
+    grey = scene(8, 9)[..., 0]
+    ihdr, idat, iend = chunks_of(png(grey, GREY))
+    keyed = (header(9, 8, 8, PALETTE), (b"tRNS", b"\0\1"))
+    for chunks in ((*keyed, ihdr, idat, iend), (ihdr, idat, ihdr, iend)):
+        with pytest.raises(InvalidRequest, match="is a damaged PNG"):
+            decode_mask(png_of(*chunks), "MASK", LIMITS)
+
+
+def test_an_alpha_channel_goes_before_a_stray_clear_colour() -> None:
+    rgba = np.dstack([scene(8, 9), np.arange(72, dtype=np.uint8).reshape(8, 9)])
+    stray = png(rgba, RGBA, before=((b"tRNS", b"\0\1" * 3),))
+    alpha = decode_mask(stray, "MASK", LIMITS).alpha
+    assert alpha is not None
+    np.testing.assert_array_equal(alpha, rgba[..., 3])
+
+
+def test_a_mask_of_another_size_is_refused_before_it_is_decoded() -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    mask = encode(scene(30, 20), exif=turned)
+    assert decode_mask(mask, "MASK", LIMITS, (20, 30)).luminance.shape == (20, 30)
+    with pytest.raises(InvalidRequest, match=r"MASK: is 30x20 pixels; accepted: .* 20x30"):
+        decode_mask(mask, "MASK", LIMITS, (30, 20))
+    large = png_file(7000, 7000, 8, 2, bytes(100))  # within the limits, but cut short
+    with pytest.raises(InvalidRequest, match="is 7000x7000 pixels"):
+        decode_mask(large, "MASK", LIMITS, (20, 30))
 
 
 def test_foreign_formats_are_named() -> None:

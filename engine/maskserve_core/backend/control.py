@@ -29,6 +29,7 @@ from maskserve_core.gate import OPEN, Gate
 from maskserve_core.images import decode_image
 from maskserve_core.keys import template_id
 from maskserve_core.preprocess import prepare_template
+from maskserve_core.settings import no_duplicates
 from maskserve_core.status import StatusReader
 from maskserve_core.templates import TemplateFolder
 from maskserve_core.vitals import silence_limit_s, unwell
@@ -54,6 +55,12 @@ _ENCODE_S = 60.0
 """Encoding a large image without a GPU takes its time."""
 _TEMPLATE_ID = re.compile(r"[0-9a-f]{16,64}")
 _THREADS = 8
+# An operation is a flat object of a few strings, of which only an image may be long. JSON of
+# other forms is refused before it is read: it takes up to fifty times its size as objects.
+_PLAIN_BYTES = 64 * 1024
+_STRUCTURE = b"[{,"
+_MAX_STRUCTURE = 64
+_operation_object = no_duplicates("OP")
 
 
 def parse_operation(raw: bytes) -> dict[str, str]:
@@ -62,8 +69,12 @@ def parse_operation(raw: bytes) -> dict[str, str]:
     Raises:
         InvalidRequest: naming `OP` or `OP.<key>`.
     """
+    if len(raw) > _PLAIN_BYTES and sum(map(raw.count, _STRUCTURE)) > _MAX_STRUCTURE:
+        raise InvalidRequest(
+            "OP", f"is {len(raw)} bytes of nested JSON", 'an object such as {"op": "status"}'
+        )
     try:
-        values = json.loads(raw.decode("utf-8"))
+        values = json.loads(raw.decode("utf-8"), object_pairs_hook=_operation_object)
     except (ValueError, RecursionError):
         raise InvalidRequest(
             "OP", "is not valid JSON", 'an object such as {"op": "status"}'

@@ -1,0 +1,72 @@
+"""One case of the corpus: a request and the answer that it must get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.fakes.hostile import good_inputs
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An error whose message begins "[code] field: "."""
+
+    field: str
+    code: str = "INVALID_REQUEST"
+
+
+@dataclass(frozen=True)
+class Works:
+    """A final edit."""
+
+    source: Pixels
+    """RGB [H, W, 3]: what the source decodes to."""
+    kept: Bools
+    """[H, W]: where the answer must be the source, bit for bit; nowhere if it is lossy."""
+
+
+@dataclass(frozen=True)
+class Either:
+    """A final edit, or an INVALID_REQUEST that names IMAGE or MASK: bytes that were damaged."""
+
+
+Expected: TypeAlias = Refused | Works | Either
+
+
+@dataclass(frozen=True)
+class Case:
+    sort: str
+    """What is odd about it: `image`, `bomb`, `mask`, `settings`, `prompt`, `mutation`."""
+    name: str
+    make: Callable[[], dict[str, bytes]]
+    """IMAGE, MASK, PROMPT, SETTINGS; made when asked for, because some are large."""
+    expected: Expected
+
+    @property
+    def inputs(self) -> dict[str, bytes]:
+        return self.make()
+
+    def __str__(self) -> str:
+        return f"{self.sort}: {self.name}"
+
+
+def refused(sort: str, name: str, field: str, **changed: bytes) -> Case:
+    """The good request with `changed` tensors, to be refused."""
+    return Case(sort, name, lambda: {**good_inputs(), **changed}, Refused(field))
+
+
+def works(sort: str, name: str, source: Pixels, kept: Bools, **changed: bytes) -> Case:
+    """The good request with `changed` tensors, to be edited."""
+    return Case(sort, name, lambda: {**good_inputs(), **changed}, Works(source, kept))
+
+
+def either(sort: str, name: str, **changed: bytes) -> Case:
+    return Case(sort, name, lambda: {**good_inputs(), **changed}, Either())

@@ -1,0 +1,145 @@
+"""The corpus against preprocess itself: the answer that is documented, for every case."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maskserve_core.backend.control import OPERATIONS, parse_operation
+from maskserve_core.config import Config, LimitsConfig, ModelConfig
+from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_core.facts import ModelFacts
+from maskserve_core.images import decode_image
+from maskserve_core.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.settings import dump_settings, parse_settings
+from tests.fakes.corpus.case import Case, Either, Refused, Works
+from tests.fakes.corpus.collection import edit_cases, sample
+from tests.fakes.corpus.mutations import damaged_files
+from tests.fakes.corpus.settings import KEYS, good_settings
+from tests.fakes.hostile import good_inputs
+
+FACTS = ModelFacts(
+    family="flux",
+    semantics="fill",
+    vae_scale_factor=4,
+    latent_channels=4,
+    patch=2,
+    native_resolution=128,
+    guidance_embeds=True,
+    true_cfg=False,
+    transformer={},
+)
+CONFIG = Config(model=ModelConfig(path="models/demo"))
+CASES = edit_cases()
+SAME_EVERY_TIME = settings(derandomize=True, deadline=None)
+
+
+def prepare(inputs: dict[str, bytes]) -> PreparedEdit:
+    given = (inputs[name] for name in ("IMAGE", "MASK", "PROMPT", "SETTINGS"))
+    return prepare_edit(*given, FACTS, CONFIG)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_case_gets_its_documented_answer(case: Case) -> None:
+    inputs = case.inputs
+    began = time.perf_counter()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            done: PreparedEdit | MaskserveError = prepare(inputs)
+        except MaskserveError as error:
+            done = error
+    # Generous, for slow machines: what is refused here took far longer than that once.
+    assert time.perf_counter() - began < 5
+    assert seen == []
+    match case.expected:
+        case Refused(field, code):
+            assert isinstance(done, MaskserveError)
+            assert str(done).startswith(f"[{code}] {field}"), str(done)[:200]
+            check_message(str(done))
+        case Works(source, kept):
+            assert isinstance(done, PreparedEdit), done
+            np.testing.assert_array_equal(
+                decode_image(done.source, "SOURCE", LimitsConfig()).pixels, source
+            )
+            weights = decode_image(done.paste, "PASTE", LimitsConfig()).pixels[..., 0]
+            if kept.any():
+                np.testing.assert_array_equal(weights == 0, kept)
+        case Either() if not isinstance(done, PreparedEdit):
+            assert isinstance(done, InvalidRequest)
+            assert done.field in ("IMAGE", "MASK")
+            check_message(str(done))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(KEYS), inner),
+    max_leaves=8,
+)
+ANY_TEXT = st.binary() | JSON.map(lambda value: json.dumps(value).encode())
+
+
+@SAME_EVERY_TIME
+@given(ANY_TEXT)
+def test_any_settings_are_parsed_or_refused(raw: bytes) -> None:
+    with suppress(InvalidRequest):
+        assert parse_settings(dump_settings(parse_settings(raw))) == parse_settings(raw)
+
+
+@SAME_EVERY_TIME
+@given(ANY_TEXT)
+def test_any_operation_is_parsed_or_refused(raw: bytes) -> None:
+    with suppress(InvalidRequest):
+        assert parse_operation(raw)["op"] in OPERATIONS
+
+
+@SAME_EVERY_TIME
+@given(good_settings())
+def test_good_settings_are_taken(asked: dict[str, Any]) -> None:
+    parsed = parse_settings(json.dumps(asked).encode())
+    assert {key: getattr(parsed, key) for key, value in asked.items() if value is not None} == {
+        key: value for key, value in asked.items() if value is not None
+    }
+
+
+@SAME_EVERY_TIME
+@given(damaged_files())
+def test_damaged_files_are_edited_or_refused(damaged: tuple[str, str, bytes]) -> None:
+    field, _, data = damaged
+    refusal: InvalidRequest | None = None
+    try:
+        prepare({**good_inputs(), field: data})
+    except InvalidRequest as error:
+        refusal = error
+    if refusal is not None:
+        assert refusal.field in ("IMAGE", "MASK")
+        check_message(str(refusal))
+
+
+@SAME_EVERY_TIME
+@given(st.tuples(st.binary(), st.binary(), st.binary(), ANY_TEXT))
+def test_any_four_tensors_are_edited_or_refused(raw: tuple[bytes, ...]) -> None:
+    with suppress(MaskserveError):
+        prepare(dict(zip(("IMAGE", "MASK", "PROMPT", "SETTINGS"), raw, strict=True)))
+
+
+def check_message(text: str) -> None:
+    """A message fits one line of a log and every encoding on its way."""
+    assert text.isprintable()
+    assert len(text.encode()) < 1000
+
+
+def test_the_corpus_is_large_and_its_sample_has_some_of_everything() -> None:
+    names = [str(case) for case in CASES]
+    assert len(set(names)) == len(names) >= 500
+    chosen = [case for case in CASES if str(case) in sample()]
+    sorts = {(case.sort, type(case.expected)) for case in CASES}
+    assert {(case.sort, type(case.expected)) for case in chosen} == sorts
