@@ -1,0 +1,71 @@
+"""Where a worker's log lines go, and the supervisor's among them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maskserve_core.config import Config, LogConfig
+from serving.errors import ServeError
+from serving.files import WorkerFiles
+from serving.journal import Journal
+from serving.options import ServeOptions
+from serving.runtime import Runtime
+from serving.worker import Spec
+
+
+def spec(log_dir: Path) -> Spec:
+    options = ServeOptions(model="m", log_dir=log_dir)
+    server = Runtime(Path("/t/bin/tritonserver"), None, (), "x")
+    return Spec(2, options, server, {}, WorkerFiles(Path("/r"), Path("/t")))
+
+
+@pytest.mark.parametrize(
+    ("tables", "file"),
+    [
+        ({}, "/logs/worker-2.jsonl"),
+        ({"log": {"level": "ERROR"}}, "/logs/worker-2.jsonl"),
+        ({"log": {"file": "/mine"}}, "/mine"),
+        ({"log": {"file": ""}}, ""),
+        ({"log": {"format": "text"}}, None),  # beside Triton's own, for people
+    ],
+)
+def test_each_worker_has_a_file_unless_told_otherwise(
+    tables: dict[str, Any], file: str | None
+) -> None:
+    log = spec(Path("/logs")).with_log(tables).get("log", {})
+    assert log.get("file") == file
+    assert {**tables.get("log", {}), "file": file} == {"file": None, **log}
+
+
+def test_the_supervisors_lines(tmp_path: Path) -> None:
+    file = tmp_path / "worker-0.jsonl"
+    journal = Journal()
+    journal.write(logging.ERROR, "unheard", "failed")
+    config = Config(log=LogConfig(file=str(file)))
+    for _ in range(2):  # as after a restart
+        journal.open(config)
+        journal.write(logging.INFO, "ready", "ready", after_s=1.5)
+    journal.close()
+    journal.write(logging.INFO, "unheard", "stopped")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(lines) == 2
+    assert lines[0]["model"] == "supervisor"
+    assert (lines[0]["event"], lines[0]["state"], lines[0]["after_s"]) == ("worker", "ready", 1.5)
+
+
+def test_without_a_file_there_is_no_journal(capfd: pytest.CaptureFixture[str]) -> None:
+    journal = Journal()
+    journal.open(Config())
+    journal.write(logging.ERROR, "unheard", "failed")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_that_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:
+    config = Config(log=LogConfig(file=str(tmp_path)))
+    with pytest.raises(ServeError, match=r"\[log\] file: cannot open .*: Is a directory"):
+        Journal().open(config)
