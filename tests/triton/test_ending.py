@@ -12,6 +12,7 @@ import pytest
 
 from maskserve_core.backend.ending import Ending
 from maskserve_core.backend.front import Front
+from maskserve_core.backend.tracing import OpenSpan
 from maskserve_core.config import Config
 from maskserve_core.errors import (
     Cancelled,
@@ -107,6 +108,17 @@ def test_errors_have_their_outcome_and_level(
         ("edit_ends_total", 1.0, ("edit", outcome, error.code))
     ]
     assert len(left) == 1
+
+
+class Traced(OpenSpan):
+    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+def test_a_traced_edit_names_its_trace(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    Ending("edit", Observations(), lambda: None, Traced()).answered(Cancelled("withdrawn"), {})
+    [record] = edit_lines(caplog)
+    assert record.fields["trace_id"] == "a" * 32
 
 
 def test_below_its_level_only_the_count_is_kept(

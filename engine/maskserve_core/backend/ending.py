@@ -66,6 +66,8 @@ class Ending:
             return
         said = _of_meta(outputs["META"]) if error is None else {"error": error.message}
         fields = {"outcome": outcome, "code": code, "total_ms": round(1e3 * taken_s, 3), **said}
+        if traceparent := self.span.traceparent:
+            fields["trace_id"] = traceparent.split("-")[1]
         extra = {"event": "edit", "request_id": self.request_id, "fields": fields}
         log.log(level, "edit %s", outcome, extra=extra)
 
