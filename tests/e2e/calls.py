@@ -92,11 +92,20 @@ class Grpc:
         result = self._client.infer("edit", tensors(triton_grpc, inputs), client_timeout=TIMEOUT_S)
         return result.as_numpy("IMAGE")[0], json.loads(result.as_numpy("META")[0])
 
-    def begin(self, inputs: Mapping[str, bytes], timeout_s: float | None = None) -> Pending:
+    def begin(
+        self,
+        inputs: Mapping[str, bytes],
+        timeout_s: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Pending:
         """An edit that is not waited for."""
         pending = Pending()
         pending.call = self._client.async_infer(
-            "edit", tensors(triton_grpc, inputs), pending.put, client_timeout=timeout_s
+            "edit",
+            tensors(triton_grpc, inputs),
+            pending.put,
+            client_timeout=timeout_s,
+            headers=headers,
         )
         return pending
 

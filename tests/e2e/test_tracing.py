@@ -1,0 +1,185 @@
+"""One trace per edit: Triton's spans and our own, in a collector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+
+from serving.options import ServeOptions
+from serving.ports import free_base_port
+from serving.supervisor import Supervisor
+from serving.worker import Worker
+from tests.e2e.calls import (
+    TIMEOUT_S,
+    Grpc,
+    InferenceServerException,
+    eventually,
+    plain_edit,
+    tensors,
+)
+from tests.fakes.collector import Collector, Span, collector, draw
+
+CLIENT_SPAN = "b7ad6b7169203331"
+STAGES = ["preprocess", "encode", "queue", "denoise", "decode", "postprocess"]
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[Collector]:
+    with collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def worker(model: Path, kept: Collector, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A worker that traces nothing but what a client asks for."""
+    folder = tmp_path_factory.mktemp("traced")
+    config = folder / "config.toml"
+    config.write_text("[trace]\ninterval_s = 0.1\n")
+    options = ServeOptions(
+        model=str(model),
+        base_port=free_base_port(),
+        config=config,
+        log_dir=folder,
+        otlp_url=kept.url,
+        trace_rate=10**9,
+        say=lambda line: None,
+    )
+    with Supervisor(options) as running:
+        yield running.workers[0]
+        assert running.workers[0].restarts == 0
+
+
+@pytest.fixture
+def grpc(worker: Worker) -> Iterator[Grpc]:
+    client = Grpc(worker.grpc_url)
+    yield client
+    client.close()
+
+
+def over_grpc(worker: Worker, inputs: dict[str, bytes], headers: dict[str, str]) -> None:
+    with triton_grpc.InferenceServerClient(worker.grpc_url) as client:
+        client.infer(
+            "edit", tensors(triton_grpc, inputs), headers=headers, client_timeout=TIMEOUT_S
+        )
+
+
+def over_http(worker: Worker, inputs: dict[str, bytes], headers: dict[str, str]) -> None:
+    url = worker.http_url.removeprefix("http://")
+    with triton_http.InferenceServerClient(url, network_timeout=TIMEOUT_S) as client:
+        client.infer("edit", tensors(triton_http, inputs), headers=headers)
+
+
+def header(trace_id: str) -> dict[str, str]:
+    return {"traceparent": f"00-{trace_id}-{CLIENT_SPAN}-01"}
+
+
+def trace_of(kept: Collector, trace_id: str, *names: str) -> dict[str, Span]:
+    """The spans of a trace once those named are there; each name once."""
+
+    def there() -> bool:
+        return {span.name for span in kept.trace(trace_id)} >= {"InferRequest", "edit", *names}
+
+    eventually("the spans arrive", there)
+    spans = {span.name: span for span in kept.trace(trace_id)}
+    assert len(spans) == len(kept.trace(trace_id)), draw(kept.trace(trace_id))
+    return spans
+
+
+def parents(spans: dict[str, Span]) -> dict[str, str]:
+    """Name of each span -> name of its parent."""
+    names = {span.span_id: span.name for span in spans.values()}
+    return {name: names.get(span.parent_id, span.parent_id) for name, span in spans.items()}
+
+
+@pytest.mark.parametrize("send", [over_grpc, over_http])
+def test_one_edit_is_one_trace(worker: Worker, kept: Collector, send: Any) -> None:
+    trace_id = {over_grpc: "1", over_http: "2"}[send] * 32
+    send(worker, plain_edit(request_id=f"traced-{trace_id[0]}"), header(trace_id))
+    spans = trace_of(kept, trace_id, "pipeline", *STAGES)
+    assert parents(spans) == {
+        "InferRequest": CLIENT_SPAN,
+        "edit": "InferRequest",
+        "compute": "edit",  # Triton's: until the front has handed it on
+        "pipeline": "edit",
+        **dict.fromkeys(STAGES, "pipeline"),
+    }, draw(kept.trace(trace_id))
+    assert [span.name for span in kept.trace(trace_id) if span.name in STAGES] == STAGES
+    assert {span.error for span in spans.values()} == {None}
+    pipeline, denoise = spans["pipeline"], spans["denoise"]
+    assert all(
+        pipeline.start_ns <= spans[name].start_ns <= spans[name].end_ns <= pipeline.end_ns
+        for name in STAGES
+        if name != "denoise"  # its span ends once its answer is on its way
+    )
+    assert pipeline.attributes["maskserve.request_id"] == f"traced-{trace_id[0]}"
+    assert (
+        denoise.attributes.items()
+        >= {
+            "maskserve.request_id": f"traced-{trace_id[0]}",
+            "maskserve.steps": 2,
+            "maskserve.steps_done": 2,
+            "maskserve.cache": "off",
+            "maskserve.row": "dense",
+            "maskserve.total_tokens": 64,
+        }.items()
+    )
+    assert 0 < denoise.attributes["maskserve.mask_ratio"] < 1
+    assert denoise.events == ("first step",)
+    for span in spans.values():
+        assert span.resource["service.name"] == "maskserve"
+        assert span.resource["service.instance.id"] == worker.name
+
+
+def test_waiting_for_a_template_shows(worker: Worker, kept: Collector) -> None:
+    over_grpc(worker, plain_edit(cache="require"), header("3" * 32))
+    spans = trace_of(kept, "3" * 32, "wait_prime", "pipeline", *STAGES)
+    order = ("encode", "wait_prime", "queue", "denoise")
+    assert [span.name for span in kept.trace("3" * 32) if span.name in order] == list(order)
+    assert spans["denoise"].attributes["maskserve.cache"] == "hit"
+    assert spans["denoise"].attributes["maskserve.row"] == "cached"
+
+
+def test_a_cancelled_edit_says_so(worker: Worker, kept: Collector, grpc: Grpc) -> None:
+    pending = grpc.begin(
+        plain_edit(num_inference_steps=1000, request_id="stopped"), headers=header("4" * 32)
+    )
+    eventually(
+        "the edit runs",
+        lambda: "stopped" in [row["request_id"] for row in grpc.control(op="status")["running"]],
+    )
+    pending.call.cancel()
+    with pytest.raises(InferenceServerException, match=r"(?i)cancel"):
+        pending.wait()
+    spans = trace_of(kept, "4" * 32, "pipeline", "preprocess", "encode", "queue", "denoise")
+    assert {name for name, span in spans.items() if span.error is not None} == {
+        "pipeline",
+        "denoise",
+    }
+    for name in ("pipeline", "denoise"):
+        assert spans[name].attributes["error.type"] == "CANCELLED"
+        assert "[CANCELLED]" in str(spans[name].error)
+    assert 0 < spans["denoise"].attributes["maskserve.steps_done"] < 1000
+
+
+def test_a_refused_edit_says_why(worker: Worker, kept: Collector) -> None:
+    with pytest.raises(InferenceServerException, match="INVALID_REQUEST"):
+        over_http(worker, {**plain_edit(), "IMAGE": b"no image"}, header("5" * 32))
+    spans = trace_of(kept, "5" * 32, "pipeline", "preprocess")
+    for name in ("pipeline", "preprocess"):
+        assert spans[name].attributes["error.type"] == "INVALID_REQUEST"
+        assert "IMAGE" in str(spans[name].error)
+
+
+def test_nothing_else_is_traced(worker: Worker, kept: Collector, grpc: Grpc) -> None:
+    """Neither an edit of a client without traces, at this rate, nor any call of control."""
+    before = kept.trace_ids()
+    grpc.edit(plain_edit())
+    grpc.control(op="status")
+    over_grpc(worker, plain_edit(), header("6" * 32))  # what came before would be there by then
+    trace_of(kept, "6" * 32, "pipeline", *STAGES)
+    assert kept.trace_ids() - before == {"6" * 32}
