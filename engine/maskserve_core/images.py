@@ -231,12 +231,11 @@ def _check_size(size: tuple[int, int], field: str, limits: LimitsConfig) -> None
 
 def _split(image: Image.Image, container: Container) -> tuple[Image.Image, Image.Image | None]:
     """The image as L or RGB, and its transparency."""
+    alpha: Image.Image | None = None
     if image.mode in ("LA", "RGBA"):
         alpha = image.getchannel("A")
     elif container.transparency:
         alpha = _keyed_alpha(image, container)
-    else:
-        alpha = None
     if image.mode.startswith("I"):  # 16-bit grey
         return Image.fromarray(_high_byte(np.asarray(image))), alpha
     return _as_mode(image, "L" if image.mode in ("1", "L", "LA") else "RGB"), alpha

@@ -1,105 +1,173 @@
-"""Every request that must be refused is, by name, and harms nobody beside it."""
+"""Every request of the corpus gets its documented answer and harms nobody beside it.
+
+A short run takes a sample of each sort, `make test-full` all of it.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+import base64
+import http.client
+import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import grpc as grpcio
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from tritonclient.grpc import service_pb2_grpc
 
 from serving.worker import Worker
+from tests.e2e.beside import Beside, Processes
 from tests.e2e.calls import (
+    Answer,
     Grpc,
     Http,
     InferenceServerException,
+    edit_inputs,
+    eventually,
     pixels,
-    plain_edit,
     tensors,
 )
-from tests.fakes.hostile import HostileCase, hostile_cases
+from tests.fakes.corpus.bodies import HttpCase, http_cases
+from tests.fakes.corpus.case import Case, Either, Pixels, Refused, Works
+from tests.fakes.corpus.collection import edit_cases, is_sampled, sample
+from tests.fakes.corpus.messages import GrpcCase, grpc_cases
+from tests.fakes.corpus.operations import OperationCase, operation_cases
+from tests.fakes.pictures import blob_mask, encode, scene
 
-CASES = list(hostile_cases())
-
-
-class Beside:
-    """An edit that is repeated while bad requests come in."""
-
-    def __init__(self, grpc: Grpc) -> None:
-        self._grpc = grpc
-        self._stop = threading.Event()
-        self.pictures: list[bytes] = []
-        self.errors: list[Exception] = []
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Beside:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(60)
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self.pictures.append(self._grpc.edit(plain_edit(num_inference_steps=8))[0])
-            except Exception as error:
-                self.errors.append(error)
-
-
-@pytest.fixture(scope="module")
-def beside(worker: Worker) -> Iterator[Beside]:
-    client = Grpc(worker.grpc_url)
-    expected, _ = client.edit(plain_edit(num_inference_steps=8))
-    with Beside(client) as running:
-        yield running
-    client.close()
-    assert running.errors == []
-    assert len(running.pictures) >= 3
-    for picture in running.pictures:
-        assert (abs(pixels(picture).astype(int) - pixels(expected)) <= 1).all()
-
-
-@pytest.mark.usefixtures("beside")
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_it_is_refused_by_name(case: HostileCase, http: Http, grpc: Grpc) -> None:
-    start = f"[{case.code}] {case.field}"
-    statuses = {
-        "INVALID_REQUEST": ("400", "INVALID_ARGUMENT"),
-        "TEMPLATE_NOT_FOUND": ("404", "NOT_FOUND"),
-    }
-    for client, status in zip((http, grpc), statuses[case.code], strict=True):
-        with pytest.raises(InferenceServerException) as caught:
-            client.edit(case.inputs)
-        assert caught.value.message().startswith(start), caught.value.message()
-        assert status in str(caught.value.status())
-        assert "Traceback" not in caught.value.message()
-
-
-WRONG_TENSORS: dict[str, dict[str, Any]] = {
-    "missing": {"drop": "MASK"},
-    "two elements": {"shape": [2]},
-    "no element": {"shape": [0]},
-    "a matrix": {"shape": [1, 1]},
-    "another type": {"datatype": "FP32"},
+STATUSES = {
+    "INVALID_REQUEST": ("400", "INVALID_ARGUMENT"),
+    "TEMPLATE_NOT_FOUND": ("404", "NOT_FOUND"),
 }
+SHORT = sample()
 
 
-@pytest.mark.parametrize("name", WRONG_TENSORS)
-def test_tensors_that_break_the_signature_are_refused_by_triton(name: str, http: Http) -> None:
-    """Triton itself refuses them, naming the tensor, before any of our code runs."""
-    change = WRONG_TENSORS[name]
-    made = [t for t in tensors(triton_http, plain_edit()) if t.name() != "MASK"]
-    if "drop" not in change:
-        shape = change.get("shape", [1])
-        kind = change.get("datatype", "BYTES")
-        tensor = triton_http.InferInput("MASK", shape, kind)
-        values = np.full(shape, b"x", np.object_) if kind == "BYTES" else np.ones(shape, np.float32)
-        tensor.set_data_from_numpy(values)
-        made.append(tensor)
-    with pytest.raises(InferenceServerException, match="MASK") as caught:
-        http.infer("edit", made)
-    assert str(caught.value.status()) == "400"
+def some_slow(cases: Sequence[Any], wanted: int) -> list[Any]:
+    """Parameters of which about `wanted` belong to a short run."""
+    return [
+        pytest.param(
+            case,
+            id=str(case),
+            marks=() if is_sampled(index, len(cases), wanted) else pytest.mark.slow,
+        )
+        for index, case in enumerate(cases)
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unharmed(worker: Worker) -> Iterator[None]:
+    """Around all tests of this file."""
+    with Beside(worker.grpc_url) as beside:
+        processes = Processes(worker)
+        yield
+    beside.check()
+    client = Grpc(worker.grpc_url)
+    eventually("idle", lambda: _idle(client.control(op="status")))
+    client.close()
+    processes.check()
+
+
+def _idle(status: dict[str, Any]) -> bool:
+    return not (status["in_flight"] or status["running"] or status["waiting"])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=() if str(case) in SHORT else pytest.mark.slow)
+        for case in edit_cases()
+    ],
+)
+def test_each_edit_gets_its_documented_answer(case: Case, http: Http, grpc: Grpc) -> None:
+    inputs = case.inputs
+    for protocol, client in enumerate((http, grpc)):
+        answer: Answer | InferenceServerException
+        try:
+            answer = client.edit(inputs)
+        except InferenceServerException as error:
+            answer = error
+        match case.expected:
+            case Refused(field, code):
+                check_refusal(answer, code, (field,), protocol)
+            case Either() if isinstance(answer, InferenceServerException):
+                check_refusal(answer, "INVALID_REQUEST", ("IMAGE", "MASK"), protocol)
+            case Either():
+                assert answer[1]["event"] == "final"
+                assert picture(answer).ndim == 3
+            case Works(source, kept):
+                assert not isinstance(answer, InferenceServerException), answer
+                assert answer[1]["event"] == "final"
+                edited = picture(answer)
+                assert edited.shape == source.shape
+                np.testing.assert_array_equal(edited[kept], source[kept])
+
+
+def check_refusal(
+    answer: Answer | InferenceServerException, code: str, fields: tuple[str, ...], protocol: int
+) -> None:
+    assert isinstance(answer, InferenceServerException), answer[1]
+    message = answer.message()
+    assert message.startswith(tuple(f"[{code}] {field}" for field in fields)), message[:300]
+    assert STATUSES[code][protocol] in str(answer.status())
+    assert "Traceback" not in message
+    assert len(message) < 1000
+
+
+def picture(answer: Answer) -> Pixels:
+    image = answer[0]
+    text = image[:4] in (base64.b64encode(magic)[:4] for magic in (b"\x89PN", b"RIF"))
+    return pixels(base64.b64decode(image) if text else image)
+
+
+@pytest.mark.parametrize("case", some_slow(list(operation_cases()), 16))
+def test_each_operation_is_refused_by_name(case: OperationCase, http: Http, worker: Worker) -> None:
+    with triton_grpc.InferenceServerClient(worker.grpc_url) as grpc:
+        for protocol, (client, module) in enumerate(((http, triton_http), (grpc, triton_grpc))):
+            with pytest.raises(InferenceServerException) as caught:
+                client.infer("control", tensors(module, {"OP": case.op}))
+            check_refusal(caught.value, case.expected.code, (case.expected.field,), protocol)
+
+
+def test_operations_that_work_still_do(grpc: Grpc) -> None:
+    image = base64.b64encode(encode(scene(32, 48, seed=77))).decode()
+    registered = grpc.control(op="register", image="data:image/png;base64," + image)
+    name = registered["template_id"]
+    mask = blob_mask(32, 48)
+    picture_of_it, _ = grpc.edit(edit_inputs(b"", mask, template_id=name))
+    np.testing.assert_array_equal(
+        pixels(picture_of_it)[mask == 0], scene(32, 48, seed=77)[mask == 0]
+    )
+    for op in ("prime", "pin", "unpin", "evict"):
+        assert grpc.control(op=op, template_id=name)["template_id"] == name
+    assert grpc.control(op="cancel", request_id="\ud800 nobody's")["cancelled"] is False
+
+
+# What Triton refuses before any of our code runs
+
+
+@pytest.mark.parametrize("case", some_slow(list(http_cases()), 16))
+def test_each_http_body_is_refused_by_triton(case: HttpCase, worker: Worker) -> None:
+    headers = dict(case.headers)
+    if case.header_length is not None:
+        headers["Inference-Header-Content-Length"] = case.header_length
+    connection = http.client.HTTPConnection(worker.http_url.removeprefix("http://"), timeout=30)
+    try:
+        connection.request("POST", case.path, case.body, headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+    finally:
+        connection.close()
+    assert response.status in case.statuses, text
+    assert case.says in json.loads(text)["error"] or case.says == "error", text
+
+
+@pytest.mark.parametrize("case", some_slow(list(grpc_cases()), 16))
+def test_each_grpc_message_is_refused_by_triton(case: GrpcCase, worker: Worker) -> None:
+    with grpcio.insecure_channel(worker.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpcio.RpcError) as caught:
+            stub.ModelInfer(case.request, timeout=30)
+    assert caught.value.code().name == case.code, caught.value.details()
+    assert case.says in caught.value.details()
