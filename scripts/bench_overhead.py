@@ -99,21 +99,23 @@ def _call(client: Client, edit: Edit, settings: dict[str, Any]) -> Any:
 
 
 class ModelClock:
-    """Adds up the time spent inside the model: blocks, embedders, final layer."""
+    """Adds up the time spent inside the model: embedders, blocks, last layer."""
+
+    _FUNCTIONS = ("double_block", "single_block", "last_layer")
 
     def __init__(self, model: Any) -> None:
         self.seconds = 0.0
         self._begins: dict[int, float] = {}
-        last = (model.norm_out.linear, model.norm_out.norm, model.proj_out)
-        parts = [model.x_embedder, model.time_text_embed, *last]
+        parts = [model.x_embedder, model.time_text_embed]
         self._hooks = [part.register_forward_pre_hook(self._enter) for part in parts]
         self._hooks += [part.register_forward_hook(self._leave) for part in parts]
-        self._originals = forward_module.double_block, forward_module.single_block
-        forward_module.double_block = self._clocked(self._originals[0])  # type: ignore[attr-defined]
-        forward_module.single_block = self._clocked(self._originals[1])  # type: ignore[attr-defined]
+        self._originals = {name: getattr(forward_module, name) for name in self._FUNCTIONS}
+        for name, function in self._originals.items():
+            setattr(forward_module, name, self._clocked(function))
 
     def close(self) -> None:
-        forward_module.double_block, forward_module.single_block = self._originals  # type: ignore[attr-defined]
+        for name, function in self._originals.items():
+            setattr(forward_module, name, function)
         for hook in self._hooks:
             hook.remove()
 
@@ -141,7 +143,7 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
     marks: list[tuple[float, float]] = []
     publish = direct.engine._publish
 
-    def published() -> None:  # the last thing of every turn
+    def published() -> None:  # once in every turn
         publish()
         marks.append((time.perf_counter(), clock.seconds))
 

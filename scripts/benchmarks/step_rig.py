@@ -16,7 +16,8 @@ from maskserve_engine.entries import AnchorEntry, BlockEntry
 from maskserve_engine.flux.conditioning import TemplateInputs
 from maskserve_engine.flux.forward import forward
 from maskserve_engine.flux.rows import FluxRow, Inactive
-from maskserve_engine.flux.schedule import Schedule
+from maskserve_engine.flux.sampler import euler
+from maskserve_engine.flux.schedule import Schedule, Walk
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS: dict[str, dict[str, Any]] = {
@@ -82,8 +83,7 @@ class Bench:
         row = FluxRow(
             request_id=str(seed),
             schedule=Schedule(
-                torch.tensor([0.5, 0.45], device=self.device),
-                torch.tensor([500.0], device=self.device),
+                torch.tensor([0.5, 0.45], device=self.device), (Walk(500.0, 0.5, -0.05),)
             ),
             grid=self.grid,
             text=self._random(self.text, self.model.inner_dim),
@@ -116,8 +116,7 @@ class Bench:
                 row.step = 0
                 row.load()
             outputs = forward(self.model, [r.model_input() for r in rows], (kind,) * self.blocks)
-            for row, output in zip(rows, outputs, strict=True):
-                row.advance(output)
+            euler(rows, outputs)
 
     def limit(self, ratios: Sequence[float], kind: str) -> float:
         """Dense FLOPs over cached FLOPs of a batch with these mask ratios."""

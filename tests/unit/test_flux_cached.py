@@ -16,6 +16,7 @@ from maskserve_engine.adapter import load_adapter
 from maskserve_engine.encode import Encoder
 from maskserve_engine.flux.adapter import FluxAdapter
 from maskserve_engine.flux.rows import FluxRow, PrimingRow
+from maskserve_engine.flux.schedule import Schedule, Walk
 from maskserve_engine.job import EditJob
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 
@@ -98,9 +99,8 @@ def as_primed(adapter: FluxAdapter, job: EditJob, primed: PrimingRow, anchor: in
     row.latents = inputs[active, :latents]
     row.condition = None if row.condition is None else inputs[active, latents:]
     row.text, row.pooled, row.guidance = primed.text, primed.pooled, primed.guidance
-    row.schedule = type(row.schedule)(
-        torch.tensor([entry.anchor.sigma, 0.0]), torch.tensor([entry.anchor.timestep])
-    )
+    sigma, timestep = entry.anchor.sigma, entry.anchor.timestep
+    row.schedule = Schedule(torch.tensor([sigma, 0.0]), (Walk(timestep, sigma, -sigma),))
     row.inactive.entries, row.step = (entry,), 0
     return row
 

@@ -27,6 +27,7 @@ from maskserve_engine.flux.conditioning import (
 from maskserve_engine.flux.forward import forward
 from maskserve_engine.flux.latents import PATCH, Posterior
 from maskserve_engine.flux.rows import FluxRow, Inactive, PrimingRow
+from maskserve_engine.flux.sampler import euler
 from maskserve_engine.flux.schedule import Schedule, check_sampler, make_schedule
 from maskserve_engine.job import EditJob
 from maskserve_engine.loader import limit_threads, load_part, load_plain
@@ -85,7 +86,7 @@ class FluxAdapter:
 
     def sigmas(self, job: EditJob) -> list[tuple[float, float]]:
         schedule = self._schedule(job)
-        return list(zip(schedule.sigmas[:-1].tolist(), schedule.timesteps.tolist(), strict=True))
+        return [(step.sigma, step.timestep) for step in schedule.walk]
 
     def anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
         """Every `stride`-th timestep of the schedule, each in the middle of the steps it serves,
@@ -93,7 +94,7 @@ class FluxAdapter:
         """
         schedule = make_schedule(self.sampler, steps, tokens)
         chosen = range(min((stride - 1) // 2, steps - 1), steps, stride)
-        taken = (Anchor(float(schedule.sigmas[i]), float(schedule.timesteps[i])) for i in chosen)
+        taken = (Anchor(schedule.walk[i].sigma, schedule.walk[i].timestep) for i in chosen)
         return cover(tuple(taken), self.anchor_tolerance)
 
     def dense_row(self, job: EditJob) -> FluxRow:
@@ -151,8 +152,7 @@ class FluxAdapter:
     def step(self, rows: Sequence[FluxRow | PrimingRow], kinds: Sequence[str]) -> None:
         with torch.inference_mode():
             outputs = forward(self.model, [row.model_input() for row in rows], kinds)
-            for row, output in zip(rows, outputs, strict=True):
-                row.advance(output)
+            euler(rows, outputs)
 
     def result(self, row: FluxRow) -> NDArray[np.float32]:
         return row.result().float().cpu().numpy()

@@ -161,3 +161,19 @@ def project_rest(
     attn = block.attn
     keys = rotate(attn.norm_k(_heads(attn.to_k(normed), attn.head_dim)), cis)
     return keys, _heads(attn.to_v(normed), attn.head_dim)
+
+
+def last_layer(model: Any, image: Tensor, emb: Tensor, stream: Stream) -> Tensor:
+    """What FluxTransformer2DModel does after its blocks.
+
+    Args:
+        model: the diffusers module.
+        image: [N, width], computed image tokens.
+        emb: [R, width], SiLU of the rows' time-text embedding.
+        stream: how the rows lie in `image`.
+
+    Returns:
+        [N, out_channels].
+    """
+    scale, shift = model.norm_out.linear(emb.to(image.dtype)).chunk(2, dim=1)
+    return model.proj_out(stream.modulate(model.norm_out.norm(image), scale, shift))

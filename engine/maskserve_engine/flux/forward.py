@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_engine.flux.blocks import FillRest, double_block, project_rest, single_block
+from maskserve_engine.flux.blocks import (
+    FillRest,
+    double_block,
+    last_layer,
+    project_rest,
+    single_block,
+)
 from maskserve_engine.flux.packing import Packing, Widening, widening
 
 
@@ -57,8 +63,8 @@ class RowInput:
     """[T, width] prompt embedding after context_embedder."""
     pooled: Tensor
     """[pooled width]"""
-    timestep: Tensor
-    """Scalar float32: the sampler's timestep, 0 to 1000."""
+    timestep: float
+    """The sampler's timestep, 0 to 1000."""
     guidance: float | None
     """Embedded guidance; None for models without it."""
     cis: Tensor
@@ -71,7 +77,8 @@ def time_text_embedding(model: Any, rows: Sequence[RowInput]) -> Tensor:
     """[R, width], rounded as diffusers' pipeline and model round timestep and guidance."""
     dtype = rows[0].tokens.dtype  # model.dtype walks over every parameter to find out
     # The pipeline divides by 1000 in the latents' dtype and the model multiplies again.
-    timestep = torch.stack([row.timestep for row in rows]).to(dtype) / 1000
+    timestep = torch.tensor([row.timestep for row in rows], device=rows[0].tokens.device)
+    timestep = timestep.to(dtype) / 1000
     timestep = timestep.to(dtype) * 1000
     pooled = torch.stack([row.pooled for row in rows])
     if rows[0].guidance is None:
@@ -120,10 +127,8 @@ def forward(model: Any, rows: Sequence[RowInput], kinds: Sequence[str] = ()) -> 
             state.fill(index, block, kinds),
             state.capture(index),
         )
-    image = state.computed_image()
-    scale, shift = model.norm_out.linear(F.silu(emb).to(image.dtype)).chunk(2, dim=1)
     stream = state.ways.narrow.image_stream
-    out = model.proj_out(stream.modulate(model.norm_out.norm(image), scale, shift))
+    out = last_layer(model, state.computed_image(), state.emb, stream)
     return [out[begin:end] for begin, end in stream.spans]
 
 

@@ -125,7 +125,7 @@ class FluxRow:
             tokens=tokens,
             text=self.text,
             pooled=self.pooled,
-            timestep=self.schedule.timesteps[self.step],
+            timestep=self.schedule.walk[self.step].timestep,
             guidance=self.guidance,
             cis=cis,
             rest=rest,
@@ -142,14 +142,11 @@ class FluxRow:
         both[:, : self.latents.shape[1]] = self.latents
         return both
 
-    def advance(self, output: Tensor) -> None:
-        """Take the sampler's Euler step with the model's output [n or all, 4C]."""
-        velocity = output[: len(self.latents)]
-        here, there = self.schedule.sigmas[self.step], self.schedule.sigmas[self.step + 1]
-        latents = (self.latents.float() + (there - here) * velocity).to(velocity.dtype)
+    def move(self, latents: Tensor, velocity: Tensor) -> None:
+        """Take a step of the sampler; both [n, 4C] (`sampler.euler`)."""
         self.step += 1
         if self.blend is not None:
-            latents = self.blend.apply(latents, there, last=self.step == self.steps)
+            latents = self.blend.apply(latents, self.sigma, last=self.step == self.steps)
         self.latents, self.velocity = latents, velocity
 
     def estimate(self) -> Tensor:
@@ -207,14 +204,14 @@ class PrimingRow:
             tokens=self.template.at(torch.tensor(anchor.sigma, device=device)),
             text=self.text,
             pooled=self.pooled,
-            timestep=torch.tensor(anchor.timestep, device=device),
+            timestep=anchor.timestep,
             guidance=self.guidance,
             cis=self.cis,
             capture=self.recorder,
         )
 
-    def advance(self, output: Tensor) -> None:
-        """Keep what was recorded; the output itself is of no use."""
+    def keep(self) -> None:
+        """Keep what the step recorded; the model's output itself is of no use."""
         assert self.recorder is not None
         self.done.append(self.recorder.entry(self.anchors[self.step]))
         self.recorder = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,21 +13,30 @@ from maskserve_core.capabilities import steps_run
 from maskserve_core.config import ConfigError
 
 
+class Walk(NamedTuple):
+    """One step in plain numbers, each exactly a float32."""
+
+    timestep: float
+    """0 to 1000, what the model is told."""
+    sigma: float
+    change: float
+    """Of sigma, to the next step: negative."""
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Flow-matching Euler steps of one row."""
 
     sigmas: Tensor
     """[n + 1] float32, the last one 0."""
-    timesteps: Tensor
-    """[n] float32, what the model is told."""
+    walk: tuple[Walk, ...]
 
     @property
     def steps(self) -> int:
-        return len(self.timesteps)
+        return len(self.walk)
 
     def to(self, device: torch.device) -> Schedule:
-        return Schedule(self.sigmas.to(device), self.timesteps.to(device))
+        return Schedule(self.sigmas.to(device), self.walk)
 
 
 def check_sampler(sampler: Any) -> None:
@@ -61,4 +70,6 @@ def make_schedule(sampler: Any, steps: int, tokens: int, strength: float = 1.0) 
     mu = tokens * slope + (low - slope * base)
     sampler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
     begin = steps - steps_run(steps, strength)
-    return Schedule(sampler.sigmas[begin:].clone(), sampler.timesteps[begin:].clone())
+    sigmas, timesteps = sampler.sigmas[begin:].clone(), sampler.timesteps[begin:]
+    columns = timesteps.tolist(), sigmas[:-1].tolist(), sigmas.diff().tolist()
+    return Schedule(sigmas, tuple(Walk(*step) for step in zip(*columns, strict=True)))
