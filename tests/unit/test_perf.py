@@ -1,0 +1,277 @@
+"""The parts of the perf_analyzer script that need neither the tool nor a server."""
+
+from __future__ import annotations
+
+import io
+import struct
+import sys
+from base64 import b64decode
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from maskserve_core.settings import parse_settings
+from perf import tool
+from perf.errors import PerfError
+from perf.inputs import (
+    TENSORS,
+    InputOptions,
+    draw_mask,
+    draw_ratios,
+    find_photos,
+    make_edits,
+    pack,
+    read_edits,
+    unpack,
+    write_edits,
+)
+from perf.load import Load, Target, draw_gaps, parse_loads, targets
+from perf.results import parse_errors, parse_report, parse_stamps
+from perf.run import Measurement, measure
+from perf.server import running_server
+from simulator.workload import MIXES
+
+ROOT = Path(__file__).parents[2]
+PHOTOS = find_photos(ROOT / "assets")
+
+
+def pixels(png: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(png)))
+
+
+@given(st.binary(max_size=300))
+def test_a_payload_comes_back_and_its_length_is_in_front(payload: bytes) -> None:
+    raw = b64decode(pack(payload))
+    assert raw[:4] == struct.pack("<I", len(payload))
+    assert raw[4:] == payload == unpack(pack(payload))
+
+
+def test_a_wrong_length_is_noticed() -> None:
+    with pytest.raises(ValueError, match="length 5 before 3 bytes"):
+        unpack("BQAAAGFiYw==")
+
+
+def test_the_file_holds_the_edits(tmp_path: Path) -> None:
+    settings = {"num_inference_steps": 3, "cache": "off"}
+    options = InputOptions(size=64, entries=12, templates=4, settings=settings)
+    edits = make_edits(options, PHOTOS)
+    assert edits == make_edits(options, PHOTOS)
+    write_edits(edits, tmp_path / "edits.json")
+    entries = read_edits(tmp_path / "edits.json")
+    assert entries == [edit.tensors() for edit in edits]
+    assert len({tuple(entry.values()) for entry in entries}) == 12
+    assert len({entry["IMAGE"] for entry in entries}) == 4
+    for number, (entry, edit) in enumerate(zip(entries, edits, strict=True)):
+        assert tuple(entry) == TENSORS
+        assert pixels(entry["IMAGE"]).shape == (64, 64, 3)
+        mask = pixels(entry["MASK"])
+        assert set(np.unique(mask)) <= {0, 255}
+        assert (mask == 255).mean() == edit.mask_ratio
+        asked = parse_settings(entry["SETTINGS"])
+        assert (asked.seed, asked.num_inference_steps, asked.cache) == (number, 3, "off")
+        assert entry["PROMPT"].decode() == edit.prompt
+
+
+@pytest.mark.parametrize("mix", sorted(MIXES))
+def test_a_few_dozen_masks_have_the_published_mean(mix: str) -> None:
+    ratios = draw_ratios(mix, 32, np.random.default_rng(1))
+    assert ratios.mean() == pytest.approx(MIXES[mix].mean, rel=0.1)
+    ranked = np.sort(ratios)
+    assert MIXES[mix].ratios(np.array([15 / 32]))[0] <= ranked[15]
+    assert ranked[16] <= MIXES[mix].ratios(np.array([17 / 32]))[0]
+
+
+@given(st.integers(16, 90), st.floats(0.0, 1.0), st.integers(0, 2**32))
+def test_a_mask_has_its_ratio_to_the_pixel(size: int, ratio: float, seed: int) -> None:
+    mask = draw_mask(size, ratio, np.random.default_rng(seed))
+    assert mask.shape == (size, size)
+    assert mask.sum() == max(round(ratio * size**2), 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"size": 8}, "--size: 8 is not from 16 to 4096"),
+        ({"entries": 0}, "--entries: 0 is not"),
+        ({"mix": "x"}, "--mix: 'x' is not one of"),
+    ],
+)
+def test_options_out_of_range_are_named(values: dict[str, int | str], message: str) -> None:
+    with pytest.raises(PerfError, match=message):
+        InputOptions(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [2, 10, 400])
+def test_arrivals_come_at_the_rate_asked_for(count: int) -> None:
+    gaps = draw_gaps(2.5, count, np.random.default_rng(3))
+    assert len(gaps) == count
+    assert gaps[1:].mean() == pytest.approx(0.4)
+
+
+def test_arrivals_are_poisson() -> None:
+    gaps = draw_gaps(1.0, 4000, np.random.default_rng(3))
+    assert gaps.std() == pytest.approx(1.0, rel=0.1)
+    assert (gaps < np.log(2)).mean() == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_load_is_spelled_for_the_tool(tmp_path: Path) -> None:
+    rate = Load("request_rate", 0.5)
+    assert rate.arguments(4, 0, tmp_path) == ["--request-intervals", f"{tmp_path}/arrivals.txt"]
+    written = [int(line) for line in (tmp_path / "arrivals.txt").read_text().splitlines()]
+    assert sum(written[1:]) == pytest.approx(6e6, abs=3)
+    built_in = Load("request_rate", 0.5, built_in=True).arguments(4, 0, tmp_path)
+    assert built_in == ["--request-rate-range", "0.5", "--request-distribution", "poisson"]
+    assert Load("concurrency", 8.0).arguments(4, 0, tmp_path) == ["--concurrency-range", "8"]
+
+
+def test_loads_are_read_from_text() -> None:
+    assert parse_loads("request_rate", "0.5, 2") == [
+        Load("request_rate", 0.5),
+        Load("request_rate", 2.0),
+    ]
+    for kind, text in [("request_rate", "nan"), ("request_rate", "1,"), ("concurrency", "1.5")]:
+        option = kind.replace("_", "-")
+        with pytest.raises(PerfError, match=rf"--{option}: '.*' is not accepted"):
+            parse_loads(kind, text)
+
+
+def test_each_front_has_its_protocols() -> None:
+    everything = [("edit", "http"), ("edit", "grpc"), ("edit_stream", "grpc")]
+    assert [(t.front, t.protocol) for t in targets(None, None)] == everything
+    assert targets(None, "http") == [Target("edit", "http")]
+    assert targets("edit_stream", None) == [Target("edit_stream", "grpc")]
+    with pytest.raises(PerfError, match="use --protocol grpc"):
+        targets("edit_stream", "http")
+
+
+def test_addresses_of_a_running_worker() -> None:
+    assert running_server("localhost:9001", None).http == "localhost:9000"
+    assert running_server("h:9001", "g:80").url("http") == "g:80"
+    for url in ("localhost", "http://localhost:9001", ":9001", "h:0"):
+        with pytest.raises(PerfError, match="give host:port"):
+            running_server(url, None)
+
+
+# Written by perf_analyzer 2.50, shortened.
+REPORT = """\
+Concurrency,Inferences/Second,Response Throughput,Client Send,Network+Server Send/Recv,Server Queue\
+,Server Compute Input,Server Compute Infer,Server Compute Output,Client Recv,p50 latency\
+,p90 latency,p95 latency,p99 latency,Avg latency,request/response,response wait
+1,0.312242,1.87345,0,3004821,41,35,445,9,0,2548226,4373166,4373166,4373166,3005352,0,0
+"""
+EXPORT = (
+    b'{"experiments":[{"experiment":{"mode":"concurrency","value":1},"requests":['
+    b'{"timestamp":1000000000,"request_inputs":{"PROMPT":"\\"timestamp\\":5,","IMAGE":"\x89PNG\xff"},'
+    b'"response_timestamps":[1100000000,1400000000],"response_outputs":[{"META":"{\\"a\\":1}"}]},'
+    b'{"timestamp":1500000000,"request_inputs":{},"response_timestamps":[1600000000,1700000000],'
+    b'"response_outputs":[]}],"window_boundaries":[1,2]}],"version":""}'
+)
+
+
+def test_the_report_is_read() -> None:
+    report = parse_report(REPORT)
+    assert report.requests_per_s == 0.312242
+    assert report.to_json()["p50"] == 2548.23
+    assert (report.latencies.mean, report.latencies.p99) == (3005.352, 4373.166)
+    for broken in ("", REPORT.replace("p95", "p94"), REPORT + REPORT.splitlines()[1]):
+        with pytest.raises(PerfError, match="report"):
+            parse_report(broken)
+
+
+def test_times_are_read_from_the_export() -> None:
+    stamps = parse_stamps(EXPORT)
+    assert stamps.sent == (1000000000, 1500000000)
+    assert (stamps.latencies(0).mean, stamps.latencies().mean) == (100.0, 300.0)
+    assert (stamps.latencies().p50, stamps.latencies().p99) in [(200.0, 400.0), (400.0, 400.0)]
+    assert stamps.sent_per_s == 2.0
+    assert stamps.answered_per_s == pytest.approx(2 / 0.7)
+    assert stamps.responses_per_request == 2
+    with pytest.raises(PerfError, match="2 requests and 1 answers"):
+        parse_stamps(EXPORT.replace(b"[1600000000,1700000000]", b"[]"))
+
+
+def test_errors_are_found_in_what_the_tool_prints() -> None:
+    said = "Request Rate: 4\nThread [0] had error: [OVERLOADED] full\nThread [1] had error: "
+    assert parse_errors(said + "[OVERLOADED] full\n\n") == ["[OVERLOADED] full"]
+    assert parse_errors("error: failed to get model metadata: no\n") == [
+        "failed to get model metadata: no"
+    ]
+    assert parse_errors("    Error: bad flag\nError: bad flag\nUsage: …\n") == ["bad flag"]
+    assert parse_errors("p99 latency: 3 usec\n") == []
+
+
+def program(folder: Path, text: str) -> Path:
+    path = folder / tool.NAME
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("echo 'Thread [0] had error: [ENGINE_FAILED] gone' >&2; exit 99", "[ENGINE_FAILED] gone"),
+        ("echo strange; exit 3", "perf_analyzer ended with exit code 3: strange"),
+        ("sleep 30", "not done after 0.5 s"),
+    ],
+)
+def test_a_run_that_fails_says_why(tmp_path: Path, text: str, error: str) -> None:
+    target, load = Target("edit", "http"), Load("concurrency", 1.0)
+    what = Measurement(target, load, "localhost:1", 2, tmp_path / "edits.json", 0, 0.5)
+    outcome = measure(tool.Tool(program(tmp_path, text), None, "fake"), what)
+    run = outcome.to_json()
+    assert run["errors"] == [error]
+    assert "answer_ms" not in run
+    assert str(tmp_path) not in run["command"]
+
+
+def test_a_named_tool_is_used_and_a_broken_one_refused(tmp_path: Path) -> None:
+    works = program(tmp_path, "echo 'Perf Analyzer Version 2.66.0 (commit abc)'")
+    found = tool.find_tool(works, tmp_path / "cache")
+    assert (found.binary, found.version) == (works, "Perf Analyzer Version 2.66.0 (commit abc)")
+    for text, why in [("exit 127", "does not start: exit code 127"), ("true", "is not perf_an")]:
+        with pytest.raises(PerfError, match=f"--tool: .*{why}"):
+            tool.find_tool(program(tmp_path, text), tmp_path / "cache")
+    with pytest.raises(PerfError, match="--tool: there is no file"):
+        tool.find_tool(tmp_path / "none", tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "libc", "why"),
+    [
+        ("Darwin", "arm64", ("", ""), "this is Darwin on arm64"),
+        ("Linux", "aarch64", ("glibc", "2.36"), "this is Linux on aarch64"),
+        ("Linux", "x86_64", ("", ""), "another libc"),
+        ("Linux", "x86_64", ("glibc", "2.31"), "glibc 2.31"),
+    ],
+)
+def test_other_systems_are_refused(
+    system: str, machine: str, libc: tuple[str, str], why: str
+) -> None:
+    tool.check_platform("Linux", "x86_64", ("glibc", "2.36"))
+    with pytest.raises(PerfError, match=f"{why}.*--tool"):
+        tool.check_platform(system, machine, libc)
+
+
+def test_without_a_package_index_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    monkeypatch.setattr(tool, "check_platform", lambda *_: None)
+    with pytest.raises(PerfError, match=r"cannot install perf_analyzer: pip cannot download trit"):
+        tool.find_tool(None, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_help_has_examples() -> None:
+    from subprocess import run
+
+    script = str(ROOT / "scripts" / "perf_analyzer.py")
+    shown = run([sys.executable, script, "--help"], capture_output=True, text=True, check=True)
+    assert "python scripts/perf_analyzer.py --json" in shown.stdout
