@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -124,17 +124,16 @@ def paste_weights(selection: Bools, dilate: int = 0, feather: int = 0) -> Bytes2
     if not feather:
         np.multiply(part, np.uint8(255), out=weights[box])
         return weights
-    faded = _fade(np.pad(part, feather), feather)
     place, cut = zip(
         *(_clip(span, feather, side) for span, side in zip(box, selection.shape, strict=True)),
         strict=True,
     )
-    weights[place] = faded[cut]
+    weights[place] = _fade(np.pad(part, feather), feather, cut)
     return weights
 
 
-def _fade(core: Bools, feather: int) -> Bytes2D:
-    """Weights of `core`, which has `feather` empty pixels around it.
+def _fade(core: Bools, feather: int, cut: tuple[slice, ...]) -> Bytes2D:
+    """Weights in the part `cut` of `core`, which has `feather` empty pixels around it.
 
     Growing by a window and averaging over the same window leaves 1 wherever the core was, falls
     linearly to 0 over the window's length, and costs the same for any length. The empty border
@@ -145,9 +144,9 @@ def _fade(core: Bools, feather: int) -> Bytes2D:
     grown = core
     for axis in (0, 1):
         grown = _grow(grown, before, after, axis)
-    counts = grown.astype(np.int32)
-    for axis in (0, 1):
-        counts = _window_sum(counts, before, after, axis)
+    # Cut as soon as an axis is done: an image one pixel high has a border of a thousand rows.
+    columns = _window_sum(grown, before, after, 0, np.uint16)[cut[0]]  # each up to feather + 1
+    counts = _window_sum(columns, before, after, 1, np.int32)[:, cut[1]]
     whole = (feather + 1) ** 2
     weights: Bytes2D = (counts.astype(np.float32) * (255.0 / whole) + 0.5).astype(np.uint8)
     return weights
@@ -262,17 +261,19 @@ def _grow(part: Bools, before: int, after: int, axis: int) -> Bools:
 
 
 def _window_sum(
-    counts: npt.NDArray[np.int32], before: int, after: int, axis: int
-) -> npt.NDArray[np.int32]:
-    """Sum over [i - before, i + after] along one axis; what lies outside counts 0."""
+    counts: npt.NDArray[Any], before: int, after: int, axis: int, dtype: type[np.integer[Any]]
+) -> npt.NDArray[Any]:
+    """Sum over [i - before, i + after] along one axis; what lies outside counts 0.
+
+    `dtype` need only hold the result: differences are right where the running sum has wrapped.
+    """
     padding = [(0, 0), (0, 0)]
     padding[axis] = (before + 1, after)
-    padded = np.pad(counts, padding)
-    sums = padded.cumsum(axis=axis, dtype=np.int32)
+    sums = np.pad(counts, padding).cumsum(axis=axis, dtype=dtype)
     length, window = counts.shape[axis], before + after + 1
     high, low = [slice(None)] * 2, [slice(None)] * 2
     high[axis], low[axis] = slice(window, window + length), slice(0, length)
-    out: npt.NDArray[np.int32] = sums[tuple(high)] - sums[tuple(low)]
+    out: npt.NDArray[Any] = sums[tuple(high)] - sums[tuple(low)]
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from fractions import Fraction
 
 import numpy as np
@@ -138,6 +139,16 @@ def test_a_straight_edge_fades_linearly_on_both_sides(feather: int) -> None:
 
 def test_nothing_selected_has_no_weights() -> None:
     assert paste_weights(np.zeros((5, 5), bool), 3, 3) is None
+
+
+def test_a_wide_border_around_a_thin_image_takes_little_memory() -> None:
+    tracemalloc.start()
+    weights = paste_weights(np.ones((1, 16_384), np.bool_), 512, 512)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert weights is not None
+    assert (weights == 255).all()
+    assert peak < 200 * 2**20  # 1025 rows of 17,408 pixels are worked on
 
 
 def test_one_pixel_at_each_corner_and_an_all_white_mask() -> None:
