@@ -28,7 +28,7 @@ TRACEPARENT = "traceparent"
 """Request parameter, and W3C header, that names the span to record below."""
 
 _PREFIX = "maskserve."
-_CLOSE_S = 2.0
+_CLOSE_S = 1.0
 """How long a worker that stops waits for its last spans to be sent."""
 
 
