@@ -196,3 +196,20 @@ def test_operations_on_unknown_templates_are_refused(
     api.models["denoiser"] = lambda call: [reply(META=b'{"found": false}')]
     answer = ask(api, control, {"op": op, "template_id": "0" * 32})
     assert answer.startswith("[TEMPLATE_NOT_FOUND] OP.template_id")
+
+
+def test_a_refused_pin_leaves_no_pin_behind(api: FakeTriton, control: Control) -> None:
+    pinned: set[str] = set()
+
+    def denoiser(call: Call) -> list[InferenceResponse]:
+        asked = call.json("REQUEST")
+        name = asked["template_id"]
+        found = asked["op"] == "unpin" and name in pinned
+        (pinned.add if asked["op"] == "pin" else pinned.discard)(name)
+        return [reply(META=json.dumps({"found": found}).encode())]
+
+    api.models["denoiser"] = denoiser
+    for op in ("pin", "unpin"):
+        answer = ask(api, control, {"op": op, "template_id": "0" * 32})
+        assert answer.startswith("[TEMPLATE_NOT_FOUND] OP.template_id")
+        assert pinned == set()

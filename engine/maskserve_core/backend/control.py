@@ -202,6 +202,9 @@ class Control:
         """Keep what is cached of a template, and will be, from eviction; or no longer."""
         found = ask_denoiser(self._api, {"op": op, "template_id": name})["found"]
         if not found and name not in self._templates.ids():
+            if op == "pin":
+                # The engine pins what is to come, too: a refusal must not leave that behind.
+                ask_denoiser(self._api, {"op": "unpin", "template_id": name})
             raise TemplateNotFound(f"OP.template_id: {name} is not known here")
         return {"template_id": name, "pinned": op == "pin"}
 
