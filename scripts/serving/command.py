@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from maskserve_core.config import Config
 from serving.options import REPOSITORY, ServeOptions
 from serving.ports import Ports
 from serving.runtime import Runtime
@@ -15,23 +16,29 @@ from serving.runtime import Runtime
 # the configuration, so nothing is in flight any more.
 EXIT_TIMEOUT_S = 10
 _MEBIBYTE = 2**20
+# Calls between models beside those of edits: cancels, operations of control.
+_OTHER_CALLS = 16
 
 
 def command(
     options: ServeOptions,
+    config: Config,
     runtime: Runtime,
     ports: Ports,
     shm_prefix: str,
     trace: Sequence[str] = (),
 ) -> list[str]:
     """The command line; `trace` are arguments of its tracing."""
-    shm = {
+    python = {
         "shm-region-prefix-name": shm_prefix,
         # Per stub process; regions grow by what a request needs and never shrink.
         "shm-default-byte-size": 2 * _MEBIBYTE,
         "shm-growth-byte-size": 4 * _MEBIBYTE,
         # Importing torch in four processes at once takes a small machine most of a minute.
         "stub-timeout-seconds": int(options.load_timeout_s),
+        # Each edit of a front holds one for as long as it runs. By default there are 32: further
+        # edits would wait outside the engine, and so would the cancels of all.
+        "thread-pool-size": config.engine.front_threads + _OTHER_CALLS,
     }
     arguments = [
         *(f"--model-repository={path}" for path in options.repositories),
@@ -46,7 +53,7 @@ def command(
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
         "--exit-on-error=true",
         "--strict-readiness=true",
-        *(f"--backend-config=python,{key}={value}" for key, value in shm.items()),
+        *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
     ]
     if runtime.backends is not None:
         arguments.append(f"--backend-directory={runtime.backends}")

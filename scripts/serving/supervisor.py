@@ -20,8 +20,8 @@ from serving.worker import Worker, check_ports, make_workers
 _TICK_S = 0.2
 _PROGRESS_S = 5.0
 _BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-# A worker that served this long starts over with the shortest backoff.
-_STEADY_S = 60.0
+# A worker that served this long starts over with the shortest backoff: what failed was no load.
+_STEADY_S = 10.0
 # The fronts of a worker whose engine died answer their clients themselves; they are given time.
 _ANSWERS_S = 1.5
 
@@ -208,7 +208,7 @@ class Supervisor:
 
     def _set_ready(self, watch: _Watch, now: float) -> None:
         watch.ready_since = now
-        after_s = watch.worker.loading_s
+        after_s = watch.worker.loaded_in_s = watch.worker.loading_s
         problem = watch.worker.settle()
         if problem is not None:
             self._say(watch, problem)

@@ -71,6 +71,8 @@ class Worker:
         self.config = Config()
         self.journal = Journal()
         self.restarts = 0
+        self.loaded_in_s = 0.0
+        """What the newest start took until the worker was ready."""
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
         self._started = 0.0
@@ -133,7 +135,7 @@ class Worker:
         with spec.log.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                command(spec.options, spec.runtime, spec.ports, prefix, trace),
+                command(spec.options, self.config, spec.runtime, spec.ports, prefix, trace),
                 env=environment(spec.runtime, spec.files.config, gpu),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -122,6 +122,15 @@ def test_a_cancel_before_the_edit_reaches_the_engine(grpc: Grpc) -> None:
     assert finished(grpc) == before + 1
 
 
+@pytest.mark.usefixtures("unfinished")
+def test_more_edits_than_triton_has_threads_by_default_are_all_cancelled(grpc: Grpc) -> None:
+    pending = [grpc.begin(plain_edit(**LONG, request_id=f"many-{i}")) for i in range(48)]
+    eventually("all reach the engine", lambda: len(running(grpc)) == 48)
+    for edit in pending:
+        edit.call.cancel()
+    assert eventually("the rows are free", lambda: not running(grpc)) < SOON_S
+
+
 def test_neighbours_of_a_cancelled_edit_finish(grpc: Grpc) -> None:
     expected, _ = grpc.edit(plain_edit(num_inference_steps=30))
     answers: list[Any] = []

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maskserve_core.config import Config
 from serving import command, files, leftovers, log, ports, runtime
 from serving.errors import ServeError
 from serving.options import ServeOptions
@@ -225,7 +226,8 @@ def test_what_a_killed_supervisor_left_is_removed(
 def test_the_command_line_is_hardened(tmp_path: Path) -> None:
     server = runtime.Runtime(Path("/t/bin/tritonserver"), Path("/t/backends"), (), "x")
     options = ServeOptions(model="m", triton_args=("--trace-config=rate=1",))
-    line = command.command(options, server, ports.Ports(9000, 9001, 9002), "maskserve-9000-")
+    own = ports.Ports(9000, 9001, 9002)
+    line = command.command(options, Config(), server, own, "maskserve-9000-")
     for argument in (
         "--disable-auto-complete-config",
         "--http-address=127.0.0.1",

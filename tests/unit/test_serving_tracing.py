@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.config import TraceConfig
+from maskserve_core.config import Config, TraceConfig
 from serving import command, ports, runtime, tracing
 from serving.options import ServeOptions
 
@@ -44,7 +44,7 @@ def test_triton_sends_to_the_same_collector() -> None:
     server = runtime.Runtime(Path("/t/bin/tritonserver"), None, (), "x")
     options = ServeOptions(model="m", triton_args=("--trace-config=rate=1",))
     own = ports.Ports(9000, 9001, 9002)
-    line = command.command(options, server, own, "maskserve-9000-", arguments)
+    line = command.command(options, Config(), server, own, "maskserve-9000-", arguments)
     assert line.index("--trace-config=rate=100") < line.index("--trace-config=rate=1")
 
 

@@ -1,0 +1,23 @@
+"""A copy of the model repository whose denoiser can be sabotaged."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from serving.options import REPOSITORY
+
+_INSTALL = "\n\nimport sabotage\n\nsabotage.install(TritonPythonModel)\n"
+
+
+def sabotaged_repository(folder: Path) -> tuple[Path, Path]:
+    """Both of Triton's repositories, the first copied into `folder`; for ServeOptions."""
+    copy = folder / "model_repository"
+    shutil.copytree(
+        REPOSITORY / "model_repository", copy, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    version = copy / "denoiser" / "1"
+    shutil.copy(Path(__file__).with_name("sabotage.py"), version)
+    with (version / "model.py").open("a", encoding="utf-8") as source:
+        source.write(_INSTALL)
+    return copy, REPOSITORY / "ensemble"

@@ -1,0 +1,131 @@
+"""A worker to do harm to, and the calls that watch it."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import tritonclient.grpc as triton_grpc
+from PIL import Image
+
+from maskserve_core.status import StatusReader, WorkerStatus
+from serving.supervisor import Supervisor
+from serving.worker import Worker
+
+_POLL_S = 0.01
+
+
+class Site:
+    """One worker of a running supervisor."""
+
+    def __init__(self, supervisor: Supervisor, side: int, steps: int) -> None:
+        self.supervisor = supervisor
+        self.worker: Worker = supervisor.workers[0]
+        self.side, self.steps = side, steps
+        self._image, self._mask = pictures(side)
+
+    def inputs(self, request_id: str, **settings: Any) -> dict[str, bytes]:
+        """The four tensors of a long edit of a template of nobody else's."""
+        settings = {"num_inference_steps": self.steps, "seed": 1, "cache": "off", **settings}
+        return {
+            "IMAGE": self._image,
+            "MASK": self._mask,
+            "PROMPT": b"a red star",
+            "SETTINGS": json.dumps({**settings, "request_id": request_id}).encode(),
+        }
+
+    def process(self, model: str) -> psutil.Process:
+        """The process that serves `model`, or tritonserver itself."""
+        server = psutil.Process(self.worker.pid)
+        if model == "tritonserver":
+            return server
+        for child in server.children(recursive=True):
+            if f"model_repository/{model}/1" in " ".join(child.cmdline()):
+                return child
+        raise LookupError(f"no process serves {model}")
+
+    def status(self) -> WorkerStatus | None:
+        """The engine's record, read beside Triton."""
+        return StatusReader(self.worker.spec.files.status).read()
+
+    def row(self, request_id: str) -> Any:
+        """The row of an edit in the running batch; None when there is none."""
+        status = self.status()
+        rows = status.running if status is not None else ()
+        return next((row for row in rows if row.request_id == request_id), None)
+
+    def says_ready(self) -> bool:
+        """Triton's own readiness."""
+        try:
+            url = f"{self.worker.http_url}/v2/health/ready"
+            with urllib.request.urlopen(url, timeout=1) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def says_well(self) -> bool:
+        """Whether `control` answers that the engine is alive and takes edits."""
+        try:
+            with triton_grpc.InferenceServerClient(self.worker.grpc_url) as client:
+                made = tensors(triton_grpc, {"OP": b'{"op": "status"}'})
+                answer = client.infer("control", made, client_timeout=1.0)
+        except triton_grpc.InferenceServerException:
+            return False
+        status = json.loads(answer.as_numpy("RESULT")[0])
+        return bool(status["alive"] and status["state"] == "ready")
+
+    def serves(self) -> bool:
+        """Whether an edit sent now is done."""
+        inputs = self.inputs(f"probe-{time.monotonic_ns()}", num_inference_steps=1)
+        try:
+            with triton_grpc.InferenceServerClient(self.worker.grpc_url) as client:
+                client.infer("edit", tensors(triton_grpc, inputs), client_timeout=10.0)
+        except triton_grpc.InferenceServerException:
+            return False
+        return True
+
+
+def pictures(side: int) -> tuple[bytes, bytes]:
+    """A square image and a mask of its middle, encoded."""
+    across = np.linspace(0, 255, side).astype(np.uint8)
+    image = np.stack(np.broadcast_arrays(across[:, None], across[None], across[None, ::-1]), -1)
+    mask = np.zeros((side, side), np.uint8)
+    mask[side // 4 : side // 2, side // 4 : side // 2] = 255
+    return _png(image), _png(mask)
+
+
+def tensors(module: Any, values: dict[str, bytes]) -> list[Any]:
+    """Inputs of tritonclient's `module`, grpc or http."""
+    made = []
+    for name, value in values.items():
+        tensor = module.InferInput(name, [1], "BYTES")
+        tensor.set_data_from_numpy(np.array([value], np.object_))
+        made.append(tensor)
+    return made
+
+
+def until(what: str, check: Callable[[], Any], timeout_s: float) -> float:
+    """Wait until `check()` holds; the time.monotonic() at which it was seen to.
+
+    Raises:
+        TimeoutError: it did not within `timeout_s`.
+    """
+    end = time.monotonic() + timeout_s
+    while not check():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(_POLL_S)
+    return time.monotonic()
+
+
+def _png(array: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(array).save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,0 +1,188 @@
+"""A worker's process dies, stops or fails under load: who is told what, and when it is back."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+
+from faults.sabotage import ORDER
+from faults.site import Site, tensors, until
+
+ANSWER_BAR_S = 5.0
+RETURN_BAR_S = 15.0
+"""Beyond the worker's load time."""
+_PATIENCE_S = 60.0
+_LOAD_S = 300.0
+# The supervisor restarts a worker at once that served this long, and later what fails at once.
+_STEADY_S = 11.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFault:
+    """Harm to one process of a worker."""
+
+    name: str
+    inject: Callable[[Site], None]
+    code: str = "[ENGINE_FAILED]"
+    """What clients' messages hold; empty where nobody of ours is left to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTrial:
+    """What came of a fault. Seconds from the fault."""
+
+    fault: str
+    clients: int
+    seen: tuple[str, ...]
+    """Different messages that clients got."""
+    answered_s: float
+    """Until the last waiting client had its answer."""
+    not_well_s: float
+    """Until `control` stopped saying that the engine is well."""
+    not_ready_s: float
+    """Until Triton stopped saying that it is ready."""
+    serves_s: float
+    """Until an edit was done again."""
+    load_s: float
+    """What the restarted worker took to load."""
+    as_told: bool
+    """Whether every client was told what the fault's clients are to be told, in time."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def worker_faults() -> list[WorkerFault]:
+    """Every fault that is tried."""
+    kill, stop = signal.SIGKILL, signal.SIGSTOP
+    return [
+        WorkerFault("denoiser killed", _signal("denoiser", kill)),
+        WorkerFault("denoiser stopped", _signal("denoiser", stop)),
+        WorkerFault("engine raises at every step", _sabotage("raise")),
+        WorkerFault("engine hangs in a step", _sabotage("hang")),
+        WorkerFault("encoder killed", _signal("encoder", kill)),
+        WorkerFault("encoder stopped", _signal("encoder", stop)),
+        WorkerFault("decoder killed", _signal("decoder", kill)),
+        WorkerFault("decoder stopped", _signal("decoder", stop)),
+        WorkerFault("preprocess killed", _signal("preprocess", kill)),
+        WorkerFault("postprocess killed", _signal("postprocess", kill)),
+        WorkerFault("control killed", _signal("control", kill)),
+        WorkerFault("front `edit` killed", _signal("edit", kill), code=""),
+        WorkerFault("front `edit_stream` killed", _signal("edit_stream", kill), code=""),
+        WorkerFault("tritonserver killed", _signal("tritonserver", kill), code=""),
+    ]
+
+
+def try_worker_fault(site: Site, fault: WorkerFault) -> WorkerTrial:
+    """Run five long edits, do the harm, and watch until an edit is done again.
+
+    Raises:
+        TimeoutError: a client was never answered, or the worker did not return.
+    """
+    names = [f"doomed-{time.monotonic_ns()}-{i}" for i in range(5)]
+    calls = [_unary, _unary, _unary, _over_http, _stream]
+    answers: list[Future[tuple[float, str]]] = []
+    restarts = site.worker.restarts
+    time.sleep(_STEADY_S)
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for name, call in zip(names, calls, strict=True):
+            answers.append(pool.submit(_timed, call, site, name))
+        until("the edits run", lambda: all(site.row(name) for name in names), _PATIENCE_S)
+        began = time.monotonic()
+        fault.inject(site)
+        not_well = _when(lambda: not site.says_well())
+        not_ready = _when(lambda: not site.says_ready())
+        ends = [answer.result(_PATIENCE_S) for answer in answers]
+    until("it restarts", lambda: site.worker.restarts > restarts, _PATIENCE_S)
+    site.supervisor.wait_ready(_LOAD_S)
+    load_s = site.worker.loaded_in_s
+    serves = until("it serves", site.serves, _PATIENCE_S)
+    messages = [message for _, message in ends]
+    answered_s = max(at for at, _ in ends) - began
+    return WorkerTrial(
+        fault=fault.name,
+        clients=len(ends),
+        seen=tuple(sorted(set(messages))),
+        answered_s=round(answered_s, 2),
+        not_well_s=round(not_well.result(_PATIENCE_S) - began, 2),
+        not_ready_s=round(not_ready.result(_PATIENCE_S) - began, 2),
+        serves_s=round(serves - began, 2),
+        load_s=round(load_s, 2),
+        as_told=answered_s <= ANSWER_BAR_S and all(fault.code in said for said in messages),
+    )
+
+
+def _signal(model: str, number: signal.Signals) -> Callable[[Site], None]:
+    return lambda site: site.process(model).send_signal(number)
+
+
+def _sabotage(how: str) -> Callable[[Site], None]:
+    def inject(site: Site) -> None:
+        scratch = site.worker.spec.files.runtime / f".{ORDER}"
+        scratch.write_text(how)
+        scratch.rename(scratch.with_name(ORDER))
+
+    return inject
+
+
+def _when(check: Callable[[], bool]) -> Future[float]:
+    """The time.monotonic() at which `check` first holds, watched on a thread of its own."""
+    future: Future[float] = Future()
+
+    def watch() -> None:
+        try:
+            future.set_result(until("it is seen", check, _PATIENCE_S))
+        except TimeoutError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return future
+
+
+def _timed(call: Callable[[Site, str], str], site: Site, name: str) -> tuple[float, str]:
+    message = call(site, name).replace(name, "…")
+    return time.monotonic(), message
+
+
+def _unary(site: Site, name: str) -> str:
+    with triton_grpc.InferenceServerClient(site.worker.grpc_url) as client:
+        try:
+            client.infer(
+                "edit", tensors(triton_grpc, site.inputs(name)), client_timeout=_PATIENCE_S
+            )
+        except triton_grpc.InferenceServerException as error:
+            return str(error.message())
+    return "done"
+
+
+def _over_http(site: Site, name: str) -> str:
+    url = site.worker.http_url.removeprefix("http://")
+    with triton_http.InferenceServerClient(url, network_timeout=_PATIENCE_S) as client:
+        try:
+            client.infer("edit", tensors(triton_http, site.inputs(name)))
+        except triton_http.InferenceServerException as error:
+            return str(error.message())
+        except OSError as error:
+            return f"connection: {error}"
+    return "done"
+
+
+def _stream(site: Site, name: str) -> str:
+    ended: Future[str] = Future()
+
+    def on_event(result: Any, error: Any) -> None:
+        if not ended.done():
+            ended.set_result("done" if error is None else str(error.message()))
+
+    with triton_grpc.InferenceServerClient(site.worker.grpc_url) as client:
+        client.start_stream(on_event)
+        client.async_stream_infer("edit_stream", tensors(triton_grpc, site.inputs(name)))
+        return ended.result(_PATIENCE_S)
