@@ -28,6 +28,8 @@ from tests.e2e.calls import (
     edit_inputs,
     eventually,
     pixels,
+    plain_edit,
+    stream,
     tensors,
 )
 from tests.fakes.corpus.bodies import HttpCase, http_cases
@@ -102,6 +104,20 @@ def test_each_edit_gets_its_documented_answer(case: Case, http: Http, grpc: Grpc
                 edited = picture(answer)
                 assert edited.shape == source.shape
                 np.testing.assert_array_equal(edited[kept], source[kept])
+
+
+def test_a_stream_refuses_by_name_and_goes_on(worker: Worker) -> None:
+    cases = [case for case in edit_cases() if isinstance(case.expected, Refused)]
+    with stream(worker.grpc_url) as opened:
+        for case in cases[:: len(cases) // 12]:
+            opened.send(case.inputs)
+            with pytest.raises(InferenceServerException) as caught:
+                opened.next()
+            assert isinstance(case.expected, Refused)
+            start = f"[{case.expected.code}] {case.expected.field}"
+            assert caught.value.message().startswith(start)
+        opened.send(plain_edit())
+        assert opened.next()[1]["event"] == "final"
 
 
 def check_refusal(
