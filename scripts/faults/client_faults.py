@@ -70,7 +70,7 @@ def client_faults() -> list[ClientFault]:
         ClientFault("gRPC client killed", _kill_unary),
         ClientFault("stream cancelled", _cancel_stream),
         ClientFault("streaming client killed", _kill_stream),
-        ClientFault("`/generate_stream` connection closed", _close_events),
+        ClientFault("`/generate_stream` with progress closed", _close_events),
         ClientFault("`control` cancel", _control_cancel),
     ]
 
@@ -170,7 +170,8 @@ def _close_events(site: Site, name: str, stack: ExitStack) -> Callable[[], None]
     host = site.worker.http_url.removeprefix("http://")
     connection = http.client.HTTPConnection(host, timeout=_PATIENCE_S)
     stack.callback(connection.close)
-    body = json.dumps(_texts(site, name))
+    # Triton looks at the connection when it writes to it: without progress it would see nothing.
+    body = json.dumps(_texts(site, name, progress=True))
     connection.request("POST", "/v2/models/edit_stream/generate_stream", body)
     return connection.close
 
@@ -182,9 +183,9 @@ def _control_cancel(site: Site, name: str, stack: ExitStack) -> Callable[[], Non
     return lambda: client.infer("control", tensors(triton_grpc, {"OP": operation}))
 
 
-def _texts(site: Site, name: str) -> dict[str, str]:
+def _texts(site: Site, name: str, **settings: Any) -> dict[str, str]:
     """The inputs as JSON can hold them: images in base64."""
     return {
         key: base64.b64encode(value).decode() if key in ("IMAGE", "MASK") else value.decode()
-        for key, value in site.inputs(name).items()
+        for key, value in site.inputs(name, **settings).items()
     }

@@ -30,6 +30,7 @@ class Site:
         self.worker: Worker = supervisor.workers[0]
         self.side, self.steps = side, steps
         self._image, self._mask = pictures(side)
+        self._reader = StatusReader(self.worker.spec.files.status)
 
     def inputs(self, request_id: str, **settings: Any) -> dict[str, bytes]:
         """The four tensors of a long edit of a template of nobody else's."""
@@ -53,7 +54,7 @@ class Site:
 
     def status(self) -> WorkerStatus | None:
         """The engine's record, read beside Triton."""
-        return StatusReader(self.worker.spec.files.status).read()
+        return self._reader.read()
 
     def row(self, request_id: str) -> Any:
         """The row of an edit in the running batch; None when there is none."""

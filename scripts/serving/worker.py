@@ -128,6 +128,7 @@ class Worker:
         if self.config.model.torch_threads == 0:
             threads = max(1, (os.cpu_count() or 1) // spec.options.workers)
             self.config = spec.files.prepare(with_values(tables, "model", torch_threads=threads))
+        self._status.close()
         self._status, self._silence = StatusReader(spec.files.status), Silence()
         gpu = gpu_of_worker(spec.index, spec.options.workers)
         trace = trace_arguments(self.config.trace, self.name)

@@ -183,39 +183,6 @@ def test_it_survives_the_death_of_the_denoiser_and_drains(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_whatever_dies_clients_are_told_and_the_worker_returns(
-    serve: Callable[..., Serving], model: Path
-) -> None:
-    serving = serve("--model", str(model))
-    serving.until("ready;")
-    for name, number in (
-        ("denoiser", signal.SIGSTOP),
-        ("encoder", signal.SIGKILL),
-        ("decoder", signal.SIGSTOP),
-        ("edit_stream", signal.SIGKILL),
-    ):
-        client = Grpc(f"127.0.0.1:{serving.ports.grpc}")
-        waiting = [client.begin(plain_edit(num_inference_steps=1000)) for _ in range(3)]
-        eventually("they run", lambda: len(client.control(op="status")["running"]) == 3)  # noqa: B023
-        serving.child(name).send_signal(number)
-        began = time.monotonic()
-        for pending in waiting:
-            with pytest.raises(InferenceServerException, match=r"\[ENGINE_FAILED\]"):
-                pending.wait(5)
-        assert time.monotonic() - began < 5, name
-        assert name in serving.until("failed:")
-        serving.until("ready after")
-        client.close()
-        client = Grpc(f"127.0.0.1:{serving.ports.grpc}")
-        assert client.edit(plain_edit())[1]["event"] == "final"
-        client.close()
-    serving.process.send_signal(signal.SIGTERM)
-    assert serving.wait() == 0
-    serving.nothing_left()
-
-
-@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(serve: Callable[..., Serving], model: Path) -> None:
     serving = serve("--model", str(model))
     serving.until("ready;")

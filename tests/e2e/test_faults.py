@@ -1,0 +1,57 @@
+"""Whatever dies, stops or fails: clients are told, and the worker returns without a human.
+
+The faults and what is measured of them are those of scripts/measure_faults.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.client_faults import ClientFault, client_faults, full_batch, try_client_fault
+from faults.repository import sabotaged_repository
+from faults.site import Site
+from faults.worker_faults import RETURN_BAR_S, WorkerFault, try_worker_fault, worker_faults
+from serving.options import ServeOptions
+from serving.ports import free_base_port
+from serving.supervisor import Supervisor
+
+SHORT = ("engine raises at every step", "encoder stopped")
+# Steps of the tiny model take a few milliseconds, so a row is not freed within two of them.
+FREED_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("faults")
+    options = ServeOptions(
+        model=str(model),
+        base_port=free_base_port(),
+        log_dir=folder / "logs",
+        repositories=sabotaged_repository(folder),
+    )
+    with Supervisor(options) as supervisor:
+        yield Site(supervisor, side=64, steps=1000)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault.name, marks=[] if fault.name in SHORT else [pytest.mark.slow])
+        for fault in worker_faults()
+    ],
+)
+def test_clients_are_told_and_the_worker_returns(site: Site, fault: WorkerFault) -> None:
+    trial = try_worker_fault(site, fault)
+    assert trial.as_told, trial
+    assert trial.serves_s <= trial.load_s + RETURN_BAR_S, trial
+    assert not any("Traceback" in message for message in trial.seen), trial
+
+
+@pytest.mark.parametrize("fault", client_faults(), ids=lambda fault: fault.name)
+def test_a_client_that_leaves_frees_its_row(site: Site, fault: ClientFault) -> None:
+    with full_batch(site, rows=3):
+        assert try_client_fault(site, fault).freed_s < FREED_S
