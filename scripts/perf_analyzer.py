@@ -145,6 +145,7 @@ def run(options: argparse.Namespace) -> int:
         runs = []
         for target in measured:
             for load in loads:
+                worker.wait_ready()
                 before = worker.counters()
                 url = worker.url(target.protocol)
                 outcome = measure(
@@ -154,8 +155,7 @@ def run(options: argparse.Namespace) -> int:
                     ),
                 )
                 outcomes.append(outcome)
-                grown = {n: total - before.get(n, 0) for n, total in worker.counters().items()}
-                runs.append({**outcome.to_json(), "worker_counters": grown})
+                runs.append({**outcome.to_json(), "worker_counters": worker.growth(before)})
                 print(line(outcome), flush=True)
     if options.json:
         text = json.dumps({**about, "runs": runs}, indent=2, ensure_ascii=False)

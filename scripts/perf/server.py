@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from serving.supervisor import Supervisor
 
 COUNTERS = ("edits_total", "cache_hits_total", "cache_misses_total")
 _SETTLE_LIMIT_S = 60.0
+_RESTART_LIMIT_S = 60.0
 _EDIT_LIMIT_S = 300.0
 
 
@@ -29,6 +31,8 @@ class Server:
     """host:port."""
     grpc: str
     """host:port."""
+    patience_s: float = 3.0
+    """How long to wait for it where it should answer and does not."""
 
     def url(self, protocol: str) -> str:
         return self.http if protocol == "http" else self.grpc
@@ -47,6 +51,30 @@ class Server:
         if status is None:
             return {}
         return {name: int(status["counters"].get(name, 0)) for name in COUNTERS}
+
+    def growth(self, before: dict[str, int]) -> dict[str, int]:
+        """What the counters grew by; a worker that was restarted meanwhile counts from 0."""
+        grown = {}
+        for name, total in self.counters().items():
+            start = before.get(name, 0)
+            grown[name] = total - start if total >= start else total
+        return grown
+
+    def wait_ready(self) -> None:
+        """Wait until the server answers: an own worker that failed is restarted.
+
+        One that stays away is not an error here; perf_analyzer then says what it meets.
+        """
+        end = time.monotonic() + self.patience_s
+        while not self._ready() and time.monotonic() < end:
+            time.sleep(0.5)
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self.http}/v2/health/ready", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:  # urllib's errors are OSErrors
+            return False
 
     def warm(self, edits: list[Edit]) -> None:
         """Send each edit once, then wait until templates that are being primed are.
@@ -105,7 +133,8 @@ def own_server(model: str, log_dir: Path) -> Iterator[Server]:
     supervisor.start()
     try:
         worker = supervisor.workers[0]
-        yield Server(worker.http_url.removeprefix("http://"), worker.grpc_url)
+        http = worker.http_url.removeprefix("http://")
+        yield Server(http, worker.grpc_url, patience_s=_RESTART_LIMIT_S)
     except BaseException:
         # Nobody waits for the edits of a measurement that was given up.
         supervisor.kill()
