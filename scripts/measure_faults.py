@@ -6,7 +6,7 @@
 
 Starts a worker, then for each fault: five long edits (three gRPC, one HTTP, one stream), the
 fault, the clients' answers, the restart, the next edit that is done. Then, in a full batch, each
-way for a client to leave. Exit code 1 when an answer came later than 5 s or named another reason,
+way for a client to leave. Exit code 1 when an answer came too late or named another reason,
 when a worker needed more than its load time and 15 s, or when a row went on for over two steps.
 """
 

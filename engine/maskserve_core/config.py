@@ -77,7 +77,7 @@ class EngineConfig:
     drain_grace_s: float = _opt(60.0, "Time that accepted edits have to finish.", low=0, high=3600)
     heartbeat_s: float = _opt(0.1, "How often an idle engine says it is alive.", low=0.01, high=5)
     heartbeat_timeout_s: float = _opt(
-        2.5, "Silence after which the engine counts as dead.", low=0.2, high=600
+        10.0, "Silence after which the engine counts as hung.", low=0.2, high=600
     )
     watch_interval_s: float = _opt(0.02, "How often fronts look for a cancel.", low=0.001, high=1)
     front_threads: int = _opt(64, "Edits one front serves at once.", low=1, high=4096)

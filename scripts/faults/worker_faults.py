@@ -16,7 +16,6 @@ import tritonclient.http as triton_http
 from faults.sabotage import ORDER
 from faults.site import Site, tensors, until
 
-ANSWER_BAR_S = 5.0
 RETURN_BAR_S = 15.0
 """Beyond the worker's load time."""
 _PATIENCE_S = 60.0
@@ -33,6 +32,7 @@ class WorkerFault:
     inject: Callable[[Site], None]
     code: str = "[ENGINE_FAILED]"
     """What clients' messages hold; empty where nobody of ours is left to answer."""
+    answer_bar_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,8 @@ def worker_faults() -> list[WorkerFault]:
         WorkerFault("denoiser killed", _signal("denoiser", kill)),
         WorkerFault("denoiser stopped", _signal("denoiser", stop)),
         WorkerFault("engine raises at every step", _sabotage("raise")),
-        WorkerFault("engine hangs in a step", _sabotage("hang")),
+        # Nothing but patience tells a step that hangs from one that takes long.
+        WorkerFault("engine hangs in a step", _sabotage("hang"), answer_bar_s=12.0),
         WorkerFault("encoder killed", _signal("encoder", kill)),
         WorkerFault("encoder stopped", _signal("encoder", stop)),
         WorkerFault("decoder killed", _signal("decoder", kill)),
@@ -119,7 +120,7 @@ def try_worker_fault(site: Site, fault: WorkerFault) -> WorkerTrial:
         not_ready_s=round(not_ready.result(_PATIENCE_S) - began, 2),
         serves_s=round(serves - began, 2),
         load_s=round(site.worker.loaded_in_s, 2),
-        as_told=answered_s <= ANSWER_BAR_S
+        as_told=answered_s <= fault.answer_bar_s
         # An edit may be done in the moment before its worker is found unwell.
         and all(said == "done" or fault.code in said for said in messages),
     )
