@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from maskserve_core.backend.wire import error_response, response
+from maskserve_core.backend.wire import error_response, output_tensors
 from maskserve_core.errors import MaskserveError
 
 OnEnd = Callable[[MaskserveError | None, dict[str, Any]], None]
@@ -25,6 +25,10 @@ class Answer:
 
     Asking Triton whether a request was cancelled after its final response was sent crashes the
     whole server, so sending and asking share a lock with the flag that says so.
+
+    While it sends, Triton's stub (2.51) drops the tensors that nobody asked for, without Python's
+    lock. Were its reference the last, they would be freed there, and sooner or later the process
+    would die of a corrupted heap: `tensors` is held until the response is out.
     """
 
     def __init__(self, api: Any, sender: Any, on_end: OnEnd = _nobody) -> None:
@@ -40,7 +44,8 @@ class Answer:
 
     def event(self, outputs: dict[str, Any]) -> bool:
         """Send an event that others follow; False when it is too late."""
-        message = response(self._api, outputs)
+        tensors = output_tensors(self._api, outputs)
+        message = self._api.InferenceResponse(tensors)
         with self._lock:
             if self._done:
                 return False
@@ -49,7 +54,8 @@ class Answer:
 
     def finish(self, outputs: dict[str, Any]) -> bool:
         """Send the result; False when the request has been answered already."""
-        return self._final(response(self._api, outputs), None, outputs)
+        tensors = output_tensors(self._api, outputs)
+        return self._final(self._api.InferenceResponse(tensors), None, outputs)
 
     def fail(self, error: MaskserveError) -> bool:
         """Send an error as the final answer; False when there was one already."""

@@ -91,9 +91,14 @@ def tensor(api: Any, name: str, value: npt.NDArray[Any] | bytes) -> Any:
     return api.Tensor(name, np.ascontiguousarray(value))
 
 
+def output_tensors(api: Any, outputs: Mapping[str, npt.NDArray[Any] | bytes]) -> list[Any]:
+    """The tensors of a response that carries `outputs`."""
+    return [tensor(api, name, value) for name, value in outputs.items()]
+
+
 def response(api: Any, outputs: Mapping[str, npt.NDArray[Any] | bytes]) -> Any:
-    """A Triton response that carries `outputs`."""
-    return api.InferenceResponse([tensor(api, name, value) for name, value in outputs.items()])
+    """A Triton response that carries `outputs`, to be returned from `execute`."""
+    return api.InferenceResponse(output_tensors(api, outputs))
 
 
 def error_response(api: Any, error: MaskserveError) -> Any:
