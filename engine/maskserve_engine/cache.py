@@ -142,9 +142,13 @@ class TemplateCache:
 
     def keep(self, priming: Priming, entry: AnchorEntry) -> bool:
         """Store one anchor; False when there is no room for it, which ends the priming."""
+        evictions = self.store.evictions
         if not self.store.put(priming.key, entry):
             return False
         self._ids[priming.key] = priming.template_id
+        if self.store.evictions > evictions:
+            held = self.store.templates()
+            self._ids = {key: name for key, name in self._ids.items() if key in held}
         return True
 
     def wants(self, job: EditJob) -> str:
@@ -189,8 +193,8 @@ class TemplateCache:
             self._evict(priming.key)
         if not (complete and priming.template_id in self._pinned):
             self.store.unpin(priming.key)  # else its own pin becomes the template's
-        if unfit:
-            self._retry_at[priming.key] = 2 * self._sights.get(priming.key, 1)
+        if unfit and priming.key in self._sights:  # else nobody has edited it yet
+            self._retry_at[priming.key] = 2 * self._sights[priming.key]
 
     def evict(self, template_id: str) -> int:
         """Drop a template's entries; returns bytes. Rows that run keep what they hold."""

@@ -281,6 +281,36 @@ def test_a_cancelled_edit_that_waits_for_priming_is_answered(
         assert isinstance(answers[1].error, Cancelled)
 
 
+def test_an_edit_is_not_taken_for_one_of_its_name_that_waited(
+    engine: Engine, encoder: Encoder
+) -> None:
+    waited, other = Sink(), Sink()
+
+    def reuse_the_name() -> None:
+        engine.desk.accept(job(encoder, 14, "same", cache="require"), waited)
+        engine.desk.cancel("same")
+        engine.desk.accept(job(encoder, 15, "same", cache="off", num_inference_steps=40), other)
+
+    engine.ask(reuse_the_name).result(30)
+    assert waited.error().code == "CANCELLED"
+    assert other.final().meta["cache"] == "off"
+    settle(engine)
+    assert len(engine.desk.scheduler) == 0
+    assert [type(event) for event in other.events] == [Final]
+
+
+def test_the_books_do_not_grow_with_templates_that_are_gone(
+    tiny_fill: Path, encoder: Encoder
+) -> None:
+    engine = make_engine(tiny_fill, encoder, budget_bytes=10**6)
+    edits = [job(encoder, seed, f"b{seed}", cache="require") for seed in range(20, 40)]
+    for each in edits:
+        edit(engine, each)
+    assert engine.cache.store.evictions > 10
+    assert engine.cache._ids.keys() == engine.cache.store.templates().keys()
+    engine.close(5.0)
+
+
 def test_entries_know_their_size(engine: Engine, encoder: Encoder) -> None:
     edit(engine, job(encoder, 15, "e", cache="require"))
     (held,) = engine.templates().result(30)
