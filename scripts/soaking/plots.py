@@ -11,15 +11,16 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from soaking.judge import GROWTH
 from soaking.sampler import Sample
 
-_SIZE = (8.0, 11.0)
+_SIZE = (8.0, 12.5)
 _DPI = 90
 _MIB = 2**20
 
 
 def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> None:
-    """Five panels over the minutes; the warm-up is shaded.
+    """Six panels over the minutes; the warm-up is shaded.
 
     Args:
         samples: under load, at least one.
@@ -27,7 +28,7 @@ def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> No
         title: of the whole.
         path: of the PNG.
     """
-    figure, panels = plt.subplots(5, 1, figsize=_SIZE, sharex=True)
+    figure, panels = plt.subplots(6, 1, figsize=_SIZE, sharex=True)
     minutes = [sample.time_s / 60 for sample in samples]
     names = sorted(samples[-1].processes, key=lambda n: -samples[-1].processes[n].memory)
 
@@ -36,15 +37,30 @@ def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> No
         shown = [float("nan") if value is None else value for value in values]
         axes.plot(minutes, shown, label=label, linewidth=1.1, **style)
 
-    def of_process(name: str, field: str, unit: float = 1) -> Callable[[Sample], float | None]:
-        return lambda s: getattr(s.processes[name], field) / unit if name in s.processes else None
+    def of_process(
+        name: str, field: str, unit: float = 1, less: float = 0
+    ) -> Callable[[Sample], float | None]:
+        def read(sample: Sample) -> float | None:
+            process = sample.processes.get(name)
+            return None if process is None else getattr(process, field) / unit - less
 
-    memory, shared, counts, work, speed = panels
+        return read
+
+    memory, change, shared, counts, work, speed = panels
     line(memory, "together", lambda s: s.memory / _MIB, color="black")
     for name in names:
         line(memory, name, of_process(name, "memory", _MIB))
     memory.set_yscale("log")
     memory.set_ylabel("memory, MiB")
+    warm = next((s for s in samples if s.time_s > warm_s), samples[-1])
+    line(change, "together", lambda s: 100 * (s.memory / warm.memory - 1), color="black")
+    for name in names:
+        if name in warm.processes:
+            base = warm.processes[name].memory / 100
+            line(change, name, of_process(name, "memory", base, less=100))
+    change.axhline(100 * GROWTH, color="0.6", linestyle="--", linewidth=0.8)
+    change.set_ylim(-5, 10)
+    change.set_ylabel("since the warm-up, %")
     line(shared, "taken", lambda s: s.shared_memory / _MIB)
     line(shared, "reserved", lambda s: s.shared_memory_size / _MIB, color="0.6")
     shared.set_ylabel("shared memory, MiB")
@@ -70,7 +86,7 @@ def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> No
     for axes in panels:
         axes.axvspan(0, warm_s / 60, color="0.93", zorder=0)
         axes.set_xlim(left=0)
-        if axes.get_yscale() == "linear":
+        if axes not in (memory, change, counts):
             axes.set_ylim(bottom=0)
         _legend(axes)
     times.legend(frameon=False, fontsize=7, loc="lower right")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -95,9 +96,15 @@ def soak(options: SoakOptions, stop: threading.Event) -> Report:
 
 
 def write_config(options: SoakOptions) -> Path:
-    """The worker's configuration: the given one, with a cache that the pictures do not fit in."""
+    """The worker's configuration: the given one, with a cache that the pictures do not fit in.
+
+    Unless it says how many threads the denoiser has, one core is left to the visitors: threads of
+    a step that wait for one another on cores that others use take many times as long.
+    """
     folder = resolve_model(str(options.model), "")
     tables = with_values(read_tables(options.config), "model", path=str(folder))
+    if "torch_threads" not in tables["model"]:
+        tables = with_values(tables, "model", torch_threads=max(1, (os.cpu_count() or 1) - 1))
     path = options.out / "config.toml"
     path.write_text(dump_toml(tables), encoding="utf-8")
     budget = options.templates * template_bytes(path)

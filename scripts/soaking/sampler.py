@@ -42,7 +42,7 @@ class Sample:
     time_s: float
     """Since the load began."""
     processes: dict[str, ProcessSample]
-    """`server`, and each model's process by the model's name."""
+    """`server`, and each model's processes by the model's name."""
     shared_memory: int
     """Bytes taken by its regions in /dev/shm."""
     shared_memory_size: int
@@ -151,8 +151,12 @@ def processes(pid: int | None) -> dict[str, ProcessSample]:
     """A Triton server and its models' processes, by name."""
     server = psutil.Process(pid)
     found = {"server": sample_process(server)}
-    for child in server.children(recursive=True):
-        found[_model_of(child)] = sample_process(child)
+    # A model may have several instances: told apart by the order in which they were started.
+    for child in sorted(server.children(recursive=True), key=lambda process: process.pid):
+        name, number = _model_of(child), 2
+        while name in found:
+            name, number = f"{_model_of(child)} {number}", number + 1
+        found[name] = sample_process(child)
     return found
 
 
