@@ -99,31 +99,38 @@ def _call(client: Client, edit: Edit, settings: dict[str, Any]) -> Any:
 
 
 class ModelClock:
-    """Adds up the time spent inside the model: embedders, blocks, last layer."""
-
-    _FUNCTIONS = ("double_block", "single_block", "last_layer")
+    """Adds up the time inside what FluxTransformer2DModel.forward does too: embedders, blocks,
+    text and image joined for the single blocks and taken apart after them, last layer.
+    """
 
     def __init__(self, model: Any) -> None:
         self.seconds = 0.0
-        self._begins: dict[int, float] = {}
-        parts = [model.x_embedder, model.time_text_embed]
-        self._hooks = [part.register_forward_pre_hook(self._enter) for part in parts]
-        self._hooks += [part.register_forward_hook(self._leave) for part in parts]
-        self._originals = {name: getattr(forward_module, name) for name in self._FUNCTIONS}
-        for name, function in self._originals.items():
-            setattr(forward_module, name, self._clocked(function))
+        self._begin = 0.0
+        self._hooks = [
+            model.x_embedder.register_forward_pre_hook(self._enter),
+            model.x_embedder.register_forward_hook(self._leave),
+        ]
+        state = forward_module._State
+        named = [
+            *((forward_module, name) for name in ("time_text_embedding", "last_layer")),
+            *((forward_module, name) for name in ("double_block", "single_block")),
+            *((state, name) for name in ("join_streams", "computed_image")),
+        ]
+        self._originals = [(owner, name, getattr(owner, name)) for owner, name in named]
+        for owner, name, function in self._originals:
+            setattr(owner, name, self._clocked(function))
 
     def close(self) -> None:
-        for name, function in self._originals.items():
-            setattr(forward_module, name, function)
+        for owner, name, function in self._originals:
+            setattr(owner, name, function)
         for hook in self._hooks:
             hook.remove()
 
     def _enter(self, module: Any, _: Any) -> None:
-        self._begins[id(module)] = time.perf_counter()
+        self._begin = time.perf_counter()
 
     def _leave(self, module: Any, *_: Any) -> None:
-        self.seconds += time.perf_counter() - self._begins[id(module)]
+        self.seconds += time.perf_counter() - self._begin
 
     def _clocked(self, function: Any) -> Any:
         def call(*args: Any) -> Any:

@@ -82,6 +82,10 @@ class Adapter(Protocol):
         """One model call for all rows; `kinds` per block, for rows that use entries."""
         ...
 
+    def release(self) -> None:
+        """Let go of what was kept of the last step's rows; there is nothing to step."""
+        ...
+
     def result(self, row: Any) -> NDArray[np.float32]:
         """[C, h, w] latents of a finished row."""
         ...

@@ -204,6 +204,7 @@ class Engine:
         """Run what came in; wait for something when no row is there to run."""
         idle = len(self.desk.scheduler) == 0
         if idle:
+            self.adapter.release()
             self._publish()
         try:
             command = self._inbox.get(timeout=self.config.engine.heartbeat_s if idle else 0)

@@ -13,10 +13,9 @@ from maskserve_core.entry_key import Anchor
 from maskserve_core.flops import flux_work
 from maskserve_engine.codec import encode
 from maskserve_engine.entries import AnchorEntry, BlockEntry
+from maskserve_engine.flux.batch import Batch
 from maskserve_engine.flux.conditioning import TemplateInputs
-from maskserve_engine.flux.forward import forward
 from maskserve_engine.flux.rows import FluxRow, Inactive
-from maskserve_engine.flux.sampler import euler
 from maskserve_engine.flux.schedule import Schedule, Walk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +52,7 @@ class Bench:
         self.blocks = len(self.model.transformer_blocks) + len(self.model.single_transformer_blocks)
         self.work = flux_work(self.config, 2 * self.grid[0], 2 * self.grid[1])
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
+        self.batch: Batch | None = None
 
     def fill_entry(self, kind: str) -> None:
         """Random entries of one template for all blocks."""
@@ -115,8 +115,8 @@ class Bench:
             for row in rows:
                 row.step = 0
                 row.load()
-            outputs = forward(self.model, [r.model_input() for r in rows], (kind,) * self.blocks)
-            euler(rows, outputs)
+            self.batch = Batch.of(rows, self.batch)
+            self.batch.step(self.model, (kind,) * self.blocks)
 
     def limit(self, ratios: Sequence[float], kind: str) -> float:
         """Dense FLOPs over cached FLOPs of a batch with these mask ratios."""

@@ -17,6 +17,7 @@ from maskserve_core.entry_key import Anchor, cover
 from maskserve_core.facts import ModelFacts
 from maskserve_core.masks import active_tokens
 from maskserve_engine.entries import AnchorEntry
+from maskserve_engine.flux.batch import Batch
 from maskserve_engine.flux.conditioning import (
     Start,
     TemplateInputs,
@@ -24,10 +25,8 @@ from maskserve_engine.flux.conditioning import (
     start_inpaint,
     template_inputs,
 )
-from maskserve_engine.flux.forward import forward
 from maskserve_engine.flux.latents import PATCH, Posterior
 from maskserve_engine.flux.rows import FluxRow, Inactive, PrimingRow
-from maskserve_engine.flux.sampler import euler
 from maskserve_engine.flux.schedule import Schedule, check_sampler, make_schedule
 from maskserve_engine.job import EditJob
 from maskserve_engine.loader import limit_threads, load_part, load_plain
@@ -59,6 +58,7 @@ class FluxAdapter:
         self.dtype: torch.dtype = model.dtype
         self.blocks = len(model.transformer_blocks) + len(model.single_transformer_blocks)
         self._cis = lru_cache(maxsize=64)(self._make_cis)
+        self._batch: Batch | None = None
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> FluxAdapter:
@@ -151,8 +151,11 @@ class FluxAdapter:
 
     def step(self, rows: Sequence[FluxRow | PrimingRow], kinds: Sequence[str]) -> None:
         with torch.inference_mode():
-            outputs = forward(self.model, [row.model_input() for row in rows], kinds)
-            euler(rows, outputs)
+            self._batch = Batch.of(rows, self._batch)
+            self._batch.step(self.model, kinds)
+
+    def release(self) -> None:
+        self._batch = None
 
     def result(self, row: FluxRow) -> NDArray[np.float32]:
         return row.result().float().cpu().numpy()

@@ -55,7 +55,7 @@ class Capture(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowInput:
-    """One row's part of a model call."""
+    """One row's part of a model call: what is packed with the other rows'."""
 
     tokens: Tensor
     """[n, in_channels] computed image tokens."""
@@ -63,45 +63,76 @@ class RowInput:
     """[T, width] prompt embedding after context_embedder."""
     pooled: Tensor
     """[pooled width]"""
-    timestep: float
-    """The sampler's timestep, 0 to 1000."""
     guidance: float | None
     """Embedded guidance; None for models without it."""
     cis: Tensor
     """[T + n, head_dim / 2] complex rotary factors of text and computed tokens."""
+    rest_cis: Tensor | None = None
+    """[m, head_dim / 2] of the tokens that are not computed; None where all are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What of a row differs from step to step, beside its tokens."""
+
+    timestep: float
+    """The sampler's timestep, 0 to 1000."""
     rest: Rest | None = None
+    """A cached row's inactive tokens."""
     capture: Capture | None = None
 
 
-def time_text_embedding(model: Any, rows: Sequence[RowInput]) -> Tensor:
+class Packed:
+    """The inputs of all rows, without padding (`packing`)."""
+
+    def __init__(self, rows: Sequence[RowInput]) -> None:
+        rest = [row.rest_cis for row in rows if row.rest_cis is not None]
+        self.ways: Widening = widening(
+            tuple(len(row.text) for row in rows),
+            tuple(len(row.tokens) for row in rows),
+            tuple(0 if row.rest_cis is None else len(row.rest_cis) for row in rows),
+            rows[0].tokens.device,
+        )
+        self.tokens = torch.cat([row.tokens for row in rows])
+        self.text = torch.cat([row.text for row in rows])
+        self.pooled = torch.stack([row.pooled for row in rows])
+        self.cis = torch.cat([row.cis for row in rows])
+        self.rest_cis = torch.cat(rest) if rest else None
+        self.guidance: Tensor | None = None
+        if rows[0].guidance is not None:
+            guidance = torch.tensor([row.guidance for row in rows], device=self.tokens.device)
+            self.guidance = guidance.to(self.tokens.dtype) * 1000
+
+
+def time_text_embedding(model: Any, packed: Packed, moments: Sequence[Moment]) -> Tensor:
     """[R, width], rounded as diffusers' pipeline and model round timestep and guidance."""
-    dtype = rows[0].tokens.dtype  # model.dtype walks over every parameter to find out
+    dtype = packed.tokens.dtype  # model.dtype walks over every parameter to find out
+    timestep = torch.tensor([moment.timestep for moment in moments], device=packed.tokens.device)
     # The pipeline divides by 1000 in the latents' dtype and the model multiplies again.
-    timestep = torch.tensor([row.timestep for row in rows], device=rows[0].tokens.device)
-    timestep = timestep.to(dtype) / 1000
-    timestep = timestep.to(dtype) * 1000
-    pooled = torch.stack([row.pooled for row in rows])
-    if rows[0].guidance is None:
-        return model.time_text_embed(timestep, pooled)
-    guidance = torch.tensor([row.guidance for row in rows], device=pooled.device).to(dtype) * 1000
-    return model.time_text_embed(timestep, guidance, pooled)
+    timestep = timestep.to(dtype) / 1000 * 1000
+    if packed.guidance is None:
+        return model.time_text_embed(timestep, packed.pooled)
+    return model.time_text_embed(timestep, packed.guidance, packed.pooled)
 
 
-def forward(model: Any, rows: Sequence[RowInput], kinds: Sequence[str] = ()) -> list[Tensor]:
+def forward(
+    model: Any, packed: Packed, moments: Sequence[Moment], kinds: Sequence[str] = ()
+) -> Tensor:
     """The model's output for the computed image tokens of every row.
 
     Args:
         model: FluxTransformer2DModel.
-        rows: any mix; those with `rest` are cached rows.
+        packed: any mix of rows.
+        moments: of the same rows; those with `rest` are cached rows.
         kinds: `dense`, `project` or `kv` per block, double blocks first, for all cached rows of
             the step; not read when there are none. `project` and `dense` take the inactive hidden
             states from the model's start or the dense block before them, else from `Rest.hidden`.
 
     Returns:
-        Per row [n, out_channels].
+        [N, out_channels] in the order of `packed.tokens`.
     """
-    emb = time_text_embedding(model, rows)
-    state = _State(model, rows, F.silu(emb))
+    emb = F.silu(time_text_embedding(model, packed, moments))
+    state = _State(model, packed, moments, emb)
     for index, block in enumerate(model.transformer_blocks):
         state.enter(index, kinds)
         state.text, state.image = double_block(
@@ -127,30 +158,25 @@ def forward(model: Any, rows: Sequence[RowInput], kinds: Sequence[str] = ()) -> 
             state.fill(index, block, kinds),
             state.capture(index),
         )
-    stream = state.ways.narrow.image_stream
-    out = last_layer(model, state.computed_image(), state.emb, stream)
-    return [out[begin:end] for begin, end in stream.spans]
+    stream = packed.ways.narrow.image_stream
+    return last_layer(model, state.computed_image(), emb, stream)
 
 
 class _State:
     """Hidden states between blocks and whether inactive tokens are among them (`wide`)."""
 
-    def __init__(self, model: Any, rows: Sequence[RowInput], emb: Tensor) -> None:
-        device = emb.device
-        self.model, self.rows, self.emb = model, rows, emb
-        self.cached = [row for row in rows if row.rest is not None]
-        text = tuple(len(row.text) for row in rows)
-        image = tuple(len(row.tokens) for row in rows)
-        rest = tuple(len(row.rest.cis) if row.rest else 0 for row in rows)
-        self.ways: Widening = widening(text, image, rest, device)
+    def __init__(self, model: Any, packed: Packed, moments: Sequence[Moment], emb: Tensor) -> None:
+        self.model, self.moments, self.emb = model, moments, emb
+        self.ways = packed.ways
+        self.rests = [moment.rest for moment in moments]
+        self.cached = any(rest is not None for rest in self.rests)
         self.wide = not self.cached  # without cached rows both packings are the same
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # double blocks: two streams; single blocks: one in row order
-        self.text = torch.cat([row.text for row in rows])
-        self.image = model.x_embedder(torch.cat([row.tokens for row in rows]))
-        self.narrow_cis = _cat([row.cis for row in rows])
+        self.text = packed.text
+        self.image = model.x_embedder(packed.tokens)
+        self.narrow_cis, self.rest_cis = packed.cis, packed.rest_cis
         self.wide_cis: Tensor | None = None
-        self.rest_cis = _cat([row.rest.cis for row in rows if row.rest]) if self.cached else None
 
     @property
     def packing(self) -> Packing:
@@ -186,15 +212,15 @@ class _State:
     def _hidden(self, index: int) -> Tensor:
         """[m, width] the inactive tokens at the block's input: at hand, or restored."""
         if index == 0:
-            tokens = torch.cat([row.rest.tokens() for row in self.cached if row.rest])
+            tokens = torch.cat([rest.tokens() for rest in self.rests if rest is not None])
             return self.model.x_embedder(tokens)
         if self.carried is not None and self.carried[0] == index:
             return self.carried[1]
         assert self.rest_cis is not None
         hidden = self.image.new_empty(len(self.rest_cis), self.image.shape[1])
-        for row, (begin, end) in zip(self.rows, self.ways.rest_stream.spans, strict=True):
-            if row.rest is not None:
-                row.rest.hidden(index, hidden[begin:end])
+        for rest, (begin, end) in zip(self.rests, self.ways.rest_stream.spans, strict=True):
+            if rest is not None:
+                rest.hidden(index, hidden[begin:end])
         return hidden
 
     def fill(self, index: int, block: Any, kinds: Sequence[str]) -> FillRest | None:
@@ -208,10 +234,10 @@ class _State:
         return lambda keys, values, packing: self._fill_loaded(index, keys, values, packing)
 
     def _fill_loaded(self, index: int, keys: Tensor, values: Tensor, packing: Packing) -> None:
-        for number, row in enumerate(self.rows):
-            if row.rest is not None:
+        for number, rest in enumerate(self.rests):
+            if rest is not None:
                 begin, end = packing.rest_keys(number)
-                row.rest.keys_values(index, keys[begin:end], values[begin:end])
+                rest.keys_values(index, keys[begin:end], values[begin:end])
 
     def _fill_projected(
         self, index: int, block: Any, keys: Tensor, values: Tensor, packing: Packing
@@ -227,24 +253,26 @@ class _State:
 
     def capture(self, index: int) -> Any:
         """Hand the priming rows' hidden states over now, their keys and values when known."""
-        if not any(row.capture for row in self.rows):
+        captures = [moment.capture for moment in self.moments]
+        if not any(captures):
             return None
         packing = self.packing
-        for row, (begin, end), (image_begin, image_end) in zip(
-            self.rows, packing.row_stream.spans, packing.image_stream.spans, strict=True
+        own = list(zip(captures, packing.text, packing.row_stream.spans, strict=True))
+        for (capture, text, (begin, end)), (image_begin, image_end) in zip(
+            own, packing.image_stream.spans, strict=True
         ):
-            if row.capture is not None:
+            if capture is not None:
                 if self.joined:
-                    hidden = self.image[begin + len(row.text) : end]
+                    hidden = self.image[begin + text : end]
                 else:
                     hidden = self.image[image_begin:image_end]
-                row.capture.hidden(index, hidden)
+                capture.hidden(index, hidden)
 
         def keys_values(keys: Tensor, values: Tensor) -> None:
-            for row, (begin, end) in zip(self.rows, packing.row_stream.spans, strict=True):
-                if row.capture is not None:
-                    at = slice(begin + len(row.text), end)
-                    row.capture.keys_values(index, keys[at], values[at])
+            for capture, text, (begin, end) in own:
+                if capture is not None:
+                    at = slice(begin + text, end)
+                    capture.keys_values(index, keys[at], values[at])
 
         return keys_values
 
@@ -258,7 +286,3 @@ class _State:
         if self.wide and self.cached:
             self.image = self.ways.restrict(self.image, rows=True)
         return self.ways.narrow.image_of(self.image)
-
-
-def _cat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

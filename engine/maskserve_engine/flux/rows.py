@@ -11,7 +11,7 @@ from torch import Tensor
 from maskserve_core.entry_key import Anchor
 from maskserve_engine.entries import AnchorEntry, BlockEntry, Recorder
 from maskserve_engine.flux.conditioning import Blend, TemplateInputs
-from maskserve_engine.flux.forward import RowInput
+from maskserve_engine.flux.forward import Moment, RowInput
 from maskserve_engine.flux.latents import unpack_latents
 from maskserve_engine.flux.schedule import Schedule
 
@@ -85,7 +85,7 @@ class FluxRow:
     cis: Tensor
     """[T + n, head_dim / 2] of text and computed tokens."""
     latents: Tensor
-    """[n, 4C] of the computed tokens."""
+    """[n, 4C] of the computed tokens; between steps a view of the batch's."""
     condition: Tensor | None
     blend: Blend | None
     inactive: Inactive | None = None
@@ -93,8 +93,6 @@ class FluxRow:
     step: int = 0
     velocity: Tensor | None = None
     """[n, 4C] of the last step."""
-    _channels: tuple[Tensor, Tensor] | None = None
-    """(condition, latents and condition side by side); only the latents change between steps."""
 
     @property
     def steps(self) -> int:
@@ -114,40 +112,47 @@ class FluxRow:
         if self.inactive is not None:
             self.inactive.load(self.step)
 
+    @property
+    def inputs_stay(self) -> bool:
+        """Whether the next step packs the same inputs as the last, but for the latents."""
+        return self.inactive is None or self.uses_entries
+
     def model_input(self) -> RowInput:
-        tokens, cis, rest = self._tokens(), self.cis, None
+        tokens, cis, rest_cis = self.latents, self.cis, None
+        if self.condition is not None:
+            tokens = torch.cat((tokens, self.condition), dim=1)
         if self.inactive is not None:
             rest = CachedRest(self.inactive, self.sigma)
-            if not self.uses_entries:  # compute the pinned tokens too, as further image tokens
+            if self.uses_entries:
+                rest_cis = rest.cis
+            else:  # compute the pinned tokens too, as further image tokens
                 tokens = torch.cat((tokens, rest.tokens()))
-                cis, rest = torch.cat((cis, rest.cis)), None
-        return RowInput(
-            tokens=tokens,
-            text=self.text,
-            pooled=self.pooled,
-            timestep=self.schedule.walk[self.step].timestep,
-            guidance=self.guidance,
-            cis=cis,
-            rest=rest,
-        )
+                cis = torch.cat((cis, rest.cis))
+        return RowInput(tokens, self.text, self.pooled, self.guidance, cis, rest_cis)
 
-    def _tokens(self) -> Tensor:
-        """[n, in_channels] of the computed tokens."""
-        if self.condition is None:
-            return self.latents
-        if self._channels is None or self._channels[0] is not self.condition:
-            both = torch.cat((self.latents, self.condition), dim=1)
-            self._channels = (self.condition, both)
-        both = self._channels[1]
-        both[:, : self.latents.shape[1]] = self.latents
-        return both
+    def moment(self) -> Moment:
+        rest = CachedRest(self.inactive, self.sigma) if self.inactive is not None else None
+        timestep = self.schedule.walk[self.step].timestep
+        return Moment(timestep, rest if self.uses_entries else None)
 
-    def move(self, latents: Tensor, velocity: Tensor) -> None:
-        """Take a step of the sampler; both [n, 4C] (`sampler.euler`)."""
+    @property
+    def change(self) -> float:
+        """Of sigma, in this step."""
+        return self.schedule.walk[self.step].change
+
+    def advance(self, latents: Tensor, velocity: Tensor) -> None:
+        """Book a step that was taken.
+
+        Args:
+            latents: [n or all, 4C] after the sampler's step, the computed tokens first; written to.
+            velocity: [n or all, 4C] the model's output.
+        """
+        computed = len(self.latents)
+        self.latents, self.velocity = latents[:computed], velocity[:computed]
         self.step += 1
         if self.blend is not None:
-            latents = self.blend.apply(latents, self.sigma, last=self.step == self.steps)
-        self.latents, self.velocity = latents, velocity
+            last = self.step == self.steps
+            self.latents.copy_(self.blend.apply(self.latents, self.sigma, last=last))
 
     def estimate(self) -> Tensor:
         """[C, h, w] latents as the last step's velocity would finish them."""
@@ -196,22 +201,27 @@ class PrimingRow:
     def load(self) -> None:
         """Priming reads nothing."""
 
-    def model_input(self) -> RowInput:
-        anchor = self.anchors[self.step]
-        self.recorder = Recorder(self.kinds, self.format)
-        device = self.cis.device
-        return RowInput(
-            tokens=self.template.at(torch.tensor(anchor.sigma, device=device)),
-            text=self.text,
-            pooled=self.pooled,
-            timestep=anchor.timestep,
-            guidance=self.guidance,
-            cis=self.cis,
-            capture=self.recorder,
-        )
+    @property
+    def inputs_stay(self) -> bool:
+        """Each anchor has tokens of its own."""
+        return False
 
-    def keep(self) -> None:
-        """Keep what the step recorded; the model's output itself is of no use."""
+    @property
+    def change(self) -> float:
+        """Of sigma: priming takes no step of the sampler."""
+        return 0.0
+
+    def model_input(self) -> RowInput:
+        sigma = torch.tensor(self.anchors[self.step].sigma, device=self.cis.device)
+        tokens = self.template.at(sigma)
+        return RowInput(tokens, self.text, self.pooled, self.guidance, self.cis)
+
+    def moment(self) -> Moment:
+        self.recorder = Recorder(self.kinds, self.format)
+        return Moment(self.anchors[self.step].timestep, capture=self.recorder)
+
+    def advance(self, latents: Tensor, velocity: Tensor) -> None:
+        """Keep what was recorded; what the model answered is of no use."""
         assert self.recorder is not None
         self.done.append(self.recorder.entry(self.anchors[self.step]))
         self.recorder = None

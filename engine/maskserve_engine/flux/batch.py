@@ -1,0 +1,56 @@
+"""The running batch: rows packed once for as long as the same rows go on.
+
+Between steps only latents and timesteps change. Packing anew at each step, row by row, costs more
+than the rest of a step outside the model; so the rows' latents live in the packed tokens, where
+the sampler's step for all of them is one operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from maskserve_engine.flux.forward import Packed, forward
+from maskserve_engine.flux.rows import FluxRow, PrimingRow
+
+Row = FluxRow | PrimingRow
+
+
+class Batch:
+    """Some rows and their packed inputs."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = tuple(rows)
+        self.packed = Packed([row.model_input() for row in rows])
+        self.stays = all(row.inputs_stay for row in rows)
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], last: Batch | None) -> Batch:
+        """The batch of these rows: the last one, if it holds for them still."""
+        return last if last is not None and last.holds(rows) else cls(rows)
+
+    def holds(self, rows: Sequence[Row]) -> bool:
+        """Whether it was packed for just these rows and needs no packing anew."""
+        return (
+            self.stays
+            and len(rows) == len(self.rows)
+            and all(mine is row for mine, row in zip(self.rows, rows, strict=True))
+            and all(row.inputs_stay for row in rows)
+        )
+
+    def step(self, model: Any, kinds: Sequence[str]) -> None:
+        """Take one step of every row: the model, then FlowMatchEulerDiscreteScheduler's step."""
+        packed = self.packed
+        velocity = forward(model, packed, [row.moment() for row in self.rows], kinds)
+        stream = packed.ways.narrow.image_stream
+        change = torch.tensor([row.change for row in self.rows], device=velocity.device)
+        wide, change = stream.spread(velocity, change[:, None])
+        latents = packed.tokens[:, : velocity.shape[1]]
+        # The product is rounded to the model's dtype and the sum is taken in float32, as diffusers
+        # has it on CUDA. (On a CPU in half precision torch rounds `change` first, an ulp apart.)
+        move = (wide * change).to(velocity.dtype).view_as(velocity)
+        latents.copy_(latents.float() + move)
+        for row, (begin, end) in zip(self.rows, stream.spans, strict=True):
+            row.advance(latents[begin:end], velocity[begin:end])

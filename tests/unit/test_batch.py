@@ -1,0 +1,143 @@
+"""Rows moved together move as diffusers moves each, and a batch is packed anew when it must be."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from maskserve_engine.flux import batch as batch_module
+from maskserve_engine.flux.batch import Batch
+from maskserve_engine.flux.rows import FluxRow
+from maskserve_engine.flux.schedule import make_schedule
+
+CHANNELS, TEXT = 16, 3
+# In half precision torch's CPU kernels round one factor more than its CUDA kernels do.
+ULP = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+class Velocities:
+    """Stands in for the model: random answers, kept."""
+
+    def __init__(self) -> None:
+        self.last = torch.empty(0)
+
+    def __call__(self, model: Any, packed: Any, moments: Any, kinds: Any) -> torch.Tensor:
+        tokens = packed.tokens
+        self.last = torch.randn(len(tokens), CHANNELS).to(tokens.dtype)
+        return self.last
+
+
+@pytest.fixture
+def velocities(monkeypatch: pytest.MonkeyPatch) -> Velocities:
+    torch.manual_seed(int(np.random.default_rng().integers(2**31)))
+    fake = Velocities()
+    monkeypatch.setattr(batch_module, "forward", fake)
+    return fake
+
+
+@pytest.fixture
+def sampler() -> FlowMatchEulerDiscreteScheduler:
+    return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0)
+
+
+def new_row(
+    sampler: FlowMatchEulerDiscreteScheduler,
+    tokens: int,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    condition: bool = True,
+) -> FluxRow:
+    return FluxRow(
+        request_id=f"{tokens}-{steps}",
+        schedule=make_schedule(sampler, steps, tokens),
+        grid=(tokens, 1),
+        text=torch.zeros(TEXT, 8, dtype=dtype),
+        pooled=torch.zeros(4, dtype=dtype),
+        guidance=None,
+        cis=torch.zeros(TEXT + tokens, 4, dtype=torch.complex64),
+        latents=torch.randn(tokens, CHANNELS).to(dtype),
+        condition=torch.randn(tokens, 5).to(dtype) if condition else None,
+        blend=None,
+    )
+
+
+@pytest.mark.parametrize("dtype", ULP)
+@pytest.mark.parametrize("condition", [True, False])
+@pytest.mark.parametrize("sizes", [[(24, 7)], [(24, 7)] * 3, [(5, 4), (24, 7), (9, 28)]])
+def test_rows_move_as_diffusers_moves_each(
+    sampler: FlowMatchEulerDiscreteScheduler,
+    velocities: Velocities,
+    sizes: list[tuple[int, int]],
+    dtype: torch.dtype,
+    condition: bool,
+) -> None:
+    rows, samplers = [], []
+    for tokens, steps in sizes:
+        rows.append(new_row(sampler, tokens, steps, dtype, condition=condition))
+        samplers.append(copy.deepcopy(sampler))  # as set by make_schedule
+    batch = None
+    for step in range(4):
+        before = [row.latents.clone() for row in rows]
+        batch = Batch.of(rows, batch)
+        batch.step(None, ())
+        parts = velocities.last.split([len(row.latents) for row in rows])
+        for row, own, latents, velocity in zip(rows, samplers, before, parts, strict=True):
+            timestep = own.timesteps[step]
+            [expected] = own.step(velocity, timestep, latents, return_dict=False)
+            assert row.step == step + 1
+            assert row.latents.dtype == dtype
+            assert torch.allclose(row.latents, expected, rtol=ULP[dtype], atol=ULP[dtype])
+            assert torch.equal(row.velocity, velocity)
+
+
+def test_the_same_rows_are_packed_once(
+    sampler: FlowMatchEulerDiscreteScheduler, velocities: Velocities
+) -> None:
+    rows = [new_row(sampler, 6, 9), new_row(sampler, 8, 9)]
+    first = Batch.of(rows, None)
+    first.step(None, ())
+    assert Batch.of(list(rows), first) is first
+
+
+def test_the_model_sees_the_moved_latents_beside_the_condition(
+    sampler: FlowMatchEulerDiscreteScheduler, velocities: Velocities
+) -> None:
+    rows = [new_row(sampler, 6, 9), new_row(sampler, 8, 9)]
+    batch = Batch.of(rows, None)
+    batch.step(None, ())
+    anew = Batch(rows)
+    assert torch.equal(batch.packed.tokens, anew.packed.tokens)
+
+
+def test_a_row_that_joins_or_leaves_has_the_batch_packed_anew(
+    sampler: FlowMatchEulerDiscreteScheduler, velocities: Velocities
+) -> None:
+    one, two, three = (new_row(sampler, 6, 9) for _ in range(3))
+    batch = Batch.of([one, two], None)
+    batch.step(None, ())
+    kept = one.latents.clone()
+    for rows in ([one], [one, three], [two, one], [one, two, three]):
+        other = Batch.of(rows, batch)
+        assert other is not batch
+        at = 6 * next(i for i, row in enumerate(rows) if row is one)
+        assert torch.equal(other.packed.tokens[at : at + 6, :CHANNELS], kept)
+    assert batch.holds([one, two])
+
+
+def test_a_finished_rows_latents_are_its_own(
+    sampler: FlowMatchEulerDiscreteScheduler, velocities: Velocities
+) -> None:
+    """What another batch does later must not reach into an answer on its way out."""
+    one, two = new_row(sampler, 6, 1), new_row(sampler, 6, 9)
+    batch = Batch.of([one, two], None)
+    batch.step(None, ())
+    kept, result = one.latents.clone(), one.result()
+    Batch.of([two], batch).step(None, ())
+    assert torch.equal(one.latents, kept)
+    assert torch.equal(one.result(), result)
