@@ -241,6 +241,11 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
     return apply(config, values)
 
 
+def cores() -> int:
+    """CPU cores that this process may use: a container or `taskset` may leave it a part."""
+    return len(os.sched_getaffinity(0))
+
+
 def templates_folder(config: Config) -> Path:
     """Where the images of registered templates are."""
     return Path(config.templates_dir or Path(config.runtime_dir) / "templates")
@@ -256,6 +261,5 @@ def beside_denoiser(config: Config) -> Config:
 
     They take a thread or two, so that their work does not stop the batch.
     """
-    cores = config.model.torch_threads or os.cpu_count() or 1
-    threads = max(1, min(2, cores // 2))
+    threads = max(1, min(2, (config.model.torch_threads or cores()) // 2))
     return replace(config, model=replace(config.model, torch_threads=threads))

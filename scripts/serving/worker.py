@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import Config
+from maskserve_core.config import Config, cores
 from maskserve_core.gate import Gate
 from maskserve_core.status import StatusReader
 from maskserve_core.vitals import Silence, unwell
@@ -126,7 +126,7 @@ class Worker:
         tables = with_values(spec.with_log(spec.tables), "", worker=self.name, **folders)
         self.config = spec.files.prepare(tables)
         if self.config.model.torch_threads == 0:
-            threads = max(1, (os.cpu_count() or 1) // spec.options.workers)
+            threads = max(1, cores() // spec.options.workers)
             self.config = spec.files.prepare(with_values(tables, "model", torch_threads=threads))
         self._status.close()
         self._status, self._silence = StatusReader(spec.files.status), Silence()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from maskserve_core.config import cores
 from maskserve_core.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.facts import load_facts
 from maskserve_core.flops import flux_work
@@ -104,7 +104,7 @@ def write_config(options: SoakOptions) -> Path:
     folder = resolve_model(str(options.model), "")
     tables = with_values(read_tables(options.config), "model", path=str(folder))
     if "torch_threads" not in tables["model"]:
-        tables = with_values(tables, "model", torch_threads=max(1, (os.cpu_count() or 1) - 1))
+        tables = with_values(tables, "model", torch_threads=max(1, cores() - 1))
     path = options.out / "config.toml"
     path.write_text(dump_toml(tables), encoding="utf-8")
     budget = options.templates * template_bytes(path)
