@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from maskserve_core.errors import MaskserveError
 from maskserve_core.request import EditRequest
 
 TIMINGS = ("queue", "preprocess", "encode", "denoise", "decode", "postprocess", "load_stall")
@@ -14,6 +15,16 @@ TIMINGS = ("queue", "preprocess", "encode", "denoise", "decode", "postprocess", 
 def event_meta(event: str, step: int, steps: int, request_id: str) -> bytes:
     """META of a `progress` or `preview` event."""
     return _dump({"event": event, "step": step, "steps": steps, "request_id": request_id})
+
+
+def failed_meta(error: MaskserveError, request_id: str) -> bytes:
+    """META of the `failed` event. It stays inside the worker: the front answers with the error.
+
+    Triton 2.51 never ends an ensemble in which a step fails while an earlier response is under way
+    in a later step. So what ends an edit early crosses it as a response like any other.
+    """
+    values = {"event": "failed", "step": 0, "steps": 0, "request_id": request_id}
+    return _dump({**values, "error": str(error)})
 
 
 def final_meta(

@@ -18,7 +18,7 @@ from maskserve_core.backend.tracing import Tracer, parent_of
 from maskserve_core.backend.wire import guarded, read_array, read_bytes
 from maskserve_core.config import Config, model_name
 from maskserve_core.errors import InvalidRequest, MaskserveError
-from maskserve_core.meta import event_meta, final_meta
+from maskserve_core.meta import event_meta, failed_meta, final_meta
 from maskserve_core.request import EditRequest
 from maskserve_engine.course import Course, stages
 from maskserve_engine.job import EditJob, EngineEvent, Failed, Final, Preview, Progress, Sink
@@ -118,7 +118,8 @@ class Reception:
                     answer.finish({"LATENTS": latents, "META": meta, **carried})
                     self._record(parent, course, None)
                 case Failed(error, course):
-                    answer.fail(guarded(edit.request_id, error))
+                    meta = failed_meta(guarded(edit.request_id, error), edit.request_id)
+                    answer.finish({"LATENTS": _NO_LATENTS, "META": meta, **bare})
                     self._record(parent, course, error)
 
         return sink

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from serving.worker import Worker
@@ -19,6 +20,7 @@ from tests.e2e.calls import (
     eventually,
     pixels,
     plain_edit,
+    stream,
 )
 
 # Two seconds and more on the fastest of machines, if nobody stops it.
@@ -34,6 +36,11 @@ def running(grpc: Grpc) -> set[str]:
 
 def finished(grpc: Grpc) -> int:
     return int(grpc.control(op="status")["counters"]["edits_total"])
+
+
+def read_on(opened: Stream) -> None:
+    while True:
+        opened.next(SOON_S)
 
 
 @pytest.fixture
@@ -100,6 +107,36 @@ def test_control_cancels(grpc: Grpc) -> None:
     with pytest.raises(InferenceServerException, match=r"^\[StatusCode.CANCELLED\] \[CANCELLED\]"):
         pending.wait(SOON_S)
     assert grpc.control(op="cancel", request_id="named") == {"cancelled": False}
+
+
+@pytest.mark.usefixtures("unfinished")
+def test_control_cancels_a_stream_whose_events_are_under_way(grpc: Grpc, worker: Worker) -> None:
+    with stream(worker.grpc_url) as opened:
+        opened.send(plain_edit(**LONG, progress=True, request_id="told"))
+        assert opened.next()[1]["event"] == "progress"
+        assert grpc.control(op="cancel", request_id="told") == {"cancelled": True}
+        with pytest.raises(InferenceServerException, match=r"\[CANCELLED\]"):
+            read_on(opened)
+
+
+@pytest.mark.usefixtures("unfinished")
+def test_streams_that_are_closed_leave_no_thread_behind(grpc: Grpc, worker: Worker) -> None:
+    def threads() -> int:
+        folder = worker.spec.files.runtime / "processes"
+        (front,) = (file.name for file in folder.glob("edit_stream.*"))
+        return psutil.Process(int(front.rpartition(".")[2])).num_threads()
+
+    counts = []
+    for _ in range(2):
+        for number in range(8):
+            opened = Stream(worker.grpc_url)
+            opened.send(plain_edit(**LONG, progress=True, request_id=f"closed-{number}"))
+            opened.next()
+            opened.cancel()
+            eventually("the row is free", lambda: not running(grpc))
+            opened.close()
+        counts.append(threads())
+    assert counts[1] - counts[0] <= 2  # one for an edit that was not over when the next came
 
 
 @pytest.mark.usefixtures("unfinished")

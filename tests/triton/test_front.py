@@ -199,6 +199,21 @@ def test_errors_arrive_clean(
     assert error_of(request) == (shown, getattr(api.TritonError, code))
 
 
+def test_a_failed_event_is_the_answer(api: FakeTriton, fronts: Callable[..., Front]) -> None:
+    def events(call: Call) -> Iterator[InferenceResponse]:
+        yield reply(EDITED=b"", META=meta("progress", 1))
+        failed = {"event": "failed", "step": 0, "steps": 0, "error": "[CANCELLED] by somebody"}
+        yield reply(EDITED=b"", META=json.dumps(failed).encode())
+        yield reply(EDITED=b"", META=b"")  # what carries Triton's final flag
+
+    api.models["edit_pipeline"] = events
+    request = edit(api, {"progress": True})
+    fronts("edit_stream").execute([request])
+    error = request.sender.wait().error()
+    assert error is not None
+    assert (error.message(), error.code()) == ("[CANCELLED] by somebody", api.TritonError.CANCELLED)
+
+
 def test_a_surprise_in_the_front_is_hidden(api: FakeTriton, front: Front) -> None:
     def broken(call: Call) -> Iterator[InferenceResponse]:
         raise RuntimeError("secret")

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from maskserve_core.backend.responses import responses_of
 from maskserve_core.backend.wire import output, relayed, tensor
-from maskserve_core.errors import EngineFailed
+from maskserve_core.errors import EngineFailed, MaskserveError
 from maskserve_core.preprocess import PreparedTemplate
 
 
@@ -46,14 +47,20 @@ def run_edit(
         inputs=[tensor(api, name, value) for name, value in inputs.items()],
         parameters=parameters,
     )
-    for answer in call.exec(decoupled=True):
+    failed: MaskserveError | None = None
+    for answer in responses_of(call):
         if answer.has_error():
             raise relayed(answer.error().message(), request_id)
         meta = output(api, answer, "META")
         if not meta:
             continue  # the empty response that only carries the final flag
         values = json.loads(meta)
-        yield Event(output(api, answer, "EDITED"), meta, values["event"], int(values["step"]))
+        if values["event"] == "failed":
+            failed = relayed(values["error"], request_id)
+        else:
+            yield Event(output(api, answer, "EDITED"), meta, values["event"], int(values["step"]))
+    if failed is not None:
+        raise failed
 
 
 _ENCODED = ("MOMENTS", "MASKED_MOMENTS", "PROMPT_EMBEDS", "POOLED_EMBEDS")
@@ -100,7 +107,7 @@ def ask_denoiser(
         inputs=[tensor(api, "REQUEST", json.dumps(operation).encode()), *tensors],
     )
     result: dict[str, Any] | None = None
-    for answer in call.exec(decoupled=True):
+    for answer in responses_of(call):
         if answer.has_error():
             raise relayed(answer.error().message(), str(operation.get("request_id", "")))
         raw = output(api, answer, "META")
