@@ -8,6 +8,7 @@ The engine says more of itself by its status record; a process here is only aliv
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from maskserve_core.status_record import WorkerStatus
 # States of /proc/PID/stat that cannot serve: stopped, traced, zombie, dead.
 _UNWELL = {"T": "is stopped", "t": "is stopped", "Z": "has died", "X": "has died"}
 
+_PARENT_EVERY_S = 1.0
 # What a step takes is foretold from those before it, roughly: kernels, shapes and memory differ.
 _STEPS_OF_SILENCE = 10
 # The first step also loads kernels and allocates; how long steps take is not known yet.
@@ -69,10 +71,18 @@ def silence_limit_s(status: WorkerStatus, heartbeat_timeout_s: float) -> float:
 
 
 def sign_in(runtime_dir: str | os.PathLike[str], model: str) -> None:
-    """Write down that this process serves `model`."""
+    """Write down that this process serves `model`, and end it when its server is gone."""
     folder = Path(runtime_dir) / "processes"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{model}.{os.getpid()}").touch()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """A server that is killed leaves its models' processes behind, with all their memory."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_EVERY_S)
+    os._exit(1)
 
 
 def sign_out(runtime_dir: str | os.PathLike[str], model: str) -> None:

@@ -165,7 +165,7 @@ def _reply_when_done(
         try:
             _reply(answer, result(done.result()))
         except Exception as error:
-            answer.fail(guarded("operation", error))
+            answer.fail(guarded("", error))
 
     future.add_done_callback(reply)
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,8 @@ import sys
 from maskserve_core.vitals import sign_in
 sign_in(sys.argv[1], "denoiser")
 print("in", flush=True)
-sys.stdin.read()
+import time
+time.sleep(60)
 """
 
 
@@ -75,6 +76,44 @@ def test_a_process_that_is_gone_is_not(tmp_path: Path, child: subprocess.Popen[s
     child.kill()
     child.wait()
     assert soon(tmp_path) == "the process of its denoiser has died"
+
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_ends_with_its_server(tmp_path: Path) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path), CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with server:
+        assert server.stdout is not None
+        pid = int(server.stdout.readline())
+        assert server.stdout.readline() == "in\n"
+        server.kill()
+    child = Path("/proc", str(pid), "stat")
+    # Whoever adopts it may leave it a zombie.
+    assert eventually(lambda: not child.exists() or _state_of(child) == "Z")
+
+
+def eventually(check: Callable[[], bool]) -> bool:
+    for _ in range(500):
+        if check():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def _state_of(stat: Path) -> str:
+    return stat.read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize(

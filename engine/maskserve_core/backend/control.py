@@ -122,7 +122,7 @@ class Control:
                 else:
                     self._with_denoiser(operation, answer)
             except Exception as error:
-                answer.fail(guarded("control", error))
+                answer.fail(guarded("", error))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -221,7 +221,7 @@ class Control:
             try:
                 _reply(answer, self._asking(operation))
             except Exception as error:
-                answer.fail(guarded("control", error))
+                answer.fail(guarded("", error))
             finally:
                 timer.cancel()
 
