@@ -71,6 +71,10 @@ class Album:
         self._warm = warm
         rng = random.Random(seed)
         self.hot = [self._draw(i, rng) for i in range(8)]
+        # Always the same: libraries keep something for every size they have seen, which grows to a
+        # bound of theirs, but for hours if sizes are ever new.
+        sides = (1, 3, *(rng.randint(4, 2 * native) for _ in range(10)))
+        self._odd = [(rng.choice(sides), rng.choice(sides)) for _ in range(24)]
         self.largest = draw(self._seed, 2 * native, 2 * native)
 
     def warm(self, rng: random.Random) -> Picture:
@@ -85,8 +89,8 @@ class Album:
             return self._draw(10_000 + self._fresh, rng)
 
     def odd(self, rng: random.Random) -> Picture:
-        """One of an unusual size, from a single pixel on."""
-        height, width = (rng.choice((1, 3, rng.randint(1, 2 * self.native))) for _ in "hw")
+        """One of two dozen unusual sizes, from a single pixel on; new each time."""
+        height, width = rng.choice(self._odd)
         with self._lock:
             self._fresh += 1
             return draw(self._seed + 10_000 + self._fresh, height, width, rng.uniform(0.05, 1.0))

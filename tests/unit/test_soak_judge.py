@@ -99,6 +99,11 @@ def test_memory_that_grows_by_more_than_two_percent_is_a_leak(memory: Series) ->
     assert missed(judge_growth(load(memory))) == ["memory", "memory of denoiser"]
 
 
+def test_a_small_process_has_some_slack_and_all_together_have_none() -> None:
+    bars = judge_growth(load(lambda t: 30 + 1.5 * t / HOUR_S))
+    assert missed(bars) == ["memory"]
+
+
 def test_a_short_run_says_nothing_of_memory_but_of_counts() -> None:
     samples = load(lambda t: 500 + t, seconds=180, threads=lambda t: 9 + t / 20)
     bars = judge_growth(samples)

@@ -1,0 +1,46 @@
+"""A short soak: every kind of visit at once, every answer right, and nothing left behind."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from soaking.load import MIX
+from soaking.run import Report, SoakOptions, soak, summary
+
+
+def run(model: Path, out: Path, minutes: float, sample_s: float) -> Report:
+    options = SoakOptions(
+        model=model, minutes=minutes, out=out, sample_s=sample_s, say=lambda line: None
+    )
+    report = soak(options, threading.Event())
+    assert report.problems == ()
+    assert [bar.line() for bar in report.bars if not bar.ok] == []
+    assert report.rest is not None
+    assert summary(options, report)["passed"]
+    return report
+
+
+def test_mixed_visits_are_answered_right_and_leave_nothing(model: Path, tmp_path: Path) -> None:
+    report = run(model, tmp_path, minutes=0.2, sample_s=0.5)
+    assert len(report.ends) > len(MIX) / 2
+    samples = report.samples
+    assert {"server", "denoiser", "edit", "edit_stream"} <= samples[-1].processes.keys()
+    assert all(p.memory > 0 and p.handles > 0 for p in samples[-1].processes.values())
+    assert samples[-1].shared_memory > 0
+    assert max(sample.running for sample in samples) > 1
+    assert samples[-1].counters["edits_total"] > 0
+    assert (tmp_path / "soak.png").stat().st_size > 0
+    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == len(samples)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_three_minutes_at_capacity(model: Path, tmp_path: Path) -> None:
+    report = run(model, tmp_path, minutes=3, sample_s=2.0)
+    assert report.ends.keys() == {visit.__name__ for visit in MIX}
+    assert report.samples[-1].counters["cache_evictions_total"] > 0
+    assert all(bar.judged for bar in report.bars if bar.name.startswith(("handles", "threads")))
