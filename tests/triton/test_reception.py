@@ -194,7 +194,7 @@ def test_an_operation_that_fails_is_answered(api: FakeTriton, desk: Reception) -
     request = api.request(REQUEST=b'{"op": "evict", "template_id": "0"}')
     desk.execute([request])
     answer = request.sender.wait().error().message()
-    assert answer == "[ENGINE_FAILED] internal error (request operation)"
+    assert answer == "[ENGINE_FAILED] internal error (request unknown)"
     unknown = api.request(REQUEST=b'{"op": "explode"}')
     desk.execute([unknown])
     assert unknown.sender.wait().error().message().startswith("[INVALID_REQUEST] REQUEST.op")
