@@ -65,6 +65,9 @@ class LimitsConfig:
     max_pixels: int = _opt(50_000_000, "Decoded pixels of an image.", low=64, high=2**31)
     max_side: int = _opt(16384, "Longest side of an image.", low=8, high=65535)
     max_prompt_chars: int = _opt(32_000, "Characters of a prompt.", low=1, high=10**6)
+    max_template_bytes: int = _opt(
+        2**30, "Encoded bytes of all registered images.", low=0, high=2**50
+    )
     max_steps: int = _opt(200, "Denoising steps of one edit.", low=1, high=1000)
 
 

@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Protocol
 
+from maskserve_core.errors import Overloaded
+
 _TEMPLATE_ID = re.compile(r"[0-9a-f]{16,64}")
 
 
@@ -27,8 +29,9 @@ class TemplateFolder:
     rewritten in place.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], max_bytes: int = 2**63) -> None:
         self._path = Path(path)
+        self._max_bytes = max_bytes
         self._path.mkdir(parents=True, exist_ok=True)
 
     def get(self, template_id: str) -> bytes | None:
@@ -41,11 +44,18 @@ class TemplateFolder:
         """Keep a template; one that is there already stays as it is.
 
         Raises:
+            Overloaded: the folder would hold more than its bound.
             OSError: the folder cannot be written.
         """
         target = self._file(template_id)
         if target.exists():
             return
+        held = sum(self._file(name).stat().st_size for name in self.ids())
+        if held + len(encoded) > self._max_bytes:
+            raise Overloaded(
+                f"registered images take {held} bytes, and {len(encoded)} more exceed "
+                f"[limits] max_template_bytes, {self._max_bytes}; evict templates first"
+            )
         handle, name = tempfile.mkstemp(dir=self._path, prefix=".new-")
         try:
             with os.fdopen(handle, "wb") as file:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maskserve_core.errors import Overloaded
 from maskserve_core.keys import template_id
 from maskserve_core.templates import TemplateFolder
 from tests.fakes.pictures import scene
@@ -93,3 +94,14 @@ def test_template_ids_name_pixels_and_size() -> None:
     other[3, 3, 1] ^= 1
     assert template_id(other) != name
     assert template_id(np.ascontiguousarray(picture.reshape(10, 12, 3))) != name
+
+
+def test_the_folder_is_bounded(tmp_path: Path) -> None:
+    folder = TemplateFolder(tmp_path, max_bytes=10)
+    folder.put(A, b"123456")
+    folder.put(A, b"123456")  # there already: takes no more room
+    with pytest.raises(Overloaded, match="evict templates first"):
+        folder.put(B, b"12345")
+    assert folder.ids() == [A]
+    folder.remove(A)
+    folder.put(B, b"12345")

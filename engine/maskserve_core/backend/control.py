@@ -108,7 +108,7 @@ class Control:
         self._config = config
         self._status = StatusReader(f"{config.runtime_dir}/status")
         self._gate = Gate(config.runtime_dir)
-        self._templates = TemplateFolder(templates_folder(config))
+        self._templates = TemplateFolder(templates_folder(config), config.limits.max_template_bytes)
         self._pool = ThreadPoolExecutor(_THREADS, "control")
 
     def execute(self, requests: list[Any]) -> None:

@@ -119,7 +119,7 @@ def _stream(lengths: Sequence[int], device: torch.device) -> Stream:
     return Stream(spans(lengths), row_of.to(device), common)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def pack(
     text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...], device: torch.device
 ) -> Packing:
@@ -184,7 +184,7 @@ class Widening:
         return wide.index_select(0, self.rest_in_rows if rows else self.rest_in_image)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def widening(
     text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...], device: torch.device
 ) -> Widening:
