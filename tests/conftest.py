@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 
 HERE = Path(__file__).parent
 FOLDERS = ("unit", "contract", "triton", "e2e", "gpu")
+
+
+# Tests started in a shell's background inherit an ignored SIGINT, and so would all they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -245,8 +245,6 @@ def test_help_names_the_exit_codes(capsys: Capture) -> None:
 def test_an_interrupt_cancels_on_the_server_and_is_130(
     folder: Path, number: signal.Signals, stream: str
 ) -> None:
-    # Tests started in a shell's background inherit an ignored SIGINT, and so would the command.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     with FakeServer(step_s=30) as worker:
         words = ["--image", "a.png", "--mask", "m.png", "--prompt", "x", "--out", "b.png", stream]
         command = [sys.executable, "-m", "maskserve_client.cli", "edit", "--url", worker.url]
