@@ -199,6 +199,23 @@ def test_errors_arrive_clean(
     assert error_of(request) == (shown, getattr(api.TritonError, code))
 
 
+def test_an_id_is_free_once_it_is_answered(api: FakeTriton, front: Front) -> None:
+    """Though the pipeline has not ended yet: its last, empty response is still to come."""
+    release = threading.Event()
+
+    def lingering(call: Call) -> Iterator[InferenceResponse]:
+        yield from final(call)
+        assert release.wait(10)
+
+    api.models["edit_pipeline"] = lingering
+    first, second = (edit(api, {"request_id": "again"}) for _ in range(2))
+    front.execute([first])
+    assert not first.sender.wait().has_error()
+    front.execute([second])
+    assert not second.sender.wait().has_error()
+    release.set()
+
+
 def test_a_failed_event_is_the_answer(api: FakeTriton, fronts: Callable[..., Front]) -> None:
     def events(call: Call) -> Iterator[InferenceResponse]:
         yield reply(EDITED=b"", META=meta("progress", 1))

@@ -162,7 +162,9 @@ class Front:
                 raise self._problem
         call = _Call(request_id, inputs, settings, answer, ending.span.traceparent)
         with self._lock:
-            if request_id in self._calls:
+            held = self._calls.get(request_id)
+            # A client may send the id again as soon as it has its answer.
+            if held is not None and (held.withdrawn or not held.answer.done):
                 raise InvalidRequest(
                     "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
                 )
@@ -181,7 +183,8 @@ class Front:
             call.answer.fail(guarded(call.request_id, error))
         finally:
             with self._lock:
-                self._calls.pop(call.request_id, None)
+                if self._calls.get(call.request_id) is call:
+                    del self._calls[call.request_id]
 
     def _relay(self, call: _Call) -> None:
         parameters = {"accepted_ns": str(call.accepted_ns), TRACEPARENT: call.traceparent}
@@ -228,18 +231,20 @@ class Front:
 
     def _look_at(self, call: _Call, now: float) -> None:
         if call.answer.cancelled():
-            call.withdrawn = call.answer.fail(Cancelled("the client cancelled the request"))
+            self._withdraw(call, Cancelled("the client cancelled the request"))
         elif call.too_late(now) and not call.answer.done:
             limit = call.settings.deadline_ms
-            call.withdrawn = call.answer.fail(
-                DeadlineExceeded(
-                    f"SETTINGS.deadline_ms: {limit} ms passed before the edit was done"
-                )
-            )
+            late = f"SETTINGS.deadline_ms: {limit} ms passed before the edit was done"
+            self._withdraw(call, DeadlineExceeded(late))
         if call.withdrawn and not call.cancelling and now >= call.next_cancel:
             call.cancelling = True
             call.next_cancel = now + _CANCEL_EVERY_S
             self._cancels.submit(self._cancel, call)
+
+    def _withdraw(self, call: _Call, error: MaskserveError) -> None:
+        # Said before the client hears of it: its next edit may have the same id.
+        call.withdrawn = True
+        call.withdrawn = call.answer.fail(error)
 
     def _cancel(self, call: _Call) -> None:
         try:
