@@ -148,20 +148,21 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
     torch.set_num_threads(direct.threads)
     clock = ModelClock(direct.engine.adapter.model)  # type: ignore[attr-defined]
     marks: list[tuple[float, float]] = []
-    publish = direct.engine._publish
+    publisher = direct.engine._publisher
+    publish = publisher.publish
 
-    def published() -> None:  # once in every turn
-        publish()
+    def published(state: str) -> None:  # once in every turn
+        publish(state)
         marks.append((time.perf_counter(), clock.seconds))
 
-    direct.engine._publish = published  # type: ignore[method-assign]
+    publisher.publish = published  # type: ignore[method-assign]
     try:
         # All eight are in the inbox before the loop looks, so every step has eight rows.
         direct.engine.ask(partial(time.sleep, 0.3))
         with ThreadPoolExecutor(8) as pool:
             finals = list(pool.map(direct.denoise, jobs))
     finally:
-        direct.engine._publish = publish  # type: ignore[method-assign]
+        publisher.publish = publish  # type: ignore[method-assign]
         clock.close()
     turns = [(1e3 * (b[0] - a[0]), 1e3 * (b[1] - a[1])) for a, b in pairwise(marks) if b[1] > a[1]][
         2:-1

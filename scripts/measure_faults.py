@@ -20,14 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.timing import hardware
 from faults.client_faults import STEPS_BAR, client_faults, full_batch, try_client_fault
 from faults.repository import sabotaged_repository
 from faults.site import Site
 from faults.table import client_table, worker_table
 from faults.worker_faults import RETURN_BAR_S, try_worker_fault, worker_faults
+from perf.report import machine
 from serving.errors import ServeError
 from serving.options import REPOSITORY, ServeOptions
 from serving.ports import free_base_port
@@ -92,7 +90,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": " ".join(["scripts/measure_faults.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": hardware(torch.device("cpu")),
+        "hardware": machine(),
         "model": args.model.name,
         "steps": args.steps,
         "rows": rows,

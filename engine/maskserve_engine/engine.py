@@ -15,17 +15,17 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from maskserve_core.config import Config, model_name
+from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, Overloaded
 from maskserve_core.logs import about
 from maskserve_core.observations import Observations
-from maskserve_core.status import StatusWriter, WorkerStatus
 from maskserve_engine.adapter import Adapter, load_adapter
 from maskserve_engine.cache import TemplateCache
 from maskserve_engine.desk import Desk
 from maskserve_engine.edits import Edit, PrimingEdit
 from maskserve_engine.job import EditJob, Failed, Preview, Progress, Sink
 from maskserve_engine.priming_prompt import PromptEmbedding, PromptFile
+from maskserve_engine.publisher import Publisher, new_counters
 from maskserve_engine.replies import Replies
 from maskserve_engine.revision import model_revision
 
@@ -65,22 +65,12 @@ class Engine:
         )
         self._replies = Replies()
         self.desk = Desk(config, adapter, self.cache, self._replies)
-        self.counters: dict[str, float] = {
-            "steps_total": 0,
-            "step_tokens_total": 0,
-            "edits_total": 0,
-            "active_tokens_total": 0,
-            "dense_rows_total": 0,
-            "cached_rows_total": 0,
-            "priming_rows_total": 0,
-            "step_seconds_total": 0.0,
-            "step_load_stall_seconds_total": 0.0,
-        }
+        self.counters = new_counters()
+        self._publisher = Publisher(config, self.desk, self.cache, self.counters)
         self.observations = Observations()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._open = True
-        self._status = StatusWriter(runtime / "status") if runtime else None
         self._state, self._failed_steps, self._stop = "loading", 0, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -182,14 +172,14 @@ class Engine:
 
     def _run(self) -> None:
         self._state = "ready"
-        self._publish()
+        self._publisher.publish(self.state)
         try:
             while not self._stop:
                 self._take_commands()
                 running = self.desk.running()
                 if running:
                     # Before the step: who looks meanwhile sees what is being computed.
-                    self._publish()
+                    self._publisher.publish(self.state)
                     self._load(running)
                     self._step(running)
                     self._update(running)
@@ -205,7 +195,7 @@ class Engine:
         idle = len(self.desk.scheduler) == 0
         if idle:
             self.adapter.release()
-            self._publish()
+            self._publisher.publish(self.state)
         try:
             command = self._inbox.get(timeout=self.config.engine.heartbeat_s if idle else 0)
             while True:
@@ -308,26 +298,5 @@ class Engine:
         self.desk.draining = True
         while not self._inbox.empty():
             self._inbox.get()()
-        self._publish()
-        if self._status is not None:
-            self._status.close()
-
-    def _publish(self) -> None:
-        """Write the status record."""
-        if self._status is None:
-            return
-        running, waiting = self.desk.rows()
-        self._status.write(
-            WorkerStatus(
-                worker=self.config.worker,
-                model=model_name(self.config),
-                state=self.state,
-                max_rows=self.config.engine.max_rows,
-                max_waiting=self.config.engine.max_waiting,
-                running=running,
-                waiting=waiting,
-                templates={"device": self.cache.template_ids()},
-                tier_bytes={"device": self.cache.store.nbytes},
-                counters={**self.counters, **self.cache.counters()},
-            )
-        )
+        self._publisher.publish(self.state)
+        self._publisher.close()

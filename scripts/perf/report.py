@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 
+from maskserve_core.config import cores
 from perf.run import Outcome
 
 HEADER = (
@@ -39,4 +39,4 @@ def machine() -> str:
                 break
     except OSError:
         pass
-    return f"{model}, {os.cpu_count()} cores"
+    return f"{model}, {cores()} cores"
