@@ -77,16 +77,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         with Supervisor(options) as supervisor:
             site = Site(supervisor, args.side, args.steps)
             rows = supervisor.workers[0].config.engine.max_rows
-            harm = [
-                try_worker_fault(site, fault).to_json()
-                for fault in worker_faults()
-                if args.only in fault.name
-            ]
             left = []
             for leaving in client_faults():
                 if args.only in leaving.name:
                     with full_batch(site, rows - 1):
                         left.append(try_client_fault(site, leaving).to_json())
+                    print(left[-1], flush=True)
+            harm = []
+            for fault in worker_faults():
+                if args.only in fault.name:
+                    harm.append(try_worker_fault(site, fault).to_json())
+                    print(harm[-1], flush=True)
     return {
         "command": " ".join(["scripts/measure_faults.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),

@@ -79,7 +79,7 @@ def client_faults() -> list[ClientFault]:
 def full_batch(site: Site, rows: int) -> Iterator[None]:
     """`rows` long edits beside, so that a step is a step of a full batch."""
     with triton_grpc.InferenceServerClient(site.worker.grpc_url) as client:
-        names = [f"beside-{i}" for i in range(rows)]
+        names = [f"beside-{i}-{time.monotonic_ns()}" for i in range(rows)]
         calls = [
             client.async_infer(
                 "edit", tensors(triton_grpc, site.inputs(name)), lambda result, error: None

@@ -12,6 +12,7 @@ from typing import Any
 
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from geventhttpclient.response import HTTPConnectionClosed
 
 from faults.sabotage import ORDER
 from faults.site import Site, tensors, until
@@ -191,8 +192,8 @@ def _over_http(site: Site, name: str) -> str:
             client.infer("edit", tensors(triton_http, site.inputs(name)))
         except triton_http.InferenceServerException as error:
             return str(error.message())
-        except OSError as error:
-            return f"connection: {error}"
+        except (OSError, HTTPConnectionClosed) as error:
+            return f"HTTP: {error}"
     return "done"
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+
+from faults.table import client_table, worker_table
+from measure_faults import missed_bars
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -47,3 +51,13 @@ def test_every_setting_is_in_the_readme() -> None:
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [name for name in setting_names() if f"`{name}`" not in readme] == []
+
+
+def test_the_tables_of_reliability_are_those_that_were_measured() -> None:
+    """Printed by `scripts/measure_faults.py --show`."""
+    report = json.loads((ROOT / "docs" / "benchmarks" / "faults.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert worker_table(report["worker_faults"]) in text
+    assert client_table(report["client_faults"]) in text
+    assert report["date"] in text
+    assert missed_bars(report) == []
