@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from tests.e2e.calls import (
 from tests.fakes.collector import Collector, Span, collector, draw
 
 CLIENT_SPAN = "b7ad6b7169203331"
+# Triton sends its spans in batches, and tries again later when the collector is slow.
+SPANS_S = 30.0
 STAGES = ["preprocess", "encode", "queue", "denoise", "decode", "postprocess"]
 
 
@@ -81,10 +84,13 @@ def header(trace_id: str) -> dict[str, str]:
 def trace_of(kept: Collector, trace_id: str, *names: str) -> dict[str, Span]:
     """The spans of a trace once those named are there; each name once."""
 
-    def there() -> bool:
-        return {span.name for span in kept.trace(trace_id)} >= {"InferRequest", "edit", *names}
+    def missing() -> set[str]:
+        return {"InferRequest", "edit", *names} - {span.name for span in kept.trace(trace_id)}
 
-    eventually("the spans arrive", there)
+    end = time.monotonic() + SPANS_S
+    while missing() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert missing() == set(), draw(kept.trace(trace_id))
     spans = {span.name: span for span in kept.trace(trace_id)}
     assert len(spans) == len(kept.trace(trace_id)), draw(kept.trace(trace_id))
     return spans
