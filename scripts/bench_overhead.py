@@ -43,7 +43,7 @@ from maskserve_core.facts import load_facts
 from maskserve_core.flops import flux_work
 from maskserve_engine.flux import forward as forward_module
 from quality.systems import load_model_config
-from serving.command import KEEP_MEMORY
+from serving.command import KEEP_MEMORY, SHORT_WAITS
 from serving.options import ServeOptions
 from serving.ports import free_base_port
 from serving.supervisor import Supervisor
@@ -230,9 +230,10 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if any(name not in os.environ for name in KEEP_MEMORY):
-        # Both sides of the comparison get what a worker has; malloc reads it at the start only.
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**KEEP_MEMORY, **os.environ})
+    given = {**KEEP_MEMORY, **SHORT_WAITS}
+    if any(name not in os.environ for name in given):
+        # Both sides of the comparison get what a worker has; it is read at the start only.
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**given, **os.environ})
     config = load_model_config(args.model)
     config = replace(config, model=replace(config.model, torch_threads=args.threads))
     edits = make_edits(8, args.side)

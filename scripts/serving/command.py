@@ -72,9 +72,16 @@ KEEP_MEMORY = {
 }
 
 
+SHORT_WAITS = {
+    # Threads of one operation wait for one another by spinning. Where something else wants their
+    # cores that takes a step many times as long; after this many turns they sleep instead.
+    "GOMP_SPINCOUNT": "5000",
+}
+
+
 def environment(runtime: Runtime, config: Path, gpu: str | None) -> dict[str, str]:
     """The environment of a worker and its models."""
-    env = {**KEEP_MEMORY, **os.environ}
+    env = {**KEEP_MEMORY, **SHORT_WAITS, **os.environ}
     env.update(
         MASKSERVE_CONFIG=str(config),
         # The model is a local folder by now; nothing in a worker may reach for the network.
