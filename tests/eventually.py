@@ -1,0 +1,15 @@
+"""Waiting for what another thread or process does."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+def eventually(what: str, check: Any, timeout_s: float = 10.0) -> float:
+    """Wait until `check()` is true; returns the seconds it took."""
+    began = time.monotonic()
+    while not check():
+        assert time.monotonic() - began < timeout_s, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.005)
+    return time.monotonic() - began
