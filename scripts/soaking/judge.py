@@ -100,6 +100,7 @@ def judge_rest(samples: Sequence[Sample], rest: Sample) -> list[Bar]:
         "running": rest.running,
         "waiting": rest.waiting,
         "in flight": rest.in_flight,
+        "registered": rest.registered,
         "pinned": rest.pinned,
         "priming": rest.priming,
     }

@@ -48,7 +48,7 @@ class Sample:
     shared_memory_size: int
     """Bytes that the regions may take without growing."""
     runtime_files: int
-    """Files of its runtime folder, registered templates among them."""
+    """Files of its runtime folder."""
     runtime_bytes: int
     log_bytes: int
     running: int
@@ -58,6 +58,8 @@ class Sample:
     cached: int
     """Templates with entries."""
     cache_bytes: int
+    registered: int
+    """Templates whose images clients have registered."""
     pinned: int
     """Templates pinned by an operator."""
     priming: int
@@ -126,6 +128,7 @@ class Sampler:
             in_flight=status["in_flight"],
             cached=len(entries),
             cache_bytes=sum(status["tier_bytes"].values()),
+            registered=sum(template["registered"] for template in templates),
             pinned=sum(entry["pinned"] for entry in entries),
             priming=sum(entry["priming"] for entry in entries),
             in_use=len({r["template_id"] for r in status["running"] if r["kind"] == "cached"}),

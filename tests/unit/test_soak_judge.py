@@ -46,6 +46,7 @@ def sample(time_s: float, memory: float = 500.0, handles: float = 40, threads: f
         in_flight=12,
         cached=24,
         cache_bytes=0,
+        registered=2,
         pinned=1,
         priming=1,
         in_use=3,
@@ -132,8 +133,11 @@ def test_the_warm_up_lasts_until_the_cache_was_full() -> None:
 
 
 def test_at_rest_nothing_may_be_left() -> None:
-    idle = replace(sample(HOUR_S), running=0, waiting=0, in_flight=0, pinned=0, priming=0)
+    idle = replace(
+        sample(HOUR_S), running=0, waiting=0, in_flight=0, registered=0, pinned=0, priming=0
+    )
     assert missed(judge_rest(load(), idle)) == []
+    assert missed(judge_rest(load(), replace(idle, registered=1))) == ["nothing left behind"]
     assert missed(judge_rest(load(), replace(idle, pinned=1))) == ["nothing left behind"]
     assert missed(judge_rest(load(), replace(idle, restarts=1))) == ["no restart"]
     other = replace(idle, processes={"denoiser": replace(idle.processes["denoiser"], pid=8)})
