@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from tests.e2e.calls import Grpc, edit_inputs, pixels, plain_edit
+from tests.eventually import eventually
 from tests.fakes.pictures import blob_mask, encode, scene
 
 
 def register(grpc: Grpc, image: bytes) -> str:
     answer = grpc.control(op="register", image=base64.b64encode(image).decode())
     name = str(answer["template_id"])
-    end = time.monotonic() + 60
-    while answer["state"] != "primed":
-        assert time.monotonic() < end, answer
-        time.sleep(0.05)
-        answer = grpc.control(op="prime", template_id=name)
+    eventually(
+        "it is primed",
+        lambda: grpc.control(op="prime", template_id=name)["state"] == "primed",
+        60.0,
+    )
     return name
 
 

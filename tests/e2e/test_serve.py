@@ -16,7 +16,8 @@ import pytest
 
 from serving.leftovers import SHARED_MEMORY, region_prefix
 from serving.ports import Ports, check_free, free_base_port
-from tests.e2e.calls import Grpc, InferenceServerException, Pending, eventually, pixels, plain_edit
+from tests.e2e.calls import Grpc, InferenceServerException, Pending, pixels, plain_edit
+from tests.eventually import eventually
 
 SERVE = Path(__file__).parents[2] / "scripts" / "serve.py"
 # Loading takes seven seconds on a free machine, and a minute on a busy one.

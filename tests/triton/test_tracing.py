@@ -25,6 +25,7 @@ from maskserve_core.errors import Cancelled, InvalidRequest
 from maskserve_engine.course import Course, stages
 from maskserve_engine.job import Failed, Final
 from maskserve_engine.reception import Reception
+from tests.eventually import eventually
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 from tests.triton.test_reception import ScriptedEngine, tensors
 
@@ -47,13 +48,13 @@ class Spans:
 
     def named(self, name: str) -> ReadableSpan:
         """The one of that name; a front's ends just after its answer was sent."""
-        end = time.monotonic() + 2
-        while True:
-            found = [span for span in self.all() if span.name == name]
-            if found or time.monotonic() > end:
-                [span] = found
-                return span
-            time.sleep(0.001)
+
+        def found() -> list[ReadableSpan]:
+            return [span for span in self.all() if span.name == name]
+
+        eventually(f"there is a span {name}", found, 2.0)
+        [span] = found()
+        return span
 
 
 @pytest.fixture

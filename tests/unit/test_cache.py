@@ -18,6 +18,7 @@ from maskserve_engine.encode import Encoder
 from maskserve_engine.engine import Engine
 from maskserve_engine.entries import AnchorEntry
 from maskserve_engine.job import EditJob, Final
+from tests.eventually import eventually
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.unit.test_engine import Sink
 
@@ -118,10 +119,10 @@ def edit(engine: Engine, each: EditJob) -> Final:
 
 
 def settle(engine: Engine) -> None:
-    end = time.monotonic() + 30
-    while engine.ask(lambda: len(engine.desk.scheduler)).result(30):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    def idle() -> bool:
+        return engine.ask(lambda: len(engine.desk.scheduler)).result(30) == 0
+
+    eventually("the engine is idle", idle, 30.0)
 
 
 def test_a_template_is_primed_on_second_sight_and_hit_on_the_third(
@@ -209,8 +210,7 @@ def test_eviction_while_a_row_runs_changes_nothing(engine: Engine, encoder: Enco
     engine.submit(
         job(encoder, 8, "x", cache="require", num_inference_steps=30, progress=True), sink
     )
-    while not sink.events:
-        time.sleep(0.002)
+    eventually("the row runs", lambda: sink.events)
     freed = engine.evict(job(encoder, 8, "y").request.template_id).result(30)
     assert freed > 0
     assert np.abs(sink.final().latents - expected.latents).max() <= tolerance(expected.latents)

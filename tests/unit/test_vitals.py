@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from maskserve_core.status_record import RowStatus, WorkerStatus
 from maskserve_core.vitals import Silence, sign_in, sign_out, silence_limit_s, unwell
+from tests.eventually import eventually
 
 CHILD = """
 import sys
@@ -43,12 +43,8 @@ def child(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def soon(folder: Path) -> str | None:
     """What is found unwell, with a moment for the kernel to act."""
-    for _ in range(200):
-        found = unwell(folder)
-        if found is not None:
-            return found
-        time.sleep(0.01)
-    return None
+    eventually("it is unwell", lambda: unwell(folder), 2.0)
+    return unwell(folder)
 
 
 def test_the_living_are_well(tmp_path: Path, child: subprocess.Popen[str]) -> None:
@@ -101,15 +97,7 @@ def test_a_process_ends_with_its_server(tmp_path: Path) -> None:
         server.kill()
     child = Path("/proc", str(pid), "stat")
     # Whoever adopts it may leave it a zombie.
-    assert eventually(lambda: not child.exists() or _state_of(child) == "Z")
-
-
-def eventually(check: Callable[[], bool]) -> bool:
-    for _ in range(500):
-        if check():
-            return True
-        time.sleep(0.01)
-    return False
+    eventually("it has ended", lambda: not child.exists() or _state_of(child) == "Z", 5.0)
 
 
 def _state_of(stat: Path) -> str:
