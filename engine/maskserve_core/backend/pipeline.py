@@ -9,7 +9,7 @@ from typing import Any
 
 from maskserve_core.backend.responses import responses_of
 from maskserve_core.backend.wire import output, relayed, tensor
-from maskserve_core.errors import EngineFailed, MaskserveError
+from maskserve_core.errors import EngineFailed
 from maskserve_core.preprocess import PreparedTemplate
 
 
@@ -47,7 +47,7 @@ def run_edit(
         inputs=[tensor(api, name, value) for name, value in inputs.items()],
         parameters=parameters,
     )
-    failed: MaskserveError | None = None
+    failed = ""
     for answer in responses_of(call):
         if answer.has_error():
             raise relayed(answer.error().message(), request_id)
@@ -56,11 +56,12 @@ def run_edit(
             continue  # the empty response that only carries the final flag
         values = json.loads(meta)
         if values["event"] == "failed":
-            failed = relayed(values["error"], request_id)
+            failed = values["error"]
         else:
             yield Event(output(api, answer, "EDITED"), meta, values["event"], int(values["step"]))
-    if failed is not None:
-        raise failed
+    if failed:
+        # Made here: an error that its own frame holds is a cycle, and keeps the edit's pictures.
+        raise relayed(failed, request_id)
 
 
 _ENCODED = ("MOMENTS", "MASKED_MOMENTS", "PROMPT_EMBEDS", "POOLED_EMBEDS")
