@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import tempfile
+import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -26,13 +27,14 @@ class TemplateFolder:
     """One file per registered template: the image as the client encoded it.
 
     Several processes may share the folder: files appear whole or not at all and are never
-    rewritten in place.
+    rewritten in place. The bound holds for what one process puts there, from any of its threads.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int = 2**63) -> None:
         self._path = Path(path)
         self._max_bytes = max_bytes
         self._path.mkdir(parents=True, exist_ok=True)
+        self._putting = threading.Lock()
 
     def get(self, template_id: str) -> bytes | None:
         try:
@@ -48,9 +50,12 @@ class TemplateFolder:
             OSError: the folder cannot be written.
         """
         target = self._file(template_id)
-        if target.exists():
-            return
-        held = sum(self._file(name).stat().st_size for name in self.ids())
+        with self._putting:
+            if not target.exists():
+                self._add(target, encoded)
+
+    def _add(self, target: Path, encoded: bytes) -> None:
+        held = sum(self._size(name) for name in self.ids())
         if held + len(encoded) > self._max_bytes:
             raise Overloaded(
                 f"registered images take {held} bytes, and {len(encoded)} more exceed "
@@ -79,6 +84,12 @@ class TemplateFolder:
     def ids(self) -> list[str]:
         """Ids of all templates, sorted."""
         return sorted(p.name for p in self._path.iterdir() if _TEMPLATE_ID.fullmatch(p.name))
+
+    def _size(self, template_id: str) -> int:
+        try:
+            return self._file(template_id).stat().st_size
+        except FileNotFoundError:  # removed meanwhile
+            return 0
 
     def _file(self, template_id: str) -> Path:
         if _TEMPLATE_ID.fullmatch(template_id) is None:

@@ -71,15 +71,21 @@ def silence_limit_s(status: WorkerStatus, heartbeat_timeout_s: float) -> float:
 
 
 def sign_in(runtime_dir: str | os.PathLike[str], model: str) -> None:
-    """Write down that this process serves `model`, and end it when its server is gone."""
+    """Write down that this process serves `model`."""
     folder = Path(runtime_dir) / "processes"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{model}.{os.getpid()}").touch()
+
+
+def end_with_server() -> None:
+    """End this process when its server is gone; call it before what takes long to load.
+
+    A server that is killed leaves its models' processes behind, with all their memory.
+    """
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
-    """A server that is killed leaves its models' processes behind, with all their memory."""
     while os.getppid() == parent:
         time.sleep(_PARENT_EVERY_S)
     os._exit(1)
@@ -106,7 +112,9 @@ def unwell(runtime_dir: str | os.PathLike[str]) -> str | None:
 
 def _state(pid: str) -> str:
     try:
-        stat = Path("/proc", pid, "stat").read_text(encoding="ascii", errors="replace")
+        # Not by a Path: asked every tenth of a second, it would churn Python's interned strings.
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            stat = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return "X"
     # "PID (command) STATE …": the command may hold anything, also parentheses.

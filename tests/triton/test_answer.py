@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
 import pytest
 
 from maskserve_core.backend.answer import Answer
+from maskserve_core.errors import EngineFailed, MaskserveError
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse, Sender
 
 
@@ -35,3 +37,30 @@ def test_no_tensor_is_freed_while_triton_sends(api: FakeTriton, send: Any) -> No
     assert send(Answer(api, sender), {"META": b"{}", "LATENTS": b""})
     assert len(sender.sent) == 1
     assert sender.freed == 0
+
+
+class BrokenSender(Sender):
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        raise RuntimeError("the stub has lost its pipe")
+
+
+def test_an_answer_that_could_not_be_sent_did_not_succeed(api: FakeTriton) -> None:
+    ends: list[MaskserveError | None] = []
+    answer = Answer(api, BrokenSender([]), lambda error, outputs: ends.append(error))
+    assert answer.finish({"META": b"{}"})
+    assert answer.done
+    assert [type(error) for error in ends] == [EngineFailed]
+
+
+def test_who_looks_for_cancels_does_not_wait_for_the_log(api: FakeTriton) -> None:
+    """What is done at the end of an edit may take as long as a disk does."""
+    looked: list[bool] = []
+
+    def at_end(error: MaskserveError | None, outputs: dict[str, Any]) -> None:
+        watcher = threading.Thread(target=lambda: looked.append(answer.cancelled()), daemon=True)
+        watcher.start()
+        watcher.join(5)
+
+    answer = Answer(api, Sender(api.violations), at_end)
+    assert answer.finish({"META": b"{}"})
+    assert looked == [False]

@@ -18,7 +18,7 @@ from maskserve_core.backend.control import OPERATIONS, Control
 from maskserve_core.config import Config
 from maskserve_core.gate import Gate
 from maskserve_core.images import encode_image
-from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
+from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 
 pytestmark = pytest.mark.usefixtures("beat")
 
@@ -38,6 +38,33 @@ def ask(api: FakeTriton, control: Control, operation: Any) -> Any:
     answer = request.sender.wait()
     error = answer.error()
     return error.message() if error is not None else json.loads(answer.text("RESULT"))
+
+
+def test_an_operation_given_up_is_not_done_later(
+    api: FakeTriton, control: Control, config: Config
+) -> None:
+    release, asked = threading.Event(), list[str]()
+
+    def slow(call: Call) -> Iterator[InferenceResponse]:
+        asked.append(call.json("REQUEST")["request_id"])
+        release.wait(10)
+        yield reply(META=b"{}")
+
+    def cancel(name: str) -> Request:
+        request = api.request(OP=json.dumps({"op": "cancel", "request_id": name}).encode())
+        control.execute([request])
+        return request
+
+    api.models["denoiser"] = slow
+    busy = [cancel(f"busy-{number}") for number in range(8)]
+    queued = cancel("queued")
+    try:
+        for request in (*busy, queued):
+            assert request.sender.wait().error() is not None
+    finally:
+        release.set()
+    control._pool.shutdown(wait=True)
+    assert sorted(asked) == [f"busy-{number}" for number in range(8)]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -379,3 +380,23 @@ def test_closing_answers_what_is_in_flight(
     front.execute([request])
     front.close()
     assert error_of(request)[0] == "[OVERLOADED] the worker is stopping"
+
+
+def test_a_late_cancel_spares_the_next_edit_of_the_same_id(
+    api: FakeTriton, front: Front, stuck: Stuck
+) -> None:
+    cancelled: list[str] = []
+
+    def denoiser(call: Call) -> Iterator[InferenceResponse]:
+        cancelled.append(call.json("REQUEST")["request_id"])
+        yield reply(META=b"{}")
+
+    api.models["denoiser"] = denoiser
+    api.models["edit_pipeline"] = stuck
+    front.execute([edit(api, {"request_id": "mine"})])
+    assert stuck.started.wait(5)
+    running = front._calls["mine"]
+    front._cancel(replace(running))  # of an edit that had the id before
+    assert cancelled == []
+    front._cancel(running)
+    assert cancelled == ["mine"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -105,3 +106,37 @@ def test_the_folder_is_bounded(tmp_path: Path) -> None:
     assert folder.ids() == [A]
     folder.remove(A)
     folder.put(B, b"12345")
+
+
+def test_templates_may_go_while_another_is_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = TemplateFolder(tmp_path, max_bytes=100)
+    folder.put(A, b"first")
+    listed = folder.ids
+
+    def ids() -> list[str]:
+        names = listed()
+        folder.remove(A)
+        return names
+
+    monkeypatch.setattr(folder, "ids", ids)
+    folder.put(B, b"second")
+    assert listed() == [B]
+
+
+def test_the_bound_holds_for_threads_too(tmp_path: Path) -> None:
+    folder = TemplateFolder(tmp_path, max_bytes=1000)
+    barrier = threading.Barrier(8)
+
+    def put(number: int) -> bool:
+        barrier.wait()
+        try:
+            folder.put(f"{number:032x}", b"x" * 300)
+        except Overloaded:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(put, range(8))) == 3
+    assert len(folder.ids()) == 3

@@ -17,7 +17,8 @@ from tests.eventually import eventually
 
 CHILD = """
 import sys
-from maskserve_core.vitals import sign_in
+from maskserve_core.vitals import end_with_server, sign_in
+end_with_server()
 sign_in(sys.argv[1], "denoiser")
 print("in", flush=True)
 import time

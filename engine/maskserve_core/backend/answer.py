@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from maskserve_core.backend.wire import error_response, output_tensors
-from maskserve_core.errors import MaskserveError
+from maskserve_core.errors import EngineFailed, MaskserveError
+
+log = logging.getLogger("maskserve")
 
 OnEnd = Callable[[MaskserveError | None, dict[str, Any]], None]
 """Told, once, what the final answer was: an error, or outputs."""
@@ -73,6 +76,9 @@ class Answer:
             self._done = True
             try:
                 self._sender.send(message, flags=self._api.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-            finally:
-                self._on_end(error, outputs)
+            except Exception:
+                log.exception("an answer could not be sent")
+                error = EngineFailed("the answer could not be sent")
+        # Without the lock: whoever looks for cancels must not wait for a log's disk.
+        self._on_end(error, outputs)
         return True

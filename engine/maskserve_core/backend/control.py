@@ -219,7 +219,8 @@ class Control:
     def _with_denoiser(self, operation: dict[str, str], answer: Answer) -> None:
         def ask() -> None:
             try:
-                _reply(answer, self._asking(operation))
+                if not answer.done:  # else the client was told that nothing has been done
+                    _reply(answer, self._asking(operation))
             except Exception as error:
                 answer.fail(guarded("", error))
             finally:

@@ -157,9 +157,10 @@ class Front:
             raise Overloaded("the worker is draining and takes no new edits")
         if self._problem is not None:
             # What the watcher last saw may be over, as after the start.
-            self._problem = self._health.problem()
-            if self._problem is not None:
-                raise self._problem
+            problem = self._problem = self._health.problem()
+            if problem is not None:
+                answer.fail(problem)
+                return
         call = _Call(request_id, inputs, settings, answer, ending.span.traceparent)
         with self._lock:
             held = self._calls.get(request_id)
@@ -212,9 +213,9 @@ class Front:
                 now = time.monotonic()
                 if now >= next_health:
                     next_health = now + _HEALTH_EVERY_S
-                    self._problem = self._health.problem()
-                    if self._problem is not None:
-                        self._fail_all(self._problem)
+                    problem = self._problem = self._health.problem()
+                    if problem is not None:
+                        self._fail_all(problem)
                 for call in self._snapshot():
                     self._look_at(call, now)
             except Exception as error:
@@ -248,6 +249,8 @@ class Front:
 
     def _cancel(self, call: _Call) -> None:
         try:
+            if self._calls.get(call.request_id) is not call:
+                return  # it has ended, and the id may be another edit's by now
             ask_denoiser(self._api, {"op": "cancel", "request_id": call.request_id})
         except MaskserveError as error:
             log.warning("cancel: %s", error, extra=about(call.request_id))

@@ -11,7 +11,7 @@ from maskserve_core.backend.wire import read_array, read_bytes
 from maskserve_core.config import beside_denoiser, load_config
 from maskserve_core.logs import start_log
 from maskserve_core.meta import with_timing
-from maskserve_core.vitals import sign_in, sign_out
+from maskserve_core.vitals import end_with_server, sign_in, sign_out
 from maskserve_engine.decode import Decoder
 
 _NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
@@ -19,6 +19,7 @@ _NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 
 class TritonPythonModel:
     def initialize(self, args):
+        end_with_server()
         self._config = beside_denoiser(load_config())
         start_log(self._config, "decoder")
         self._decoder = Decoder.load(self._config)

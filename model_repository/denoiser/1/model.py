@@ -6,7 +6,7 @@ from maskserve_core.backend.metrics import EngineMetrics, MetricsThread
 from maskserve_core.backend.tracing import make_tracer
 from maskserve_core.config import load_config
 from maskserve_core.logs import start_log
-from maskserve_core.vitals import sign_in, sign_out
+from maskserve_core.vitals import end_with_server, sign_in, sign_out
 from maskserve_engine.engine import Engine
 from maskserve_engine.reception import Reception
 
@@ -16,6 +16,7 @@ _CLOSE_GRACE_S = 5.0
 
 class TritonPythonModel:
     def initialize(self, args):
+        end_with_server()
         self._config = load_config()
         start_log(self._config, "denoiser")
         self._engine = Engine.load(self._config)

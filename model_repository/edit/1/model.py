@@ -5,11 +5,12 @@ import triton_python_backend_utils as pb_utils
 from maskserve_core.backend.front import Front
 from maskserve_core.config import load_config
 from maskserve_core.logs import start_log
-from maskserve_core.vitals import sign_in, sign_out
+from maskserve_core.vitals import end_with_server, sign_in, sign_out
 
 
 class TritonPythonModel:
     def initialize(self, args):
+        end_with_server()
         self._config = load_config()
         start_log(self._config, "edit")
         self._front = Front(pb_utils, self._config, "edit", streaming=False)

@@ -11,13 +11,14 @@ from maskserve_core.backend.wire import read_array, read_bytes
 from maskserve_core.config import beside_denoiser, load_config
 from maskserve_core.logs import start_log
 from maskserve_core.request import EditRequest
-from maskserve_core.vitals import sign_in, sign_out
+from maskserve_core.vitals import end_with_server, sign_in, sign_out
 from maskserve_engine.encode import Encoder, warm
 from maskserve_engine.priming_prompt import write_priming_prompt
 
 
 class TritonPythonModel:
     def initialize(self, args):
+        end_with_server()
         self._config = beside_denoiser(load_config())
         start_log(self._config, "encoder")
         self._encoder = Encoder.load(self._config)

@@ -13,11 +13,12 @@ from maskserve_core.logs import start_log
 from maskserve_core.meta import with_timing
 from maskserve_core.postprocess import finish_edit
 from maskserve_core.request import EditRequest
-from maskserve_core.vitals import sign_in, sign_out
+from maskserve_core.vitals import end_with_server, sign_in, sign_out
 
 
 class TritonPythonModel:
     def initialize(self, args):
+        end_with_server()
         self._config = load_config()
         start_log(self._config, "postprocess")
         self._tracer = make_tracer(self._config, "postprocess")

@@ -13,11 +13,12 @@ from maskserve_core.facts import load_facts
 from maskserve_core.logs import start_log
 from maskserve_core.preprocess import prepare_edit
 from maskserve_core.templates import TemplateFolder
-from maskserve_core.vitals import sign_in, sign_out
+from maskserve_core.vitals import end_with_server, sign_in, sign_out
 
 
 class TritonPythonModel:
     def initialize(self, args):
+        end_with_server()
         self._config = load_config()
         start_log(self._config, "preprocess")
         model = self._config.model
