@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -29,6 +32,7 @@ class Beside:
         self._stop.set()
         self._thread.join(60)
         self._grpc.close()
+        assert not self._thread.is_alive(), "the edit beside is not answered"
 
     def check(self) -> None:
         """Every edit came back, and with the same pixels."""
@@ -50,23 +54,40 @@ class Beside:
 
 
 class Processes:
-    """The worker's processes and log, from one moment on."""
+    """The worker's processes and its two logs, from one moment on."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._ids = self._living()
-        self._log_start = worker.spec.log.stat().st_size
+        self._triton, self._ours = Log(worker.spec.log), Log(Path(worker.config.log.file))
 
     def check(self) -> None:
         """The same processes are alive, and none of them met an exception nobody foresaw."""
         assert self._worker.restarts == 0
         assert self._living() == self._ids
-        with self._worker.spec.log.open("rb") as log:
-            log.seek(self._log_start)
-            said = log.read()
-        assert b"Traceback" not in said, said[said.index(b"Traceback") - 500 :][:3000].decode()
+        # Triton's own has what no code of ours caught, and the JSON lines what was caught.
+        said = self._triton.said()
+        at = said.find(b"Traceback")
+        assert at < 0, said[max(0, at - 500) :][:3000].decode()
+        lines: list[dict[str, Any]] = [json.loads(line) for line in self._ours.said().splitlines()]
+        assert lines
+        grave = ("ERROR", "CRITICAL")
+        assert [line for line in lines if line["level"] in grave or "exc" in line] == []
 
     def _living(self) -> set[tuple[int, float]]:
         assert self._worker.pid is not None
         server = psutil.Process(self._worker.pid)
         return {(p.pid, p.create_time()) for p in (server, *server.children(recursive=True))}
+
+
+class Log:
+    """A file that is appended to, from one moment on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._start = path.stat().st_size
+
+    def said(self) -> bytes:
+        with self._path.open("rb") as log:
+            log.seek(self._start)
+            return log.read()
