@@ -26,12 +26,12 @@ from tests.e2e.calls import (
     Http,
     InferenceServerException,
     edit_inputs,
-    eventually,
     pixels,
     plain_edit,
     stream,
     tensors,
 )
+from tests.eventually import eventually
 from tests.fakes.corpus.bodies import HttpCase, http_cases
 from tests.fakes.corpus.case import Case, Either, Pixels, Refused, Works
 from tests.fakes.corpus.collection import edit_cases, is_sampled, sample
@@ -91,10 +91,10 @@ def test_each_edit_gets_its_documented_answer(case: Case, http: Http, grpc: Grpc
         except InferenceServerException as error:
             answer = error
         match case.expected:
-            case Refused(field, code):
-                check_refusal(answer, code, (field,), protocol)
+            case Refused() as refused:
+                check_refusal(answer, protocol, refused)
             case Either() if isinstance(answer, InferenceServerException):
-                check_refusal(answer, "INVALID_REQUEST", ("IMAGE", "MASK"), protocol)
+                check_refusal(answer, protocol, *Either.refusals)
             case Either():
                 assert answer[1]["event"] == "final"
                 assert picture(answer).ndim == 3
@@ -114,19 +114,19 @@ def test_a_stream_refuses_by_name_and_goes_on(worker: Worker) -> None:
             with pytest.raises(InferenceServerException) as caught:
                 opened.next()
             assert isinstance(case.expected, Refused)
-            start = f"[{case.expected.code}] {case.expected.field}"
-            assert caught.value.message().startswith(start)
+            assert caught.value.message().startswith(case.expected.start)
         opened.send(plain_edit())
         assert opened.next()[1]["event"] == "final"
 
 
 def check_refusal(
-    answer: Answer | InferenceServerException, code: str, fields: tuple[str, ...], protocol: int
+    answer: Answer | InferenceServerException, protocol: int, *expected: Refused
 ) -> None:
+    """It is one of `expected`, which have one code."""
     assert isinstance(answer, InferenceServerException), answer[1]
     message = answer.message()
-    assert message.startswith(tuple(f"[{code}] {field}" for field in fields)), message[:300]
-    assert STATUSES[code][protocol] in str(answer.status())
+    assert message.startswith(tuple(each.start for each in expected)), message[:300]
+    assert STATUSES[expected[0].code][protocol] in str(answer.status())
     assert "Traceback" not in message
     assert len(message) < 1000
 
@@ -143,7 +143,7 @@ def test_each_operation_is_refused_by_name(case: OperationCase, http: Http, work
         for protocol, (client, module) in enumerate(((http, triton_http), (grpc, triton_grpc))):
             with pytest.raises(InferenceServerException) as caught:
                 client.infer("control", tensors(module, {"OP": case.op}))
-            check_refusal(caught.value, case.expected.code, (case.expected.field,), protocol)
+            check_refusal(caught.value, protocol, case.expected)
 
 
 def test_operations_that_work_still_do(grpc: Grpc) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,14 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Refused:
-    """An error whose message begins "[code] field: "."""
+    """An error whose message begins with `start`."""
 
     field: str
     code: str = "INVALID_REQUEST"
+
+    @property
+    def start(self) -> str:
+        return f"[{self.code}] {self.field}: "
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,9 @@ class Works:
 
 @dataclass(frozen=True)
 class Either:
-    """A final edit, or an INVALID_REQUEST that names IMAGE or MASK: bytes that were damaged."""
+    """A final edit, or one of `refusals`: bytes that were damaged."""
+
+    refusals: ClassVar = (Refused("IMAGE"), Refused("MASK"))
 
 
 Expected: TypeAlias = Refused | Works | Either

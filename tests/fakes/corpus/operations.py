@@ -92,7 +92,7 @@ _WRONG_OBJECTS: dict[str, tuple[Any, str]] = {
     "long op": ({"op": "x" * 60_000}, "op"),
     "a method of the code": ({"op": "__init__"}, "op"),
     "op twice": (b'{"op": "status", "op": "drain"}', "op"),
-    "key of surrogates": ({"op": "status", "\ud800": 1}, ""),
-    "long key": ({"op": "status", "k" * 60_000: 1}, "kkkk"),
+    "key of surrogates": ({"op": "status", "\ud800": 1}, "\\ud800"),
+    "long key": ({"op": "status", "k" * 60_000: 1}, "k" * 40),
     "unknown key": ({"op": "status", "all": True}, "all"),
 }
