@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tests.fakes.corpus.encoding import webp_canvas, webp_of
 from tests.fakes.pictures import blob_mask, encode, png_chunk, png_file, scene
 
 SIZE = (40, 56)
@@ -92,7 +93,7 @@ def bad_images() -> dict[str, bytes]:
         "bomb PNG": png_file(60_000, 60_000, 8, 2, bytes(1000)),
         "bomb one-bit PNG": png_file(2**31 - 1, 2**31 - 1, 1, 0, bytes(100)),
         "bomb JPEG": bomb,
-        "bomb WebP": _webp_canvas(16_383, 16_383),
+        "bomb WebP": webp_of(webp_canvas(16_383, 16_383)),
         "PNG of no pixels": png_file(0, 0, 8, 2, b""),
         "PNG of many chunks": _many_chunks(70_000),
         "GIF": encode(picture, "GIF"),
@@ -161,12 +162,6 @@ def _bad_settings() -> dict[str, tuple[bytes, str]]:
 
 def _case(name: str, field: str, **changed: bytes) -> HostileCase:
     return HostileCase(name, {**good_inputs(), **changed}, "INVALID_REQUEST", field)
-
-
-def _webp_canvas(width: int, height: int) -> bytes:
-    extent = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
-    chunk = b"VP8X" + struct.pack("<I", 10) + bytes([0x10, 0, 0, 0]) + extent
-    return b"RIFF" + struct.pack("<I", 4 + len(chunk)) + b"WEBP" + chunk
 
 
 def _many_chunks(count: int) -> bytes:

@@ -83,8 +83,8 @@ def odd_images(height: int = 45, width: int = 61) -> Iterator[OddImage]:
 
     yield OddImage("rgb", encode(rgb), rgb)
     yield OddImage("webp-lossless", encode(rgb, "WEBP", lossless=True), rgb)
-    yield OddImage("grey", encode(grey), _grey(grey))
-    yield OddImage("grey-alpha", encode(Image.merge("LA", [_l(grey), _l(ramp)])), _grey(grey))
+    yield OddImage("grey", encode(grey), grey_pixels(grey))
+    yield OddImage("grey-alpha", encode(Image.merge("LA", [_l(grey), _l(ramp)])), grey_pixels(grey))
     rgba = Image.merge("RGBA", [*picture.split(), _l(ramp)])
     yield OddImage("rgba", encode(rgba), rgb)
     yield OddImage("rgba-webp", encode(rgba, "WEBP", lossless=True, exact=True), rgb)
@@ -101,7 +101,7 @@ def odd_images(height: int = 45, width: int = 61) -> Iterator[OddImage]:
     yield OddImage("palette-two-bits", encode(few, bits=2), np.asarray(few.convert("RGB")))
 
     deep = grey.astype(np.uint16) * 257 - (grey > 0)
-    yield OddImage("grey-16", sixteen_bit_png(deep), _grey((deep >> 8).astype(np.uint8)))
+    yield OddImage("grey-16", sixteen_bit_png(deep), grey_pixels((deep >> 8).astype(np.uint8)))
     deep_rgb = rgb.astype(np.uint16) * 256 + 77
     yield OddImage("rgb-16", sixteen_bit_png(deep_rgb), rgb)
 
@@ -146,7 +146,8 @@ def _l(grey: npt.NDArray[np.uint8]) -> Image.Image:
     return Image.fromarray(grey)
 
 
-def _grey(grey: npt.NDArray[np.uint8]) -> Bytes3D:
+def grey_pixels(grey: npt.NDArray[np.uint8]) -> Bytes3D:
+    """RGB [H, W, 3] of luminance [H, W]."""
     return np.repeat(grey[:, :, None], 3, axis=2)
 
 

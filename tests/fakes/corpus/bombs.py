@@ -21,7 +21,7 @@ from tests.fakes.corpus.encoding import (
     webp_of,
 )
 from tests.fakes.hostile import SIZE, good_inputs
-from tests.fakes.pictures import encode, png_chunk, png_file, scene
+from tests.fakes.pictures import encode, png_file, scene
 
 MEGABYTE = 2**20
 # (width, height), each beyond the side or the pixels that are allowed by default.
@@ -64,7 +64,6 @@ def _bombs() -> dict[str, Callable[[], bytes]]:
         ),
         # Within the limits, and of another size than the other picture.
         "PNG of 7000x7000 that is cut short": lambda: png_file(7000, 7000, 8, RGB, bytes(5000)),
-        "PNG of 70,000 chunks": lambda: _many_chunks(70_000),
         "JPEG of 100,000 segments": lambda: (
             b"\xff\xd8" + segment(0xFE, b"") * 100_000 + b"\xff\xd9\0\0"
         ),
@@ -93,8 +92,3 @@ def _many_scans() -> bytes:
     whole = encode(scene(*SIZE), "JPEG", progressive=True)
     at = whole.index(b"\xff\xda")
     return whole[:at] + segment(0xDA, b"\1\1\0\0\0\0") * 1000 + whole[at:]
-
-
-def _many_chunks(count: int) -> bytes:
-    whole = png_file(1, 1, 8, GREY, b"\0\0")
-    return whole[:33] + png_chunk(b"tEXt", b"") * count + whole[33:]

@@ -27,7 +27,7 @@ from tests.fakes.corpus.encoding import (
     webp_of,
 )
 from tests.fakes.hostile import SIZE
-from tests.fakes.pictures import blob_mask, encode, odd_images, png_chunk, scene
+from tests.fakes.pictures import blob_mask, encode, grey_pixels, odd_images, png_chunk, scene
 
 SIZES = ((1, 1), (1, 9), (9, 1), (2, 2), (7, 13), (16, 16), (1, 700), (500, 2), (31, 257), (90, 90))
 
@@ -59,10 +59,6 @@ def _as_pillow_reads(encoded: bytes) -> tuple[bytes, Pixels]:
     return encoded, np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
 
 
-def _grey(samples: Pixels) -> Pixels:
-    return np.repeat(samples[..., None], 3, axis=2)
-
-
 def _pngs() -> dict[str, tuple[bytes, Pixels]]:
     rgb = scene(*SIZE)
     grey = rgb[..., 0]
@@ -88,17 +84,17 @@ def _pngs() -> dict[str, tuple[bytes, Pixels]]:
 
         for depth in (1, 2, 4, 8):
             few = grey >> (8 - depth)
-            add(f"{depth}-bit grey", _grey(few * (255 // (2**depth - 1))), few, GREY, depth)
+            add(f"{depth}-bit grey", grey_pixels(few * (255 // (2**depth - 1))), few, GREY, depth)
             table = ((b"PLTE", palette[: 2**depth].tobytes()),)
             add(f"{depth}-bit palette", palette[few], few, PALETTE, depth, before=table)
         deep = grey.astype(np.uint16) * 256 + 255 - grey
-        add("16-bit grey", _grey(grey), deep, GREY, 16)
+        add("16-bit grey", grey_pixels(grey), deep, GREY, 16)
         add("8-bit RGB", rgb, rgb, RGB)
         add("16-bit RGB", rgb, rgb.astype(np.uint16) * 256 + 200, RGB, 16)
-        add("8-bit grey with alpha", _grey(grey), rgb[..., :2], GREY_ALPHA)
+        add("8-bit grey with alpha", grey_pixels(grey), rgb[..., :2], GREY_ALPHA)
         add(
             "16-bit grey with alpha",
-            _grey(grey),
+            grey_pixels(grey),
             rgb[..., :2].astype(int) * 256 + 9,
             GREY_ALPHA,
             16,
@@ -106,7 +102,7 @@ def _pngs() -> dict[str, tuple[bytes, Pixels]]:
         add("8-bit RGBA", rgb, rgba, RGBA)
         add("16-bit RGBA", rgb, rgba.astype(np.uint16) * 256 + 77, RGBA, 16)
     grey_key = ((b"tRNS", b"\0\x14"),)
-    made["PNG of grey with a clear colour"] = png(grey, GREY, before=grey_key), _grey(grey)
+    made["PNG of grey with a clear colour"] = png(grey, GREY, before=grey_key), grey_pixels(grey)
     rgb_key = ((b"tRNS", b"\0\1\0\2\0\3"),)
     made["PNG of RGB with a clear colour"] = png(rgb, RGB, before=rgb_key), rgb
     made["PNG of RGBA with a stray tRNS"] = png(rgba, RGBA, before=rgb_key), rgb

@@ -15,7 +15,7 @@ from tests.fakes.corpus.encoding import RGB, chunks_of, png, png_of
 from tests.fakes.hostile import SIZE
 from tests.fakes.pictures import blob_mask, encode, scene
 
-DRAWN = 110
+DRAWN = 210
 
 
 def mutation_cases() -> Iterator[Case]:
