@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import base64
 import http.client
 import json
-import queue
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-import tritonclient.grpc as triton_grpc
+from tritonclient.utils import InferenceServerException
 
-from faults.site import Site, tensors, until
+from faults.site import Site, until
+from probing.calls import Grpc, Stream, texts
 
 STEPS_BAR = 2
 _PATIENCE_S = 60.0
+_SCRIPTS = Path(__file__).parents[1]
 _CHILD = """
-import json, sys
-import numpy, tritonclient.grpc as grpc
-url, model, values = json.load(sys.stdin)
-client = grpc.InferenceServerClient(url)
-made = []
-for name, value in values.items():
-    tensor = grpc.InferInput(name, [1], "BYTES")
-    tensor.set_data_from_numpy(numpy.array([value.encode()], numpy.object_))
-    made.append(tensor)
-if model == "edit":
-    client.infer(model, made)
-client.start_stream(lambda result, error: None)
-client.async_stream_infer(model, made)
-import time; time.sleep(600)
+import json, sys, time
+from probing.calls import Grpc, Stream
+url, front, texts = json.load(sys.stdin)
+inputs = {name: text.encode() for name, text in texts.items()}
+if front == "edit":
+    Grpc(url).edit(inputs)
+opened = Stream(url)
+opened.send(inputs)
+time.sleep(600)
 """
 
 
@@ -43,7 +39,7 @@ class ClientFault:
     """A way for a client to leave: starts an edit, yields, and leaves when asked to go on."""
 
     name: str
-    leave: Callable[[Site, str, ExitStack], Callable[[], None]]
+    leave: Callable[[Site, str, ExitStack], Callable[[], object]]
     """Starts the edit of this name and returns what makes the client leave it."""
 
 
@@ -78,18 +74,13 @@ def client_faults() -> list[ClientFault]:
 @contextmanager
 def full_batch(site: Site, rows: int) -> Iterator[None]:
     """`rows` long edits beside, so that a step is a step of a full batch."""
-    with triton_grpc.InferenceServerClient(site.worker.grpc_url) as client:
+    with closing(Grpc(site.worker.grpc_url)) as client:
         names = [f"beside-{i}-{time.monotonic_ns()}" for i in range(rows)]
-        calls = [
-            client.async_infer(
-                "edit", tensors(triton_grpc, site.inputs(name)), lambda result, error: None
-            )
-            for name in names
-        ]
+        edits = [client.begin(site.inputs(name)) for name in names]
         until("the batch is full", lambda: all(site.row(name) for name in names), _PATIENCE_S)
         yield
-        for call in calls:
-            call.cancel()
+        for edit in edits:
+            edit.call.cancel()
     until("the batch is empty", lambda: not site.status().running, _PATIENCE_S)  # type: ignore[union-attr]
 
 
@@ -122,29 +113,29 @@ def try_client_fault(site: Site, fault: ClientFault) -> ClientTrial:
     )
 
 
-def _grpc(site: Site, stack: ExitStack) -> triton_grpc.InferenceServerClient:
-    return stack.enter_context(triton_grpc.InferenceServerClient(site.worker.grpc_url))
+def _grpc(site: Site, stack: ExitStack) -> Grpc:
+    return stack.enter_context(closing(Grpc(site.worker.grpc_url)))
 
 
 def _cancel_unary(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
-    made = tensors(triton_grpc, site.inputs(name))
-    call = _grpc(site, stack).async_infer("edit", made, lambda result, error: None)
-    return lambda: call.cancel()
+    edit = _grpc(site, stack).begin(site.inputs(name))
+    return lambda: edit.call.cancel()
 
 
 def _deadline(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
-    made, passed = tensors(triton_grpc, site.inputs(name)), queue.Queue[Any]()
-    _grpc(site, stack).async_infer(
-        "edit", made, lambda result, error: passed.put(error), client_timeout=3.0
-    )
-    return lambda: passed.get(timeout=_PATIENCE_S)
+    edit = _grpc(site, stack).begin(site.inputs(name), timeout_s=3.0)
+
+    def leave() -> None:
+        with suppress(InferenceServerException):
+            edit.wait(_PATIENCE_S)
+
+    return leave
 
 
 def _cancel_stream(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
-    client = _grpc(site, stack)
-    client.start_stream(lambda result, error: None)
-    client.async_stream_infer("edit_stream", tensors(triton_grpc, site.inputs(name)))
-    return lambda: client.stop_stream(cancel_requests=True)
+    opened = stack.enter_context(closing(Stream(site.worker.grpc_url)))
+    opened.send(site.inputs(name))
+    return opened.cancel
 
 
 def _kill_unary(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
@@ -155,13 +146,15 @@ def _kill_stream(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
     return _child(site, name, stack, "edit_stream")
 
 
-def _child(site: Site, name: str, stack: ExitStack, model: str) -> Callable[[], None]:
+def _child(site: Site, name: str, stack: ExitStack, front: str) -> Callable[[], None]:
     """A client in a process of its own, to be killed."""
-    child = subprocess.Popen([sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD], cwd=_SCRIPTS, stdin=subprocess.PIPE, text=True
+    )
     stack.callback(child.wait)
     stack.callback(child.kill)
     assert child.stdin is not None
-    json.dump((site.worker.grpc_url, model, _texts(site, name)), child.stdin)
+    json.dump((site.worker.grpc_url, front, texts(site.inputs(name))), child.stdin)
     child.stdin.close()
     return child.kill
 
@@ -171,21 +164,12 @@ def _close_events(site: Site, name: str, stack: ExitStack) -> Callable[[], None]
     connection = http.client.HTTPConnection(host, timeout=_PATIENCE_S)
     stack.callback(connection.close)
     # Triton looks at the connection when it writes to it: without progress it would see nothing.
-    body = json.dumps(_texts(site, name, progress=True))
+    body = json.dumps(texts(site.inputs(name, progress=True)))
     connection.request("POST", "/v2/models/edit_stream/generate_stream", body)
     return connection.close
 
 
-def _control_cancel(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
+def _control_cancel(site: Site, name: str, stack: ExitStack) -> Callable[[], object]:
     client = _grpc(site, stack)
-    client.async_infer("edit", tensors(triton_grpc, site.inputs(name)), lambda result, error: None)
-    operation = json.dumps({"op": "cancel", "request_id": name}).encode()
-    return lambda: client.infer("control", tensors(triton_grpc, {"OP": operation}))
-
-
-def _texts(site: Site, name: str, **settings: Any) -> dict[str, str]:
-    """The inputs as JSON can hold them: images in base64."""
-    return {
-        key: base64.b64encode(value).decode() if key in ("IMAGE", "MASK") else value.decode()
-        for key, value in site.inputs(name, **settings).items()
-    }
+    client.begin(site.inputs(name))
+    return lambda: client.control("cancel", request_id=name)

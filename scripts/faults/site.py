@@ -8,14 +8,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import psutil
-import tritonclient.grpc as triton_grpc
 from PIL import Image
+from tritonclient.utils import InferenceServerException
 
 from maskserve_core.status import StatusReader, WorkerStatus
+from probing.calls import Grpc
 from serving.supervisor import Supervisor
 from serving.worker import Worker
 
@@ -74,21 +76,19 @@ class Site:
     def says_well(self) -> bool:
         """Whether `control` answers that the engine is alive and takes edits."""
         try:
-            with triton_grpc.InferenceServerClient(self.worker.grpc_url) as client:
-                made = tensors(triton_grpc, {"OP": b'{"op": "status"}'})
-                answer = client.infer("control", made, client_timeout=1.0)
-        except triton_grpc.InferenceServerException:
+            with closing(Grpc(self.worker.grpc_url)) as client:
+                status = client.control("status", timeout_s=1.0)
+        except InferenceServerException:
             return False
-        status = json.loads(answer.as_numpy("RESULT")[0])
         return bool(status["alive"] and status["state"] == "ready")
 
     def serves(self) -> bool:
         """Whether an edit sent now is done."""
         inputs = self.inputs(f"probe-{time.monotonic_ns()}", num_inference_steps=1)
         try:
-            with triton_grpc.InferenceServerClient(self.worker.grpc_url) as client:
-                client.infer("edit", tensors(triton_grpc, inputs), client_timeout=10.0)
-        except triton_grpc.InferenceServerException:
+            with closing(Grpc(self.worker.grpc_url)) as client:
+                client.edit(inputs, timeout_s=10.0)
+        except InferenceServerException:
             return False
         return True
 
@@ -100,16 +100,6 @@ def pictures(side: int) -> tuple[bytes, bytes]:
     mask = np.zeros((side, side), np.uint8)
     mask[side // 4 : side // 2, side // 4 : side // 2] = 255
     return _png(image), _png(mask)
-
-
-def tensors(module: Any, values: dict[str, bytes]) -> list[Any]:
-    """Inputs of tritonclient's `module`, grpc or http."""
-    made = []
-    for name, value in values.items():
-        tensor = module.InferInput(name, [1], "BYTES")
-        tensor.set_data_from_numpy(np.array([value], np.object_))
-        made.append(tensor)
-    return made
 
 
 def until(what: str, check: Callable[[], Any], timeout_s: float) -> float:

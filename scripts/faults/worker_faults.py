@@ -7,15 +7,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import tritonclient.grpc as triton_grpc
-import tritonclient.http as triton_http
 from geventhttpclient.response import HTTPConnectionClosed
+from tritonclient.utils import InferenceServerException
 
 from faults.sabotage import ORDER
-from faults.site import Site, tensors, until
+from faults.site import Site, until
+from probing.calls import Grpc, Http, Stream
 
 RETURN_BAR_S = 15.0
 """Beyond the worker's load time."""
@@ -175,36 +176,27 @@ def _visit(
 
 
 def _unary(site: Site, name: str) -> str:
-    with triton_grpc.InferenceServerClient(site.worker.grpc_url) as client:
-        try:
-            client.infer(
-                "edit", tensors(triton_grpc, site.inputs(name)), client_timeout=_PATIENCE_S
-            )
-        except triton_grpc.InferenceServerException as error:
-            return str(error.message())
-    return "done"
+    with closing(Grpc(site.worker.grpc_url)) as client:
+        return _told(lambda: client.edit(site.inputs(name), _PATIENCE_S))
 
 
 def _over_http(site: Site, name: str) -> str:
-    url = site.worker.http_url.removeprefix("http://")
-    with triton_http.InferenceServerClient(url, network_timeout=_PATIENCE_S) as client:
+    with closing(Http(site.worker.http_url, _PATIENCE_S)) as client:
         try:
-            client.infer("edit", tensors(triton_http, site.inputs(name)))
-        except triton_http.InferenceServerException as error:
-            return str(error.message())
+            return _told(lambda: client.edit(site.inputs(name)))
         except (OSError, HTTPConnectionClosed) as error:
             return f"HTTP: {error}"
-    return "done"
 
 
 def _stream(site: Site, name: str) -> str:
-    ended: Future[str] = Future()
+    with closing(Stream(site.worker.grpc_url)) as opened:
+        opened.send(site.inputs(name))
+        return _told(lambda: opened.next(_PATIENCE_S))
 
-    def on_event(result: Any, error: Any) -> None:
-        if not ended.done():
-            ended.set_result("done" if error is None else str(error.message()))
 
-    with triton_grpc.InferenceServerClient(site.worker.grpc_url) as client:
-        client.start_stream(on_event)
-        client.async_stream_infer("edit_stream", tensors(triton_grpc, site.inputs(name)))
-        return ended.result(_PATIENCE_S)
+def _told(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except InferenceServerException as error:
+        return str(error.message())
+    return "done"

@@ -105,7 +105,3 @@ def encode(pixels: Any) -> bytes:
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG", compress_level=1)
     return out.getvalue()
-
-
-def decode(encoded: bytes) -> Pixels:
-    return np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))

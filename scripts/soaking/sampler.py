@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from probing.calls import Grpc
 from serving.leftovers import SHARED_MEMORY, region_prefix
 from serving.worker import Worker
-from soaking.calls import Grpc
 from soaking.ledger import Ledger, Window
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from soaking.calls import Answer, Grpc, Http, reason
-from soaking.pictures import Album, Picture, Pixels, decode
+from probing.calls import Answer, Grpc, Http, decode, reason
+from soaking.pictures import Album, Picture, Pixels
 
 DONE = "done"
 PROMPTS = ("a red star", "a blue circle", "a green square on white", "ein gelbes Dreieck, größer")
@@ -134,7 +134,7 @@ def refused(call: Callable[[], Any], code: str, field: str = "") -> str:
     raise Unexpected(f"[{code}] {field} expected, but it was answered")
 
 
-def operate(grpc: Grpc, op: str, **fields: str) -> dict[str, Any]:
+def operate(grpc: Grpc, op: str, **fields: Any) -> dict[str, Any]:
     """An operation of `control` that must succeed.
 
     Raises:

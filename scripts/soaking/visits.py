@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import time
 
-from soaking.calls import Stream
+from probing.calls import Stream
 from soaking.visitor import DONE, Unexpected, Visitor, check, distance, must, operate, refused
 
 _REPRODUCIBLE = 4
@@ -81,8 +81,9 @@ def stream(visitor: Visitor) -> str:
     picture = visitor.rng.choice(visitor.album.hot)
     every = visitor.rng.choice((0, 2, 3))
     settings = visitor.settings(progress=True, preview_every=every)
-    opened = Stream(visitor.grpc_url, visitor.inputs(picture, settings))
+    opened = Stream(visitor.grpc_url)
     try:
+        opened.send(visitor.inputs(picture, settings))
         last = {"progress": 0, "preview": 0}
         while True:
             answer = must(opened.next)
@@ -103,10 +104,9 @@ def largest(visitor: Visitor) -> str:
     picture = visitor.album.largest
     for _ in range(2):
         visitor.edit(picture, visitor.settings(output_format="png"))
-    opened = Stream(
-        visitor.grpc_url, visitor.inputs(picture, visitor.settings(preview_every=1, cache="off"))
-    )
+    opened = Stream(visitor.grpc_url)
     try:
+        opened.send(visitor.inputs(picture, visitor.settings(preview_every=1, cache="off")))
         while must(opened.next)[1]["event"] != "final":  # type: ignore[index]
             pass
     finally:

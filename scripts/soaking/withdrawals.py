@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from soaking.calls import CLIENT_CANCELLED, CLIENT_TIMEOUT, Http, Stream
+from probing.calls import CLIENT_CANCELLED, CLIENT_TIMEOUT, TIMEOUT_S, Http, Stream
 from soaking.visitor import DONE, Visitor, must, operate
 
 _SOON_S = 0.6
@@ -16,7 +16,7 @@ _SOON_S = 0.6
 
 
 def grpc_cancel(visitor: Visitor) -> str:
-    pending = visitor.grpc.begin(_long(visitor))
+    pending = visitor.grpc.begin(_long(visitor), TIMEOUT_S)
     time.sleep(visitor.rng.uniform(0.0, _SOON_S))
     pending.call.cancel()
     return _ended(must(pending.wait, CLIENT_CANCELLED, "CANCELLED"))
@@ -46,7 +46,7 @@ def deadline(visitor: Visitor) -> str:
 
 def control_cancel(visitor: Visitor) -> str:
     name = visitor.settings()["request_id"]
-    pending = visitor.grpc.begin(_long(visitor, request_id=name))
+    pending = visitor.grpc.begin(_long(visitor, request_id=name), TIMEOUT_S)
     time.sleep(visitor.rng.uniform(0.0, _SOON_S))
     # Before the edit has reached the engine there is nothing to cancel: say it again.
     while not operate(visitor.grpc, "cancel", request_id=name)["cancelled"]:
@@ -58,8 +58,9 @@ def control_cancel(visitor: Visitor) -> str:
 
 def stream_closed(visitor: Visitor) -> str:
     """A stream that its client closes in the middle."""
-    opened = Stream(visitor.grpc_url, _long(visitor, progress=True, preview_every=5))
+    opened = Stream(visitor.grpc_url)
     try:
+        opened.send(_long(visitor, progress=True, preview_every=5))
         for _ in range(visitor.rng.randint(0, 6)):
             must(opened.next)
         opened.cancel()

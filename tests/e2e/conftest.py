@@ -62,7 +62,7 @@ def worker(supervisor: Supervisor) -> Worker:
 
 @pytest.fixture
 def http(worker: Worker) -> Iterator[Http]:
-    client = Http(worker.http_url)
+    client = Http(worker.http_url, concurrency=32)
     yield client
     client.close()
 

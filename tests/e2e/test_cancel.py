@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import http.client
 import json
 import threading
@@ -21,6 +20,7 @@ from tests.e2e.calls import (
     pixels,
     plain_edit,
     stream,
+    texts,
 )
 
 # Two seconds and more on the fastest of machines, if nobody stops it.
@@ -84,11 +84,7 @@ def test_a_stream_cancel_frees_the_row(grpc: Grpc, worker: Worker) -> None:
 
 @pytest.mark.usefixtures("unfinished")
 def test_a_closed_generate_stream_frees_the_row(grpc: Grpc, worker: Worker) -> None:
-    inputs = plain_edit(**LONG, progress=True, request_id="sse")
-    body = {
-        name: base64.b64encode(value).decode() if name in ("IMAGE", "MASK") else value.decode()
-        for name, value in inputs.items()
-    }
+    body = texts(plain_edit(**LONG, progress=True, request_id="sse"))
     host = worker.http_url.removeprefix("http://")
     connection = http.client.HTTPConnection(host, timeout=30)
     connection.request("POST", "/v2/models/edit_stream/generate_stream", json.dumps(body))
@@ -188,12 +184,7 @@ def test_a_closed_http_infer_runs_out_without_harm(grpc: Grpc, worker: Worker) -
     inputs = plain_edit(num_inference_steps=30, request_id="gone")
     values = [
         {"name": name, "shape": [1], "datatype": "BYTES", "data": [text]}
-        for name, text in {
-            "IMAGE": base64.b64encode(inputs["IMAGE"]).decode(),
-            "MASK": base64.b64encode(inputs["MASK"]).decode(),
-            "PROMPT": inputs["PROMPT"].decode(),
-            "SETTINGS": inputs["SETTINGS"].decode(),
-        }.items()
+        for name, text in texts(inputs).items()
     ]
     before = finished(grpc)
     host = worker.http_url.removeprefix("http://")

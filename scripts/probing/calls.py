@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import queue
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from maskserve_core.errors import split_code
@@ -21,9 +25,12 @@ TIMEOUT_S = 120.0
 
 CLIENT_CANCELLED = "client cancelled"
 CLIENT_TIMEOUT = "client timeout"
+# A deadline is the client library's to keep; it has this long to say that it has passed.
+_GRACE_S = 10.0
 
 
 def tensors(module: Any, values: Mapping[str, bytes]) -> list[Any]:
+    """Inputs of tritonclient's `module`, grpc or http."""
     made = []
     for name, value in values.items():
         cell = np.empty(1, np.object_)
@@ -32,6 +39,19 @@ def tensors(module: Any, values: Mapping[str, bytes]) -> list[Any]:
         tensor.set_data_from_numpy(cell)
         made.append(tensor)
     return made
+
+
+def texts(inputs: Mapping[str, bytes]) -> dict[str, str]:
+    """An edit's inputs as JSON can hold them: images in base64."""
+    return {
+        name: base64.b64encode(value).decode() if name in ("IMAGE", "MASK") else value.decode()
+        for name, value in inputs.items()
+    }
+
+
+def decode(encoded: bytes) -> npt.NDArray[np.uint8]:
+    """RGB [H, W, 3] of an answer's IMAGE."""
+    return np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
 
 
 def reason(error: Exception) -> str:
@@ -51,15 +71,23 @@ def reason(error: Exception) -> str:
 
 
 class Http:
-    """KServe v2 over HTTP. One thread only: Triton's client is bound to it."""
+    """KServe v2 over HTTP. For one thread, as Triton's client binds a connection to the first that
+    uses it, or for as many as `concurrency` gives connections.
+    """
 
-    def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, url: str, timeout_s: float = TIMEOUT_S, concurrency: int = 1) -> None:
         self._client = triton_http.InferenceServerClient(
-            url.removeprefix("http://"), connection_timeout=TIMEOUT_S, network_timeout=timeout_s
+            url.removeprefix("http://"),
+            concurrency=concurrency,
+            connection_timeout=TIMEOUT_S,
+            network_timeout=timeout_s,
         )
 
     def edit(self, inputs: Mapping[str, bytes]) -> Answer:
-        return _answer(self._client.infer("edit", tensors(triton_http, inputs)))
+        return _answer(self.infer("edit", tensors(triton_http, inputs)))
+
+    def infer(self, model: str, inputs: list[Any]) -> Any:
+        return self._client.infer(model, inputs)
 
     def close(self) -> None:
         self._client.close()
@@ -72,19 +100,28 @@ class Grpc:
         self._client = triton_grpc.InferenceServerClient(url)
 
     def edit(self, inputs: Mapping[str, bytes], timeout_s: float = TIMEOUT_S) -> Answer:
-        return self.begin(inputs, timeout_s).wait()
+        return self.begin(inputs, timeout_s).wait(timeout_s + _GRACE_S)
 
-    def begin(self, inputs: Mapping[str, bytes], timeout_s: float = TIMEOUT_S) -> Pending:
-        """An edit that is not waited for yet."""
+    def begin(
+        self,
+        inputs: Mapping[str, bytes],
+        timeout_s: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Pending:
+        """An edit that is not waited for yet; None leaves it without a deadline."""
         pending = Pending()
         pending.call = self._client.async_infer(
-            "edit", tensors(triton_grpc, inputs), pending.put, client_timeout=timeout_s
+            "edit",
+            tensors(triton_grpc, inputs),
+            pending.put,
+            client_timeout=timeout_s,
+            headers=headers,
         )
         return pending
 
-    def control(self, op: str, **fields: str) -> dict[str, Any]:
+    def control(self, op: str, timeout_s: float = TIMEOUT_S, **fields: Any) -> dict[str, Any]:
         inputs = tensors(triton_grpc, {"OP": json.dumps({"op": op, **fields}).encode()})
-        result = self._client.infer("control", inputs, client_timeout=TIMEOUT_S)
+        result = self._client.infer("control", inputs, client_timeout=timeout_s)
         answer: dict[str, Any] = json.loads(result.as_numpy("RESULT")[0])
         return answer
 
@@ -107,22 +144,25 @@ class Pending:
         """Whether `wait` would return at once."""
         return not self._answers.empty()
 
-    def wait(self) -> Answer:
-        """The answer, or its error raised."""
-        return _next(self._answers)
+    def wait(self, timeout_s: float = TIMEOUT_S) -> Answer:
+        """The answer, or its error raised; TimeoutError if there is neither."""
+        return _next(self._answers, timeout_s)
 
 
 class Stream:
-    """One gRPC stream with one edit."""
+    """One gRPC stream of edits."""
 
-    def __init__(self, url: str, inputs: Mapping[str, bytes]) -> None:
+    def __init__(self, url: str) -> None:
         self._client = triton_grpc.InferenceServerClient(url)
         self._events: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._client.start_stream(lambda result, error: self._events.put((result, error)))
+
+    def send(self, inputs: Mapping[str, bytes]) -> None:
         self._client.async_stream_infer("edit_stream", tensors(triton_grpc, inputs))
 
-    def next(self) -> Answer:
-        return _next(self._events)
+    def next(self, timeout_s: float = TIMEOUT_S) -> Answer:
+        """The next event, or an edit's error raised; TimeoutError if there is neither."""
+        return _next(self._events, timeout_s)
 
     def cancel(self) -> None:
         self._client.stop_stream(cancel_requests=True)
@@ -131,9 +171,9 @@ class Stream:
         self._client.close()
 
 
-def _next(events: queue.SimpleQueue[tuple[Any, Any]]) -> Answer:
+def _next(events: queue.SimpleQueue[tuple[Any, Any]], timeout_s: float) -> Answer:
     try:
-        result, error = events.get(timeout=2 * TIMEOUT_S)
+        result, error = events.get(timeout=timeout_s)
     except queue.Empty:
         raise TimeoutError("no answer") from None
     if error is not None:
