@@ -64,10 +64,5 @@ def with_timing(meta: bytes, name: str, milliseconds: float) -> bytes:
     return _dump(values)
 
 
-def event_of(meta: bytes) -> str:
-    """The kind of event."""
-    return str(json.loads(meta)["event"])
-
-
 def _dump(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values, separators=(",", ":")).encode()

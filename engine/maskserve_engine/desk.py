@@ -98,10 +98,11 @@ class Desk:
         """Answer an edit that will not finish; its row and entries are let go."""
         edit = self.edits.pop(request_id, None)
         if edit is not None:
-            priming = self.cache.priming.get(self.cache.key_of(edit.job))
-            if edit.how == "wait" and priming is not None:
+            if edit.how == "wait":
                 # Else a later edit of this id would be taken for the one that waited.
-                priming.waiting.remove(request_id)
+                priming = self.cache.priming.get(self.cache.key_of(edit.job))
+                if priming is not None:
+                    priming.waiting.remove(request_id)
             self.scheduler.cancel(request_id)
             self.replies.send(edit.sink, Failed(error, edit.course()))
 

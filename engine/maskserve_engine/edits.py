@@ -97,25 +97,31 @@ class Edit:
         return {
             "event": "final",
             "step": self.steps,
-            "steps": self.steps,
             "request_id": request.request_id,
             "seed": request.seed,
             "worker": worker,
             "model": model,
             "template_id": request.template_id,
-            "mask_ratio": round(self.mask_ratio, 6),
-            "active_tokens": self.active_tokens,
-            "total_tokens": self.total_tokens,
-            "cache": self.cache,
             "cache_bytes": {"device": inactive.loaded_bytes if inactive else 0},
             "kinds": dict(self.kinds),
-            "batch_mean": round(self.rows_seen / self.steps, 3),
+            **self._work(self.steps),
             "timings_ms": {
                 **request.timings_ms,
                 "queue": _ms(self.admitted - self.submitted),
                 "denoise": _ms(now - self.admitted),
                 "load_stall": _ms(self.load_stall),
             },
+        }
+
+    def _work(self, done: int) -> dict[str, Any]:
+        """What META and traces both say of it after so many steps."""
+        return {
+            "steps": self.steps,
+            "mask_ratio": round(self.mask_ratio, 6),
+            "active_tokens": self.active_tokens,
+            "total_tokens": self.total_tokens,
+            "cache": self.cache,
+            "batch_mean": round(self.rows_seen / done, 3) if done else 0.0,
         }
 
     def course(self) -> Course:
@@ -133,14 +139,9 @@ class Edit:
                 "template_id": self.job.request.template_id,
             },
             work={
-                "steps": self.steps,
                 "steps_done": done,
                 "row": "cached" if self.how == "cached" else "dense",
-                "cache": self.cache,
-                "mask_ratio": round(self.mask_ratio, 6),
-                "active_tokens": self.active_tokens,
-                "total_tokens": self.total_tokens,
-                "batch_mean": round(self.rows_seen / done, 3) if done else 0.0,
+                **self._work(done),
                 "load_stall_ms": _ms(self.load_stall),
             },
         )

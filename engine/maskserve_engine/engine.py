@@ -1,4 +1,4 @@
-"""The engine: one thread that schedules, loads, runs and updates, step by step (design §4).
+"""The engine: one thread that takes commands, schedules and steps, as long as it lives (design §4).
 
 Everything it owns (desk, rows, cache) is touched by that thread only. Other threads put commands
 into its inbox; events leave through the reply thread.
@@ -17,22 +17,19 @@ from typing import Any, TypeVar
 
 from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, Overloaded
-from maskserve_core.logs import about
 from maskserve_core.observations import Observations
 from maskserve_engine.adapter import Adapter, load_adapter
 from maskserve_engine.cache import TemplateCache
 from maskserve_engine.desk import Desk
-from maskserve_engine.edits import Edit, PrimingEdit
-from maskserve_engine.job import EditJob, Failed, Preview, Progress, Sink
+from maskserve_engine.job import EditJob, Failed, Sink
 from maskserve_engine.priming_prompt import PromptEmbedding, PromptFile
 from maskserve_engine.publisher import Publisher, new_counters
 from maskserve_engine.replies import Replies
 from maskserve_engine.revision import model_revision
+from maskserve_engine.stepper import Stepper
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_FAILED_STEPS = 3
-"""Steps in a row in which every row failed, after which the engine gives itself up."""
 
 
 class Engine:
@@ -68,10 +65,13 @@ class Engine:
         self.counters = new_counters()
         self._publisher = Publisher(config, self.desk, self.cache, self.counters)
         self.observations = Observations()
+        self._stepper = Stepper(
+            config, adapter, self.desk, self._replies, self.counters, self.observations
+        )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._open = True
-        self._state, self._failed_steps, self._stop = "loading", 0, False
+        self._state, self._stop = "loading", False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @classmethod
@@ -180,9 +180,7 @@ class Engine:
                 if running:
                     # Before the step: who looks meanwhile sees what is being computed.
                     self._publisher.publish(self.state)
-                    self._load(running)
-                    self._step(running)
-                    self._update(running)
+                    self._stepper.step(running)
         except Exception:
             _log.exception("the engine has failed")
             self._state = "failed"
@@ -203,88 +201,6 @@ class Engine:
                 command = self._inbox.get_nowait()
         except queue.Empty:
             pass
-
-    def _load(self, running: list[Edit | PrimingEdit]) -> None:
-        """Bring in the entries that the step's rows read."""
-        reading = [edit for edit in running if edit.row.uses_entries]
-        if not reading:
-            return
-        step_stall = 0.0
-        for edit in reading:
-            begin = time.perf_counter()
-            edit.row.load()
-            stall = time.perf_counter() - begin
-            edit.load_stall += stall
-            step_stall += stall
-        self.counters["step_load_stall_seconds_total"] += step_stall
-        self.observations.add("step_load_stall_seconds", step_stall)
-
-    def _step(self, running: list[Edit | PrimingEdit]) -> None:
-        """One model call for all rows; when it fails, one call each, so that one bad row or a
-        batch too large for the memory costs nobody else.
-        """
-        self.counters["step_tokens_total"] += sum(edit.step_tokens for edit in running)
-        begin = time.perf_counter()
-        try:
-            self.adapter.step([edit.row for edit in running], self._kinds())
-            self._failed_steps = 0
-        except Exception:
-            _log.exception("a step of %d rows failed; trying its rows one by one", len(running))
-            self._step_alone(running)
-        self.counters["steps_total"] += 1
-        taken = time.perf_counter() - begin
-        self.counters["step_seconds_total"] += taken
-        self.observations.add("step_seconds", taken)
-
-    def _step_alone(self, running: list[Edit | PrimingEdit]) -> None:
-        for edit in list(running):
-            try:
-                self.adapter.step([edit.row], self._kinds())
-            except Exception as error:
-                _log.exception("the step of an edit failed", extra=about(edit.request_id))
-                running.remove(edit)
-                if isinstance(edit, PrimingEdit):
-                    self.desk.end_priming(edit, complete=False, unfit=True)
-                else:
-                    reason = EngineFailed(f"a denoising step failed ({type(error).__name__})")
-                    self.desk.end(edit.request_id, reason)
-        self._failed_steps = 0 if running else self._failed_steps + 1
-        if self._failed_steps >= _FAILED_STEPS:
-            raise RuntimeError(f"{_FAILED_STEPS} steps in a row failed for every row")
-
-    def _update(self, running: list[Edit | PrimingEdit]) -> None:
-        """Count, tell clients how far they are, and let finished rows leave."""
-        kinds = self._kinds()
-        for edit in running:
-            if isinstance(edit, PrimingEdit):
-                self.counters["priming_rows_total"] += 1
-                self.desk.keep_anchor(edit)
-                continue
-            cached = edit.count_step(len(running), kinds)
-            self.counters["cached_rows_total" if cached else "dense_rows_total"] += 1
-            self.counters["active_tokens_total"] += (
-                edit.active_tokens if cached else edit.total_tokens
-            )
-            if edit.row.step == edit.steps:
-                self.counters["edits_total"] += 1
-                self.observations.add("mask_ratio", edit.mask_ratio)
-                self.observations.add("queue_seconds", edit.admitted - edit.submitted)
-                self.desk.finish(edit)
-            else:
-                self._tell_progress(edit)
-
-    def _kinds(self) -> tuple[str, ...]:
-        """Kind per block for rows that use entries."""
-        kind = "kv" if self.config.cache.entry_kind == "kv" else "project"
-        return (kind,) * self.adapter.blocks
-
-    def _tell_progress(self, edit: Edit) -> None:
-        settings, step = edit.job.request.settings, edit.row.step
-        if settings.preview_every and step % settings.preview_every == 0:
-            latents = self.adapter.estimate(edit.row)
-            self._replies.send(edit.sink, Preview(step, edit.steps, latents))
-        elif settings.progress:
-            self._replies.send(edit.sink, Progress(step, edit.steps))
 
     def _halt(self) -> None:
         self._stop = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -34,7 +33,7 @@ class Velocities:
 
 @pytest.fixture
 def velocities(monkeypatch: pytest.MonkeyPatch) -> Velocities:
-    torch.manual_seed(int(np.random.default_rng().integers(2**31)))
+    torch.manual_seed(0)
     fake = Velocities()
     monkeypatch.setattr(batch_module, "forward", fake)
     return fake
@@ -141,3 +140,27 @@ def test_a_finished_rows_latents_are_its_own(
     Batch.of([two], batch).step(None, ())
     assert torch.equal(one.latents, kept)
     assert torch.equal(one.result(), result)
+
+
+class BrokenBlend:
+    """Short of memory."""
+
+    def apply(self, latents: torch.Tensor, sigma: torch.Tensor, *, last: bool) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_no_row_has_moved_when_a_step_fails(
+    sampler: FlowMatchEulerDiscreteScheduler, velocities: Velocities, at: int
+) -> None:
+    """They are tried again one by one: what had moved would move twice."""
+    rows = [new_row(sampler, 6, 9) for _ in range(3)]
+    batch = Batch.of(rows, None)
+    batch.step(None, ())
+    before = [row.latents.clone() for row in rows]
+    rows[at].blend = BrokenBlend()  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        batch.step(None, ())
+    assert [row.step for row in rows] == [1, 1, 1]
+    for row, latents in zip(rows, before, strict=True):
+        assert torch.equal(row.latents, latents)

@@ -225,6 +225,45 @@ def test_a_row_whose_step_fails_is_answered_and_its_mates_finish(
     assert np.abs(sinks[0].final().latents - expected).max() <= tolerance(expected)
 
 
+@pytest.mark.parametrize("part", ["load", "result"])
+def test_a_row_that_fails_beside_its_step_is_answered_and_its_mates_finish(
+    engine: Engine, encoder: Encoder, oracle: Adapter, part: str
+) -> None:
+    """Both allocate: loading the entries of a row and taking its result out."""
+    out_of_memory = RuntimeError("out of memory")
+
+    def broken(*_: Any) -> Any:
+        raise out_of_memory
+
+    made, result = engine.adapter.dense_row, engine.adapter.result
+
+    class Greedy:
+        """A row whose entries do not fit."""
+
+        uses_entries, load = True, broken
+
+        def __init__(self, row: Any) -> None:
+            self.request_id, self.step, self.steps = row.request_id, row.step, row.steps
+
+    def dense_row(each: EditJob) -> Any:
+        row = made(each)
+        return Greedy(row) if part == "load" and row.request_id == "bad" else row
+
+    def result_of(row: Any) -> Any:
+        return broken() if row.request_id == "bad" else result(row)
+
+    engine.adapter.dense_row = dense_row  # type: ignore[method-assign]
+    engine.adapter.result = result_of  # type: ignore[method-assign]
+    good = job(encoder, 13, "good", num_inference_steps=10, cache="off")
+    sinks = Sink(), Sink()
+    engine.submit(good, sinks[0])
+    engine.submit(job(encoder, 12, "bad", num_inference_steps=10, cache="off"), sinks[1])
+    assert isinstance(sinks[1].error(), EngineFailed)
+    expected = alone(oracle, good)
+    assert np.abs(sinks[0].final().latents - expected).max() <= tolerance(expected)
+    assert engine.state == "ready"
+
+
 def test_an_engine_whose_every_step_fails_gives_up_and_says_so(
     config: Config, encoder: Encoder
 ) -> None:

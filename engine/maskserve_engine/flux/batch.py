@@ -41,7 +41,10 @@ class Batch:
         )
 
     def step(self, model: Any, kinds: Sequence[str]) -> None:
-        """Take one step of every row: the model, then FlowMatchEulerDiscreteScheduler's step."""
+        """Take one step of every row: the model, then FlowMatchEulerDiscreteScheduler's step.
+
+        No row has moved if it raises, so that the rows can be tried again one by one.
+        """
         packed = self.packed
         velocity = forward(model, packed, [row.moment() for row in self.rows], kinds)
         stream = packed.ways.narrow.image_stream
@@ -51,6 +54,10 @@ class Batch:
         # The product is rounded to the model's dtype and the sum is taken in float32, as diffusers
         # has it on CUDA. (On a CPU in half precision torch rounds `change` first, an ulp apart.)
         move = (wide * change).to(velocity.dtype).view_as(velocity)
-        latents.copy_(latents.float() + move)
+        moved = (latents.float() + move).to(latents.dtype)
+        for row, (begin, end) in zip(self.rows, stream.spans, strict=True):
+            row.blend_in(moved[begin:end])
+        # Nothing is allocated from here on.
+        latents.copy_(moved)
         for row, (begin, end) in zip(self.rows, stream.spans, strict=True):
             row.advance(latents[begin:end], velocity[begin:end])

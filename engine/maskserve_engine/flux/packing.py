@@ -73,10 +73,6 @@ class Packing:
     k_spans: tuple[Span, ...]
     """Each row's keys: text, computed image tokens, rest."""
 
-    @property
-    def has_rest(self) -> bool:
-        return any(self.rest)
-
     def rows_from(self, text: Tensor, image: Tensor) -> Tensor:
         """Row order from the two streams."""
         if self.to_rows is None:

@@ -140,19 +140,27 @@ class FluxRow:
         """Of sigma, in this step."""
         return self.schedule.walk[self.step].change
 
+    def blend_in(self, moved: Tensor) -> None:
+        """Inpaint semantics, after the sampler's step and before it is booked.
+
+        Args:
+            moved: [n or all, 4C] the computed tokens first; written to.
+        """
+        if self.blend is not None:
+            computed, after = moved[: len(self.latents)], self.step + 1
+            sigma, last = self.schedule.sigmas[after], after == self.steps
+            computed.copy_(self.blend.apply(computed, sigma, last=last))
+
     def advance(self, latents: Tensor, velocity: Tensor) -> None:
         """Book a step that was taken.
 
         Args:
-            latents: [n or all, 4C] after the sampler's step, the computed tokens first; written to.
+            latents: [n or all, 4C] after it, the computed tokens first; kept.
             velocity: [n or all, 4C] the model's output.
         """
         computed = len(self.latents)
         self.latents, self.velocity = latents[:computed], velocity[:computed]
         self.step += 1
-        if self.blend is not None:
-            last = self.step == self.steps
-            self.latents.copy_(self.blend.apply(self.latents, self.sigma, last=last))
 
     def estimate(self) -> Tensor:
         """[C, h, w] latents as the last step's velocity would finish them."""
@@ -219,6 +227,9 @@ class PrimingRow:
     def moment(self) -> Moment:
         self.recorder = Recorder(self.kinds, self.format)
         return Moment(self.anchors[self.step].timestep, capture=self.recorder)
+
+    def blend_in(self, moved: Tensor) -> None:
+        """Priming takes no step of the sampler."""
 
     def advance(self, latents: Tensor, velocity: Tensor) -> None:
         """Keep what was recorded; what the model answered is of no use."""
