@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from benchmarks.machine import machine
 from maskserve_core.config import Config
 from maskserve_core.facts import ModelFacts
 from maskserve_core.geometry import resize
@@ -67,7 +66,7 @@ def main() -> None:
         "side": side,
         "native": options.native,
         "repeats": options.repeats,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": machine(),
         "prepare_ms": median_ms(
             lambda: prepare_edit(image, mask, b"a red star", b"{}", facts, config),
             options.repeats,

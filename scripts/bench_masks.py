@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
 
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.machine import machine
 from maskserve_core.images import DecodedMask
 from maskserve_core.masks import active_tokens, build_masks, mask_ratio
 
@@ -76,7 +75,7 @@ def main() -> None:
         "dilate": options.dilate,
         "feather": options.feather,
         "repeats": options.repeats,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": machine(),
     }
     for name, (dilate, feather) in rounds.items():
         report[name] = {

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import processor
 from benchmarks.models import FLUX_DEV
 from maskserve_core.costs import CostModel, Line, estimate
 from maskserve_core.entry_bytes import FORMATS, block_bytes
@@ -127,7 +128,7 @@ def main() -> None:
     cold(random.Random(0), 5, None)  # imports and caches warm
     report = {
         "machine": {
-            "processor": platform.processor() or platform.machine(),
+            "processor": processor(),
             "python": platform.python_version(),
         },
         "rows": ROWS,

@@ -17,6 +17,7 @@ import statistics
 import time
 from pathlib import Path
 
+from benchmarks.machine import processor
 from maskserve_core.routing import POLICIES, Edit, Pricing, WorkerView, make_policy
 from maskserve_core.status import RowStatus, WorkerStatus
 
@@ -119,7 +120,7 @@ def main() -> int:
     print(f"bars (mask_aware, 8 rows, nobody waiting): {'met' if met else 'MISSED'}")
     if args.json:
         report = {
-            "machine": platform.processor() or platform.machine(),
+            "machine": processor(),
             "python": platform.python_version(),
             "bars_ms": BARS_MS,
             "met": met,

@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import machine
 from faults.client_faults import STEPS_BAR, client_faults, full_batch, try_client_fault
 from faults.repository import sabotaged_repository
 from faults.site import Site
 from faults.table import client_table, worker_table
 from faults.worker_faults import RETURN_BAR_S, try_worker_fault, worker_faults
-from perf.report import machine
 from serving.errors import ServeError
 from serving.options import REPOSITORY, ServeOptions
 from serving.ports import free_base_port

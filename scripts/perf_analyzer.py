@@ -26,11 +26,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.machine import machine
 from maskserve_core.settings import CACHE_MODES
 from perf.errors import PerfError
 from perf.inputs import Edit, InputOptions, find_photos, make_edits, write_edits
 from perf.load import FRONTS, PROTOCOLS, Load, parse_loads, targets
-from perf.report import HEADER, line, machine
+from perf.report import HEADER, line
 from perf.run import Measurement, measure
 from perf.server import Server, own_server, running_server
 from perf.tool import Tool, find_tool

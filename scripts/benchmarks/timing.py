@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+
+from benchmarks.machine import processor
 
 
 class Timer:
@@ -32,12 +32,4 @@ def hardware(device: torch.device) -> str:
     """The device in words, for reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
-    return f"{model}, {torch.get_num_threads()} threads"
+    return f"{processor()}, {torch.get_num_threads()} threads"

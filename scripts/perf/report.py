@@ -1,11 +1,7 @@
-"""What a person reads: the table of runs, and the machine's name."""
+"""What a person reads: the table of runs."""
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
-
-from maskserve_core.config import cores
 from perf.run import Outcome
 
 HEADER = (
@@ -27,16 +23,3 @@ def line(outcome: Outcome) -> str:
     if stamps.responses_per_request > 1:
         text += f"  (first response: p50 {stamps.latencies(0).p50:.1f})"
     return text
-
-
-def machine() -> str:
-    """The machine in words."""
-    model = platform.processor() or platform.machine()
-    try:
-        for entry in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if entry.startswith("model name"):
-                model = entry.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
-    return f"{model}, {cores()} cores"

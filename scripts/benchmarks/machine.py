@@ -1,0 +1,24 @@
+"""What this machine is called in reports."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+from maskserve_core.config import cores
+
+
+def processor() -> str:
+    """The model of its processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def machine() -> str:
+    """The processor, and how many of its cores this process may use."""
+    return f"{processor()}, {cores()} cores"
