@@ -149,7 +149,8 @@ def test_each_edit_of_a_front_has_one_line_with_its_id(
         name = call.json("SETTINGS")["request_id"]
         if name == "cancelled":
             assert stuck.wait(10)
-        if name in ("refused", "cancelled"):
+            yield failure("in ensemble 'edit_pipeline', [CANCELLED] the edit was cancelled")
+        elif name == "refused":
             yield failure("in ensemble 'edit_pipeline', [INVALID_REQUEST] MASK: is empty")
         elif name == "broken":
             raise RuntimeError("boom")
