@@ -134,10 +134,7 @@ def decode_raster(raw: bytes, field: str, limits: LimitsConfig, size: Size | Non
     _check_size(container.size, field, limits)
     if size is not None and container.upright_size != size:
         # Before decoding: a mask of another size may be a bomb.
-        height, width = container.upright_size
-        raise InvalidRequest(
-            field, f"is {width}x{height} pixels", f"the image's size, {size[1]}x{size[0]}"
-        )
+        raise wrong_size(field, container.upright_size, size)
     try:
         image = _DECODERS[container.kind](io.BytesIO(container.payload))
         _check_size((image.size[1], image.size[0]), field, limits)
@@ -211,6 +208,12 @@ def _from_text(text: bytes, field: str) -> bytes:
         if is_uri:
             raise InvalidRequest(field, "is a data: URI of broken base64", ACCEPTED) from None
         return text  # not base64: let the container check name what it is
+
+
+def wrong_size(field: str, found: Size, image: Size) -> InvalidRequest:
+    """The refusal of a mask of another (height, width) than the image's."""
+    said = f"is {found[1]}x{found[0]} pixels"
+    return InvalidRequest(field, said, f"the image's size, {image[1]}x{image[0]}")
 
 
 def _check_size(size: tuple[int, int], field: str, limits: LimitsConfig) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 
 import numpy as np
 import numpy.typing as npt
+
+TEMPLATE_ID = re.compile(r"[0-9a-f]{16,64}")
+"""The form of a template's name."""
 
 
 def template_id(pixels: npt.NDArray[np.uint8]) -> str:

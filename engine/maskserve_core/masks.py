@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.geometry import Size
-from maskserve_core.images import DecodedMask
+from maskserve_core.images import DecodedMask, wrong_size
 
 Bytes2D: TypeAlias = npt.NDArray[np.uint8]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -63,11 +63,9 @@ def build_masks(
     Raises:
         InvalidRequest: naming MASK or SETTINGS.mask_mode.
     """
-    if mask.luminance.shape != source_size:
-        (height, width), (mask_h, mask_w) = source_size, mask.luminance.shape
-        raise InvalidRequest(
-            "MASK", f"is {mask_w}x{mask_h} pixels", f"the image's size, {width}x{height}"
-        )
+    height, width = mask.luminance.shape
+    if (height, width) != source_size:
+        raise wrong_size("MASK", (height, width), source_size)
     paste = paste_weights(selected(mask, mode), dilate, feather)
     if paste is None:
         raise InvalidRequest("MASK", "selects nothing to edit", _accepted(mask, mode))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.keys import TEMPLATE_ID
 
 MASK_MODES = ("auto", "white", "alpha")
 OUTPUT_FORMATS = ("png", "jpeg", "webp")
@@ -21,7 +22,6 @@ MAX_SEED = 2**63 - 1
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 PRIORITIES = (-100, 100)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_TEMPLATE_ID = re.compile(r"[0-9a-f]{16,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ _CHECKS: dict[str, Check] = {
     "preview_every": _integer(0, 1000),
     "cache": _choice(CACHE_MODES),
     "reproducible": _boolean,
-    "template_id": _string(_TEMPLATE_ID, 64, "16 to 64 lower-case hexadecimal digits"),
+    "template_id": _string(TEMPLATE_ID, 64, "16 to 64 lower-case hexadecimal digits"),
     "deadline_ms": _integer(1, MAX_DEADLINE_MS),
     "priority": _integer(*PRIORITIES),
     "request_id": _string(_REQUEST_ID, 128, "1 to 128 letters, digits, or any of . _ : / -"),

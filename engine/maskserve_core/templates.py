@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import tempfile
 import threading
 from pathlib import Path
 from typing import Protocol
 
 from maskserve_core.errors import Overloaded
-
-_TEMPLATE_ID = re.compile(r"[0-9a-f]{16,64}")
+from maskserve_core.keys import TEMPLATE_ID
 
 
 class TemplateLookup(Protocol):
@@ -83,7 +81,7 @@ class TemplateFolder:
 
     def ids(self) -> list[str]:
         """Ids of all templates, sorted."""
-        return sorted(p.name for p in self._path.iterdir() if _TEMPLATE_ID.fullmatch(p.name))
+        return sorted(p.name for p in self._path.iterdir() if TEMPLATE_ID.fullmatch(p.name))
 
     def _size(self, template_id: str) -> int:
         try:
@@ -92,6 +90,6 @@ class TemplateFolder:
             return 0
 
     def _file(self, template_id: str) -> Path:
-        if _TEMPLATE_ID.fullmatch(template_id) is None:
+        if TEMPLATE_ID.fullmatch(template_id) is None:
             raise ValueError(f"{template_id!r} is not a template id")
         return self._path / template_id

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,7 +26,7 @@ from maskserve_core.errors import (
 from maskserve_core.facts import load_facts
 from maskserve_core.gate import OPEN, Gate
 from maskserve_core.images import decode_image
-from maskserve_core.keys import template_id
+from maskserve_core.keys import TEMPLATE_ID, template_id
 from maskserve_core.preprocess import prepare_template
 from maskserve_core.settings import no_duplicates
 from maskserve_core.status import StatusReader
@@ -53,7 +52,6 @@ _OF_FILES = ("status", "drain")
 _ENCODING = ("register", "prime")
 _ENCODE_S = 60.0
 """Encoding a large image without a GPU takes its time."""
-_TEMPLATE_ID = re.compile(r"[0-9a-f]{16,64}")
 _THREADS = 8
 # An operation is a flat object of a few strings, of which only an image may be long. JSON of
 # other forms is refused before it is read: it takes up to fifty times its size as objects.
@@ -239,7 +237,7 @@ class Control:
 
 
 def _checked_id(name: str) -> str:
-    if _TEMPLATE_ID.fullmatch(name) is None:
+    if TEMPLATE_ID.fullmatch(name) is None:
         raise InvalidRequest(
             "OP.template_id", "has another form", "16 to 64 lower-case hexadecimal digits"
         )

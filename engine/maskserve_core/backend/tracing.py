@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from maskserve_core.backend.wire import parameters
 from maskserve_core.config import Config, TraceConfig
 from maskserve_core.errors import MaskserveError
 
@@ -112,14 +113,17 @@ class Tracer:
             return work
 
         def run(request: Any) -> dict[str, Any]:
+            parent = ""
+            with _harmless():
+                parent = parent_of(request)
             begin = time.time_ns()
             try:
                 outputs = work(request)
             except Exception as error:
-                self.record(parent_of(request), [Stage(name, begin, time.time_ns(), error=error)])
+                self.record(parent, [Stage(name, begin, time.time_ns(), error=error)])
                 raise
             if not output or len(outputs[output]):
-                self.record(parent_of(request), [Stage(name, begin, time.time_ns())])
+                self.record(parent, [Stage(name, begin, time.time_ns())])
             return outputs
 
         return run
@@ -176,8 +180,7 @@ def _harmless() -> Iterator[None]:
 
 def parent_of(request: Any) -> str:
     """What a front told the models behind it to record below; empty if nothing."""
-    raw = request.parameters()
-    return str(json.loads(raw).get(TRACEPARENT, "")) if raw else ""
+    return str(parameters(request).get(TRACEPARENT, ""))
 
 
 def _context_of(request: Any) -> str:

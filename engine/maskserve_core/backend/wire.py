@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -89,6 +90,13 @@ def tensor(api: Any, name: str, value: npt.NDArray[Any] | bytes) -> Any:
         cell[0] = value
         return api.Tensor(name, cell)
     return api.Tensor(name, np.ascontiguousarray(value))
+
+
+def parameters(request: Any) -> dict[str, Any]:
+    """The parameters of a Triton request."""
+    raw = request.parameters()
+    found: dict[str, Any] = json.loads(raw) if raw else {}
+    return found
 
 
 def output_tensors(api: Any, outputs: Mapping[str, npt.NDArray[Any] | bytes]) -> list[Any]:

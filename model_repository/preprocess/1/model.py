@@ -1,13 +1,12 @@
 """preprocess: a client's four tensors, checked and brought to the model's resolution."""
 
-import json
 from dataclasses import replace
 
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.backend.respond import respond
 from maskserve_core.backend.tracing import make_tracer
-from maskserve_core.backend.wire import read_bytes
+from maskserve_core.backend.wire import parameters, read_bytes
 from maskserve_core.config import load_config, templates_folder
 from maskserve_core.facts import load_facts
 from maskserve_core.logs import start_log
@@ -44,7 +43,7 @@ class TritonPythonModel:
             self._templates,
         )
         # A front says when it took the edit: deadlines count from there.
-        accepted_ns = json.loads(request.parameters() or "{}").get("accepted_ns")
+        accepted_ns = parameters(request).get("accepted_ns")
         edit = prepared.request
         if accepted_ns is not None:
             edit = replace(edit, accepted_ns=int(accepted_ns))
