@@ -38,11 +38,10 @@ from benchmarks.direct import Direct, Edit
 from benchmarks.timing import hardware
 from demo_model.scenes import held_out_edits
 from maskserve_client import Client
-from maskserve_core.config import Config
+from maskserve_core.config import Config, config_of
 from maskserve_core.facts import load_facts
 from maskserve_core.flops import flux_work
 from maskserve_engine.flux import forward as forward_module
-from quality.systems import load_model_config
 from serving.command import KEEP_MEMORY, SHORT_WAITS
 from serving.options import ServeOptions
 from serving.ports import free_base_port
@@ -234,7 +233,7 @@ def main() -> int:
     if any(name not in os.environ for name in given):
         # Both sides of the comparison get what a worker has; it is read at the start only.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**given, **os.environ})
-    config = load_model_config(args.model)
+    config = config_of({"model": {"path": str(args.model)}})
     config = replace(config, model=replace(config.model, torch_threads=args.threads))
     edits = make_edits(8, args.side)
     settings = {"num_inference_steps": args.steps, "cache": "off", "seed": 1}

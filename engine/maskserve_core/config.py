@@ -233,14 +233,22 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
         ConfigError: naming the file and key.
     """
     path = path if path is not None else os.environ.get("MASKSERVE_CONFIG")
-    values = _read_toml(Path(path)) if path else {}
+    return config_of(_read_toml(Path(path)) if path else {})
+
+
+def config_of(values: dict[str, Any]) -> Config:
+    """The configuration that these tables of a TOML file make, over the model folder's defaults.
+
+    Raises:
+        ConfigError: naming the key.
+    """
     config = Config()
-    model_path = (
-        values.get("model", {}).get("path", "") if isinstance(values.get("model", {}), dict) else ""
-    )
-    defaults = Path(model_path) / "maskserve.toml" if isinstance(model_path, str) else None
-    if model_path and defaults is not None and defaults.is_file():
-        config = apply(config, _read_toml(defaults))
+    model = values.get("model", {})
+    model_path = model.get("path", "") if isinstance(model, dict) else ""
+    if model_path and isinstance(model_path, str):
+        defaults = Path(model_path) / "maskserve.toml"
+        if defaults.is_file():
+            config = apply(config, _read_toml(defaults))
     return apply(config, values)
 
 

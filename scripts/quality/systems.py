@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import tomllib
 from numpy.typing import NDArray
 
 from demo_model.scenes import Edit
-from maskserve_core.config import Config, apply
+from maskserve_core.config import config_of
 from maskserve_core.facts import load_facts
 from maskserve_core.flops import RowTokens, flux_work
 from maskserve_core.keys import template_id
@@ -48,7 +47,7 @@ class Rig:
     """A model folder with everything that makes an edit of a prepared picture."""
 
     def __init__(self, folder: Path, steps: int) -> None:
-        self.config = load_model_config(folder)
+        self.config = config_of({"model": {"path": str(folder)}})
         self.steps = steps
         self.encoder, self.decoder = Encoder.load(self.config), Decoder.load(self.config)
         self.adapter = FluxAdapter.load(load_facts(folder), self.config)
@@ -196,10 +195,3 @@ def _token_mask(job: EditJob, side: int) -> NDArray[np.bool_]:
     h, w = job.edit_mask.shape
     cells = job.edit_mask.reshape(h // side, side, w // side, side)
     return np.asarray(cells.max(axis=(1, 3)) > 127)
-
-
-def load_model_config(folder: Path) -> Config:
-    """The configuration that a worker of this model has by default."""
-    defaults = folder / "maskserve.toml"
-    values = tomllib.loads(defaults.read_text(encoding="utf-8")) if defaults.is_file() else {}
-    return apply(apply(Config(), values), {"model": {"path": str(folder)}})

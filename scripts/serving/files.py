@@ -15,7 +15,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from maskserve_core.config import Config, ConfigError, load_config
+from maskserve_core.config import Config, ConfigError, config_of, load_config
 from serving.errors import ServeError
 
 
@@ -106,6 +106,18 @@ def read_tables(path: Path | None) -> dict[str, Any]:
 def load(path: Path) -> Config:
     try:
         return load_config(path)
+    except ConfigError as error:
+        raise ServeError(str(error)) from error
+
+
+def checked(tables: dict[str, Any]) -> Config:
+    """The configuration that these tables make.
+
+    Raises:
+        ServeError: it is not valid.
+    """
+    try:
+        return config_of(tables)
     except ConfigError as error:
         raise ServeError(str(error)) from error
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maskserve_core.config import cores
+from maskserve_core.config import Config, cores
 from maskserve_core.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.facts import load_facts
 from maskserve_core.flops import flux_work
-from serving.files import dump_toml, load, read_tables, with_values
+from serving.files import checked, dump_toml, read_tables, with_values
 from serving.leftovers import SHARED_MEMORY, region_prefix
 from serving.options import ServeOptions
 from serving.ports import free_base_port
@@ -106,15 +106,13 @@ def write_config(options: SoakOptions) -> Path:
     if "torch_threads" not in tables["model"]:
         tables = with_values(tables, "model", torch_threads=max(1, cores() - 1))
     path = options.out / "config.toml"
-    path.write_text(dump_toml(tables), encoding="utf-8")
-    budget = options.templates * template_bytes(path)
+    budget = options.templates * template_bytes(checked(tables))
     path.write_text(dump_toml(with_values(tables, "cache", budget_bytes=budget)), encoding="utf-8")
     return path
 
 
-def template_bytes(config_path: Path) -> int:
+def template_bytes(config: Config) -> int:
     """Bytes that a template of the model's full size takes, about."""
-    config = load(config_path)
     facts = load_facts(config.model.path, config.model.native_resolution)
     side = facts.native_resolution // facts.vae_scale_factor
     stored = config.cache.entry_format

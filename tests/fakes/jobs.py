@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_core.config import Config, load_config
+from maskserve_core import config as configuration
+from maskserve_core.config import Config, apply
 from maskserve_core.keys import template_id
 from maskserve_core.request import EditRequest
 from maskserve_core.settings import EditSettings
@@ -33,15 +34,7 @@ class Case:
 
 def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
     """The configuration of a model folder, sections laid over it."""
-    import tempfile
-
-    from maskserve_core.config import apply
-
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(f'[model]\npath = "{folder}"\n')
-        file.flush()
-        config = load_config(file.name)
-    return apply(config, sections)
+    return apply(configuration.config_of({"model": {"path": str(folder)}}), sections)
 
 
 def random_case(rng: np.random.Generator, **settings: Any) -> Case:
