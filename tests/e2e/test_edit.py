@@ -189,17 +189,3 @@ def test_control_says_how_the_worker_is(grpc: Grpc) -> None:
     for _ in range(20):
         grpc.control(op="status")
     assert time.monotonic() - began < 2
-
-
-def test_metrics_are_on_tritons_page(worker: Worker, grpc: Grpc) -> None:
-    grpc.edit(plain_edit())
-    time.sleep(0.6)
-    with urllib.request.urlopen(worker.metrics_url, timeout=10) as answer:
-        page = answer.read().decode()
-    values = {
-        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
-        for line in page.splitlines()
-        if line.startswith("maskserve_")
-    }
-    assert values["maskserve_edits_total"] >= 1
-    assert values["maskserve_running_rows"] == 0

@@ -7,7 +7,7 @@ import json
 import re
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from tests.e2e.calls import (
     Grpc,
     InferenceServerException,
     edit_inputs,
-    eventually,
     plain_edit,
     stream,
 )
+from tests.eventually import eventually
 from tests.fakes.pictures import blob_mask, encode, scene
 
 _SAMPLE = re.compile(r"(\w+)\{(.*)\} (\S+)")
@@ -55,21 +55,42 @@ class Page:
         return {have["le"]: v for n, have, v in self.samples if n == f"{name}_bucket"}
 
 
-def settled(worker: Worker, grpc: Grpc) -> tuple[Page, Mapping[str, float]]:
-    """The page once it has caught up with an idle engine, and the record's counters."""
-    end = time.monotonic() + 30
-    while True:
+def settled(worker: Worker, grpc: Grpc, ends: float = 0) -> tuple[Page, Mapping[str, float]]:
+    """The page once it has caught up with an idle worker, and the record's counters.
+
+    An edit is counted out, then counted as ended, then logged: who made edits says how many `ends`
+    there must be.
+    """
+    found: tuple[Page, Mapping[str, float]] | None = None
+
+    def caught_up() -> bool:
+        nonlocal found
         status = grpc.control(op="status")
-        counters = status["counters"]
-        idle = not status["running"] and not status["waiting"]
-        page = Page(worker)
-        caught_up = page.value("step_seconds_count") == counters["steps_total"]
-        caught_up &= page.value("edits_total") == counters["edits_total"]
-        if idle and caught_up:
-            time.sleep(0.6)  # two more rounds of the fronts' publishing
-            return Page(worker), counters
-        assert time.monotonic() < end, (status, page.value("step_seconds_count"))
-        time.sleep(0.1)
+        page, counters = Page(worker), status["counters"]
+        found = page, counters
+        logged = sum(line.get("event") == "edit" for line in lines_of(worker))
+        return (
+            not (status["running"] or status["waiting"] or status["in_flight"])
+            and page.value("running_rows") == page.value("waiting_rows") == 0
+            and all(page.value(name, **labels) == n for name, labels, n in published(counters))
+            and page.value("step_seconds_count") == counters["steps_total"]
+            and page.value("queue_seconds_count") == counters["edits_total"]
+            and page.value("edit_ends_total") == logged >= ends
+            and page.value("edit_seconds_count") == page.value("edit_ends_total", outcome="done")
+        )
+
+    eventually("the page has caught up", caught_up, 30.0)
+    assert found is not None
+    return found
+
+
+def published(counters: Mapping[str, float]) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Those of the record's counters that are metrics: name, labels, value."""
+    for key, total in counters.items():
+        name, _, label = key.partition(".")
+        names = ENGINE_METRICS[name].labels if name in ENGINE_METRICS else None
+        if names is not None and len(names) == bool(label):
+            yield name, dict.fromkeys(names, label), total
 
 
 def log_of(worker: Worker) -> Path:
@@ -117,7 +138,7 @@ def test_histograms_count_every_step_and_edit(worker: Worker, grpc: Grpc) -> Non
     before, _ = settled(worker, grpc)
     pending = [grpc.begin(plain_edit(num_inference_steps=5, seed=seed)) for seed in range(10)]
     metas = [each.wait()[1] for each in pending]
-    page, counters = settled(worker, grpc)
+    page, counters = settled(worker, grpc, before.value("edit_ends_total") + 10)
 
     def grown(name: str, **labels: str) -> float:
         return page.value(name, **labels) - before.value(name, **labels)
@@ -147,7 +168,7 @@ def test_cached_edits_are_hits_of_their_tier(worker: Worker, grpc: Grpc) -> None
     for _ in range(3):
         _, meta = grpc.edit(edit_inputs(source, mask, cache="require"))
         assert meta["cache"] == "hit"
-    page, counters = settled(worker, grpc)
+    page, counters = settled(worker, grpc, before.value("edit_ends_total") + 3)
 
     def grown(metric: str, **labels: str) -> float:
         return page.value(metric, **labels) - before.value(metric, **labels)
@@ -162,9 +183,13 @@ def test_cached_edits_are_hits_of_their_tier(worker: Worker, grpc: Grpc) -> None
     assert page.value("cache_templates", tier="device") >= 1
     assert grown("cache_evictions_total", tier="device") == 0
     assert grpc.control(op="evict", template_id=name)["freed_bytes"] > 0
-    after, _ = settled(worker, grpc)
-    evictions = after.value("cache_evictions_total", tier="device")
-    assert evictions == page.value("cache_evictions_total", tier="device") + 1
+    evictions = page.value("cache_evictions_total", tier="device")
+
+    def counted() -> bool:
+        return Page(worker).value("cache_evictions_total", tier="device") > evictions
+
+    eventually("the eviction is counted", counted)
+    assert settled(worker, grpc)[0].value("cache_evictions_total", tier="device") == evictions + 1
 
 
 def test_each_way_of_ending_is_counted_and_has_one_line(worker: Worker, grpc: Grpc) -> None:
@@ -194,7 +219,7 @@ def test_each_way_of_ending_is_counted_and_has_one_line(worker: Worker, grpc: Gr
     stopped = only_end(worker, "log-cancelled")
     assert (stopped["level"], stopped["code"]) == ("INFO", "CANCELLED")
 
-    page, _ = settled(worker, grpc)
+    page, _ = settled(worker, grpc, before.value("edit_ends_total") + 4)
     for outcome, code in ENDS:
         labels = {"model": "edit", "outcome": outcome, "code": code}
         grown = page.value("edit_ends_total", **labels) - before.value("edit_ends_total", **labels)
@@ -209,7 +234,7 @@ def test_an_edit_of_a_stream_is_its_fronts(worker: Worker, grpc: Grpc) -> None:
         while opened.next()[1]["event"] != "final":
             pass
     assert only_end(worker, "log-stream")["model"] == "edit_stream"
-    page, _ = settled(worker, grpc)
+    page, _ = settled(worker, grpc, before.value("edit_ends_total") + 1)
     labels = {"model": "edit_stream", "code": "OK"}
     assert page.value("edit_ends_total", **labels) == before.value("edit_ends_total", **labels) + 1
 
