@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -63,15 +61,6 @@ class Site:
         status = self.status()
         rows = status.running if status is not None else ()
         return next((row for row in rows if row.request_id == request_id), None)
-
-    def says_ready(self) -> bool:
-        """Triton's own readiness."""
-        try:
-            url = f"{self.worker.http_url}/v2/health/ready"
-            with urllib.request.urlopen(url, timeout=1) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
 
     def says_well(self) -> bool:
         """Whether `control` answers that the engine is alive and takes edits."""

@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 from faults.sabotage import ORDER
 from faults.site import Site, until
 from probing.calls import Grpc, Http, Stream
+from serving.worker import says_ready
 
 RETURN_BAR_S = 15.0
 """Beyond the worker's load time."""
@@ -105,7 +106,7 @@ def try_worker_fault(site: Site, fault: WorkerFault) -> WorkerTrial:
         began = time.monotonic()
         fault.inject(site)
         not_well = _when(lambda: not site.says_well())
-        not_ready = _when(lambda: not site.says_ready())
+        not_ready = _when(lambda: not says_ready(site.worker.http_url, 1.0))
         ends = [answer.result(_PATIENCE_S) for answer in answers]
     # Asked all along: an engine gives itself up when steps of one client after another fail.
     serves = until(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from perf.inputs import Edit
 from serving.options import ServeOptions
 from serving.ports import free_base_port
 from serving.supervisor import Supervisor
+from serving.worker import says_ready
 
 COUNTERS = ("edits_total", "cache_hits_total", "cache_misses_total")
 _SETTLE_LIMIT_S = 60.0
@@ -66,15 +66,8 @@ class Server:
         One that stays away is not an error here; perf_analyzer then says what it meets.
         """
         end = time.monotonic() + self.patience_s
-        while not self._ready() and time.monotonic() < end:
+        while not says_ready(f"http://{self.http}", 5.0) and time.monotonic() < end:
             time.sleep(0.5)
-
-    def _ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"http://{self.http}/v2/health/ready", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:  # urllib's errors are OSErrors
-            return False
 
     def warm(self, edits: list[Edit]) -> None:
         """Send each edit once, then wait until templates that are being primed are.

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from maskserve_core.gate import Gate
 from maskserve_core.status import StatusReader
 from maskserve_core.vitals import Silence, unwell
 from serving.command import EXIT_TIMEOUT_S, command, environment, gpu_of_worker
-from serving.errors import ServeError
 from serving.files import WorkerFiles, with_values, worker_files
 from serving.journal import Journal
 from serving.leftovers import region_prefix, remove_regions
@@ -157,11 +155,7 @@ class Worker:
 
     def ready(self) -> bool:
         """Whether Triton says that it and every model are ready."""
-        try:
-            with urllib.request.urlopen(f"{self.http_url}/v2/health/ready", timeout=2) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
+        return says_ready(self.http_url)
 
     def settle(self) -> str | None:
         """What is left to do once it is ready; what went wrong, in words."""
@@ -253,6 +247,15 @@ class Worker:
         self.spec.files.remove()
 
 
+def says_ready(http_url: str, timeout_s: float = 2.0) -> bool:
+    """Whether the Triton there, or what stands before it, answers that it is ready."""
+    try:
+        with urllib.request.urlopen(f"{http_url}/v2/health/ready", timeout=timeout_s) as answer:
+            return bool(answer.status == 200)
+    except OSError:  # urllib's errors are OSErrors
+        return False
+
+
 def make_workers(options: ServeOptions, runtime: Runtime, tables: dict[str, Any]) -> list[Worker]:
     """One worker per index, none started."""
     options = replace(options, log_dir=options.log_dir.resolve())
@@ -267,6 +270,3 @@ def check_ports(workers: list[Worker]) -> None:
 
 def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-
-
-__all__ = ["ServeError", "Spec", "Worker", "check_ports", "make_workers"]
