@@ -22,15 +22,14 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from maskserve_core.config import Config, ModelConfig
 from maskserve_core.errors import InvalidRequest, MaskserveError
-from maskserve_core.facts import ModelFacts
 from maskserve_core.images import decode_image
 from maskserve_core.keys import template_id
 from maskserve_core.masks import active_tokens
 from maskserve_core.postprocess import finish_edit
 from maskserve_core.preprocess import PreparedEdit, prepare_edit
+from tests.fakes.facts import FILL_FACTS
 
 PAINT = (220, 20, 60)
-FACTS = ModelFacts("flux", "fill", 4, 4, 2, 128, True, False, {})
 CONFIG = Config(model=ModelConfig(path="demo", num_inference_steps=4), worker="fake-0")
 
 
@@ -136,7 +135,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
             inputs["MASK"],
             inputs["PROMPT"],
             inputs["SETTINGS"],
-            FACTS,
+            FILL_FACTS,
             CONFIG,
             self.worker,
         )
@@ -155,7 +154,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         yield self._final(edit, steps)
 
     def _final(self, edit: PreparedEdit, steps: int) -> dict[str, Any]:
-        active = active_tokens(edit.edit_mask, FACTS.token_pixels)
+        active = active_tokens(edit.edit_mask, FILL_FACTS.token_pixels)
         return {
             "event": "final",
             "step": steps,
@@ -166,7 +165,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
             "model": "demo",
             "template_id": edit.request.template_id,
             "active_tokens": len(active),
-            "total_tokens": edit.edit_mask.size // FACTS.token_pixels**2,
+            "total_tokens": edit.edit_mask.size // FILL_FACTS.token_pixels**2,
             "cache": "off",
             "timings_ms": {"preprocess": 1.0, "denoise": 2.0},
             "image": b"garbage" if self.worker.garble else _painted(edit),

@@ -16,26 +16,15 @@ from hypothesis import strategies as st
 from maskserve_core.backend.control import OPERATIONS, parse_operation
 from maskserve_core.config import Config, LimitsConfig, ModelConfig
 from maskserve_core.errors import InvalidRequest, MaskserveError
-from maskserve_core.facts import ModelFacts
 from maskserve_core.images import decode_image
 from maskserve_core.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.settings import dump_settings, parse_settings
 from tests.fakes.corpus.case import Case, Either, Refused, Works
 from tests.fakes.corpus.collection import edit_cases, sample
 from tests.fakes.corpus.settings import KEYS, good_settings
+from tests.fakes.facts import FILL_FACTS
 from tests.fakes.hostile import good_inputs
 
-FACTS = ModelFacts(
-    family="flux",
-    semantics="fill",
-    vae_scale_factor=4,
-    latent_channels=4,
-    patch=2,
-    native_resolution=128,
-    guidance_embeds=True,
-    true_cfg=False,
-    transformer={},
-)
 CONFIG = Config(model=ModelConfig(path="models/demo"))
 CASES = edit_cases()
 SAME_EVERY_TIME = settings(derandomize=True, deadline=None)
@@ -43,7 +32,7 @@ SAME_EVERY_TIME = settings(derandomize=True, deadline=None)
 
 def prepare(inputs: dict[str, bytes]) -> PreparedEdit:
     given = (inputs[name] for name in ("IMAGE", "MASK", "PROMPT", "SETTINGS"))
-    return prepare_edit(*given, FACTS, CONFIG)
+    return prepare_edit(*given, FILL_FACTS, CONFIG)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,12 @@ import pytest
 from PIL import Image
 
 from maskserve_core.config import Config
-from maskserve_core.facts import ModelFacts
 from maskserve_core.postprocess import finish_edit
 from maskserve_core.preprocess import PreparedEdit, prepare_edit
+from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene
 
-FACTS = ModelFacts("flux", "fill", 4, 4, 2, 64, True, False, {})
+FACTS = replace(FILL_FACTS, native_resolution=64)
 SIZES = [(64, 64), (45, 61), (61, 45), (1, 1), (3, 200), (200, 3), (97, 131), (64, 65)]
 
 

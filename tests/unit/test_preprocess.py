@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,33 +14,22 @@ import pytest
 
 from maskserve_core.capabilities import steps_run
 from maskserve_core.config import CacheConfig, Config, LimitsConfig, ModelConfig
-from maskserve_core.errors import InvalidRequest, MaskserveError, TemplateNotFound
+from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_core.facts import ModelFacts
 from maskserve_core.images import decode_image, encode_image
 from maskserve_core.keys import template_id
 from maskserve_core.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.request import EditRequest
 from maskserve_core.templates import TemplateFolder
-from tests.fakes.hostile import SIZE, HostileCase, good_inputs, hostile_cases
+from tests.fakes.facts import FILL_FACTS
+from tests.fakes.hostile import SIZE, good_inputs, hostile_cases
 from tests.fakes.pictures import blob_mask, encode, odd_images, scene
 
-FACTS = ModelFacts(
-    family="flux",
-    semantics="fill",
-    vae_scale_factor=4,
-    latent_channels=4,
-    patch=2,
-    native_resolution=128,
-    guidance_embeds=True,
-    true_cfg=False,
-    transformer={},
-)
 CONFIG = Config(model=ModelConfig(path="models/demo", num_inference_steps=20))
-CASES = list(hostile_cases())
 
 
 def prepare(
-    facts: ModelFacts = FACTS, config: Config = CONFIG, templates: Any = None, **inputs: bytes
+    facts: ModelFacts = FILL_FACTS, config: Config = CONFIG, templates: Any = None, **inputs: bytes
 ) -> PreparedEdit:
     given = {**good_inputs(), **inputs}
     return prepare_edit(
@@ -80,7 +68,7 @@ def test_an_ordinary_edit() -> None:
 def test_defaults_are_filled_in_from_the_configuration() -> None:
     filled = prepare(SETTINGS=b"").request.settings
     assert (filled.num_inference_steps, filled.guidance_scale) == (20, 30.0)
-    without = prepare(facts=replace(FACTS, guidance_embeds=False), SETTINGS=b"{}")
+    without = prepare(facts=replace(FILL_FACTS, guidance_embeds=False), SETTINGS=b"{}")
     assert without.request.settings.guidance_scale is None
 
 
@@ -142,24 +130,12 @@ def test_prompts_may_be_empty_long_or_in_any_script(prompt: str) -> None:
     assert prepare(PROMPT=prompt.encode()).request.prompt == prompt
 
 
-# What is refused
-
-
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_hostile_requests_are_refused_with_their_field(case: HostileCase) -> None:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        with pytest.raises(MaskserveError) as caught:
-            prepare(**case.inputs)
-    assert caught.value.code == case.code
-    assert str(caught.value).startswith(f"[{case.code}] {case.field}: ")
-    assert len(str(caught.value)) < 1000
-    assert seen == []
+# What is refused; the rest is in test_corpus.py
 
 
 def test_the_corpus_starts_from_a_request_that_works() -> None:
     assert prepare(**good_inputs()).request.seed == 1
-    names = [case.name for case in CASES]
+    names = [case.name for case in hostile_cases()]
     assert len(names) == len(set(names)) > 80
 
 
@@ -179,12 +155,12 @@ def test_what_the_model_or_worker_cannot_do_is_refused(
     facts: dict[str, Any], config: dict[str, Any], asked: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        prepare(replace(FACTS, **facts), replace(CONFIG, **config), SETTINGS=settings(**asked))
+        prepare(replace(FILL_FACTS, **facts), replace(CONFIG, **config), SETTINGS=settings(**asked))
     assert caught.value.field.startswith(f"SETTINGS.{field}")
 
 
 def test_what_the_model_can_do_passes() -> None:
-    able = replace(FACTS, true_cfg=True)
+    able = replace(FILL_FACTS, true_cfg=True)
     asked = settings(negative_prompt="blur", true_cfg_scale=2.0, guidance_scale=1, model="demo")
     assert prepare(able, SETTINGS=asked).request.settings.negative_prompt == "blur"
     assert prepare(SETTINGS=settings(true_cfg_scale=1.0)).request.settings.true_cfg_scale == 1
@@ -243,8 +219,8 @@ def test_inpaint_models_get_whole_latents_so_that_no_mask_vanishes() -> None:
     mask[13, 21] = 255
     picture = encode_image(np.stack([mask] * 3, axis=2), "png")
     source = encode_image(np.full((64, 64, 3), 90, np.uint8), "png")
-    for semantics, expected in (("fill", 1), ("inpaint", FACTS.vae_scale_factor**2)):
-        facts = replace(FACTS, semantics=semantics, native_resolution=64)
+    for semantics, expected in (("fill", 1), ("inpaint", FILL_FACTS.vae_scale_factor**2)):
+        facts = replace(FILL_FACTS, semantics=semantics, native_resolution=64)
         ready = prepare(facts, IMAGE=source, MASK=picture, SETTINGS=b"{}")
         assert (ready.edit_mask > 127).sum() == expected
         assert ready.edit_mask[13, 21] == 255
