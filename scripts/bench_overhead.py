@@ -15,7 +15,6 @@ Three measurements with the demo model, dense rows (`cache: off`):
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import statistics
@@ -32,7 +31,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from benchmarks.direct import Direct, Edit
 from benchmarks.timing import hardware
@@ -41,6 +39,7 @@ from maskserve_client import Client
 from maskserve_core.config import Config, config_of
 from maskserve_core.facts import load_facts
 from maskserve_core.flops import flux_work
+from maskserve_core.images import encode_image
 from maskserve_engine.flux import forward as forward_module
 from serving.command import KEEP_MEMORY, SHORT_WAITS
 from serving.options import ServeOptions
@@ -52,14 +51,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def make_edits(count: int, side: int) -> list[Edit]:
     """Encoded held-out edits of `side` x `side` pixels."""
-
-    def png(array: Any) -> bytes:
-        buffer = io.BytesIO()
-        Image.fromarray(array).save(buffer, "PNG")
-        return buffer.getvalue()
-
     return [
-        (png(edit.source), png(edit.mask.astype(np.uint8) * 255), edit.prompt)
+        (
+            encode_image(edit.source, "png"),
+            encode_image(edit.mask * np.uint8(255), "png"),
+            edit.prompt,
+        )
         for edit in held_out_edits(count, (side, side))
     ]
 

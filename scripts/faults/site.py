@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable
@@ -11,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import psutil
-from PIL import Image
 from tritonclient.utils import InferenceServerException
 
+from maskserve_core.images import encode_image
 from maskserve_core.status import StatusReader, WorkerStatus
 from probing.calls import Grpc
 from serving.supervisor import Supervisor
@@ -88,7 +87,7 @@ def pictures(side: int) -> tuple[bytes, bytes]:
     image = np.stack(np.broadcast_arrays(across[:, None], across[None], across[None, ::-1]), -1)
     mask = np.zeros((side, side), np.uint8)
     mask[side // 4 : side // 2, side // 4 : side // 2] = 255
-    return _png(image), _png(mask)
+    return encode_image(image, "png"), encode_image(mask, "png")
 
 
 def until(what: str, check: Callable[[], Any], timeout_s: float) -> float:
@@ -103,9 +102,3 @@ def until(what: str, check: Callable[[], Any], timeout_s: float) -> float:
             raise TimeoutError(f"{what}: not within {timeout_s:g} s")
         time.sleep(_POLL_S)
     return time.monotonic()
-
-
-def _png(array: Any) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, "PNG")
-    return buffer.getvalue()

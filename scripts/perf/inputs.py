@@ -7,7 +7,6 @@ what Triton puts on the wire for a BYTES element: a 4-byte little-endian length 
 from __future__ import annotations
 
 import base64
-import io
 import json
 import struct
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from PIL import Image, ImageOps
 
 from demo_model.palette import COLOURS, SHAPES
 from demo_model.prompts import phrase
+from maskserve_core.images import encode_image
 from perf.errors import PerfError
 from simulator.workload import MIXES
 
@@ -89,7 +89,7 @@ def make_edits(options: InputOptions, photos: list[Path]) -> list[Edit]:
     )
     opened = [_open(photo) for photo in photos]
     pictures = [
-        _png(_crop(opened[i % len(opened)], options.size, crops))
+        encode_image(np.asarray(_crop(opened[i % len(opened)], options.size, crops)), "png")
         for i in range(min(options.templates, options.entries))
     ]
     edits = []
@@ -98,7 +98,7 @@ def make_edits(options: InputOptions, photos: list[Path]) -> list[Edit]:
         edits.append(
             Edit(
                 image=pictures[number % len(pictures)],
-                mask=_png(Image.fromarray(mask.astype(np.uint8) * 255)),
+                mask=encode_image(mask * np.uint8(255), "png"),
                 prompt=phrase(words, str(words.choice(list(COLOURS))), str(words.choice(SHAPES))),
                 settings={**options.settings, "seed": number},
                 mask_ratio=float(mask.mean()),
@@ -194,9 +194,3 @@ def _crop(photo: Image.Image, size: int, rng: np.random.Generator) -> Image.Imag
     left, top = (int(rng.integers(0, length - side + 1)) for length in photo.size)
     box = (left, top, left + side, top + side)
     return photo.resize((size, size), Image.Resampling.LANCZOS, box=box)
-
-
-def _png(picture: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
-    return buffer.getvalue()
