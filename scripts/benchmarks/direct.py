@@ -8,14 +8,17 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.facts import load_facts
 from maskserve_core.postprocess import finish_edit
 from maskserve_core.preprocess import prepare_edit
+from maskserve_core.request import EditRequest
 from maskserve_engine.decode import Decoder
-from maskserve_engine.encode import Encoder
+from maskserve_engine.encode import Encoded, Encoder
 from maskserve_engine.engine import Engine
 from maskserve_engine.job import EditJob, EngineEvent, Failed, Final
 
@@ -47,16 +50,7 @@ class Direct:
         torch.set_num_threads(self.beside)
         encoded = self.encoder.encode(ready.pixels, ready.edit_mask, prompt)
         torch.set_num_threads(self.threads)
-        final = self.denoise(
-            EditJob(
-                ready.request,
-                ready.edit_mask,
-                encoded.moments,
-                encoded.masked_moments,
-                encoded.prompt_embeds,
-                encoded.pooled,
-            )
-        )
+        final = self.denoise(job_of(ready.request, ready.edit_mask, encoded))
         torch.set_num_threads(self.beside)
         pixels = self.decoder.decode(final.latents)
         return finish_edit(pixels, ready.source, ready.paste, ready.request)
@@ -81,14 +75,17 @@ class Direct:
             raw = json.dumps(settings).encode()
             ready = prepare_edit(image, mask, prompt.encode(), raw, self.facts, self.config)
             encoded = self.encoder.encode(ready.pixels, ready.edit_mask, prompt)
-            made.append(
-                EditJob(
-                    ready.request,
-                    ready.edit_mask,
-                    encoded.moments,
-                    encoded.masked_moments,
-                    encoded.prompt_embeds,
-                    encoded.pooled,
-                )
-            )
+            made.append(job_of(ready.request, ready.edit_mask, encoded))
         return made
+
+
+def job_of(request: EditRequest, edit_mask: NDArray[np.uint8], encoded: Encoded) -> EditJob:
+    """What the denoiser makes of its inputs: a prepared edit and what the encoder gave for it."""
+    return EditJob(
+        request,
+        edit_mask,
+        encoded.moments,
+        encoded.masked_moments,
+        encoded.prompt_embeds,
+        encoded.pooled,
+    )

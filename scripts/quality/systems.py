@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.direct import job_of
 from demo_model.scenes import Edit
 from maskserve_core.config import config_of
 from maskserve_core.facts import load_facts
@@ -58,7 +59,7 @@ class Rig:
         return [self._job(edit, seed) for seed, edit in enumerate(edits)]
 
     def _job(self, edit: Edit, seed: int) -> EditJob:
-        mask = edit.mask.astype(np.uint8) * 255
+        mask = edit.mask * np.uint8(255)
         encoded = self.encoder.encode(edit.source, mask, edit.prompt)
         digest = template_id(edit.source)
         size = (mask.shape[0], mask.shape[1])
@@ -76,14 +77,7 @@ class Rig:
             accepted_ns=time.time_ns(),
             pixels_id=digest,
         )
-        return EditJob(
-            request,
-            mask,
-            encoded.moments,
-            encoded.masked_moments,
-            encoded.prompt_embeds,
-            encoded.pooled,
-        )
+        return job_of(request, mask, encoded)
 
     def finish(self, edit: Edit, latents: NDArray[np.float32]) -> Picture:
         """Decode and paste the source back outside the mask."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.direct import job_of
 from maskserve_core import config as configuration
 from maskserve_core.config import Config, apply
 from maskserve_core.keys import template_id
@@ -70,14 +71,7 @@ def encode_case(encoder: Encoder, case: Case, request_id: str) -> EditJob:
         accepted_ns=time.time_ns(),
         pixels_id=digest,
     )
-    return EditJob(
-        request,
-        case.mask,
-        encoded.moments,
-        encoded.masked_moments,
-        encoded.prompt_embeds,
-        encoded.pooled,
-    )
+    return job_of(request, case.mask, encoded)
 
 
 def tolerance(expected: NDArray[np.float32]) -> float:
