@@ -98,24 +98,35 @@ class Visitor:
         inputs = self.inputs(picture, settings)
         way = self.http.edit if self.rng.random() < 0.4 else self.grpc.edit
         answer = must(lambda: way(inputs))
-        assert not isinstance(answer, str)
         return check(picture, settings, answer), answer[1]
 
 
-def must(call: Callable[[], Answer], *codes: str) -> Answer | str:
-    """The answer, or the reason of a failure that is among `codes`.
+def must(call: Callable[[], Answer]) -> Answer:
+    """The answer of a call that must be answered.
+
+    Raises:
+        Unexpected: it failed.
+    """
+    try:
+        return call()
+    except Exception as error:
+        raise _other("an answer", error) from None
+
+
+def ended(call: Callable[[], Answer], *codes: str) -> str:
+    """How a call ended that may be answered, or fail for a reason among `codes`.
 
     Raises:
         Unexpected: it failed for another reason.
     """
     try:
-        return call()
+        call()
     except Exception as error:
         why = reason(error)
         if why in codes:
             return why
-        wanted = " or ".join(("an answer", *codes))
-        raise Unexpected(f"{wanted} expected, but: {_short(error, why)}") from None
+        raise _other(" or ".join(("an answer", *codes)), error) from None
+    return DONE
 
 
 def refused(call: Callable[[], Any], code: str, field: str = "") -> str:
@@ -127,10 +138,9 @@ def refused(call: Callable[[], Any], code: str, field: str = "") -> str:
     try:
         call()
     except Exception as error:
-        why = reason(error)
-        if why == code and f"[{code}] {field}" in str(error):
+        if reason(error) == code and f"[{code}] {field}" in str(error):
             return code
-        raise Unexpected(f"[{code}] {field} expected, but: {_short(error, why)}") from None
+        raise _other(f"[{code}] {field}", error) from None
     raise Unexpected(f"[{code}] {field} expected, but it was answered")
 
 
@@ -175,6 +185,6 @@ def distance(a: Pixels, b: Pixels) -> int:
     return int(np.abs(a.astype(np.int16) - b).max())
 
 
-def _short(error: Exception, why: str) -> str:
-    text = str(error)
-    return text[:300] if text else why
+def _other(wanted: str, error: Exception) -> Unexpected:
+    said = str(error)[:300] or reason(error)
+    return Unexpected(f"{wanted} expected, but: {said}")

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from probing.calls import CLIENT_CANCELLED, CLIENT_TIMEOUT, TIMEOUT_S, Http, Stream
-from soaking.visitor import DONE, Visitor, must, operate
+from soaking.visitor import Visitor, ended, must, operate
 
 _SOON_S = 0.6
 """Within this a visitor loses patience."""
@@ -19,13 +19,13 @@ def grpc_cancel(visitor: Visitor) -> str:
     pending = visitor.grpc.begin(_long(visitor), TIMEOUT_S)
     time.sleep(visitor.rng.uniform(0.0, _SOON_S))
     pending.call.cancel()
-    return _ended(must(pending.wait, CLIENT_CANCELLED, "CANCELLED"))
+    return ended(pending.wait, CLIENT_CANCELLED, "CANCELLED")
 
 
 def grpc_timeout(visitor: Visitor) -> str:
     limit = visitor.rng.uniform(0.01, _SOON_S)
     inputs = _long(visitor)
-    return _ended(must(lambda: visitor.grpc.edit(inputs, limit), CLIENT_TIMEOUT, "CANCELLED"))
+    return ended(lambda: visitor.grpc.edit(inputs, limit), CLIENT_TIMEOUT, "CANCELLED")
 
 
 def http_timeout(visitor: Visitor) -> str:
@@ -33,7 +33,7 @@ def http_timeout(visitor: Visitor) -> str:
     client = Http(visitor.http_url, timeout_s=visitor.rng.uniform(0.02, _SOON_S / 2))
     inputs = visitor.inputs(visitor.rng.choice(visitor.album.hot), visitor.settings())
     try:
-        return _ended(must(lambda: client.edit(inputs), CLIENT_TIMEOUT))
+        return ended(lambda: client.edit(inputs), CLIENT_TIMEOUT)
     finally:
         client.close()
 
@@ -41,7 +41,7 @@ def http_timeout(visitor: Visitor) -> str:
 def deadline(visitor: Visitor) -> str:
     inputs = _long(visitor, deadline_ms=visitor.rng.randint(1, int(1e3 * _SOON_S)))
     way = visitor.http.edit if visitor.rng.random() < 0.5 else visitor.grpc.edit
-    return _ended(must(lambda: way(inputs), "DEADLINE_EXCEEDED"))
+    return ended(lambda: way(inputs), "DEADLINE_EXCEEDED")
 
 
 def control_cancel(visitor: Visitor) -> str:
@@ -53,7 +53,7 @@ def control_cancel(visitor: Visitor) -> str:
         if pending.answered:
             break
         time.sleep(0.02)
-    return _ended(must(pending.wait, "CANCELLED"))
+    return ended(pending.wait, "CANCELLED")
 
 
 def stream_closed(visitor: Visitor) -> str:
@@ -73,7 +73,3 @@ def _long(visitor: Visitor, **settings: Any) -> dict[str, bytes]:
     picture = visitor.rng.choice((visitor.rng.choice(visitor.album.hot), visitor.album.largest))
     made = visitor.settings(num_inference_steps=visitor.long_steps, **settings)
     return visitor.inputs(picture, made)
-
-
-def _ended(answer: Any) -> str:
-    return answer if isinstance(answer, str) else DONE
