@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
 from serving.options import ServeOptions
@@ -19,10 +19,10 @@ from tests.e2e.calls import (
     TIMEOUT_S,
     Grpc,
     InferenceServerException,
-    eventually,
     plain_edit,
     tensors,
 )
+from tests.eventually import eventually
 from tests.fakes.collector import Collector, Span, collector, draw
 
 CLIENT_SPAN = "b7ad6b7169203331"
@@ -57,18 +57,9 @@ def worker(model: Path, kept: Collector, tmp_path_factory: pytest.TempPathFactor
         assert running.workers[0].restarts == 0
 
 
-@pytest.fixture
-def grpc(worker: Worker) -> Iterator[Grpc]:
-    client = Grpc(worker.grpc_url)
-    yield client
-    client.close()
-
-
 def over_grpc(worker: Worker, inputs: dict[str, bytes], headers: dict[str, str]) -> None:
-    with triton_grpc.InferenceServerClient(worker.grpc_url) as client:
-        client.infer(
-            "edit", tensors(triton_grpc, inputs), headers=headers, client_timeout=TIMEOUT_S
-        )
+    with closing(Grpc(worker.grpc_url)) as client:
+        client.begin(inputs, TIMEOUT_S, headers).wait()
 
 
 def over_http(worker: Worker, inputs: dict[str, bytes], headers: dict[str, str]) -> None:
