@@ -75,8 +75,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             repositories=sabotaged_repository(folder),
         )
         with Supervisor(options) as supervisor:
-            site = Site(supervisor, args.side, args.steps)
-            rows = supervisor.workers[0].config.engine.max_rows
+            site = Site(supervisor.workers[0], args.side, args.steps)
+            rows = site.worker.config.engine.max_rows
             left = []
             for leaving in client_faults():
                 if args.only in leaving.name:

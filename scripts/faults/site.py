@@ -15,18 +15,16 @@ from tritonclient.utils import InferenceServerException
 from maskserve_core.images import encode_image
 from maskserve_core.status import StatusReader, WorkerStatus
 from probing.calls import Grpc
-from serving.supervisor import Supervisor
 from serving.worker import Worker
 
 _POLL_S = 0.01
 
 
 class Site:
-    """One worker of a running supervisor."""
+    """A worker of a running supervisor."""
 
-    def __init__(self, supervisor: Supervisor, side: int, steps: int) -> None:
-        self.supervisor = supervisor
-        self.worker: Worker = supervisor.workers[0]
+    def __init__(self, worker: Worker, side: int, steps: int) -> None:
+        self.worker = worker
         self.side, self.steps = side, steps
         self._image, self._mask = pictures(side)
         self._reader = StatusReader(self.worker.spec.files.status)

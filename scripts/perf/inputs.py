@@ -145,28 +145,9 @@ def write_edits(edits: list[Edit], path: Path) -> None:
     path.write_text(json.dumps({"data": entries}), encoding="utf-8")
 
 
-def read_edits(path: Path) -> list[dict[str, bytes]]:
-    """The tensors of every entry of a file that `write_edits` wrote."""
-    data = json.loads(path.read_text(encoding="utf-8"))["data"]
-    return [{name: unpack(value["b64"]) for name, value in entry.items()} for entry in data]
-
-
 def pack(payload: bytes) -> str:
     """One BYTES element as perf_analyzer wants it."""
     return base64.b64encode(_LENGTH.pack(len(payload)) + payload).decode()
-
-
-def unpack(text: str) -> bytes:
-    """The payload of what `pack` made.
-
-    Raises:
-        ValueError: the length in front is not the payload's.
-    """
-    raw = base64.b64decode(text, validate=True)
-    (length,) = _LENGTH.unpack_from(raw)
-    if length != len(raw) - _LENGTH.size:
-        raise ValueError(f"length {length} before {len(raw) - _LENGTH.size} bytes")
-    return raw[_LENGTH.size :]
 
 
 def find_photos(assets: Path) -> list[Path]:

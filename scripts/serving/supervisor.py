@@ -147,18 +147,6 @@ class Supervisor:
         """Edits accepted and not yet answered, over all workers."""
         return sum(worker.in_flight() for worker in self.workers)
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every worker is ready, also after restarts.
-
-        Raises:
-            ServeError: not within `timeout_s`.
-        """
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: all(watch.ready for watch in self._watches), timeout_s
-            ):
-                raise ServeError(f"not every worker became ready within {timeout_s:g} s")
-
     # The supervising thread
 
     def _run(self) -> None:

@@ -33,7 +33,7 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
         repositories=sabotaged_repository(folder),
     )
     with Supervisor(options) as supervisor:
-        yield Site(supervisor, side=64, steps=1000)
+        yield Site(supervisor.workers[0], side=64, steps=1000)
 
 
 @pytest.mark.timeout(300)

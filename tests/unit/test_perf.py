@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import sys
 from base64 import b64decode
@@ -25,8 +26,6 @@ from perf.inputs import (
     find_photos,
     make_edits,
     pack,
-    read_edits,
-    unpack,
     write_edits,
 )
 from perf.load import Load, Target, draw_gaps, parse_loads, targets
@@ -43,16 +42,18 @@ def pixels(png: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(png)))
 
 
+def unpack(text: str) -> bytes:
+    """The payload of an input, which has its length in front."""
+    raw = b64decode(text, validate=True)
+    assert struct.unpack("<I", raw[:4]) == (len(raw) - 4,)
+    return raw[4:]
+
+
 @given(st.binary(max_size=300))
 def test_a_payload_comes_back_and_its_length_is_in_front(payload: bytes) -> None:
     raw = b64decode(pack(payload))
     assert raw[:4] == struct.pack("<I", len(payload))
-    assert raw[4:] == payload == unpack(pack(payload))
-
-
-def test_a_wrong_length_is_noticed() -> None:
-    with pytest.raises(ValueError, match="length 5 before 3 bytes"):
-        unpack("BQAAAGFiYw==")
+    assert raw[4:] == payload
 
 
 def test_the_file_holds_the_edits(tmp_path: Path) -> None:
@@ -61,7 +62,9 @@ def test_the_file_holds_the_edits(tmp_path: Path) -> None:
     edits = make_edits(options, PHOTOS)
     assert edits == make_edits(options, PHOTOS)
     write_edits(edits, tmp_path / "edits.json")
-    entries = read_edits(tmp_path / "edits.json")
+    data = json.loads((tmp_path / "edits.json").read_text(encoding="utf-8"))["data"]
+    assert all(value["shape"] == [1] for entry in data for value in entry.values())
+    entries = [{name: unpack(value["b64"]) for name, value in entry.items()} for entry in data]
     assert entries == [edit.tensors() for edit in edits]
     assert len({tuple(entry.values()) for entry in entries}) == 12
     assert len({entry["IMAGE"] for entry in entries}) == 4
