@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -13,54 +12,10 @@ from maskserve_core.config import Config
 from maskserve_core.errors import Cancelled, Overloaded
 from maskserve_core.meta import TIMINGS
 from maskserve_core.request import EditRequest
-from maskserve_core.settings import EditSettings
 from maskserve_engine.job import EditJob, Failed, Final, Preview, Progress, Sink
 from maskserve_engine.reception import Reception
 from tests.fakes.pb_utils import FakeTriton, Request
-
-EDIT = EditRequest(
-    request_id="mine",
-    prompt="a red star",
-    settings=EditSettings(),
-    seed=7,
-    template_id="f" * 32,
-    source_size=(64, 48),
-    model_size=(64, 48),
-    accepted_ns=1,
-    timings_ms={"preprocess": 1.5},
-)
-
-
-class ScriptedEngine:
-    """Keeps what is submitted; the test sends the events."""
-
-    def __init__(self) -> None:
-        self.jobs: list[tuple[EditJob, Sink]] = []
-        self.asked: list[str] = []
-
-    def submit(self, job: EditJob, sink: Sink) -> None:
-        self.jobs.append((job, sink))
-
-    def cancel(self, request_id: str) -> bool:
-        self.asked.append(request_id)
-        return request_id == "mine"
-
-    def heartbeat(self) -> Future[dict[str, Any]]:
-        return _done({"state": "ready"})
-
-    def templates(self) -> Future[list[dict[str, object]]]:
-        return _done([{"template_id": "f" * 32}])
-
-    def evict(self, template_id: str) -> Future[int]:
-        answer: Future[int] = Future()
-        answer.set_exception(ValueError(template_id))
-        return answer
-
-
-def _done(value: Any) -> Future[Any]:
-    answer: Future[Any] = Future()
-    answer.set_result(value)
-    return answer
+from tests.fakes.scripted_engine import EDIT, ScriptedEngine, tensors
 
 
 @pytest.fixture
@@ -71,20 +26,6 @@ def engine() -> ScriptedEngine:
 @pytest.fixture
 def desk(api: FakeTriton, config: Config, engine: ScriptedEngine) -> Reception:
     return Reception(api, engine, config)
-
-
-def tensors() -> dict[str, Any]:
-    return {
-        "REQUEST": EDIT.to_json(),
-        "EDIT_MASK": np.full((64, 48), 255, np.uint8),
-        "MOMENTS": np.ones((8, 16, 12), np.float32),
-        "MASKED_MOMENTS": np.zeros((0, 0, 0), np.float32),
-        "PROMPT_EMBEDS": np.ones((4, 32), np.float32),
-        "POOLED_EMBEDS": np.ones(32, np.float32),
-        "ENCODE_MS": np.array([2.5], np.float32),
-        "SOURCE": b"source",
-        "PASTE": b"paste",
-    }
 
 
 def submit(api: FakeTriton, desk: Reception, **changed: Any) -> Request:

@@ -27,7 +27,7 @@ from maskserve_engine.job import Failed, Final
 from maskserve_engine.reception import Reception
 from tests.eventually import eventually
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
-from tests.triton.test_reception import ScriptedEngine, tensors
+from tests.fakes.scripted_engine import ScriptedEngine, tensors
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"

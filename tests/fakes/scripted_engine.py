@@ -1,0 +1,71 @@
+"""An engine that a test plays by hand, and an edit as the denoiser is given it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from maskserve_core.request import EditRequest
+from maskserve_core.settings import EditSettings
+from maskserve_engine.job import EditJob, Sink
+
+EDIT = EditRequest(
+    request_id="mine",
+    prompt="a red star",
+    settings=EditSettings(),
+    seed=7,
+    template_id="f" * 32,
+    source_size=(64, 48),
+    model_size=(64, 48),
+    accepted_ns=1,
+    timings_ms={"preprocess": 1.5},
+)
+
+
+class ScriptedEngine:
+    """Keeps what is submitted; the test sends the events."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[EditJob, Sink]] = []
+        self.asked: list[str] = []
+
+    def submit(self, job: EditJob, sink: Sink) -> None:
+        self.jobs.append((job, sink))
+
+    def cancel(self, request_id: str) -> bool:
+        self.asked.append(request_id)
+        return request_id == "mine"
+
+    def heartbeat(self) -> Future[dict[str, Any]]:
+        return _done({"state": "ready"})
+
+    def templates(self) -> Future[list[dict[str, object]]]:
+        return _done([{"template_id": "f" * 32}])
+
+    def evict(self, template_id: str) -> Future[int]:
+        answer: Future[int] = Future()
+        answer.set_exception(ValueError(template_id))
+        return answer
+
+
+def _done(value: Any) -> Future[Any]:
+    answer: Future[Any] = Future()
+    answer.set_result(value)
+    return answer
+
+
+def tensors() -> dict[str, Any]:
+    """EDIT as the models before the denoiser hand it on."""
+    return {
+        "REQUEST": EDIT.to_json(),
+        "EDIT_MASK": np.full((64, 48), 255, np.uint8),
+        "MOMENTS": np.ones((8, 16, 12), np.float32),
+        "MASKED_MOMENTS": np.zeros((0, 0, 0), np.float32),
+        "PROMPT_EMBEDS": np.ones((4, 32), np.float32),
+        "POOLED_EMBEDS": np.ones(32, np.float32),
+        "ENCODE_MS": np.array([2.5], np.float32),
+        "SOURCE": b"source",
+        "PASTE": b"paste",
+    }
