@@ -41,7 +41,7 @@ from maskserve_core.facts import load_facts
 from maskserve_core.flops import flux_work
 from maskserve_core.images import encode_image
 from maskserve_engine.flux import forward as forward_module
-from serving.command import KEEP_MEMORY, SHORT_WAITS
+from serving.command import TUNING
 from serving.options import ServeOptions
 from serving.ports import free_base_port
 from serving.supervisor import Supervisor
@@ -226,10 +226,9 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    given = {**KEEP_MEMORY, **SHORT_WAITS}
-    if any(name not in os.environ for name in given):
+    if any(name not in os.environ for name in TUNING):
         # Both sides of the comparison get what a worker has; it is read at the start only.
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**given, **os.environ})
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**TUNING, **os.environ})
     config = config_of({"model": {"path": str(args.model)}})
     config = replace(config, model=replace(config.model, torch_threads=args.threads))
     edits = make_edits(8, args.side)

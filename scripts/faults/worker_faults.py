@@ -17,14 +17,13 @@ from tritonclient.utils import InferenceServerException
 from faults.sabotage import ORDER
 from faults.site import Site, until
 from probing.calls import Grpc, Http, Stream
+from serving.supervisor import STEADY_S
 from serving.worker import says_ready
 
 RETURN_BAR_S = 15.0
 """Beyond the worker's load time."""
 _PATIENCE_S = 60.0
 _LOAD_S = 300.0
-# The supervisor restarts a worker at once that served this long, and later what fails at once.
-_STEADY_S = 11.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def try_worker_fault(site: Site, fault: WorkerFault) -> WorkerTrial:
     harm = threading.Event()
     restarts = site.worker.restarts
     if restarts:
-        time.sleep(_STEADY_S)
+        time.sleep(STEADY_S + 1.0)  # what fails sooner is restarted later
     with ThreadPoolExecutor(len(calls)) as pool:
         answers = [
             pool.submit(_visit, call, site, f"doomed-{number}-{time.monotonic_ns()}", harm)

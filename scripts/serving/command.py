@@ -62,26 +62,23 @@ def command(
     return [sys.executable, launcher, str(os.getpid()), *server]
 
 
-KEEP_MEMORY = {
+TUNING = {
     # glibc hands large blocks back to the kernel at every free, and each activation is one: pages
     # are then faulted in and zeroed again at every operation. Kept, a CPU step is a third faster.
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "MALLOC_TOP_PAD_": str(64 * 2**20),
     "MALLOC_ARENA_MAX": "1",  # the arenas of other threads give heaps back whatever is set
-}
-
-
-SHORT_WAITS = {
     # Threads of one operation wait for one another by spinning. Where something else wants their
     # cores that takes a step many times as long; after this many turns they sleep instead.
     "GOMP_SPINCOUNT": "5000",
 }
+"""Read when a process starts; what the environment already says wins."""
 
 
 def environment(runtime: Runtime, config: Path, gpu: str | None) -> dict[str, str]:
     """The environment of a worker and its models."""
-    env = {**KEEP_MEMORY, **SHORT_WAITS, **os.environ}
+    env = {**TUNING, **os.environ}
     env.update(
         MASKSERVE_CONFIG=str(config),
         # The model is a local folder by now; nothing in a worker may reach for the network.

@@ -20,8 +20,8 @@ from serving.worker import Worker, check_ports, make_workers
 _TICK_S = 0.2
 _PROGRESS_S = 5.0
 _BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-# A worker that served this long starts over with the shortest backoff: what failed was no load.
-_STEADY_S = 10.0
+STEADY_S = 10.0
+"""A worker that served this long starts over with the shortest backoff: what failed was no load."""
 # The fronts of a worker whose engine died answer their clients themselves; they are given time.
 _ANSWERS_S = 1.5
 
@@ -185,7 +185,7 @@ class Supervisor:
             self._say(watch, f"loading for {watch.worker.loading_s:.0f} s; models ready: {loaded}")
 
     def _look_after(self, watch: _Watch, now: float) -> None:
-        if watch.failures and now - watch.ready_since > _STEADY_S:
+        if watch.failures and now - watch.ready_since > STEADY_S:
             watch.failures = 0
         sick = watch.worker.sick()
         if sick is not None:
