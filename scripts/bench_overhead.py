@@ -101,13 +101,9 @@ class ModelClock:
 
     def __init__(self, model: Any) -> None:
         self.seconds = 0.0
-        self._begin = 0.0
-        self._hooks = [
-            model.x_embedder.register_forward_pre_hook(self._enter),
-            model.x_embedder.register_forward_hook(self._leave),
-        ]
         state = forward_module._State
         named = [
+            (model.x_embedder, "forward"),
             *((forward_module, name) for name in ("time_text_embedding", "last_layer")),
             *((forward_module, name) for name in ("double_block", "single_block")),
             *((state, name) for name in ("join_streams", "computed_image")),
@@ -119,14 +115,6 @@ class ModelClock:
     def close(self) -> None:
         for owner, name, function in self._originals:
             setattr(owner, name, function)
-        for hook in self._hooks:
-            hook.remove()
-
-    def _enter(self, module: Any, _: Any) -> None:
-        self._begin = time.perf_counter()
-
-    def _leave(self, module: Any, *_: Any) -> None:
-        self.seconds += time.perf_counter() - self._begin
 
     def _clocked(self, function: Any) -> Any:
         def call(*args: Any) -> Any:
