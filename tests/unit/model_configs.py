@@ -1,10 +1,6 @@
-"""Configs of the counted models: published ones, and tiny ones of the same shape."""
+"""Configs of the counted models: published UNets, and tiny ones of the shape of published ones."""
 
 from __future__ import annotations
-
-from benchmarks.models import FLUX_DEV
-
-__all__ = ["FLUX_DEV"]
 
 TINY_FLUX = {
     "patch_size": 1,

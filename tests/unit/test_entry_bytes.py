@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.models import FLUX_DEV
 from maskserve_core.entry_bytes import FORMATS, block_bytes, end_bytes, entry_bytes
 from maskserve_core.flops import flux_work
 from maskserve_core.flops_unet import unet_work
-from tests.unit.model_configs import FLUX_DEV, TINY_SDXL
+from tests.unit.model_configs import TINY_SDXL
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("float32", np.float32), ("bfloat16", np.uint16)])

@@ -12,9 +12,10 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.models import FLUX_DEV
 from maskserve_core.flops import KINDS, ModelWork, RowTokens, flop_limit, flux_work
 from maskserve_core.flops_unet import unet_work
-from tests.unit.model_configs import FLUX_DEV, REAL_SD21, REAL_SDXL, TINY_FLUX, TINY_SD21, TINY_SDXL
+from tests.unit.model_configs import REAL_SD21, REAL_SDXL, TINY_FLUX, TINY_SD21, TINY_SDXL
 
 
 @pytest.fixture(autouse=True)

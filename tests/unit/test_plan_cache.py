@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.models import FLUX_DEV
 from maskserve_core.flops import flux_work
 from maskserve_core.plan_cache import PlanCache, plan_totals
 from maskserve_core.planner import plan
 from maskserve_core.step_costs import StepCosts
 from maskserve_core.timeline import evaluate
-from tests.unit.model_configs import FLUX_DEV
 from tests.unit.test_planner import flux_costs
 
 
