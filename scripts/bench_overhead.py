@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -36,12 +35,13 @@ from benchmarks.direct import Direct, Edit
 from benchmarks.timing import hardware
 from demo_model.scenes import held_out_edits
 from maskserve_client import Client
-from maskserve_core.config import Config, config_of
+from maskserve_core.config import Config, config_of, cores
 from maskserve_core.facts import load_facts
 from maskserve_core.flops import flux_work
 from maskserve_core.images import encode_image
 from maskserve_engine.flux import forward as forward_module
 from serving.command import TUNING
+from serving.files import dump_toml
 from serving.options import ServeOptions
 from serving.ports import free_base_port
 from serving.supervisor import Supervisor
@@ -211,14 +211,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="denoising steps of the path")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--edits", type=int, default=24, help="edits per throughput round")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--threads", type=int, default=cores(), help="of the denoiser, on both sides"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if any(name not in os.environ for name in TUNING):
         # Both sides of the comparison get what a worker has; it is read at the start only.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**TUNING, **os.environ})
-    config = config_of({"model": {"path": str(args.model)}})
-    config = replace(config, model=replace(config.model, torch_threads=args.threads))
+    tables = {"model": {"path": str(args.model), "torch_threads": args.threads}}
+    config = config_of(tables)
     edits = make_edits(8, args.side)
     settings = {"num_inference_steps": args.steps, "cache": "off", "seed": 1}
     report: dict[str, Any] = {
@@ -228,9 +230,14 @@ def main() -> int:
         "side": args.side,
         "steps": args.steps,
     }
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.toml").write_text(dump_toml(tables), encoding="utf-8")
         options = ServeOptions(
-            model=str(args.model), base_port=free_base_port(), log_dir=Path(folder) / "logs"
+            model=str(args.model),
+            base_port=free_base_port(),
+            config=folder / "config.toml",
+            log_dir=folder / "logs",
         )
         with Supervisor(options) as supervisor:
             client = Client(supervisor.workers[0].grpc_url)
