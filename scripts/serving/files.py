@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,13 +71,42 @@ def worker_files(base_port: int, workers: int) -> list[WorkerFiles]:
     return [WorkerFiles(memory / name, disk / name) for name in names]
 
 
-def remove_stale(files: list[WorkerFiles], base_port: int) -> None:
-    """Remove what a killed supervisor left at this base port; its ports are known to be free."""
-    mine = {path.parent for own in files for path in (own.root, own.templates)}
+def folders_of(files: list[WorkerFiles]) -> set[Path]:
+    """The folders that `worker_files` made."""
+    return {path.parent for own in files for path in (own.root, own.templates)}
+
+
+def hold(files: list[WorkerFiles]) -> list[int]:
+    """Have every `remove_stale` spare these folders until the returned files are closed.
+
+    The kernel closes them if the supervisor is killed.
+    """
+    held = [os.open(folder, os.O_RDONLY) for folder in folders_of(files)]
+    for folder in held:
+        with suppress(OSError):  # where nothing can be locked, nothing is removed either
+            fcntl.flock(folder, fcntl.LOCK_SH)
+    return held
+
+
+def remove_stale(base_port: int) -> None:
+    """Remove what killed supervisors left at this base port."""
     for parent in {_memory(), _disk()}:
         for folder in Path(parent).glob(_prefix(base_port) + "*"):
-            if folder not in mine:
-                shutil.rmtree(folder, ignore_errors=True)
+            _remove_unless_held(folder)
+
+
+def _remove_unless_held(folder: Path) -> None:
+    try:
+        opened = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return  # gone by itself, or another user's
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        pass  # of a supervisor that lives: its ports are free until its models are loaded
+    finally:
+        os.close(opened)
 
 
 def _prefix(base_port: int) -> str:

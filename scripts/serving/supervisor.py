@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from serving.errors import ServeError
-from serving.files import read_tables, remove_stale, with_values
+from serving.files import WorkerFiles, folders_of, hold, read_tables, remove_stale, with_values
 from serving.options import ServeOptions
 from serving.runtime import find_runtime
 from serving.source import resolve_model
@@ -57,6 +58,7 @@ class Supervisor:
         self._stopped = threading.Event()
         self._changed = threading.Condition()
         self._failure: ServeError | None = None
+        self._held: list[int] = []
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Supervisor:
@@ -90,8 +92,9 @@ class Supervisor:
         self.workers = make_workers(options, runtime, tables)
         self._watches = [_Watch(worker, start_at=1e-9) for worker in self.workers]
         try:
+            self._held = hold(self._files())
             check_ports(self.workers)
-            remove_stale([worker.spec.files for worker in self.workers], options.base_port)
+            remove_stale(options.base_port)
             # One thread starts every worker and outlives them: the kernel takes the end of the
             # thread that started a process for the end of its parent (launch.py).
             self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
@@ -254,12 +257,18 @@ class Supervisor:
         for worker in self.workers:
             worker.remove_files()
             worker.journal.close()
-        files = [worker.spec.files for worker in self.workers]
-        for folder in {path.parent for own in files for path in (own.root, own.templates)}:
+        for folder in folders_of(self._files()):
             try:
                 folder.rmdir()
             except OSError:
                 pass  # a worker's folder is still being removed by the other of stop and kill
+        with self._changed:
+            held, self._held = self._held, []
+        for file in held:
+            os.close(file)
+
+    def _files(self) -> list[WorkerFiles]:
+        return [worker.spec.files for worker in self.workers]
 
     def _say(self, watch: _Watch, what: str) -> None:
         self.options.say(f"{watch.worker.name}: {what}")

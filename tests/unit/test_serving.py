@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from maskserve_core.config import Config
 from serving import command, files, leftovers, log, ports, runtime
 from serving.errors import ServeError
-from serving.options import ServeOptions
+from serving.options import REPOSITORY, ServeOptions
 from serving.source import resolve_model
+from serving.supervisor import Supervisor
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -215,12 +217,47 @@ def test_what_a_killed_supervisor_left_is_removed(
     mine = files.worker_files(9000, 2)
     assert {own.root.parent.parent for own in mine} == {tmp_path}
     assert {own.templates.parent.parent for own in mine} == {tmp_path / "disk"}
-    files.remove_stale(mine, 9000)
+    held = files.hold(mine)
+    files.remove_stale(9000)
     assert not left.root.parent.exists()
     assert not left.templates.parent.exists()
     for own in (*mine, others):
         assert own.root.parent.is_dir()
         assert own.templates.parent.is_dir()
+    for file in held:
+        os.close(file)
+    files.remove_stale(9000)
+    assert not any(own.root.parent.exists() or own.templates.parent.exists() for own in mine)
+
+
+def test_what_a_living_supervisor_has_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton listens once its models are loaded: until then the ports look free to another."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    server = tmp_path / "tritonserver"
+    server.write_text("#!/bin/sh\nexec sleep 60\n")
+    server.chmod(0o755)
+    options = ServeOptions(
+        model=str(REPOSITORY / "assets" / "models" / "demo"),
+        base_port=ports.free_base_port(),
+        log_dir=tmp_path,
+        tritonserver=server,
+        say=lambda line: None,
+    )
+    supervisor, enough = Supervisor(options), threading.Event()
+    enough.set()
+    supervisor.start(until=enough)
+    own = supervisor.workers[0].spec.files
+    try:
+        files.remove_stale(options.base_port)
+        assert own.root.parent.is_dir()
+        assert own.templates.parent.is_dir()
+    finally:
+        supervisor.kill()
+    assert not own.root.parent.exists()
+    assert not own.templates.parent.exists()
 
 
 def test_the_command_line_is_hardened(tmp_path: Path) -> None:
