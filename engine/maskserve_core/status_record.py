@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, TypeVar
 
 VERSION = 1
@@ -103,7 +104,6 @@ class WorkerStatus:
 
 
 T = TypeVar("T", RowStatus, WorkerStatus)
-_ROW_FIELDS = tuple(f.name for f in fields(RowStatus))
 _PLAIN_FIELDS = tuple(
     f.name for f in fields(WorkerStatus) if f.name not in ("running", "waiting", *SLOW_FIELDS)
 )
@@ -116,11 +116,37 @@ def _known(kind: type[T], values: dict[str, Any]) -> T:
 
 def volatile_json(status: WorkerStatus) -> bytes:
     """What changes from step to step: the JSON object without its closing brace."""
-    values = {name: getattr(status, name) for name in _PLAIN_FIELDS}
-    for name in ("running", "waiting"):
-        rows: tuple[RowStatus, ...] = getattr(status, name)
-        values[name] = [{key: getattr(row, key) for key in _ROW_FIELDS} for row in rows]
-    return _encode(values).encode()[:-1]
+    plain = _encode({name: getattr(status, name) for name in _PLAIN_FIELDS})[:-1]
+    running, waiting = (",".join(map(_row_json, rows)) for rows in (status.running, status.waiting))
+    return f'{plain},"running":[{running}],"waiting":[{waiting}]'.encode()
+
+
+def _row_json(row: RowStatus) -> str:
+    fixed = _fixed_json(
+        row.request_id,
+        row.kind,
+        row.active_tokens,
+        row.total_tokens,
+        row.template_id,
+        row.priority,
+    )
+    return f'{fixed},"steps_left":{row.steps_left}}}'
+
+
+@lru_cache(maxsize=1024)
+def _fixed_json(
+    request_id: str, kind: str, active: int, total: int, template_id: str, priority: int
+) -> str:
+    """What stays the same while a row runs or waits, which is most of a record."""
+    values = {
+        "request_id": request_id,
+        "kind": kind,
+        "active_tokens": active,
+        "total_tokens": total,
+        "template_id": template_id,
+        "priority": priority,
+    }
+    return _encode(values)[:-1]
 
 
 def slow_json(status: WorkerStatus) -> bytes:

@@ -43,6 +43,8 @@ class Edit:
     """Sum over its steps of the rows in the batch."""
     kinds: Counter[str] = field(default_factory=Counter)
     """Blocks run, by kind."""
+    said: RowStatus | None = None
+    """The last status: what waits has the same at every step."""
 
     @property
     def request_id(self) -> str:
@@ -80,15 +82,19 @@ class Edit:
         return cached
 
     def status(self) -> RowStatus:
-        return RowStatus(
-            request_id=self.request_id,
-            kind="cached" if self.how == "cached" else "dense",
-            active_tokens=self.step_tokens,
-            total_tokens=self.total_tokens,
-            steps_left=self.steps - (self.row.step if self.row is not None else 0),
-            template_id=self.job.request.template_id,
-            priority=self.job.request.settings.priority,
-        )
+        kind = "cached" if self.how == "cached" else "dense"
+        left = self.steps - (self.row.step if self.row is not None else 0)
+        if self.said is None or self.said.steps_left != left or self.said.kind != kind:
+            self.said = RowStatus(
+                request_id=self.request_id,
+                kind=kind,
+                active_tokens=self.step_tokens,
+                total_tokens=self.total_tokens,
+                steps_left=left,
+                template_id=self.job.request.template_id,
+                priority=self.job.request.settings.priority,
+            )
+        return self.said
 
     def final_meta(self, worker: str, model: str) -> dict[str, Any]:
         """META of the finished edit, without what the models after the denoiser add."""

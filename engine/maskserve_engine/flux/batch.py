@@ -45,19 +45,22 @@ class Batch:
 
         No row has moved if it raises, so that the rows can be tried again one by one.
         """
-        packed = self.packed
-        velocity = forward(model, packed, [row.moment() for row in self.rows], kinds)
+        packed, rows = self.packed, self.rows
+        velocity = forward(model, packed, [row.moment() for row in rows], kinds)
         stream = packed.ways.narrow.image_stream
-        change = torch.tensor([row.change for row in self.rows], device=velocity.device)
-        wide, change = stream.spread(velocity, change[:, None])
-        latents = packed.tokens[:, : velocity.shape[1]]
+        changes = torch.tensor([row.change for row in rows], device=velocity.device)
+        wide, changes = stream.spread(velocity, changes[:, None])
         # The product is rounded to the model's dtype and the sum is taken in float32, as diffusers
-        # has it on CUDA. (On a CPU in half precision torch rounds `change` first, an ulp apart.)
-        move = (wide * change).to(velocity.dtype).view_as(velocity)
-        moved = (latents.float() + move).to(latents.dtype)
-        for row, (begin, end) in zip(self.rows, stream.spans, strict=True):
-            row.blend_in(moved[begin:end])
-        # Nothing is allocated from here on.
-        latents.copy_(moved)
-        for row, (begin, end) in zip(self.rows, stream.spans, strict=True):
-            row.advance(latents[begin:end], velocity[begin:end])
+        # has it on CUDA. (On a CPU in half precision torch rounds `changes` first, an ulp apart.)
+        move = (wide * changes).to(velocity.dtype).view_as(velocity)
+        latents = packed.tokens[:, : velocity.shape[1]]
+        if any(row.blends for row in rows):
+            moved = latents + move
+            for row, part in zip(rows, moved.split(stream.lengths), strict=True):
+                row.blend_in(part)
+            latents.copy_(moved)  # nothing is allocated from here on
+        else:
+            latents.add_(move)
+        parts = latents.split(stream.lengths), velocity.split(stream.lengths)
+        for row, own, answer in zip(rows, *parts, strict=True):
+            row.advance(own, answer)

@@ -166,9 +166,11 @@ class _State:
     """Hidden states between blocks and whether inactive tokens are among them (`wide`)."""
 
     def __init__(self, model: Any, packed: Packed, moments: Sequence[Moment], emb: Tensor) -> None:
-        self.model, self.moments, self.emb = model, moments, emb
+        self.model, self.emb = model, emb
         self.ways = packed.ways
         self.rests = [moment.rest for moment in moments]
+        self.captures = [moment.capture for moment in moments]
+        self.priming = any(capture is not None for capture in self.captures)
         self.cached = any(rest is not None for rest in self.rests)
         self.wide = not self.cached  # without cached rows both packings are the same
         self.carried: tuple[int, Tensor] | None = None
@@ -253,11 +255,10 @@ class _State:
 
     def capture(self, index: int) -> Any:
         """Hand the priming rows' hidden states over now, their keys and values when known."""
-        captures = [moment.capture for moment in self.moments]
-        if not any(captures):
+        if not self.priming:
             return None
         packing = self.packing
-        own = list(zip(captures, packing.text, packing.row_stream.spans, strict=True))
+        own = list(zip(self.captures, packing.text, packing.row_stream.spans, strict=True))
         for (capture, text, (begin, end)), (image_begin, image_end) in zip(
             own, packing.image_stream.spans, strict=True
         ):

@@ -32,6 +32,7 @@ class Stream:
     spans: tuple[Span, ...]
     row_of: Tensor
     """[N] row of each token."""
+    lengths: tuple[int, ...]
     uniform: int
     """The common length of all rows, or 0."""
 
@@ -112,7 +113,7 @@ def _stream(lengths: Sequence[int], device: torch.device) -> Stream:
         torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.long)
     )
     common = lengths[0] if len(set(lengths)) == 1 else 0
-    return Stream(spans(lengths), row_of.to(device), common)
+    return Stream(spans(lengths), row_of.to(device), tuple(lengths), common)
 
 
 @lru_cache(maxsize=16)

@@ -140,6 +140,11 @@ class FluxRow:
         """Of sigma, in this step."""
         return self.schedule.walk[self.step].change
 
+    @property
+    def blends(self) -> bool:
+        """Whether `blend_in` does anything."""
+        return self.blend is not None
+
     def blend_in(self, moved: Tensor) -> None:
         """Inpaint semantics, after the sampler's step and before it is booked.
 
@@ -159,7 +164,9 @@ class FluxRow:
             velocity: [n or all, 4C] the model's output.
         """
         computed = len(self.latents)
-        self.latents, self.velocity = latents[:computed], velocity[:computed]
+        if computed < len(latents):  # the pinned tokens were computed too
+            latents, velocity = latents[:computed], velocity[:computed]
+        self.latents, self.velocity = latents, velocity
         self.step += 1
 
     def estimate(self) -> Tensor:
@@ -228,8 +235,13 @@ class PrimingRow:
         self.recorder = Recorder(self.kinds, self.format)
         return Moment(self.anchors[self.step].timestep, capture=self.recorder)
 
-    def blend_in(self, moved: Tensor) -> None:
+    @property
+    def blends(self) -> bool:
         """Priming takes no step of the sampler."""
+        return False
+
+    def blend_in(self, moved: Tensor) -> None:
+        """Nothing is blended."""
 
     def advance(self, latents: Tensor, velocity: Tensor) -> None:
         """Keep what was recorded; what the model answered is of no use."""
