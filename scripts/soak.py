@@ -11,7 +11,7 @@ nothing may be left in flight, running or pinned.
 
 Writes samples.jsonl, summary.json, soak.png, config.toml and the worker's log into the folder. The
 exit code is 0 if every bar holds, 1 if one is missed, 2 if the worker does not start. Ctrl-C ends
-the load early and judges what there is.
+the load early and judges what there is; before the worker is ready it stops that.
 """
 
 from __future__ import annotations

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from maskserve_core.config import ConfigError
 from maskserve_core.facts import load_facts
 from serving.errors import ServeError
+from serving.files import with_values
 
 # "owner/name"; a path is written with a dot or slash in front, or exists.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def with_model(tables: dict[str, Any], model: str) -> dict[str, Any]:
+    """Configuration tables that name the local folder of `model`, at the revision they ask for.
+
+    Raises:
+        ServeError: there is no such model, or it is none that is served.
+    """
+    revision = str(tables.get("model", {}).get("revision", ""))
+    tables = with_values(tables, "model", path=str(resolve_model(model, revision)))
+    if not Path(model).exists() and not tables["model"].get("name"):
+        # A downloaded model's folder is named after its revision; clients know the hub id.
+        tables = with_values(tables, "model", name=model.split("/")[-1])
+    return tables
 
 
 def resolve_model(model: str, revision: str = "") -> Path:

@@ -7,14 +7,13 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
 from serving.errors import ServeError
-from serving.files import WorkerFiles, folders_of, hold, read_tables, remove_stale, with_values
+from serving.files import WorkerFiles, folders_of, hold, read_tables, remove_stale
 from serving.options import ServeOptions
 from serving.runtime import find_runtime
-from serving.source import resolve_model
+from serving.source import with_model
 from serving.tracing import with_trace
 from serving.worker import Worker, check_ports, make_workers
 
@@ -82,13 +81,8 @@ class Supervisor:
         options = self.options
         if options.workers < 1:
             raise ServeError(f"--workers: {options.workers} is not at least 1")
-        tables = read_tables(options.config)
-        folder = resolve_model(options.model, str(tables.get("model", {}).get("revision", "")))
+        tables = with_trace(with_model(read_tables(options.config), options.model), options)
         runtime = find_runtime(options.tritonserver, options.cache_dir)
-        tables = with_trace(with_values(tables, "model", path=str(folder)), options)
-        if not Path(options.model).exists() and not tables["model"].get("name"):
-            # A downloaded model's folder is named after its revision; clients know the hub id.
-            tables = with_values(tables, "model", name=options.model.split("/")[-1])
         self.workers = make_workers(options, runtime, tables)
         self._watches = [_Watch(worker, start_at=1e-9) for worker in self.workers]
         try:

@@ -87,6 +87,12 @@ class Load:
                 self.ledger.complain(thread.name, f"did not end its visit within {timeout_s:g} s")
 
     def _run(self, visitor: Visitor) -> None:
+        try:
+            self._visits(visitor)
+        except Exception as error:
+            self.ledger.complain(threading.current_thread().name, f"the visitor broke: {error!r}")
+
+    def _visits(self, visitor: Visitor) -> None:
         visitor.open()
         # What grows to the largest need does so at once, in the warm-up.
         self._visit(visitor, visits.largest)

@@ -15,11 +15,12 @@ from maskserve_core.config import Config, cores
 from maskserve_core.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.facts import load_facts
 from maskserve_core.flops import flux_work
+from serving.errors import ServeError
 from serving.files import checked, dump_toml, read_tables, with_values
 from serving.leftovers import SHARED_MEMORY, region_prefix
 from serving.options import ServeOptions
 from serving.ports import free_base_port
-from serving.source import resolve_model
+from serving.source import with_model
 from serving.supervisor import Supervisor
 from serving.worker import Worker
 from soaking.judge import Bar, judge_answers, judge_growth, judge_rest, steady
@@ -75,7 +76,7 @@ def soak(options: SoakOptions, stop: threading.Event) -> Report:
     """Start a worker, load it for the given time or until `stop` is set, stop it, and judge.
 
     Raises:
-        ServeError: the worker does not start.
+        ServeError: the worker does not start, or `stop` is set before it is ready.
     """
     options.out.mkdir(parents=True, exist_ok=True)
     serve = ServeOptions(
@@ -86,12 +87,18 @@ def soak(options: SoakOptions, stop: threading.Event) -> Report:
         say=options.say,
     )
     ledger = Ledger()
-    with Supervisor(serve) as supervisor:
+    supervisor = Supervisor(serve)
+    supervisor.start(until=stop)
+    try:
+        if stop.is_set():
+            raise ServeError("stopped before its worker was ready")
         worker = supervisor.workers[0]
         sampler = Sampler(worker, ledger, options.sample_s, options.out / "samples.jsonl")
         _load_worker(options, worker, ledger, sampler, stop)
         rest = _rest(worker, ledger, sampler)
         sampler.close()
+    finally:
+        supervisor.stop()
     return _judge(options, ledger, sampler.samples, rest, worker)
 
 
@@ -101,8 +108,7 @@ def write_config(options: SoakOptions) -> Path:
     Unless it says how many threads the denoiser has, one core is left to the visitors: threads of
     a step that wait for one another on cores that others use take many times as long.
     """
-    folder = resolve_model(str(options.model), "")
-    tables = with_values(read_tables(options.config), "model", path=str(folder))
+    tables = with_model(read_tables(options.config), str(options.model))
     if "torch_threads" not in tables["model"]:
         tables = with_values(tables, "model", torch_threads=max(1, cores() - 1))
     path = options.out / "config.toml"
@@ -117,7 +123,9 @@ def template_bytes(config: Config) -> int:
     side = facts.native_resolution // facts.vae_scale_factor
     stored = config.cache.entry_format
     if stored == "model":
-        stored = "float32" if config.model.dtype == "auto" else config.model.dtype
+        from maskserve_engine.loader import dtype_of  # torch is needed for nothing else
+
+        stored = str(dtype_of(config)).removeprefix("torch.")
     work = flux_work(facts.transformer, side, side)
     # The engine adds an anchor or two where a step of another schedule would be out of reach.
     anchors = math.ceil(config.model.num_inference_steps / config.cache.stride) + 1

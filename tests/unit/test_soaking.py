@@ -1,0 +1,86 @@
+"""A soak before it has a worker, and visitors that cannot visit."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from maskserve_core.config import Config, config_of
+from serving import source
+from serving.errors import ServeError
+from serving.options import REPOSITORY
+from soaking.ledger import Ledger
+from soaking.load import Load
+from soaking.pictures import Album
+from soaking.run import SoakOptions, soak, template_bytes, write_config
+from soaking.visitor import Visitor
+
+DEMO = REPOSITORY / "assets" / "models" / "demo"
+
+
+def test_it_can_be_stopped_while_its_worker_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = tmp_path / "tritonserver"
+    server.write_text("#!/bin/sh\nexec sleep 60\n")
+    server.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    stop = threading.Event()
+    options = SoakOptions(DEMO, minutes=1.0, out=tmp_path / "out", say=lambda line: None)
+    soaking = threading.Timer(1.0, stop.set)
+    soaking.start()
+    with pytest.raises(ServeError, match="stopped before its worker was ready"):
+        soak(options, stop)
+    soaking.join()
+
+
+def test_the_model_is_that_of_the_configured_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(model: str, revision: str | None) -> Path:
+        asked.append((model, revision))
+        return DEMO
+
+    monkeypatch.setattr(source, "_download", download)
+    config = tmp_path / "maskserve.toml"
+    config.write_text('[model]\nrevision = "v2"\n')
+    write_config(SoakOptions(Path("owner/name"), minutes=1.0, out=tmp_path, config=config))
+    assert asked == [("owner/name", "v2")]
+
+
+def test_the_cache_is_sized_for_the_dtype_that_the_engine_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def bytes_of(**model: Any) -> int:
+        tables = {"model": {"path": str(DEMO), **model}, "cache": {"entry_format": "model"}}
+        return template_bytes(config_of(tables))
+
+    assert bytes_of(device="cpu") == bytes_of(dtype="float32") == 2 * bytes_of(dtype="bfloat16")
+
+    def on_cuda(config: Config) -> torch.device:
+        return torch.device("cuda")
+
+    monkeypatch.setattr("maskserve_engine.loader.device_of", on_cuda)
+    assert bytes_of() == bytes_of(dtype="bfloat16")
+
+
+def test_a_visitor_that_cannot_come_is_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(visitor: Visitor) -> None:
+        raise OSError("no more sockets")
+
+    monkeypatch.setattr(Visitor, "open", refuse)
+    nowhere: Any = SimpleNamespace(grpc_url="127.0.0.1:1", http_url="http://127.0.0.1:1")
+    ledger = Ledger()
+    load = Load(nowhere, Album(0, 32, 1), ledger, visitors=2, long_steps=5, seed=0)
+    load.start()
+    load.stop(10.0)
+    why = "the visitor broke: OSError('no more sockets')"
+    assert sorted(ledger.problems()) == [f"visitor-0: {why}", f"visitor-1: {why}"]
