@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from typing import Any
 from tritonclient.utils import InferenceServerException
 
 from faults.site import Site, until
-from probing.calls import Grpc, Stream, texts
+from probing.calls import CLIENT_TIMEOUT, Grpc, Stream, reason, texts
 
 STEPS_BAR = 2
 _PATIENCE_S = 60.0
+# Far beyond the first step of an edit, and far before its last.
+_DEADLINE_S = 1.5
 _SCRIPTS = Path(__file__).parents[1]
 _CHILD = """
 import json, sys, time
@@ -85,12 +87,17 @@ def full_batch(site: Site, rows: int) -> Iterator[None]:
 
 
 def try_client_fault(site: Site, fault: ClientFault) -> ClientTrial:
-    """Start an edit among others, have its client leave, and follow its row in the record."""
+    """Start an edit among others, have its client leave, and follow its row in the record.
+
+    Raises:
+        LookupError: the edit ended by itself, so nothing was seen of what its client did.
+        TimeoutError: its row did not come, or was not freed.
+    """
     name = f"left-{time.monotonic_ns()}"
     with ExitStack() as stack:
         leave = fault.leave(site, name, stack)
         until("the edit runs", lambda: site.row(name), _PATIENCE_S)
-        until("it has taken a step", lambda: site.row(name).steps_left < site.steps, _PATIENCE_S)
+        until("it has taken a step", lambda: _has_stepped(site, name), _PATIENCE_S)
         leave()
         began, before = time.monotonic(), site.row(name)
         counters = site.status().counters  # type: ignore[union-attr]
@@ -101,16 +108,25 @@ def try_client_fault(site: Site, fault: ClientFault) -> ClientTrial:
                 raise TimeoutError(f"{fault.name}: the row was not freed")
             time.sleep(0.001)
         freed_s = time.monotonic() - began
+        if last is not None and last.steps_left <= 1:
+            raise LookupError(f"{fault.name}: the row ran to its end")
         after = site.status().counters  # type: ignore[union-attr]
     taken = after["steps_total"] - counters["steps_total"]
     seconds = after["step_seconds_total"] - counters["step_seconds_total"]
     return ClientTrial(
         fault=fault.name,
         # The record is written before each step: the last one seen was still to be taken.
-        steps=before.steps_left - last.steps_left + 1 if before is not None else 0,
+        steps=before.steps_left - last.steps_left + 1 if before and last else 0,
         freed_s=round(freed_s, 3),
         step_ms=round(1e3 * seconds / taken, 1) if taken else 0.0,
     )
+
+
+def _has_stepped(site: Site, name: str) -> bool:
+    row = site.row(name)
+    if row is None:
+        raise LookupError(f"the row of {name} is gone")
+    return row.steps_left < site.steps
 
 
 def _grpc(site: Site, stack: ExitStack) -> Grpc:
@@ -123,11 +139,16 @@ def _cancel_unary(site: Site, name: str, stack: ExitStack) -> Callable[[], None]
 
 
 def _deadline(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
-    edit = _grpc(site, stack).begin(site.inputs(name), timeout_s=3.0)
+    edit = _grpc(site, stack).begin(site.inputs(name), timeout_s=_DEADLINE_S)
 
     def leave() -> None:
-        with suppress(InferenceServerException):
+        try:
             edit.wait(_PATIENCE_S)
+        except InferenceServerException as error:
+            if reason(error) == CLIENT_TIMEOUT:
+                return
+            raise
+        raise LookupError("the edit was done before its deadline")
 
     return leave
 

@@ -13,7 +13,7 @@ import psutil
 from tritonclient.utils import InferenceServerException
 
 from maskserve_core.images import encode_image
-from maskserve_core.status import StatusReader, WorkerStatus
+from maskserve_core.status import RowStatus, StatusReader, WorkerStatus
 from probing.calls import Grpc
 from serving.worker import Worker
 
@@ -53,7 +53,7 @@ class Site:
         """The engine's record, read beside Triton."""
         return self._reader.read()
 
-    def row(self, request_id: str) -> Any:
+    def row(self, request_id: str) -> RowStatus | None:
         """The row of an edit in the running batch; None when there is none."""
         status = self.status()
         rows = status.running if status is not None else ()
