@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 import time
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     else:
         try:
             report = measure(args)
-        except (ServeError, TimeoutError) as error:
+        # A future's own is another than the builtin before Python 3.11.
+        except (ServeError, TimeoutError, futures.TimeoutError) as error:
             print(f"measure_faults.py: {error}", file=sys.stderr)
             return 1
     print(worker_table(report["worker_faults"]), client_table(report["client_faults"]), sep="\n\n")
