@@ -41,13 +41,17 @@ MIX: dict[Visit, int] = {
 
 
 class Load:
-    """Visitors of one worker.
+    """Visitors of one worker: twice as many at first, who take it to its largest need.
+
+    A heap keeps what it took at its busiest moment. Were the load the same all the time, such
+    moments would come now and then for hours, and look like a leak.
 
     Args:
         worker: whom they visit.
         album: what they edit.
         ledger: where they report.
-        visitors: how many there are at once.
+        visitors: how many there are at once, after the crowd.
+        crowd_s: how long there are as many again.
         long_steps: steps of edits that are withdrawn.
         seed: of their dice; the order in which they come is the machine's.
     """
@@ -58,6 +62,7 @@ class Load:
         album: Album,
         ledger: Ledger,
         visitors: int,
+        crowd_s: float,
         long_steps: int,
         seed: int,
     ) -> None:
@@ -65,12 +70,14 @@ class Load:
         keepsakes = Keepsakes()
         self._stop = threading.Event()
         self._threads = []
-        for number in range(visitors):
+        for number in range(2 * visitors):
             dice = random.Random(seed * 1000 + number)
             visitor = Visitor(dice, album, keepsakes, worker.grpc_url, worker.http_url, long_steps)
             name = f"visitor-{number}"
             # Daemons: one that hangs is told of, and does not keep the program from ending.
-            thread = threading.Thread(target=self._run, args=(visitor,), name=name, daemon=True)
+            stays_s = float("inf") if number < visitors else crowd_s
+            arguments = (visitor, stays_s)
+            thread = threading.Thread(target=self._run, args=arguments, name=name, daemon=True)
             self._threads.append(thread)
 
     def start(self) -> None:
@@ -86,18 +93,18 @@ class Load:
             if thread.is_alive():
                 self.ledger.complain(thread.name, f"did not end its visit within {timeout_s:g} s")
 
-    def _run(self, visitor: Visitor) -> None:
+    def _run(self, visitor: Visitor, stays_s: float) -> None:
         try:
-            self._visits(visitor)
+            self._visits(visitor, time.monotonic() + stays_s)
         except Exception as error:
             self.ledger.complain(threading.current_thread().name, f"the visitor broke: {error!r}")
 
-    def _visits(self, visitor: Visitor) -> None:
+    def _visits(self, visitor: Visitor, until: float) -> None:
         visitor.open()
         # What grows to the largest need does so at once, in the warm-up.
         self._visit(visitor, visits.largest)
         kinds, weights = list(MIX), list(MIX.values())
-        while not self._stop.is_set():
+        while not self._stop.is_set() and time.monotonic() < until:
             self._visit(visitor, visitor.rng.choices(kinds, weights)[0])
         visitor.close()
 

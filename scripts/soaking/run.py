@@ -23,7 +23,7 @@ from serving.ports import free_base_port
 from serving.source import with_model
 from serving.supervisor import Supervisor
 from serving.worker import Worker
-from soaking.judge import Bar, judge_answers, judge_growth, judge_rest, steady
+from soaking.judge import WARM_UP_SHARE, Bar, judge_answers, judge_growth, judge_rest, steady
 from soaking.ledger import Ledger
 from soaking.load import Load
 from soaking.pictures import Album
@@ -144,7 +144,8 @@ def _load_worker(
     native = load_facts(config.model.path, config.model.native_resolution).native_resolution
     album = Album(options.seed, native, warm=3 * options.templates)
     steps = min(_LONG_STEPS, config.limits.max_steps)
-    load = Load(worker, album, ledger, options.visitors, steps, options.seed)
+    crowd_s = 60 * options.minutes * WARM_UP_SHARE / 2
+    load = Load(worker, album, ledger, options.visitors, crowd_s, steps, options.seed)
     sampler.start()
     load.start()
     end = time.monotonic() + 60 * options.minutes
