@@ -96,21 +96,26 @@ def sign_out(runtime_dir: str | os.PathLike[str], model: str) -> None:
     (Path(runtime_dir) / "processes" / f"{model}.{os.getpid()}").unlink(missing_ok=True)
 
 
-def unwell(runtime_dir: str | os.PathLike[str]) -> str | None:
-    """The first process found that cannot serve, in words; None if all can."""
+def signed_in(runtime_dir: str | os.PathLike[str]) -> list[tuple[str, int]]:
+    """Model and process id of everyone on the list, also those that have died."""
     try:
         names = sorted(os.listdir(Path(runtime_dir) / "processes"))
     except FileNotFoundError:
-        return None
-    for name in names:
-        model, _, pid = name.rpartition(".")
+        return []
+    pairs = (name.rpartition(".") for name in names)
+    return [(model, int(pid)) for model, _, pid in pairs]
+
+
+def unwell(runtime_dir: str | os.PathLike[str]) -> str | None:
+    """The first process found that cannot serve, in words; None if all can."""
+    for model, pid in signed_in(runtime_dir):
         state = _state(pid)
         if state in _UNWELL:
             return f"the process of its {model} {_UNWELL[state]}"
     return None
 
 
-def _state(pid: str) -> str:
+def _state(pid: int) -> str:
     try:
         # Not by a Path: asked every tenth of a second, it would churn Python's interned strings.
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:

@@ -14,6 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from maskserve_core.images import encode_image
 from maskserve_core.status import RowStatus, StatusReader, WorkerStatus
+from maskserve_core.vitals import signed_in
 from probing.calls import Grpc
 from serving.worker import Worker
 
@@ -41,12 +42,11 @@ class Site:
 
     def process(self, model: str) -> psutil.Process:
         """The process that serves `model`, or tritonserver itself."""
-        server = psutil.Process(self.worker.pid)
         if model == "tritonserver":
-            return server
-        for child in server.children(recursive=True):
-            if f"model_repository/{model}/1" in " ".join(child.cmdline()):
-                return child
+            return psutil.Process(self.worker.pid)
+        for name, pid in signed_in(self.worker.spec.files.runtime):
+            if name == model:
+                return psutil.Process(pid)
         raise LookupError(f"no process serves {model}")
 
     def status(self) -> WorkerStatus | None:

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from maskserve_core.vitals import signed_in
 from serving.worker import Worker
 from tests.e2e.calls import (
     Grpc,
@@ -117,11 +118,7 @@ def test_control_cancels_a_stream_whose_events_are_under_way(grpc: Grpc, worker:
 
 @pytest.mark.usefixtures("unfinished")
 def test_streams_that_are_closed_leave_no_thread_behind(grpc: Grpc, worker: Worker) -> None:
-    def threads() -> int:
-        folder = worker.spec.files.runtime / "processes"
-        (front,) = (file.name for file in folder.glob("edit_stream.*"))
-        return psutil.Process(int(front.rpartition(".")[2])).num_threads()
-
+    front = psutil.Process(dict(signed_in(worker.spec.files.runtime))["edit_stream"])
     counts = []
     for _ in range(2):
         for number in range(8):
@@ -131,7 +128,7 @@ def test_streams_that_are_closed_leave_no_thread_behind(grpc: Grpc, worker: Work
             opened.cancel()
             eventually("the row is free", lambda: not running(grpc))
             opened.close()
-        counts.append(threads())
+        counts.append(front.num_threads())
     assert counts[1] - counts[0] <= 2  # one for an edit that was not over when the next came
 
 
