@@ -36,7 +36,6 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
         yield Site(supervisor.workers[0], side=64, steps=1000)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "fault",
     [

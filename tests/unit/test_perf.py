@@ -215,16 +215,20 @@ def program(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
+    ("text", "limit_s", "error"),
     [
-        ("echo 'Thread [0] had error: [ENGINE_FAILED] gone' >&2; exit 99", "[ENGINE_FAILED] gone"),
-        ("echo strange; exit 3", "perf_analyzer ended with exit code 3: strange"),
-        ("sleep 30", "not done after 0.5 s"),
+        (
+            "echo 'Thread [0] had error: [ENGINE_FAILED] gone' >&2; exit 99",
+            30.0,
+            "[ENGINE_FAILED] gone",
+        ),
+        ("echo strange; exit 3", 30.0, "perf_analyzer ended with exit code 3: strange"),
+        ("sleep 30", 0.5, "not done after 0.5 s"),
     ],
 )
-def test_a_run_that_fails_says_why(tmp_path: Path, text: str, error: str) -> None:
+def test_a_run_that_fails_says_why(tmp_path: Path, text: str, limit_s: float, error: str) -> None:
     target, load = Target("edit", "http"), Load("concurrency", 1.0)
-    what = Measurement(target, load, "localhost:1", 2, tmp_path / "edits.json", 0, 0.5)
+    what = Measurement(target, load, "localhost:1", 2, tmp_path / "edits.json", 0, limit_s)
     outcome = measure(tool.Tool(program(tmp_path, text), None, "fake"), what)
     run = outcome.to_json()
     assert run["errors"] == [error]
