@@ -36,7 +36,7 @@ class Beside:
 
     def check(self) -> None:
         """Every edit came back, and with the same pixels."""
-        assert self._errors == []
+        assert not self._errors, self._errors[:3]
         assert len(self._pictures) >= 3
         expected = pixels(self._expected).astype(int)
         for picture in set(self._pictures):
@@ -72,7 +72,8 @@ class Processes:
         lines: list[dict[str, Any]] = [json.loads(line) for line in self._ours.said().splitlines()]
         assert lines
         grave = ("ERROR", "CRITICAL")
-        assert [line for line in lines if line["level"] in grave or "exc" in line] == []
+        found = [line for line in lines if line["level"] in grave or "exc" in line]
+        assert not found, found[:3]
 
     def _living(self) -> set[tuple[int, float]]:
         assert self._worker.pid is not None
