@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Load a worker for a long time with everything that users do, and see that it stays as it was.
 
-Starts a worker with a small cache, and as many clients as keep its rows full (in the first tenth of
-the time twice as many): edits of hot, new and forgotten templates, streams, odd sizes, templates by
-name, edits withdrawn in every way, bad input, operations. Every answer is checked. Memory, shared
-memory, file handles, threads, rows, templates and pins are sampled; after the warm-up none may grow
-(memory by 2 % at most), and at the end nothing may be left in flight, running or pinned.
+Starts a worker with a small cache, and as many clients as keep its rows full (in the first minute
+twice as many): edits of hot, new and forgotten templates, streams, odd sizes, templates by name,
+edits withdrawn in every way, bad input, operations. Every answer is checked. Memory, shared memory,
+file handles, threads, rows, templates and pins are sampled; after the warm-up none may grow (memory
+by 2 % at most), and at the end nothing may be left in flight, running or pinned.
 
     python scripts/soak.py --minutes 60 --out soak-output --json soak.json
 

@@ -31,6 +31,8 @@ from soaking.plots import plot
 from soaking.sampler import Sample, Sampler
 
 _END_OF_VISITS_S = 60.0
+_CROWD_S = 60.0
+"""Longer, and edits of low priority would wait in vain for as long as their clients do."""
 _IDLE_S = 30.0
 _REST_S = 1.0
 _LONG_STEPS = 200
@@ -144,7 +146,7 @@ def _load_worker(
     native = load_facts(config.model.path, config.model.native_resolution).native_resolution
     album = Album(options.seed, native, warm=3 * options.templates)
     steps = min(_LONG_STEPS, config.limits.max_steps)
-    crowd_s = 60 * options.minutes * WARM_UP_SHARE / 2
+    crowd_s = min(_CROWD_S, 60 * options.minutes * WARM_UP_SHARE / 2)
     load = Load(worker, album, ledger, options.visitors, crowd_s, steps, options.seed)
     sampler.start()
     load.start()
