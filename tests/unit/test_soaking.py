@@ -79,7 +79,7 @@ def test_a_visitor_that_cannot_come_is_complained_of(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Visitor, "open", refuse)
     nowhere: Any = SimpleNamespace(grpc_url="127.0.0.1:1", http_url="http://127.0.0.1:1")
     ledger = Ledger()
-    load = Load(nowhere, Album(0, 32, 1), ledger, visitors=2, long_steps=5, seed=0)
+    load = Load(nowhere, Album(0, 32, 1), ledger, visitors=1, crowd_s=0.0, long_steps=5, seed=0)
     load.start()
     load.stop(10.0)
     why = "the visitor broke: OSError('no more sockets')"
