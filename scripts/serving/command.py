@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maskserve_core.config import Config
-from serving.options import REPOSITORY, ServeOptions
+from serving.options import ServeOptions
 from serving.ports import Ports
 from serving.runtime import Runtime
 
@@ -89,10 +89,9 @@ def environment(runtime: Runtime, config: Path, gpu: str | None) -> dict[str, st
         # numpy's own threads would only stand in the denoiser's way.
         OPENBLAS_NUM_THREADS="1",
         PYTHONUNBUFFERED="1",
-        # The stub finds its interpreter, and with it the virtual environment, by PATH.
+        # The stub finds its interpreter, and with it the virtual environment where the package is
+        # installed, by PATH; it is an isolated interpreter and does not read PYTHONPATH.
         PATH=os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)]),
-        # The package of this checkout also serves where it is not installed.
-        PYTHONPATH=_joined(REPOSITORY / "engine", env.get("PYTHONPATH")),
     )
     if runtime.libraries:
         env["LD_LIBRARY_PATH"] = _joined(*runtime.libraries, env.get("LD_LIBRARY_PATH"))
