@@ -77,7 +77,7 @@ def folders_of(files: list[WorkerFiles]) -> set[Path]:
 
 
 def hold(files: list[WorkerFiles]) -> list[int]:
-    """Have every `remove_stale` spare these folders until the returned files are closed.
+    """Have every other `remove_stale` stop at these folders until the returned files are closed.
 
     The kernel closes them if the supervisor is killed.
     """
@@ -88,23 +88,36 @@ def hold(files: list[WorkerFiles]) -> list[int]:
     return held
 
 
-def remove_stale(base_port: int) -> None:
-    """Remove what killed supervisors left at this base port."""
+def remove_stale(base_port: int, own: list[WorkerFiles]) -> None:
+    """Remove what killed supervisors left at this base port.
+
+    Raises:
+        ServeError: another supervisor lives there; its ports are free until its models are loaded.
+    """
+    spared = folders_of(own)
     for parent in {_memory(), _disk()}:
         for folder in Path(parent).glob(_prefix(base_port) + "*"):
-            _remove_unless_held(folder)
+            if folder not in spared and _removed_unless_held(folder) is False:
+                raise ServeError(
+                    f"another serve.py is starting at port {base_port}; "
+                    "wait for it, stop it or choose another --base-port"
+                )
 
 
-def _remove_unless_held(folder: Path) -> None:
+def _removed_unless_held(folder: Path) -> bool | None:
+    """None: gone by itself, or another user's."""
     try:
         opened = os.open(folder, os.O_RDONLY)
     except OSError:
-        return  # gone by itself, or another user's
+        return None
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
+        return True
+    except BlockingIOError:
+        return False
     except OSError:
-        pass  # of a supervisor that lives: its ports are free until its models are loaded
+        return None
     finally:
         os.close(opened)
 

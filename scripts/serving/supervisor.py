@@ -88,7 +88,7 @@ class Supervisor:
         try:
             self._held = hold(self._files())
             check_ports(self.workers)
-            remove_stale(options.base_port)
+            remove_stale(options.base_port, self._files())
             # One thread starts every worker and outlives them: the kernel takes the end of the
             # thread that started a process for the end of its parent (launch.py).
             self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)

@@ -218,15 +218,17 @@ def test_what_a_killed_supervisor_left_is_removed(
     assert {own.root.parent.parent for own in mine} == {tmp_path}
     assert {own.templates.parent.parent for own in mine} == {tmp_path / "disk"}
     held = files.hold(mine)
-    files.remove_stale(9000)
+    files.remove_stale(9000, mine)
     assert not left.root.parent.exists()
     assert not left.templates.parent.exists()
     for own in (*mine, others):
         assert own.root.parent.is_dir()
         assert own.templates.parent.is_dir()
+    with pytest.raises(ServeError, match=r"another serve\.py is starting at port 9000"):
+        files.remove_stale(9000, [])
     for file in held:
         os.close(file)
-    files.remove_stale(9000)
+    files.remove_stale(9000, [])
     assert not any(own.root.parent.exists() or own.templates.parent.exists() for own in mine)
 
 
@@ -251,7 +253,8 @@ def test_what_a_living_supervisor_has_is_left(
     supervisor.start(until=enough)
     own = supervisor.workers[0].spec.files
     try:
-        files.remove_stale(options.base_port)
+        with pytest.raises(ServeError, match=r"another serve\.py"):
+            Supervisor(options).start()
         assert own.root.parent.is_dir()
         assert own.templates.parent.is_dir()
     finally:
