@@ -53,8 +53,20 @@ def _check_guidance(settings: EditSettings, facts: ModelFacts, config: Config) -
                 "SETTINGS.negative_prompt", "cannot be used by this model", "no negative_prompt"
             )
         _check_text("SETTINGS.negative_prompt", settings.negative_prompt, config)
-    if settings.true_cfg_scale is not None and settings.true_cfg_scale > 1 and not facts.true_cfg:
-        raise InvalidRequest("SETTINGS.true_cfg_scale", "cannot be used by this model", "1")
+        if settings.true_cfg_scale is None or settings.true_cfg_scale <= 1:
+            raise InvalidRequest(
+                "SETTINGS.negative_prompt",
+                "has no effect without SETTINGS.true_cfg_scale",
+                "a true_cfg_scale above 1 beside it",
+            )
+    elif settings.true_cfg_scale is not None and settings.true_cfg_scale > 1:
+        if not facts.true_cfg:
+            raise InvalidRequest("SETTINGS.true_cfg_scale", "cannot be used by this model", "1")
+        raise InvalidRequest(
+            "SETTINGS.true_cfg_scale",
+            "has no effect without SETTINGS.negative_prompt",
+            "a negative_prompt beside it (it may be empty)",
+        )
 
 
 def _check_steps(settings: EditSettings, config: Config) -> None:

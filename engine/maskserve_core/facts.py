@@ -95,6 +95,6 @@ def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:
         patch=2,
         native_resolution=native,
         guidance_embeds=bool(transformer.get("guidance_embeds", False)),
-        true_cfg=False,
+        true_cfg=semantics == "inpaint",
         transformer=transformer,
     )

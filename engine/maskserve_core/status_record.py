@@ -29,7 +29,8 @@ class RowStatus:
     kind: str
     """`dense`, `cached` or `prime`."""
     active_tokens: int
-    """Tokens computed per step; equal to `total_tokens` for a dense row."""
+    """Tokens computed per step; equal to `total_tokens` for a dense row. Both count twice for an
+    edit with a negative prompt, whose steps run the model twice."""
     total_tokens: int
     steps_left: int
     template_id: str = ""

@@ -49,8 +49,9 @@ PIXELS = Tensor("PIXELS", "UINT8", (-1, -1, 3))  # [H, W, RGB] at model resoluti
 EDIT_MASK = Tensor("EDIT_MASK", "UINT8", (-1, -1))  # [H, W] at model resolution, 255 = edit
 MOMENTS = Tensor("MOMENTS", "FP32", (-1, -1, -1))  # VAE mean and log-variance [2C, h, w]
 MASKED_MOMENTS = Tensor("MASKED_MOMENTS", "FP32", (-1, -1, -1))  # same, masked area blanked; Fill
-PROMPT_EMBEDS = Tensor("PROMPT_EMBEDS", "FP32", (-1, -1))  # [text tokens, width]
-POOLED_EMBEDS = Tensor("POOLED_EMBEDS", "FP32", (-1,))  # [width]
+# The prompt's, and after it the negative prompt's where one is given.
+PROMPT_EMBEDS = Tensor("PROMPT_EMBEDS", "FP32", (-1, -1, -1))  # [prompts, text tokens, width]
+POOLED_EMBEDS = Tensor("POOLED_EMBEDS", "FP32", (-1, -1))  # [prompts, width]
 ENCODE_MS = Tensor("ENCODE_MS", "FP32", (1,))
 LATENTS = Tensor("LATENTS", "FP32", (-1, -1, -1))  # [C, h, w]; [0, 0, 0] on plain progress
 

@@ -12,8 +12,7 @@ from maskserve_core.config import Config, ConfigError
 from maskserve_core.entry_key import Anchor
 from maskserve_core.facts import ModelFacts, load_facts
 from maskserve_engine.entries import AnchorEntry
-from maskserve_engine.job import EditJob
-from maskserve_engine.priming_prompt import PromptEmbedding
+from maskserve_engine.job import EditJob, PromptEmbedding
 
 
 class Row(Protocol):

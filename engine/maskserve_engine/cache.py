@@ -14,8 +14,8 @@ from maskserve_core.config import CacheConfig
 from maskserve_core.entry_key import Anchor, TemplateKey, nearest_anchor
 from maskserve_engine.adapter import Adapter
 from maskserve_engine.entries import AnchorEntry
-from maskserve_engine.job import EditJob
-from maskserve_engine.priming_prompt import PRIMING_PROMPT, PromptEmbedding
+from maskserve_engine.job import EditJob, PromptEmbedding
+from maskserve_engine.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.store import MemoryStore
 
 _REMEMBERED_SIGHTS = 4096
@@ -95,7 +95,7 @@ class TemplateCache:
             noise_seed=self.noise_seed(job),
             priming_prompt=PRIMING_PROMPT,
             guidance=guidance,
-            text_tokens=len(job.prompt_embeds),
+            text_tokens=len(job.text.prompt_embeds),
             dtype=self.dtype,
             entry_kind=self.config.entry_kind,
             entry_format=self.config.entry_format,

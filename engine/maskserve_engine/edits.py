@@ -51,20 +51,25 @@ class Edit:
         return self.job.request.request_id
 
     @property
+    def passes(self) -> int:
+        """Of the model in one step."""
+        return 1 if self.job.negative is None else 2
+
+    @property
     def mask_ratio(self) -> float:
         return self.active_tokens / self.total_tokens
 
     @property
     def step_tokens(self) -> int:
         """Tokens that one step of it computes."""
-        return self.active_tokens if self.how == "cached" else self.total_tokens
+        return self.passes * (self.active_tokens if self.how == "cached" else self.total_tokens)
 
     def make_ticket(self) -> Ticket:
         """What the scheduler is to know of it."""
         self.ticket = Ticket(
             request_id=self.request_id,
             steps=self.steps,
-            total_tokens=self.total_tokens,
+            total_tokens=self.passes * self.total_tokens,
             active_tokens=self.step_tokens,
             arrival=self.submitted,
             priority=self.job.request.settings.priority,
@@ -89,7 +94,7 @@ class Edit:
                 request_id=self.request_id,
                 kind=kind,
                 active_tokens=self.step_tokens,
-                total_tokens=self.total_tokens,
+                total_tokens=self.passes * self.total_tokens,
                 steps_left=left,
                 template_id=self.job.request.template_id,
                 priority=self.job.request.settings.priority,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from maskserve_core.config import Config
 from maskserve_core.facts import ModelFacts, load_facts
+from maskserve_engine.job import PromptEmbedding
 from maskserve_engine.loader import limit_threads, load_part, load_plain
-from maskserve_engine.priming_prompt import PromptEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class Encoded:
     """[2C, h, w]"""
     masked_moments: NDArray[np.float32]
     """[2C, h, w] for Fill; [0, 0, 0] for models that do not take it."""
-    prompt_embeds: NDArray[np.float32]
-    """[T, width]"""
-    pooled: NDArray[np.float32]
-    """[width]"""
+    text: PromptEmbedding
+    """Of the prompt."""
+    negative: PromptEmbedding | None = None
+    """Of the negative prompt, where there is one."""
 
 
 class Encoder:
@@ -68,7 +68,11 @@ class Encoder:
         )
 
     def encode(
-        self, pixels: NDArray[np.uint8], edit_mask: NDArray[np.uint8], prompt: str
+        self,
+        pixels: NDArray[np.uint8],
+        edit_mask: NDArray[np.uint8],
+        prompt: str,
+        negative_prompt: str | None = None,
     ) -> Encoded:
         """Encode one edit.
 
@@ -76,6 +80,7 @@ class Encoder:
             pixels: [H, W, 3] source at model resolution.
             edit_mask: [H, W], above 127 = edit.
             prompt: any text; what exceeds the text encoders is cut, as diffusers does.
+            negative_prompt: what to lead away from, as `prompt`; None where nothing is.
         """
         with torch.inference_mode():
             image = self._image(pixels)
@@ -85,7 +90,8 @@ class Encoder:
                 keep = torch.from_numpy(edit_mask <= 127).to(image)
                 masked = self._moments(image * keep)
             text = self.encode_prompt(prompt)
-            return Encoded(moments, masked, text.prompt_embeds, text.pooled)
+            away = None if negative_prompt is None else self.encode_prompt(negative_prompt)
+            return Encoded(moments, masked, text, away)
 
     def encode_prompt(self, prompt: str) -> PromptEmbedding:
         """T5's hidden states and CLIP's pooled output of a prompt."""

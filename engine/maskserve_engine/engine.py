@@ -21,8 +21,8 @@ from maskserve_core.observations import Observations
 from maskserve_engine.adapter import Adapter, load_adapter
 from maskserve_engine.cache import TemplateCache
 from maskserve_engine.desk import Desk
-from maskserve_engine.job import EditJob, Failed, Sink
-from maskserve_engine.priming_prompt import PromptEmbedding, PromptFile
+from maskserve_engine.job import EditJob, Failed, PromptEmbedding, Sink
+from maskserve_engine.priming_prompt import PromptFile
 from maskserve_engine.publisher import Publisher, new_counters
 from maskserve_engine.replies import Replies
 from maskserve_engine.revision import model_revision

@@ -15,6 +15,14 @@ from maskserve_engine.course import Course
 
 
 @dataclass(frozen=True, slots=True)
+class PromptEmbedding:
+    prompt_embeds: NDArray[np.float32]
+    """[T, width] T5's hidden states."""
+    pooled: NDArray[np.float32]
+    """[width] CLIP's pooled output."""
+
+
+@dataclass(frozen=True, slots=True)
 class EditJob:
     """One edit, encoded. Arrays are the job's own: nobody else writes them."""
 
@@ -25,10 +33,10 @@ class EditJob:
     """[2C, h, w] VAE posterior of the source: mean, log-variance."""
     masked_moments: NDArray[np.float32]
     """The same with the masked area blanked; size 0 for models that do not take it."""
-    prompt_embeds: NDArray[np.float32]
-    """[T, width]"""
-    pooled: NDArray[np.float32]
-    """[width]"""
+    text: PromptEmbedding
+    """Of the prompt."""
+    negative: PromptEmbedding | None = None
+    """Of the negative prompt, where there is one: every step then runs the model twice."""
 
 
 @dataclass(frozen=True, slots=True)

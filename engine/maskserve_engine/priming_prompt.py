@@ -7,22 +7,14 @@ denoiser reads it when it first primes a template.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+
+from maskserve_engine.job import PromptEmbedding
 
 PRIMING_PROMPT = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptEmbedding:
-    prompt_embeds: NDArray[np.float32]
-    """[T, width]"""
-    pooled: NDArray[np.float32]
-    """[width]"""
 
 
 class EncodesPrompts(Protocol):

@@ -21,7 +21,16 @@ from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.meta import event_meta, failed_meta, final_meta
 from maskserve_core.request import EditRequest
 from maskserve_engine.course import Course, stages
-from maskserve_engine.job import EditJob, EngineEvent, Failed, Final, Preview, Progress, Sink
+from maskserve_engine.job import (
+    EditJob,
+    EngineEvent,
+    Failed,
+    Final,
+    Preview,
+    Progress,
+    PromptEmbedding,
+    Sink,
+)
 
 T = TypeVar("T")
 _NO_LATENTS = np.zeros((0, 0, 0), np.float32)
@@ -77,13 +86,15 @@ class Reception:
         self._engine.submit(job, self._sink(edit, encode_ms, carried, answer, parent_of(request)))
 
     def _job(self, edit: EditRequest, request: Any) -> EditJob:
+        embeds = self._array(request, "PROMPT_EMBEDS", np.float32, 3)
+        pooled = self._array(request, "POOLED_EMBEDS", np.float32, 2)
         return EditJob(
             request=edit,
             edit_mask=self._array(request, "EDIT_MASK", np.uint8, 2),
             moments=self._array(request, "MOMENTS", np.float32, 3),
             masked_moments=self._array(request, "MASKED_MOMENTS", np.float32, 3),
-            prompt_embeds=self._array(request, "PROMPT_EMBEDS", np.float32, 2),
-            pooled=self._array(request, "POOLED_EMBEDS", np.float32, 1),
+            text=PromptEmbedding(embeds[0], pooled[0]),
+            negative=PromptEmbedding(embeds[1], pooled[1]) if len(embeds) > 1 else None,
         )
 
     def _array(self, request: Any, name: str, dtype: type[np.generic], ndim: int) -> NDArray[Any]:

@@ -127,7 +127,8 @@ class Stepper:
             return
         cached = edit.count_step(rows, self._kinds)
         self.counters["cached_rows_total" if cached else "dense_rows_total"] += 1
-        self.counters["active_tokens_total"] += edit.active_tokens if cached else edit.total_tokens
+        computed = edit.active_tokens if cached else edit.total_tokens
+        self.counters["active_tokens_total"] += edit.passes * computed
         if edit.row.step == edit.steps:
             self.counters["edits_total"] += 1
             self.observations.add("mask_ratio", edit.mask_ratio)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.facts import load_facts
 from maskserve_core.postprocess import finish_edit
-from maskserve_core.preprocess import prepare_edit
+from maskserve_core.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.request import EditRequest
 from maskserve_engine.decode import Decoder
 from maskserve_engine.encode import Encoded, Encoder
@@ -48,12 +48,18 @@ class Direct:
         # Each part has the threads that it has in a worker. OpenMP counts them per calling thread,
         # MKL per process, so the count is set before every part.
         torch.set_num_threads(self.beside)
-        encoded = self.encoder.encode(ready.pixels, ready.edit_mask, prompt)
+        encoded = self._encode(ready)
         torch.set_num_threads(self.threads)
         final = self.denoise(job_of(ready.request, ready.edit_mask, encoded))
         torch.set_num_threads(self.beside)
         pixels = self.decoder.decode(final.latents)
         return finish_edit(pixels, ready.source, ready.paste, ready.request)
+
+    def _encode(self, ready: PreparedEdit) -> Encoded:
+        edit = ready.request
+        return self.encoder.encode(
+            ready.pixels, ready.edit_mask, edit.prompt, edit.settings.negative_prompt
+        )
 
     def denoise(self, job: EditJob) -> Final:
         done, events = threading.Event(), list[EngineEvent]()
@@ -74,7 +80,7 @@ class Direct:
         for image, mask, prompt in edits:
             raw = json.dumps(settings).encode()
             ready = prepare_edit(image, mask, prompt.encode(), raw, self.facts, self.config)
-            encoded = self.encoder.encode(ready.pixels, ready.edit_mask, prompt)
+            encoded = self._encode(ready)
             made.append(job_of(ready.request, ready.edit_mask, encoded))
         return made
 
@@ -86,6 +92,6 @@ def job_of(request: EditRequest, edit_mask: NDArray[np.uint8], encoded: Encoded)
         edit_mask,
         encoded.moments,
         encoded.masked_moments,
-        encoded.prompt_embeds,
-        encoded.pooled,
+        encoded.text,
+        encoded.negative,
     )

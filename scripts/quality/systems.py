@@ -155,7 +155,7 @@ class Rig:
             _, h, w = job.moments.shape
             work = flux_work(dict(model.config), h, w)
             active = len(np.flatnonzero(_token_mask(job, self.adapter.facts.token_pixels)))
-            row = RowTokens((float(active),), float(len(job.prompt_embeds)))
+            row = RowTokens((float(active),), float(len(job.text.prompt_embeds)))
             dense += work.step_flops([row], "dense")
             cached += work.step_flops([row], kind)
         return dense / cached

@@ -57,8 +57,14 @@ def random_case(rng: np.random.Generator, **settings: Any) -> Case:
     )
 
 
+def guided(rng: np.random.Generator) -> dict[str, Any]:
+    """Random settings of an edit with a negative prompt."""
+    scale = float(np.round(rng.uniform(1.2, 6), 2))
+    return {"negative_prompt": str(rng.choice(WORDS)), "true_cfg_scale": scale}
+
+
 def encode_case(encoder: Encoder, case: Case, request_id: str) -> EditJob:
-    encoded = encoder.encode(case.pixels, case.mask, case.prompt)
+    encoded = encoder.encode(case.pixels, case.mask, case.prompt, case.settings.negative_prompt)
     digest = template_id(case.pixels)
     request = EditRequest(
         request_id=request_id,

@@ -176,10 +176,11 @@ def test_two_templates_two_prompts_two_guidances_never_meet(
     engine: Engine, encoder: Encoder
 ) -> None:
     """Each cached result equals that of a fresh engine that has seen nothing else."""
+    other_prompt = encoder.encode_prompt("another prompt altogether")
     jobs = [
         job(encoder, 5, "a", cache="require"),
         job(encoder, 6, "b", cache="require"),
-        replace(job(encoder, 5, "c", cache="require"), pooled=jobs_pooled(encoder)),
+        replace(job(encoder, 5, "c", cache="require"), text=other_prompt),
         job(encoder, 5, "d", cache="require", guidance_scale=7.0),
     ]
     together = [edit(engine, each).latents for each in jobs]
@@ -190,10 +191,6 @@ def test_two_templates_two_prompts_two_guidances_never_meet(
         engine.evict(each.request.template_id).result(30)
         again = edit(engine, replace(each, request=replace(each.request, request_id="again")))
         assert np.abs(again.latents - latents).max() <= tolerance(latents)
-
-
-def jobs_pooled(encoder: Encoder) -> Any:
-    return encoder.encode_prompt("another prompt altogether").pooled
 
 
 def test_equal_pixels_at_two_resolutions_are_two_templates(

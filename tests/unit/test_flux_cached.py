@@ -20,7 +20,7 @@ from maskserve_engine.flux.forward import Packed, forward
 from maskserve_engine.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.flux.schedule import Schedule, Walk
 from maskserve_engine.job import EditJob
-from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
+from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 
 NOISE_SEED = 1234
 
@@ -43,7 +43,10 @@ def adapter(config: Config) -> FluxAdapter:
 
 
 def make_job(encoder: Encoder, seed: int, **settings: Any) -> EditJob:
-    case = random_case(np.random.default_rng(seed), **settings)
+    rng = np.random.default_rng(seed)
+    if encoder.facts.true_cfg and seed % 2:
+        settings = {**guided(rng), **settings}
+    case = random_case(rng, **settings)
     return encode_case(encoder, case, f"edit-{seed}")
 
 

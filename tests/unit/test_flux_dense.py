@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from PIL import Image
 
 from maskserve_engine.adapter import load_adapter
 from maskserve_engine.encode import Encoder
-from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance
+from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case, tolerance
 
 
 class Model:
@@ -29,10 +30,18 @@ class Model:
         self.encoder, self.adapter = Encoder.load(config), load_adapter(config)
         self.text_length = config.model.max_sequence_length
 
+    def case(self, rng: np.random.Generator) -> Case:
+        """A random edit; every other one with a negative prompt where the model takes one."""
+        asked = guided(rng) if self.adapter.facts.true_cfg and rng.random() < 0.5 else {}
+        return random_case(rng, **asked)
+
     def oracle(self, case: Case) -> NDArray[np.float32]:
         """[C, h, w] latents of the diffusers pipeline."""
         h, w = case.mask.shape
-        settings = case.settings
+        settings, negative = case.settings, {}
+        if settings.negative_prompt is not None:
+            negative["negative_prompt"] = settings.negative_prompt
+            negative["true_cfg_scale"] = settings.true_cfg_scale
         tokens = self.pipeline(
             prompt=case.prompt,
             image=Image.fromarray(case.pixels),
@@ -45,6 +54,7 @@ class Model:
             generator=torch.Generator("cpu").manual_seed(case.seed),
             max_sequence_length=self.text_length,
             output_type="latent",
+            **negative,
         ).images
         factor = self.pipeline.vae_scale_factor
         return self.pipeline._unpack_latents(tokens, h, w, factor)[0].numpy()
@@ -66,7 +76,7 @@ def model(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_dense_row_equals_the_pipeline(model: Model, seed: int) -> None:
-    case = random_case(np.random.default_rng(seed))
+    case = model.case(np.random.default_rng(seed))
     expected = model.oracle(case)
     assert np.abs(model.alone(case) - expected).max() <= tolerance(expected)
 
@@ -76,7 +86,7 @@ def test_rows_that_join_and_leave_at_any_step_do_not_change_one_another(
     model: Model, seed: int
 ) -> None:
     rng = np.random.default_rng(100 + seed)
-    cases = [random_case(rng) for _ in range(6)]
+    cases = [model.case(rng) for _ in range(6)]
     arrivals = sorted(int(rng.integers(0, 8)) for _ in cases)
     waiting = [model.row(case, str(i)) for i, case in enumerate(cases)]
     cancelled = int(rng.integers(len(cases)))
@@ -98,6 +108,21 @@ def test_rows_that_join_and_leave_at_any_step_do_not_change_one_another(
         if number != cancelled:
             expected = model.oracle(case)
             assert np.abs(results[str(number)] - expected).max() <= tolerance(expected)
+
+
+def test_a_negative_prompt_and_its_scale_matter(tiny_inpaint: Path) -> None:
+    model = Model(tiny_inpaint, "inpaint")
+    asked = {"num_inference_steps": 3, "strength": 1.0}
+    results = []
+    for negative in ({}, {"negative_prompt": "x", "true_cfg_scale": 2.0},
+                     {"negative_prompt": "x", "true_cfg_scale": 4.0},
+                     {"negative_prompt": "a red star", "true_cfg_scale": 4.0}):  # fmt: skip
+        case = random_case(np.random.default_rng(9), **asked, **negative)
+        results.append(model.alone(case))
+        expected = model.oracle(case)
+        assert np.abs(results[-1] - expected).max() <= tolerance(expected)
+    for one, other in pairwise(results):
+        assert np.abs(one - other).max() > 1e-3
 
 
 def test_the_seed_matters_and_equal_seeds_are_bit_equal(model: Model) -> None:

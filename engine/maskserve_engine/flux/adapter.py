@@ -26,11 +26,10 @@ from maskserve_engine.flux.conditioning import (
     template_inputs,
 )
 from maskserve_engine.flux.latents import PATCH, Posterior
-from maskserve_engine.flux.rows import FluxRow, Inactive, PrimingRow
+from maskserve_engine.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.flux.schedule import Schedule, check_sampler, make_schedule
-from maskserve_engine.job import EditJob
+from maskserve_engine.job import EditJob, PromptEmbedding
 from maskserve_engine.loader import limit_threads, load_part, load_plain
-from maskserve_engine.priming_prompt import PromptEmbedding
 
 _KEEP = {"kv": frozenset({"kv"}), "h": frozenset({"h"}), "both": frozenset({"h", "kv"})}
 
@@ -136,7 +135,7 @@ class FluxAdapter:
         format: str,
     ) -> PrimingRow:
         with torch.inference_mode():
-            text = self._text(prompt.prompt_embeds)
+            text = self._text(prompt)
             return PrimingRow(
                 request_id=job.request.request_id,
                 template=self._template(job, noise_seed),
@@ -176,7 +175,7 @@ class FluxAdapter:
         return schedule, start
 
     def _row(self, job: EditJob, schedule: Schedule, start: Start) -> FluxRow:
-        text = self._text(job.prompt_embeds)
+        text = self._text(job.text)
         grid = self._grid(job)
         blend = start.blend
         return FluxRow(
@@ -184,12 +183,13 @@ class FluxAdapter:
             schedule=schedule.to(self.device),
             grid=grid,
             text=text,
-            pooled=self._tensor(job.pooled),
+            pooled=self._tensor(job.text.pooled),
             guidance=self._guidance(job),
             cis=self._cis(*grid, len(text)),
             latents=start.latents.to(self.device),
             condition=None if start.condition is None else start.condition.to(self.device),
             blend=None if blend is None else blend.to(self.device),
+            negative=self._negative(job),
         )
 
     def _schedule(self, job: EditJob) -> Schedule:
@@ -219,9 +219,16 @@ class FluxAdapter:
     def _tensor(self, array: NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(array).to(self.device, self.dtype)
 
-    def _text(self, prompt_embeds: NDArray[np.float32]) -> Tensor:
+    def _text(self, prompt: PromptEmbedding) -> Tensor:
         """[T, width]; the same at every step, so embedded once per row."""
-        return self.model.context_embedder(self._tensor(prompt_embeds))
+        return self.model.context_embedder(self._tensor(prompt.prompt_embeds))
+
+    def _negative(self, job: EditJob) -> Negative | None:
+        if job.negative is None:
+            return None
+        scale = job.request.settings.true_cfg_scale
+        assert scale is not None, "a negative prompt comes with its scale (capabilities)"
+        return Negative(self._text(job.negative), self._tensor(job.negative.pooled), scale)
 
     def _make_cis(self, gh: int, gw: int, text: int) -> Tensor:
         """[T + gh·gw, head_dim / 2] rotary factors of text and image tokens."""

@@ -23,7 +23,11 @@ class Batch:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = tuple(rows)
-        self.packed = Packed([row.model_input() for row in rows])
+        self.guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
+        """Index and negative prompt of rows that take a second pass, packed behind all rows."""
+        inputs = [row.model_input() for row in rows]
+        inputs += [negative.input(inputs[i]) for i, negative in self.guided]
+        self.packed = Packed(inputs)
         self.stays = all(row.inputs_stay for row in rows)
 
     @classmethod
@@ -46,9 +50,15 @@ class Batch:
         No row has moved if it raises, so that the rows can be tried again one by one.
         """
         packed, rows = self.packed, self.rows
-        velocity = forward(model, packed, [row.moment() for row in rows], kinds)
+        moments = [row.moment() for row in rows]
+        moments += [moments[i] for i, _ in self.guided]
+        velocity = forward(model, packed, moments, kinds)
         stream = packed.ways.narrow.image_stream
-        changes = torch.tensor([row.change for row in rows], device=velocity.device)
+        answers = velocity.split(stream.lengths)
+        for (i, negative), away in zip(self.guided, answers[len(rows) :], strict=True):
+            answers[i].sub_(away).mul_(negative.scale).add_(away)
+        still = [0.0] * len(self.guided)  # second passes follow their rows below
+        changes = torch.tensor([row.change for row in rows] + still, device=velocity.device)
         wide, changes = stream.spread(velocity, changes[:, None])
         # The product is rounded to the model's dtype and the sum is taken in float32, as diffusers
         # has it on CUDA. (On a CPU in half precision torch rounds `changes` first, an ulp apart.)
@@ -56,11 +66,13 @@ class Batch:
         latents = packed.tokens[:, : velocity.shape[1]]
         if any(row.blends for row in rows):
             moved = latents + move
-            for row, part in zip(rows, moved.split(stream.lengths), strict=True):
+            for row, part in zip(rows, moved.split(stream.lengths), strict=False):
                 row.blend_in(part)
             latents.copy_(moved)  # nothing is allocated from here on
         else:
             latents.add_(move)
-        parts = latents.split(stream.lengths), velocity.split(stream.lengths)
-        for row, own, answer in zip(rows, *parts, strict=True):
+        parts = latents.split(stream.lengths)
+        for (i, _), second in zip(self.guided, parts[len(rows) :], strict=True):
+            second.copy_(parts[i])
+        for row, own, answer in zip(rows, parts, answers, strict=False):
             row.advance(own, answer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -70,6 +70,23 @@ class CachedRest:
         entry.values.into(values.flatten(1))
 
 
+@dataclass(frozen=True, slots=True)
+class Negative:
+    """A negative prompt: each step also runs the model with it, and is led away from its answer
+    (diffusers' true classifier-free guidance).
+    """
+
+    text: Tensor
+    """[T, width] after context_embedder."""
+    pooled: Tensor
+    scale: float
+    """true_cfg_scale, above 1."""
+
+    def input(self, own: RowInput) -> RowInput:
+        """The second pass of the row whose first is `own`."""
+        return replace(own, text=self.text, pooled=self.pooled)
+
+
 @dataclass(slots=True)
 class FluxRow:
     """One edit inside the running batch."""
@@ -88,6 +105,7 @@ class FluxRow:
     """[n, 4C] of the computed tokens; between steps a view of the batch's."""
     condition: Tensor | None
     blend: Blend | None
+    negative: Negative | None = None
     inactive: Inactive | None = None
     """None for a dense row."""
     step: int = 0
@@ -204,6 +222,7 @@ class PrimingRow:
     step: int = 0
     done: list[AnchorEntry] = field(default_factory=list)
     recorder: Recorder | None = None
+    negative: None = None
 
     @property
     def steps(self) -> int:

@@ -43,12 +43,14 @@ class TritonPythonModel:
             read_array(pb_utils, request, "PIXELS", np.uint8, ndim=3),
             read_array(pb_utils, request, "EDIT_MASK", np.uint8, ndim=2),
             edit.prompt,
+            edit.settings.negative_prompt,
         )
+        texts = [encoded.text, *([encoded.negative] if encoded.negative else ())]
         taken_ms = (time.perf_counter() - start) * 1e3
         return {
             "MOMENTS": encoded.moments,
             "MASKED_MOMENTS": encoded.masked_moments,
-            "PROMPT_EMBEDS": encoded.prompt_embeds,
-            "POOLED_EMBEDS": encoded.pooled,
+            "PROMPT_EMBEDS": np.stack([text.prompt_embeds for text in texts]),
+            "POOLED_EMBEDS": np.stack([text.pooled for text in texts]),
             "ENCODE_MS": np.array([taken_ms], np.float32),
         }

@@ -1,0 +1,110 @@
+"""A model with inpainting semantics through a real Triton, against diffusers' own pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from serving.options import ServeOptions
+from serving.ports import free_base_port
+from serving.supervisor import Supervisor
+from tests.e2e.calls import Grpc, InferenceServerException, Pixels, edit_inputs, pixels, plain_edit
+from tests.fakes.pictures import blob_mask, scene
+from tests.fakes.tiny_model import CONFIG, VAE_FACTOR
+
+SIDE = 64
+SOURCE = scene(SIDE, SIDE)
+# Of whole latents: others are grown to them, where the pipeline takes the nearest pixel.
+MASK = np.kron(
+    blob_mask(SIDE // VAE_FACTOR, SIDE // VAE_FACTOR), np.ones((VAE_FACTOR,) * 2, np.uint8)
+)
+ASKED = (
+    {"seed": 3},
+    {"seed": 4, "strength": 0.6, "num_inference_steps": 5, "guidance_scale": 7.5},
+    {"seed": 5, "negative_prompt": "blue circle", "true_cfg_scale": 3.0},
+    {"seed": 6, "negative_prompt": "", "true_cfg_scale": 1.5, "strength": 0.8},
+)
+
+
+@pytest.fixture(scope="module")
+def client(tiny_inpaint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grpc]:
+    options = ServeOptions(
+        model=str(tiny_inpaint),
+        base_port=free_base_port(),
+        log_dir=tmp_path_factory.mktemp("inpaint-logs"),
+    )
+    with Supervisor(options) as supervisor, closing(Grpc(supervisor.workers[0].grpc_url)) as grpc:
+        yield grpc
+
+
+@pytest.fixture(scope="module")
+def pipeline(tiny_inpaint: Path) -> Any:
+    from diffusers import FluxInpaintPipeline
+
+    loaded = FluxInpaintPipeline.from_pretrained(tiny_inpaint)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+def diffusers_picture(pipeline: Any, asked: dict[str, Any]) -> Pixels:
+    import torch
+
+    settings = {"num_inference_steps": 4, "guidance_scale": 3.0, "strength": 1.0, **asked}
+    seed = settings.pop("seed")
+    assert "max_sequence_length = 16" in CONFIG
+    image = pipeline(
+        prompt="a red star",
+        image=Image.fromarray(SOURCE),
+        mask_image=Image.fromarray(MASK),
+        height=SIDE,
+        width=SIDE,
+        max_sequence_length=16,
+        generator=torch.Generator("cpu").manual_seed(seed),
+        **settings,
+    ).images[0]
+    return np.asarray(image)
+
+
+def test_edits_are_those_of_the_pipeline_and_spare_the_outside(client: Grpc, pipeline: Any) -> None:
+    """All at once, so that rows with and without a negative prompt share a batch."""
+    inputs = [edit_inputs(SOURCE, MASK, **{"num_inference_steps": 4, **asked}) for asked in ASKED]
+    pending = [client.begin(each) for each in inputs]
+    edit = MASK > 0
+    for asked, answer in zip(ASKED, pending, strict=True):
+        image, meta = answer.wait(120)
+        edited, expected = pixels(image), diffusers_picture(pipeline, asked)
+        assert np.array_equal(edited[~edit], SOURCE[~edit])
+        difference = np.abs(edited[edit].astype(int) - expected[edit])
+        assert difference.max() <= 1, asked  # a level: rounding at another batch shape
+        assert np.abs(edited[edit].astype(int) - SOURCE[edit]).max() > 8
+        assert meta["seed"] == asked["seed"]
+
+
+def test_a_cached_edit_takes_a_negative_prompt(client: Grpc) -> None:
+    asked = {"num_inference_steps": 4, "cache": "require"}
+    plain, meta = client.edit(plain_edit(SIDE, SIDE, **asked))
+    away = {**asked, "negative_prompt": "blue circle", "true_cfg_scale": 3.0}
+    led, led_meta = client.edit(plain_edit(SIDE, SIDE, **away))
+    assert meta["cache"] == led_meta["cache"] == "hit"
+    assert led_meta["active_tokens"] == meta["active_tokens"] < meta["total_tokens"]
+    assert led != plain
+    again, _ = client.edit(plain_edit(SIDE, SIDE, **away))
+    assert again == led
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"negative_prompt": "blue"}, "SETTINGS.negative_prompt"),
+        ({"true_cfg_scale": 2.0}, "SETTINGS.true_cfg_scale"),
+    ],
+)
+def test_half_of_a_pair_is_refused(client: Grpc, asked: dict[str, Any], field: str) -> None:
+    with pytest.raises(InferenceServerException, match=rf"\[INVALID_REQUEST\] {field}: has no"):
+        client.edit(plain_edit(SIDE, SIDE, **asked))
