@@ -3,8 +3,9 @@
 
 Three measurements with the demo model, dense rows (`cache: off`):
 
-1. path: one edit through Triton (gRPC, `edit`) against codec, encoder, engine, decoder and codec
-   called one after the other in this process; in turn, medians, and their difference.
+1. path: one edit through Triton (tritonclient, gRPC, `edit`) against codec, encoder, engine,
+   decoder and codec called one after the other in this process; in turn, medians, and their
+   difference. Both begin with encoded images and end with one.
 2. step: of a step of 8 rows in the engine's loop, everything that is not the model.
 3. throughput: 8 edits at once against one at a time through Triton, beside the FLOP limit: a
    matrix product's measured FLOP/s over the counted FLOPs of an edit.
@@ -30,16 +31,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import tritonclient.grpc as triton_grpc
 
 from benchmarks.direct import Direct, Edit
 from benchmarks.timing import hardware
 from demo_model.scenes import held_out_edits
-from maskserve_client import Client
 from maskserve_core.config import Config, config_of, cores
 from maskserve_core.facts import load_facts
 from maskserve_core.flops import flux_work
 from maskserve_core.images import encode_image
 from maskserve_engine.flux import forward as forward_module
+from probing.calls import Answer, Grpc, answer_of, tensors
 from serving.command import TUNING
 from serving.files import dump_toml
 from serving.options import ServeOptions
@@ -68,7 +70,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def measure_path(
-    client: Client, direct: Direct, edits: list[Edit], settings: dict[str, Any], rounds: int
+    client: Grpc, direct: Direct, edits: list[Edit], settings: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
     """Triton's path and the direct one, in turn."""
     through, straight = [], []
@@ -89,9 +91,11 @@ def measure_path(
     }
 
 
-def _call(client: Client, edit: Edit, settings: dict[str, Any]) -> Any:
+def _call(client: Grpc, edit: Edit, settings: dict[str, Any]) -> Answer:
     image, mask, prompt = edit
-    return client.edit(image, mask, prompt, **settings)
+    texts = {"PROMPT": prompt.encode(), "SETTINGS": json.dumps(settings).encode()}
+    inputs = tensors(triton_grpc, {"IMAGE": image, "MASK": mask, **texts})
+    return answer_of(client.infer("edit", inputs))
 
 
 class ModelClock:
@@ -161,7 +165,7 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
 
 
 def measure_throughput(
-    client: Client, edits: list[Edit], settings: dict[str, Any], count: int
+    client: Grpc, edits: list[Edit], settings: dict[str, Any], count: int
 ) -> dict[str, Any]:
     """Edits per second one at a time and eight at once, in turn."""
     rates: dict[int, list[float]] = {1: [], 8: []}
@@ -175,7 +179,7 @@ def measure_throughput(
                 )
                 rates[concurrent].append(count / (time.perf_counter() - begin))
             if concurrent == 8:
-                batch_means += [a.meta["batch_mean"] for a in answers]
+                batch_means += [meta["batch_mean"] for _, meta in answers]
     one, eight = (statistics.median(rates[n]) for n in (1, 8))
     return {
         "edits_per_s_1": round(one, 3),
@@ -240,7 +244,7 @@ def main() -> int:
             log_dir=folder / "logs",
         )
         with Supervisor(options) as supervisor:
-            client = Client(supervisor.workers[0].grpc_url)
+            client = Grpc(supervisor.workers[0].grpc_url)
             direct = Direct(config)
             report["path"] = measure_path(client, direct, edits, settings, args.rounds)
             print(json.dumps(report["path"]), flush=True)

@@ -84,7 +84,7 @@ class Http:
         )
 
     def edit(self, inputs: Mapping[str, bytes]) -> Answer:
-        return _answer(self.infer("edit", tensors(triton_http, inputs)))
+        return answer_of(self.infer("edit", tensors(triton_http, inputs)))
 
     def infer(self, model: str, inputs: list[Any]) -> Any:
         return self._client.infer(model, inputs)
@@ -118,6 +118,9 @@ class Grpc:
             headers=headers,
         )
         return pending
+
+    def infer(self, model: str, inputs: list[Any]) -> Any:
+        return self._client.infer(model, inputs)
 
     def control(self, op: str, timeout_s: float = TIMEOUT_S, **fields: Any) -> dict[str, Any]:
         inputs = tensors(triton_grpc, {"OP": json.dumps({"op": op, **fields}).encode()})
@@ -178,8 +181,9 @@ def _next(events: queue.SimpleQueue[tuple[Any, Any]], timeout_s: float) -> Answe
         raise TimeoutError("no answer") from None
     if error is not None:
         raise error
-    return _answer(result)
+    return answer_of(result)
 
 
-def _answer(result: Any) -> Answer:
+def answer_of(result: Any) -> Answer:
+    """What tritonclient's result of an edit holds."""
     return result.as_numpy("IMAGE")[0], json.loads(result.as_numpy("META")[0])

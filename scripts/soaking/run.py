@@ -163,10 +163,10 @@ def _load_worker(
 
 def progress(minute: int, sample: Sample) -> str:
     """One line on a run that is going on."""
-    count = sample.counters
+    count, p50 = sample.counters, sample.window.p50_ms
     return (
         f"{minute:4d} min: {count['edits_total']:.0f} edits, {sample.window.per_s:.1f} visits/s, "
-        f"P50 {sample.window.p50_ms or 0:.0f} ms, {sample.memory / 2**20:.1f} MiB + shm "
+        f"P50 {'-' if p50 is None else round(p50)} ms, {sample.memory / 2**20:.1f} MiB + shm "
         f"{sample.shared_memory / 2**20:.1f} MiB, rows {sample.running}+{sample.waiting}, "
         f"{sample.cached} templates, {count['cache_evictions_total']:.0f} evictions, "
         f"{sample.window.unexpected} unexpected"
