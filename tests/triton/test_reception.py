@@ -46,6 +46,21 @@ def test_the_job_is_a_copy(api: FakeTriton, desk: Reception, engine: ScriptedEng
     assert job.edit_mask.shape == (64, 48)
 
 
+def test_a_second_prompt_is_the_negative_one(
+    api: FakeTriton, desk: Reception, engine: ScriptedEngine
+) -> None:
+    embeds, pooled = np.zeros((2, 4, 32), np.float32), np.zeros((2, 32), np.float32)
+    embeds[1], pooled[1] = 1, 2
+    submit(api, desk)
+    submit(api, desk, PROMPT_EMBEDS=embeds, POOLED_EMBEDS=pooled)
+    (plain, _), (led, _) = engine.jobs
+    assert plain.negative is None
+    assert led.negative is not None
+    assert (led.text.prompt_embeds == 0).all()
+    assert (led.negative.prompt_embeds == 1).all()
+    assert (led.negative.pooled == 2).all()
+
+
 def test_every_event_is_sent(api: FakeTriton, desk: Reception, engine: ScriptedEngine) -> None:
     request = submit(api, desk)
     _, sink = engine.jobs[0]

@@ -1,0 +1,38 @@
+"""The engine's books of an edit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maskserve_engine.edits import Edit
+from maskserve_engine.encode import Encoder
+from tests.fakes.jobs import config_of, encode_case, guided, random_case
+
+
+@pytest.mark.parametrize(("how", "computed"), [("dense", 16), ("cached", 3)])
+def test_a_negative_prompt_counts_its_pass_of_the_model_too(
+    tiny_inpaint: Path, how: str, computed: int
+) -> None:
+    """Scheduler, status record and patience go by the work that a step is."""
+    encoder = Encoder.load(config_of(tiny_inpaint))
+    rng = np.random.default_rng(0)
+    for settings, passes in (({}, 1), (guided(rng), 2)):
+        job = encode_case(encoder, random_case(rng, **settings), "edit")
+        edit = Edit(
+            job,
+            sink=print,
+            total_tokens=16,
+            active_tokens=3,
+            steps=4,
+            submitted=0.0,
+            deadline=None,
+            how=how,
+        )
+        ticket, status = edit.make_ticket(), edit.status()
+        assert edit.step_tokens == passes * computed
+        assert ticket.active_tokens == status.active_tokens == passes * computed
+        assert ticket.total_tokens == status.total_tokens == passes * 16
+        assert edit.mask_ratio == 3 / 16
