@@ -79,6 +79,15 @@ def test_the_models_own_sentence_is_taken_from_the_log() -> None:
     assert log.failure(last) == "creating server: Invalid argument - unknown backend"
 
 
+def test_what_triton_says_of_every_machine_without_a_gpu_is_no_reason() -> None:
+    start = 'E1121 16:27:58.2 24763 server.cc:241] "CudaDriverHelper has not been initialized."\n'
+    assert log.failure(start) is None
+    thrown = "boost::interprocess::lock_exception"
+    aborted = f"{start}terminate called after throwing an instance of '{thrown}'\n  what(): it\n"
+    assert log.failure(aborted) == f"tritonserver aborted ({thrown})"
+    assert log.failure(f"{start}error: creating server: no port\n") == "creating server: no port"
+
+
 def test_only_the_newest_start_is_read(tmp_path: Path) -> None:
     file = tmp_path / "worker.log"
     file.write_text("old\nnew\n")
