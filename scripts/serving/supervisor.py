@@ -22,6 +22,10 @@ _PROGRESS_S = 5.0
 _BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 STEADY_S = 10.0
 """A worker that served this long starts over with the shortest backoff: what failed was no load."""
+_ABORTED_STARTS = 3
+"""A machine that stalls for a second while models load makes Triton 2.51 abort: its process takes
+theirs for dead, and frees what they still read. So an abort is tried again even at the first start.
+"""
 # The fronts of a worker whose engine died answer their clients themselves; they are given time.
 _ANSWERS_S = 1.5
 
@@ -205,10 +209,12 @@ class Supervisor:
 
     def _restart(self, watch: _Watch, reason: str) -> None:
         """End what is left of a worker and plan its next start."""
-        first_start = watch.worker.restarts == 0 and not watch.ready
+        never_served = watch.ready_since == 0.0
+        again = watch.worker.aborted() and watch.failures + 1 < _ABORTED_STARTS
+        given_up = never_served and not again
         with self._changed:
             watch.ready = False
-            if first_start:
+            if given_up:
                 self._failure = ServeError(f"{watch.worker.name}: {reason}")
             self._changed.notify_all()
         watch.worker.kill()
@@ -217,7 +223,7 @@ class Supervisor:
         watch.worker.restarts += 1
         watch.start_at = time.monotonic() + pause
         journal = watch.worker.journal
-        if first_start:
+        if given_up:
             journal.write(logging.ERROR, "failed to start", "failed", reason=reason)
         else:
             self._say(watch, f"failed: {reason}; restarting in {pause:g} s")

@@ -170,6 +170,10 @@ class Worker:
         why = failure(self._log_text())
         return f"{why or f'tritonserver ended ({by})'}; the log is {self.spec.log}"
 
+    def aborted(self) -> bool:
+        """Whether the server ended itself by abort(), which no configuration makes it do."""
+        return self._process is not None and self._process.poll() == -signal.SIGABRT
+
     def _log_text(self) -> str:
         return read_log(self.spec.log, self._log_start)
 

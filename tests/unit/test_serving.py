@@ -272,6 +272,66 @@ def test_what_a_living_supervisor_has_is_left(
     assert not own.templates.parent.exists()
 
 
+FAKE_SERVER = """\
+#!{python}
+import http.server, os, sys
+tries = {tries!r}
+with open(tries, "a") as file:
+    file.write("x")
+if os.path.getsize(tries) <= {failures}:
+    {fail}
+
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+port = next(int(a.split("=")[1]) for a in sys.argv if a.startswith("--http-port="))
+http.server.HTTPServer(("127.0.0.1", port), Ready).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fail", "failures", "tries", "error"),
+    [
+        ("os.abort()", 2, 3, None),
+        ("os.abort()", 99, 3, r"worker-0: tritonserver ended \(signal 6\)"),
+        ("sys.exit(1)", 99, 1, r"worker-0: tritonserver ended \(exit code 1\)"),
+    ],
+)
+def test_a_first_start_is_tried_again_when_triton_aborted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fail: str,
+    failures: int,
+    tries: int,
+    error: str | None,
+) -> None:
+    monkeypatch.setattr("serving.supervisor._BACKOFF_S", (0.1,))
+    count, server = tmp_path / "tries", tmp_path / "tritonserver"
+    server.write_text(
+        FAKE_SERVER.format(python=sys.executable, tries=str(count), failures=failures, fail=fail)
+    )
+    server.chmod(0o755)
+    options = ServeOptions(
+        model=str(REPOSITORY / "assets" / "models" / "demo"),
+        base_port=ports.free_base_port(),
+        log_dir=tmp_path / "logs",
+        tritonserver=server,
+        say=lambda line: None,
+    )
+    supervisor = Supervisor(options)
+    try:
+        if error is None:
+            supervisor.start()
+        else:
+            with pytest.raises(ServeError, match=error):
+                supervisor.start()
+    finally:
+        supervisor.kill()
+    assert count.stat().st_size == tries
+
+
 def test_the_command_line_is_hardened(tmp_path: Path) -> None:
     server = runtime.Runtime(Path("/t/bin/tritonserver"), Path("/t/backends"), (), "x")
     options = ServeOptions(model="m", triton_args=("--trace-config=rate=1",))
