@@ -72,15 +72,18 @@ def timed(call: Callable[[], Any]) -> float:
 def measure_path(
     client: Grpc, direct: Direct, edits: list[Edit], settings: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
-    """Triton's path and the direct one, in turn."""
-    through, straight = [], []
+    """Triton's path and the direct one, in turn, each before the other every second time."""
+    through: list[float] = []
+    straight: list[float] = []
     for number in range(rounds + 2):
         edit = edits[number % len(edits)]
-        one = timed(partial(_call, client, edit, settings))
-        other = timed(partial(direct.edit, edit, settings))
-        if number >= 2:
-            through.append(one)
-            straight.append(other)
+        pair = [
+            (through, partial(_call, client, edit, settings)),
+            (straight, partial(direct.edit, edit, settings)),
+        ]
+        for times, call in pair if number % 2 else reversed(pair):
+            times.append(timed(call))
+    del through[:2], straight[:2]  # warm-up
     differences = [a - b for a, b in zip(through, straight, strict=True)]
     return {
         "rounds": rounds,
@@ -213,7 +216,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=ROOT / "assets" / "models" / "demo")
     parser.add_argument("--side", type=int, default=256, help="pixels of the square source")
     parser.add_argument("--steps", type=int, default=4, help="denoising steps of the path")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--edits", type=int, default=24, help="edits per throughput round")
     parser.add_argument(
         "--threads", type=int, default=cores(), help="of the denoiser, on both sides"

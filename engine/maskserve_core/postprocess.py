@@ -22,12 +22,12 @@ def finish_edit(
 
     Args:
         pixels: RGB uint8 [h, w, 3] at the model's size.
-        source: the SOURCE tensor: the encoded source.
-        paste: the PASTE tensor: PNG of weights at the source's size.
+        source: encoded, as it came or was registered.
+        paste: PNG of weights at the source's size.
         request: whose output format and encoding are used.
     """
-    out = decode_raster(source, "SOURCE", NO_LIMITS).image.convert("RGB")
-    weights = decode_raster(paste, "PASTE", NO_LIMITS).image
+    out = decode_raster(source, "source", NO_LIMITS).image.convert("RGB")
+    weights = decode_raster(paste, "paste", NO_LIMITS).image
     box = weights.getbbox()
     if box is not None:  # only what is pasted is resized
         left, top, right, bottom = box

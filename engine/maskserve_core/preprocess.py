@@ -33,7 +33,7 @@ from maskserve_core.templates import TemplateLookup
 
 @dataclass(frozen=True, slots=True)
 class PreparedEdit:
-    """Outputs of the preprocess model, named as its tensors are (maskserve_core.tensors)."""
+    """Outputs of the preprocess model (maskserve_core.tensors)."""
 
     pixels: npt.NDArray[np.uint8]
     """PIXELS: RGB [h, w, 3] at the model's size."""
@@ -42,9 +42,9 @@ class PreparedEdit:
     request: EditRequest
     """REQUEST, with the worker's defaults, seed and id filled in."""
     source: bytes
-    """SOURCE: the source image, encoded as it came or was registered."""
+    """The source image, encoded as it came or was registered."""
     paste: bytes
-    """PASTE: 8-bit PNG at the source's size, weights of the edited pixels."""
+    """8-bit PNG at the source's size, weights of the edited pixels."""
 
 
 def prepare_edit(

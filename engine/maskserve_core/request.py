@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from maskserve_core.settings import EditSettings
@@ -28,7 +28,10 @@ class EditRequest:
     timings_ms: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        # dataclasses.asdict copies everything deeply, which takes three times as long.
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["settings"] = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)}
+        return json.dumps(values).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> EditRequest:

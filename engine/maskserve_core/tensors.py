@@ -40,10 +40,8 @@ META = text("META")
 
 # The checked request as JSON: `maskserve_core.request.EditRequest`; or {"op": …} from `control`.
 REQUEST = text("REQUEST")
-# What postprocess needs of the source travels with the final response: an ensemble step after a
-# decoupled model cannot take inputs from before it.
-SOURCE = text("SOURCE")  # the source image as the client encoded it
-PASTE = text("PASTE")  # 8-bit PNG at the source's size: weight of the edited pixel
+# What postprocess needs of all that: `maskserve_core.carried`; empty on plain progress.
+CARRIED = Tensor("CARRIED", "UINT8", (-1,))
 
 PIXELS = Tensor("PIXELS", "UINT8", (-1, -1, 3))  # [H, W, RGB] at model resolution
 EDIT_MASK = Tensor("EDIT_MASK", "UINT8", (-1, -1))  # [H, W] at model resolution, 255 = edit
@@ -67,7 +65,7 @@ CONTRACTS: dict[str, Contract] = {
     "edit": Contract(_CLIENT_IN, _CLIENT_OUT),
     "edit_stream": Contract(_CLIENT_IN, _CLIENT_OUT, decoupled=True),
     "edit_pipeline": Contract(_CLIENT_IN, (EDITED, META), decoupled=True),
-    "preprocess": Contract(_CLIENT_IN, (PIXELS, EDIT_MASK, REQUEST, SOURCE, PASTE)),
+    "preprocess": Contract(_CLIENT_IN, (PIXELS, EDIT_MASK, REQUEST, CARRIED)),
     "encoder": Contract(
         (PIXELS, EDIT_MASK, REQUEST),
         (MOMENTS, MASKED_MOMENTS, PROMPT_EMBEDS, POOLED_EMBEDS, ENCODE_MS),
@@ -83,16 +81,13 @@ CONTRACTS: dict[str, Contract] = {
                 PROMPT_EMBEDS,
                 POOLED_EMBEDS,
                 ENCODE_MS,
-                SOURCE,
-                PASTE,
+                CARRIED,
             ),
         ),
-        (LATENTS, META, REQUEST, SOURCE, PASTE),
+        (LATENTS, META, CARRIED),
         decoupled=True,
     ),
-    "decoder": Contract(
-        (LATENTS, META, REQUEST, SOURCE, PASTE), (PIXELS, META, REQUEST, SOURCE, PASTE)
-    ),
-    "postprocess": Contract((PIXELS, META, REQUEST, SOURCE, PASTE), _CLIENT_OUT),
+    "decoder": Contract((LATENTS, META, CARRIED), (PIXELS, META, CARRIED)),
+    "postprocess": Contract((PIXELS, META, CARRIED), _CLIENT_OUT),
     "control": Contract((text("OP"),), (text("RESULT"),)),
 }

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from maskserve_core.backend.answer import Answer
 from maskserve_core.backend.tracing import Tracer, parent_of
 from maskserve_core.backend.wire import guarded, read_array, read_bytes
+from maskserve_core.carried import NOTHING
 from maskserve_core.config import Config, model_name
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.meta import event_meta, failed_meta, final_meta
@@ -78,11 +79,7 @@ class Reception:
         edit = EditRequest.from_json(raw)
         job = self._job(edit, request)
         encode_ms = float(self._array(request, "ENCODE_MS", np.float32, 1)[0])
-        carried = {
-            "REQUEST": raw,
-            "SOURCE": read_bytes(self._api, request, "SOURCE"),
-            "PASTE": read_bytes(self._api, request, "PASTE"),
-        }
+        carried = self._array(request, "CARRIED", np.uint8, 1)
         self._engine.submit(job, self._sink(edit, encode_ms, carried, answer, parent_of(request)))
 
     def _job(self, edit: EditRequest, request: Any) -> EditJob:
@@ -104,33 +101,32 @@ class Reception:
         self,
         edit: EditRequest,
         encode_ms: float,
-        carried: dict[str, bytes],
+        carried: NDArray[np.uint8],
         answer: Answer,
         parent: str,
     ) -> Sink:
         """Sends a job's events, and records its spans below `parent` when it has ended.
 
-        What postprocess needs of the source goes with every image.
+        What postprocess needs of its beginning goes with every image.
         """
-        bare = dict.fromkeys(carried, b"")
 
         def sink(event: EngineEvent) -> None:
             match event:
                 case Progress(step, steps):
                     meta = event_meta("progress", step, steps, edit.request_id)
-                    answer.event({"LATENTS": _NO_LATENTS, "META": meta, **bare})
+                    answer.event({"LATENTS": _NO_LATENTS, "META": meta, "CARRIED": NOTHING})
                 case Preview(step, steps, latents):
                     meta = event_meta("preview", step, steps, edit.request_id)
-                    answer.event({"LATENTS": latents, "META": meta, **carried})
+                    answer.event({"LATENTS": latents, "META": meta, "CARRIED": carried})
                 case Final(latents, engine_meta, course):
                     meta = final_meta(
                         edit, self._config.worker, self._model, engine_meta, encode_ms
                     )
-                    answer.finish({"LATENTS": latents, "META": meta, **carried})
+                    answer.finish({"LATENTS": latents, "META": meta, "CARRIED": carried})
                     self._record(parent, course, None)
                 case Failed(error, course):
                     meta = failed_meta(guarded(edit.request_id, error), edit.request_id)
-                    answer.finish({"LATENTS": _NO_LATENTS, "META": meta, **bare})
+                    answer.finish({"LATENTS": _NO_LATENTS, "META": meta, "CARRIED": NOTHING})
                     self._record(parent, course, error)
 
         return sink
@@ -182,5 +178,5 @@ def _reply_when_done(
 
 
 def _reply(answer: Answer, result: dict[str, Any]) -> None:
-    empty = dict.fromkeys(("REQUEST", "SOURCE", "PASTE"), b"")
-    answer.finish({"LATENTS": _NO_LATENTS, "META": json.dumps(result).encode(), **empty})
+    meta = json.dumps(result).encode()
+    answer.finish({"LATENTS": _NO_LATENTS, "META": meta, "CARRIED": NOTHING})

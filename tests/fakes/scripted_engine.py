@@ -66,6 +66,5 @@ def tensors() -> dict[str, Any]:
         "PROMPT_EMBEDS": np.ones((1, 4, 32), np.float32),
         "POOLED_EMBEDS": np.ones((1, 32), np.float32),
         "ENCODE_MS": np.array([2.5], np.float32),
-        "SOURCE": b"source",
-        "PASTE": b"paste",
+        "CARRIED": np.arange(5, dtype=np.uint8),
     }

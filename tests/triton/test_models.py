@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from maskserve_core.carried import NOTHING
 from maskserve_core.config import Config
 from maskserve_core.images import encode_image
 from maskserve_core.request import EditRequest
@@ -107,16 +108,12 @@ def test_an_edit_passes_through_pre_and_postprocess(
     final = api.request(
         PIXELS=np.zeros((height, width, 3), np.uint8),
         META=meta,
-        REQUEST=prepared["REQUEST"][0],
-        SOURCE=prepared["SOURCE"][0],
-        PASTE=prepared["PASTE"][0],
+        CARRIED=prepared["CARRIED"],
     )
     progress = api.request(
         PIXELS=np.zeros((0, 0, 3), np.uint8),
         META=b'{"event": "progress", "step": 1}',
-        REQUEST=b"",
-        SOURCE=b"",
-        PASTE=b"",
+        CARRIED=NOTHING,
     )
     done, passing = post.execute([final, progress])
     image = np.asarray(Image.open(io.BytesIO(outputs("postprocess", done)["IMAGE"][0])))
@@ -155,9 +152,7 @@ def test_a_surprise_is_hidden(api: FakeTriton, load: Callable[[str], Any]) -> No
     broken = api.request(
         PIXELS=np.zeros((8, 8, 3), np.uint8),
         META=b'{"event": "final"}',
-        REQUEST=b"not json",
-        SOURCE=b"",
-        PASTE=b"",
+        CARRIED=np.zeros(9, np.uint8),
     )
     [response] = load("postprocess").execute([broken])
     assert response.error().message() == "[ENGINE_FAILED] internal error (request unknown)"

@@ -42,7 +42,5 @@ class TritonPythonModel:
         return {
             "PIXELS": pixels,
             "META": with_timing(read_bytes(pb_utils, request, "META"), "decode", taken_ms),
-            "REQUEST": read_bytes(pb_utils, request, "REQUEST"),
-            "SOURCE": read_bytes(pb_utils, request, "SOURCE"),
-            "PASTE": read_bytes(pb_utils, request, "PASTE"),
+            "CARRIED": read_array(pb_utils, request, "CARRIED", np.uint8, ndim=1),
         }

@@ -8,11 +8,11 @@ import triton_python_backend_utils as pb_utils
 from maskserve_core.backend.respond import respond
 from maskserve_core.backend.tracing import make_tracer
 from maskserve_core.backend.wire import read_array, read_bytes
+from maskserve_core.carried import Carried
 from maskserve_core.config import load_config
 from maskserve_core.logs import start_log
 from maskserve_core.meta import with_timing
 from maskserve_core.postprocess import finish_edit
-from maskserve_core.request import EditRequest
 from maskserve_core.vitals import end_with_server, sign_in, sign_out
 
 
@@ -38,11 +38,8 @@ class TritonPythonModel:
         pixels = read_array(pb_utils, request, "PIXELS", np.uint8, ndim=3)
         if not pixels.size:
             return {"IMAGE": b"", "META": meta}
-        image = finish_edit(
-            pixels,
-            read_bytes(pb_utils, request, "SOURCE"),
-            read_bytes(pb_utils, request, "PASTE"),
-            EditRequest.from_json(read_bytes(pb_utils, request, "REQUEST")),
-        )
+        packed = read_array(pb_utils, request, "CARRIED", np.uint8, ndim=1)
+        carried = Carried.unpack(packed)
+        image = finish_edit(pixels, carried.source, carried.paste, carried.request)
         taken_ms = (time.perf_counter() - start) * 1e3
         return {"IMAGE": image, "META": with_timing(meta, "postprocess", taken_ms)}

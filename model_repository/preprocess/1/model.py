@@ -7,6 +7,7 @@ import triton_python_backend_utils as pb_utils
 from maskserve_core.backend.respond import respond
 from maskserve_core.backend.tracing import make_tracer
 from maskserve_core.backend.wire import parameters, read_bytes
+from maskserve_core.carried import Carried
 from maskserve_core.config import load_config, templates_folder
 from maskserve_core.facts import load_facts
 from maskserve_core.logs import start_log
@@ -51,6 +52,5 @@ class TritonPythonModel:
             "PIXELS": prepared.pixels,
             "EDIT_MASK": prepared.edit_mask,
             "REQUEST": edit.to_json(),
-            "SOURCE": prepared.source,
-            "PASTE": prepared.paste,
+            "CARRIED": Carried(edit, prepared.source, prepared.paste).pack(),
         }
