@@ -220,7 +220,8 @@ class Supervisor:
         watch.worker.kill()
         pause = _BACKOFF_S[min(watch.failures, len(_BACKOFF_S) - 1)]
         watch.failures += 1
-        watch.worker.restarts += 1
+        if not never_served:
+            watch.worker.restarts += 1
         watch.start_at = time.monotonic() + pause
         journal = watch.worker.journal
         if given_up:

@@ -69,6 +69,7 @@ class Worker:
         self.config = Config()
         self.journal = Journal()
         self.restarts = 0
+        """Since it was first ready."""
         self.loaded_in_s = 0.0
         """What the newest start took until the worker was ready."""
         self._process: subprocess.Popen[bytes] | None = None
