@@ -1,8 +1,8 @@
 """The CARRIED tensor: what postprocess needs of an edit's beginning.
 
 An ensemble step after a decoupled model cannot take inputs from before it, so this travels with
-every image through denoiser and decoder, which do not look into it: as one tensor, because each
-tensor costs a Triton process some 0.05 ms.
+every image through denoiser and decoder, which do not look into it: as one tensor, because every
+process on the way pays for each.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from maskserve_core.request import EditRequest
-
 NOTHING: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
 """CARRIED of events without an image."""
 _LENGTHS = struct.Struct("<II")
@@ -22,7 +20,8 @@ _LENGTHS = struct.Struct("<II")
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    request: EditRequest
+    request: bytes
+    """REQUEST."""
     source: bytes
     """The source image as the client encoded it, or as it was registered."""
     paste: bytes
@@ -30,17 +29,13 @@ class Carried:
 
     def pack(self) -> npt.NDArray[np.uint8]:
         """[n] bytes: the lengths of request and source, then all three parts."""
-        request = self.request.to_json()
-        lengths = _LENGTHS.pack(len(request), len(self.source))
-        return np.frombuffer(b"".join((lengths, request, self.source, self.paste)), np.uint8)
+        lengths = _LENGTHS.pack(len(self.request), len(self.source))
+        return np.frombuffer(b"".join((lengths, self.request, self.source, self.paste)), np.uint8)
 
     @classmethod
     def unpack(cls, packed: npt.NDArray[np.uint8]) -> Carried:
         raw = packed.tobytes()
         request, source = _LENGTHS.unpack_from(raw)
         begin = _LENGTHS.size + request
-        return cls(
-            EditRequest.from_json(raw[_LENGTHS.size : begin]),
-            raw[begin : begin + source],
-            raw[begin + source :],
-        )
+        end = begin + source
+        return cls(raw[_LENGTHS.size : begin], raw[begin:end], raw[end:])

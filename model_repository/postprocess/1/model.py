@@ -13,6 +13,7 @@ from maskserve_core.config import load_config
 from maskserve_core.logs import start_log
 from maskserve_core.meta import with_timing
 from maskserve_core.postprocess import finish_edit
+from maskserve_core.request import EditRequest
 from maskserve_core.vitals import end_with_server, sign_in, sign_out
 
 
@@ -38,8 +39,8 @@ class TritonPythonModel:
         pixels = read_array(pb_utils, request, "PIXELS", np.uint8, ndim=3)
         if not pixels.size:
             return {"IMAGE": b"", "META": meta}
-        packed = read_array(pb_utils, request, "CARRIED", np.uint8, ndim=1)
-        carried = Carried.unpack(packed)
-        image = finish_edit(pixels, carried.source, carried.paste, carried.request)
+        carried = Carried.unpack(read_array(pb_utils, request, "CARRIED", np.uint8, ndim=1))
+        edit = EditRequest.from_json(carried.request)
+        image = finish_edit(pixels, carried.source, carried.paste, edit)
         taken_ms = (time.perf_counter() - start) * 1e3
         return {"IMAGE": image, "META": with_timing(meta, "postprocess", taken_ms)}

@@ -48,9 +48,10 @@ class TritonPythonModel:
         edit = prepared.request
         if accepted_ns is not None:
             edit = replace(edit, accepted_ns=int(accepted_ns))
+        raw = edit.to_json()
         return {
             "PIXELS": prepared.pixels,
             "EDIT_MASK": prepared.edit_mask,
-            "REQUEST": edit.to_json(),
-            "CARRIED": Carried(edit, prepared.source, prepared.paste).pack(),
+            "REQUEST": raw,
+            "CARRIED": Carried(raw, prepared.source, prepared.paste).pack(),
         }
