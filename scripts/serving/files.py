@@ -97,29 +97,29 @@ def remove_stale(base_port: int, own: list[WorkerFiles]) -> None:
     spared = folders_of(own)
     for parent in {_memory(), _disk()}:
         for folder in Path(parent).glob(_prefix(base_port) + "*"):
-            if folder not in spared and _removed_unless_held(folder) is False:
+            if folder not in spared and not _removed_unless_held(folder):
                 raise ServeError(
                     f"another serve.py is starting at port {base_port}; "
                     "wait for it, stop it or choose another --base-port"
                 )
 
 
-def _removed_unless_held(folder: Path) -> bool | None:
-    """None: gone by itself, or another user's."""
+def _removed_unless_held(folder: Path) -> bool:
+    """False: a living supervisor's. What is another user's is left, and in nobody's way."""
     try:
         opened = os.open(folder, os.O_RDONLY)
     except OSError:
-        return None
+        return True
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
-        return True
     except BlockingIOError:
         return False
     except OSError:
-        return None
+        pass
     finally:
         os.close(opened)
+    return True
 
 
 def _prefix(base_port: int) -> str:
