@@ -41,6 +41,7 @@ from maskserve_core.config import Config, config_of, cores
 from maskserve_core.facts import load_facts
 from maskserve_core.flops import flux_work
 from maskserve_core.images import encode_image
+from maskserve_core.meta import TIMINGS
 from maskserve_engine.flux import forward as forward_module
 from probing.calls import Answer, Grpc, answer_of, tensors
 from serving.command import TUNING
@@ -49,8 +50,8 @@ from serving.options import ServeOptions
 from serving.ports import free_base_port
 from serving.supervisor import Supervisor
 
-STAGES = ("preprocess", "encode", "queue", "denoise", "decode", "postprocess")
-"""Of META's timings; they do not overlap."""
+STAGES = set(TIMINGS) - {"load_stall"}
+"""Of META's timings, those that do not overlap: loading is part of denoising."""
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,13 @@ from numpy.typing import NDArray
 
 from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.facts import load_facts
+from maskserve_core.keys import template_id
 from maskserve_core.postprocess import finish_edit
-from maskserve_core.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.preprocess import prepare_edit
 from maskserve_core.request import EditRequest
+from maskserve_core.settings import EditSettings
 from maskserve_engine.decode import Decoder
-from maskserve_engine.encode import Encoded, Encoder
+from maskserve_engine.encode import Encoder
 from maskserve_engine.engine import Engine
 from maskserve_engine.job import EditJob, EngineEvent, Failed, Final
 
@@ -48,18 +51,12 @@ class Direct:
         # Each part has the threads that it has in a worker. OpenMP counts them per calling thread,
         # MKL per process, so the count is set before every part.
         torch.set_num_threads(self.beside)
-        encoded = self._encode(ready)
+        job = job_of(self.encoder, ready.request, ready.pixels, ready.edit_mask)
         torch.set_num_threads(self.threads)
-        final = self.denoise(job_of(ready.request, ready.edit_mask, encoded))
+        final = self.denoise(job)
         torch.set_num_threads(self.beside)
         pixels = self.decoder.decode(final.latents)
         return finish_edit(pixels, ready.source, ready.paste, ready.request)
-
-    def _encode(self, ready: PreparedEdit) -> Encoded:
-        edit = ready.request
-        return self.encoder.encode(
-            ready.pixels, ready.edit_mask, edit.prompt, edit.settings.negative_prompt
-        )
 
     def denoise(self, job: EditJob) -> Final:
         done, events = threading.Event(), list[EngineEvent]()
@@ -80,13 +77,18 @@ class Direct:
         for image, mask, prompt in edits:
             raw = json.dumps(settings).encode()
             ready = prepare_edit(image, mask, prompt.encode(), raw, self.facts, self.config)
-            encoded = self._encode(ready)
-            made.append(job_of(ready.request, ready.edit_mask, encoded))
+            made.append(job_of(self.encoder, ready.request, ready.pixels, ready.edit_mask))
         return made
 
 
-def job_of(request: EditRequest, edit_mask: NDArray[np.uint8], encoded: Encoded) -> EditJob:
-    """What the denoiser makes of its inputs: a prepared edit and what the encoder gave for it."""
+def job_of(
+    encoder: Encoder,
+    request: EditRequest,
+    pixels: NDArray[np.uint8],
+    edit_mask: NDArray[np.uint8],
+) -> EditJob:
+    """What the denoiser makes of its inputs: a prepared edit and what the encoder gives for it."""
+    encoded = encoder.encode(pixels, edit_mask, request.prompt, request.settings.negative_prompt)
     return EditJob(
         request,
         edit_mask,
@@ -94,4 +96,23 @@ def job_of(request: EditRequest, edit_mask: NDArray[np.uint8], encoded: Encoded)
         encoded.masked_moments,
         encoded.text,
         encoded.negative,
+    )
+
+
+def request_of(
+    pixels: NDArray[np.uint8], prompt: str, settings: EditSettings, seed: int, request_id: str
+) -> EditRequest:
+    """The checked request of a picture that has the model's size already."""
+    digest = template_id(pixels)
+    size = (pixels.shape[0], pixels.shape[1])
+    return EditRequest(
+        request_id=request_id,
+        prompt=prompt,
+        settings=settings,
+        seed=seed,
+        template_id=digest,
+        source_size=size,
+        model_size=size,
+        accepted_ns=time.time_ns(),
+        pixels_id=digest,
     )

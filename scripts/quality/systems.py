@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,13 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.direct import job_of
+from benchmarks.direct import job_of, request_of
 from demo_model.scenes import Edit
 from maskserve_core.config import config_of
 from maskserve_core.facts import load_facts
 from maskserve_core.flops import RowTokens, flux_work
-from maskserve_core.keys import template_id
-from maskserve_core.request import EditRequest
 from maskserve_core.settings import EditSettings
 from maskserve_engine.codec import Coded, encode
 from maskserve_engine.decode import Decoder
@@ -60,24 +57,11 @@ class Rig:
 
     def _job(self, edit: Edit, seed: int) -> EditJob:
         mask = edit.mask * np.uint8(255)
-        encoded = self.encoder.encode(edit.source, mask, edit.prompt)
-        digest = template_id(edit.source)
-        size = (mask.shape[0], mask.shape[1])
         settings = EditSettings(num_inference_steps=self.steps)
         if self.adapter.facts.guidance_embeds:
             settings = replace(settings, guidance_scale=self.config.model.guidance_scale)
-        request = EditRequest(
-            request_id=str(seed),
-            prompt=edit.prompt,
-            settings=settings,
-            seed=seed,
-            template_id=digest,
-            source_size=size,
-            model_size=size,
-            accepted_ns=time.time_ns(),
-            pixels_id=digest,
-        )
-        return job_of(request, mask, encoded)
+        request = request_of(edit.source, edit.prompt, settings, seed, str(seed))
+        return job_of(self.encoder, request, edit.source, mask)
 
     def finish(self, edit: Edit, latents: NDArray[np.float32]) -> Picture:
         """Decode and paste the source back outside the mask."""

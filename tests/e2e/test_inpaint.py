@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
+from maskserve_core.config import ModelConfig
+from maskserve_core.settings import EditSettings
 from serving.options import ServeOptions
 from serving.ports import free_base_port
 from serving.supervisor import Supervisor
 from tests.e2e.calls import Grpc, InferenceServerException, Pixels, edit_inputs, pixels, plain_edit
+from tests.fakes.jobs import config_of
 from tests.fakes.pictures import blob_mask, scene
-from tests.fakes.tiny_model import CONFIG, VAE_FACTOR
+from tests.fakes.pipelines import diffusers_edit
+from tests.fakes.tiny_model import VAE_FACTOR
 
 SIDE = 64
 SOURCE = scene(SIDE, SIDE)
@@ -52,33 +55,29 @@ def pipeline(tiny_inpaint: Path) -> Any:
     return loaded
 
 
-def diffusers_picture(pipeline: Any, asked: dict[str, Any]) -> Pixels:
-    import torch
-
-    settings = {"num_inference_steps": 4, "guidance_scale": 3.0, "strength": 1.0, **asked}
-    seed = settings.pop("seed")
-    assert "max_sequence_length = 16" in CONFIG
-    image = pipeline(
-        prompt="a red star",
-        image=Image.fromarray(SOURCE),
-        mask_image=Image.fromarray(MASK),
-        height=SIDE,
-        width=SIDE,
-        max_sequence_length=16,
-        generator=torch.Generator("cpu").manual_seed(seed),
-        **settings,
-    ).images[0]
-    return np.asarray(image)
+def diffusers_picture(pipeline: Any, model: ModelConfig, asked: dict[str, Any]) -> Pixels:
+    defaults = {
+        "num_inference_steps": model.num_inference_steps,
+        "guidance_scale": model.guidance_scale,
+    }
+    settings = EditSettings(**{**defaults, **asked})
+    length, seed = model.max_sequence_length, asked["seed"]
+    images = diffusers_edit(
+        pipeline, SOURCE, MASK, "a red star", settings, seed, max_sequence_length=length
+    )
+    return np.asarray(images[0])
 
 
-def test_edits_are_those_of_the_pipeline_and_spare_the_outside(client: Grpc, pipeline: Any) -> None:
+def test_edits_are_those_of_the_pipeline_and_spare_the_outside(
+    client: Grpc, pipeline: Any, tiny_inpaint: Path
+) -> None:
     """All at once, so that rows with and without a negative prompt share a batch."""
     inputs = [edit_inputs(SOURCE, MASK, **{"num_inference_steps": 4, **asked}) for asked in ASKED]
     pending = [client.begin(each) for each in inputs]
-    edit = MASK > 0
+    edit, model = MASK > 0, config_of(tiny_inpaint).model
     for asked, answer in zip(ASKED, pending, strict=True):
         image, meta = answer.wait(120)
-        edited, expected = pixels(image), diffusers_picture(pipeline, asked)
+        edited, expected = pixels(image), diffusers_picture(pipeline, model, asked)
         assert np.array_equal(edited[~edit], SOURCE[~edit])
         difference = np.abs(edited[edit].astype(int) - expected[edit])
         assert difference.max() <= 1, asked  # a level: rounding at another batch shape

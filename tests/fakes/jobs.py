@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.direct import job_of
+from benchmarks.direct import job_of, request_of
 from maskserve_core import config as configuration
 from maskserve_core.config import Config, apply
-from maskserve_core.keys import template_id
-from maskserve_core.request import EditRequest
 from maskserve_core.settings import EditSettings
 from maskserve_engine.encode import Encoder
 from maskserve_engine.job import EditJob
@@ -64,20 +61,8 @@ def guided(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def encode_case(encoder: Encoder, case: Case, request_id: str) -> EditJob:
-    encoded = encoder.encode(case.pixels, case.mask, case.prompt, case.settings.negative_prompt)
-    digest = template_id(case.pixels)
-    request = EditRequest(
-        request_id=request_id,
-        prompt=case.prompt,
-        settings=case.settings,
-        seed=case.seed,
-        template_id=digest,
-        source_size=case.mask.shape,  # type: ignore[arg-type]
-        model_size=case.mask.shape,  # type: ignore[arg-type]
-        accepted_ns=time.time_ns(),
-        pixels_id=digest,
-    )
-    return job_of(request, case.mask, encoded)
+    request = request_of(case.pixels, case.prompt, case.settings, case.seed, request_id)
+    return job_of(encoder, request, case.pixels, case.mask)
 
 
 def tolerance(expected: NDArray[np.float32]) -> float:

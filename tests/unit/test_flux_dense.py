@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from maskserve_engine.adapter import load_adapter
 from maskserve_engine.encode import Encoder
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case, tolerance
+from tests.fakes.pipelines import diffusers_edit
 
 
 class Model:
@@ -38,24 +37,16 @@ class Model:
     def oracle(self, case: Case) -> NDArray[np.float32]:
         """[C, h, w] latents of the diffusers pipeline."""
         h, w = case.mask.shape
-        settings, negative = case.settings, {}
-        if settings.negative_prompt is not None:
-            negative["negative_prompt"] = settings.negative_prompt
-            negative["true_cfg_scale"] = settings.true_cfg_scale
-        tokens = self.pipeline(
-            prompt=case.prompt,
-            image=Image.fromarray(case.pixels),
-            mask_image=Image.fromarray(case.mask),
-            height=h,
-            width=w,
-            num_inference_steps=settings.num_inference_steps,
-            guidance_scale=settings.guidance_scale,
-            strength=settings.strength,
-            generator=torch.Generator("cpu").manual_seed(case.seed),
+        tokens = diffusers_edit(
+            self.pipeline,
+            case.pixels,
+            case.mask,
+            case.prompt,
+            case.settings,
+            case.seed,
             max_sequence_length=self.text_length,
             output_type="latent",
-            **negative,
-        ).images
+        )
         factor = self.pipeline.vae_scale_factor
         return self.pipeline._unpack_latents(tokens, h, w, factor)[0].numpy()
 

@@ -1,0 +1,43 @@
+"""diffusers' own FLUX pipelines, asked for what our edits ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from maskserve_core.settings import EditSettings
+
+
+def diffusers_edit(
+    pipeline: Any,
+    pixels: NDArray[np.uint8],
+    mask: NDArray[np.uint8],
+    prompt: str,
+    settings: EditSettings,
+    seed: int,
+    **asked: Any,
+) -> Any:
+    """`images` of FluxFillPipeline or FluxInpaintPipeline, at the picture's own size.
+
+    `asked` are further arguments of the pipeline, such as `output_type`.
+    """
+    height, width = mask.shape
+    if settings.negative_prompt is not None:
+        asked["negative_prompt"] = settings.negative_prompt
+        asked["true_cfg_scale"] = settings.true_cfg_scale
+    return pipeline(
+        prompt=prompt,
+        image=Image.fromarray(pixels),
+        mask_image=Image.fromarray(mask),
+        height=height,
+        width=width,
+        num_inference_steps=settings.num_inference_steps,
+        guidance_scale=settings.guidance_scale,
+        strength=settings.strength,
+        generator=torch.Generator("cpu").manual_seed(seed),
+        **asked,
+    ).images
