@@ -221,7 +221,9 @@ class StepScheduler:
     def _admit(
         self, queue: list[_Place], rows: dict[str, Ticket], count: int
     ) -> tuple[Ticket, ...]:
-        places = queue[: max(count, 0)]
+        if count <= 0 or not queue:
+            return ()
+        places = queue[:count]
         del queue[: len(places)]
         admitted = tuple(self._held[self._ids[place.number]][1] for place in places)
         rows.update((ticket.request_id, ticket) for ticket in admitted)

@@ -20,7 +20,6 @@ import os
 import struct
 import time
 import zlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,14 @@ from maskserve_core.status_record import (
     SLOW_FIELDS,
     VERSION,
     RowStatus,
+    Stamp,
     WorkerStatus,
+    rows_json,
     slow_json,
     volatile_json,
 )
 
-__all__ = ["RowStatus", "StatusReader", "StatusWriter", "WorkerStatus"]
+__all__ = ["RowStatus", "Stamp", "StatusReader", "StatusWriter", "WorkerStatus"]
 
 _FILE_MAGIC = b"maskstat"
 _FILE_HEAD = struct.Struct("<8sII")  # magic, version, bytes per slot
@@ -67,31 +68,30 @@ class StatusWriter:
         self._slot_bytes = 0
         self._sequence = 0
         self._slow: tuple[dict[str, Any], bytes, int] | None = None
+        self._waiting: tuple[RowStatus, ...] = ()
+        self._waiting_json = ""
 
-    def write(self, status: WorkerStatus) -> WorkerStatus:
-        """Stamp, number and publish `status`; returns it as written.
+    def write(self, status: WorkerStatus) -> Stamp:
+        """Number and publish `status`, whose own stamps are not read; the stamps it got.
 
         Raises:
             OSError: the file cannot be written; readers keep the previous record.
         """
-        stamped = replace(
-            status,
-            sequence=self._sequence + 1,
-            wall_ns=time.time_ns(),
-            monotonic_ns=time.monotonic_ns(),
-        )
-        volatile = volatile_json(stamped)
-        slow, slow_crc = self._slow_part(stamped)
+        stamp = Stamp(self._sequence + 1, time.time_ns(), time.monotonic_ns())
+        if self._waiting is not status.waiting:  # a tuple, so it does not change in place
+            self._waiting, self._waiting_json = status.waiting, rows_json(status.waiting)
+        volatile = volatile_json(status, stamp, self._waiting_json).encode()
+        slow, slow_crc = self._slow_part(status)
         head = _SLOT_HEAD.pack(
-            stamped.sequence, len(volatile), zlib.crc32(volatile), len(slow), slow_crc
+            stamp.sequence, len(volatile), zlib.crc32(volatile), len(slow), slow_crc
         )
         record = b"".join((head, volatile, slow))
         if self._file is None or len(record) > self._slot_bytes:
-            self._replace_file(record, stamped.sequence)
+            self._replace_file(record, stamp.sequence)
         else:
-            _write_all(self._file, record, _slot_offset(stamped.sequence, self._slot_bytes))
-        self._sequence = stamped.sequence
-        return stamped
+            _write_all(self._file, record, _slot_offset(stamp.sequence, self._slot_bytes))
+        self._sequence = stamp.sequence
+        return stamp
 
     def close(self) -> None:
         """Let go of the file, which stays with its last record."""

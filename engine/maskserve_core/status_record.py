@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 VERSION = 1
 STATES = ("loading", "ready", "draining", "stopped", "failed")
@@ -21,9 +21,12 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 SLOW_FIELDS = ("templates", "costs")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowStatus:
-    """A row of the running batch, or an edit that waits for one."""
+    """A row of the running batch, or an edit that waits for one.
+
+    Whoever writes records keeps it for as long as the row lives; only `steps_left` ever changes.
+    """
 
     request_id: str
     kind: str
@@ -35,16 +38,32 @@ class RowStatus:
     steps_left: int
     template_id: str = ""
     priority: int = 0
+    _fixed: str = field(default="", init=False, repr=False, compare=False)
+    """JSON of what never changes, without the closing brace."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind {self.kind!r} is not one of {', '.join(KINDS)}")
 
+    def to_json(self) -> str:
+        if not self._fixed:
+            fixed = {name: getattr(self, name) for name in _ROW_FIELDS if name != "steps_left"}
+            self._fixed = _encode(fixed)[:-1]
+        return f'{self._fixed},"steps_left":{self.steps_left}}}'
 
-@dataclass(frozen=True, slots=True)
+
+class Stamp(NamedTuple):
+    """What the writer adds to a record."""
+
+    sequence: int
+    wall_ns: int
+    monotonic_ns: int
+
+
+@dataclass(slots=True)
 class WorkerStatus:
-    """One record. Sizes are bytes, stamps nanoseconds; the stamps and the sequence number are set
-    by the writer.
+    """One record. Sizes are bytes, stamps nanoseconds; the stamps and the sequence number are the
+    writer's.
     """
 
     worker: str
@@ -81,7 +100,9 @@ class WorkerStatus:
 
     def to_json(self) -> bytes:
         """Compact UTF-8 JSON of every field."""
-        return volatile_json(self) + slow_json(self)
+        stamp = Stamp(self.sequence, self.wall_ns, self.monotonic_ns)
+        waiting = rows_json(self.waiting)
+        return volatile_json(self, stamp, waiting).encode() + slow_json(self)
 
     @classmethod
     def from_json(cls, raw: bytes | str) -> WorkerStatus:
@@ -105,47 +126,65 @@ class WorkerStatus:
 
 
 T = TypeVar("T", RowStatus, WorkerStatus)
-_PLAIN_FIELDS = tuple(
-    f.name for f in fields(WorkerStatus) if f.name not in ("running", "waiting", *SLOW_FIELDS)
-)
+_ROW_FIELDS = tuple(f.name for f in fields(RowStatus) if f.init)
+_WORKER_FIELDS = tuple(f.name for f in fields(WorkerStatus))
 
 
 def _known(kind: type[T], values: dict[str, Any]) -> T:
-    names = {f.name for f in fields(kind)}
+    names = _ROW_FIELDS if kind is RowStatus else _WORKER_FIELDS
     return kind(**{name: value for name, value in values.items() if name in names})
 
 
-def volatile_json(status: WorkerStatus) -> bytes:
-    """What changes from step to step: the JSON object without its closing brace."""
-    plain = _encode({name: getattr(status, name) for name in _PLAIN_FIELDS})[:-1]
-    running, waiting = (",".join(map(_row_json, rows)) for rows in (status.running, status.waiting))
-    return f'{plain},"running":[{running}],"waiting":[{waiting}]'.encode()
+def rows_json(rows: Iterable[RowStatus]) -> str:
+    """Rows as the inside of a JSON array."""
+    return ",".join([row.to_json() for row in rows])
 
 
-def _row_json(row: RowStatus) -> str:
-    fixed = _fixed_json(
-        row.request_id,
-        row.kind,
-        row.active_tokens,
-        row.total_tokens,
-        row.template_id,
-        row.priority,
+def volatile_json(status: WorkerStatus, stamp: Stamp, waiting: str) -> str:
+    """What changes from step to step: the JSON object without its closing brace.
+
+    Args:
+        status: its `waiting` is not read.
+        stamp: the record's own.
+        waiting: `rows_json` of those that wait; many, and the same from step to step.
+    """
+    begin = _begin_json(
+        status.version,
+        status.worker,
+        status.model,
+        status.state,
+        status.max_rows,
+        status.max_waiting,
     )
-    return f'{fixed},"steps_left":{row.steps_left}}}'
+    return (
+        f'{begin},"sequence":{stamp.sequence},"wall_ns":{stamp.wall_ns}'
+        f',"monotonic_ns":{stamp.monotonic_ns},"tier_bytes":{numbers_json(status.tier_bytes)}'
+        f',"counters":{numbers_json(status.counters)}'
+        f',"running":[{rows_json(status.running)}],"waiting":[{waiting}]'
+    )
 
 
-@lru_cache(maxsize=1024)
-def _fixed_json(
-    request_id: str, kind: str, active: int, total: int, template_id: str, priority: int
+def numbers_json(values: Mapping[str, float]) -> str:
+    """A JSON object of finite numbers."""
+    return _numbers_template(tuple(values)) % tuple(values.values())
+
+
+@lru_cache(maxsize=64)
+def _numbers_template(names: tuple[str, ...]) -> str:
+    return "{" + ",".join(_encode(name).replace("%", "%%") + ":%s" for name in names) + "}"
+
+
+@lru_cache(maxsize=16)
+def _begin_json(
+    version: int, worker: str, model: str, state: str, max_rows: int, max_waiting: int
 ) -> str:
-    """What stays the same while a row runs or waits, which is most of a record."""
     values = {
-        "request_id": request_id,
-        "kind": kind,
-        "active_tokens": active,
-        "total_tokens": total,
-        "template_id": template_id,
-        "priority": priority,
+        "version": version,
+        "worker": worker,
+        "model": model,
+        "state": state,
+        "max_rows": max_rows,
+        "max_waiting": max_waiting,
     }
     return _encode(values)[:-1]
 

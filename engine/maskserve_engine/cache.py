@@ -83,6 +83,8 @@ class TemplateCache:
         self._pinned: set[str] = set()  # template ids
         # Sights from which a template that could not be primed is tried again.
         self._retry_at: dict[str, int] = {}
+        self._listed: tuple[str, ...] | None = None
+        """What `template_ids` says; None since something was stored, evicted or begun."""
 
     def key_of(self, job: EditJob) -> str:
         """The name of the entries that fit this edit."""
@@ -136,6 +138,7 @@ class TemplateCache:
         anchors = self.adapter.anchors(tokens, self.default_steps, self.config.stride)
         priming = Priming(key, job.request.template_id, anchors, job, self.noise_seed(job))
         self.priming[key] = priming
+        self._listed = None
         # What is half primed serves nobody and must not be evicted by its own second half.
         self.store.pin(key)
         return priming
@@ -143,6 +146,7 @@ class TemplateCache:
     def keep(self, priming: Priming, entry: AnchorEntry) -> bool:
         """Store one anchor; False when there is no room for it, which ends the priming."""
         evictions = self.store.evictions
+        self._listed = None
         if not self.store.put(priming.key, entry):
             return False
         self._ids[priming.key] = priming.template_id
@@ -186,6 +190,7 @@ class TemplateCache:
                 has been asked for twice as often.
         """
         self.priming.pop(priming.key, None)
+        self._listed = None
         if complete:
             self.primed += 1
         else:
@@ -231,9 +236,11 @@ class TemplateCache:
         }
 
     def template_ids(self) -> tuple[str, ...]:
-        """Ids of the templates whose entries are all there."""
-        held = (key for key in self.store.templates() if key not in self.priming)
-        return tuple(dict.fromkeys(self._ids[key] for key in held if key in self._ids))
+        """Ids of the templates whose entries are all there; asked for at every step."""
+        if self._listed is None:
+            held = [key for key in self.store.templates() if key not in self.priming]
+            self._listed = tuple(dict.fromkeys(self._ids[key] for key in held if key in self._ids))
+        return self._listed
 
     def _keys_of(self, template_id: str) -> list[str]:
         """Keys of the template's whole entries (those on their way have a pin of their own)."""
@@ -245,6 +252,7 @@ class TemplateCache:
         ]
 
     def _evict(self, key: str) -> int:
+        self._listed = None
         self._ids.pop(key, None)
         return self.store.evict(key)
 

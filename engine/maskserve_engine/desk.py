@@ -44,6 +44,9 @@ class Desk:
         self.edits: dict[str, Edit] = {}
         self.primings: dict[str, PrimingEdit] = {}  # by ticket id
         self.draining = False
+        self._listed: list[Edit | PrimingEdit | None] = []
+        """What was held and what ran when `_waiting` was made."""
+        self._waiting: tuple[RowStatus, ...] = ()
 
     def accept(self, job: EditJob, sink: Sink) -> None:
         """Take an edit in, or answer at once why not."""
@@ -58,7 +61,8 @@ class Desk:
     def running(self) -> list[Edit | PrimingEdit]:
         """Decide the next step: tell the expired, make rows for the admitted."""
         now = time.monotonic()
-        for request_id in [r for r, e in self.edits.items() if _late(e, now)]:
+        late = [r for r, e in self.edits.items() if e.how == "wait" and e.late(now)]
+        for request_id in late:
             self.end(request_id, DeadlineExceeded("settings.deadline_ms passed while waiting"))
         decision = self.scheduler.schedule(now)
         for ticket in decision.expired:
@@ -130,14 +134,17 @@ class Desk:
                 self._resume(waited, complete=complete)
 
     def rows(self) -> tuple[tuple[RowStatus, ...], tuple[RowStatus, ...]]:
-        """Status of what runs and of what waits."""
+        """Status of what runs and of what waits; the latter is the same object for as long as the
+        same edits wait.
+        """
         held: dict[str, Edit | PrimingEdit] = {**self.edits, **self.primings}
-        running = [t.request_id for t in self.scheduler.running if t.request_id in held]
-        waiting = held.keys() - set(running)
-        return (
-            tuple(held[name].status() for name in running),
-            tuple(edit.status() for name, edit in held.items() if name in waiting),
-        )
+        running = [held[t.request_id] for t in self.scheduler.running if t.request_id in held]
+        listed = [*held.values(), None, *running]
+        if listed != self._listed:
+            self._listed = listed
+            names = {edit.request_id for edit in running}
+            self._waiting = tuple(e.status() for name, e in held.items() if name not in names)
+        return tuple([edit.status() for edit in running]), self._waiting
 
     def _make_edit(self, job: EditJob, sink: Sink) -> Edit:
         request, now = job.request, time.monotonic()
@@ -273,8 +280,3 @@ class Desk:
             self.config.cache.entry_kind,
             self.config.cache.entry_format,
         )
-
-
-def _late(edit: Edit, now: float) -> bool:
-    """Whether an edit that waits outside the scheduler has passed its deadline."""
-    return edit.how == "wait" and edit.deadline is not None and edit.deadline <= now

@@ -14,7 +14,7 @@ from maskserve_engine.course import Course
 from maskserve_engine.job import EditJob, Sink
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Edit:
     """One accepted edit. Times are time.monotonic() seconds."""
 
@@ -41,10 +41,10 @@ class Edit:
     load_stall: float = 0.0
     rows_seen: int = 0
     """Sum over its steps of the rows in the batch."""
-    kinds: Counter[str] = field(default_factory=Counter)
-    """Blocks run, by kind."""
+    plans: dict[tuple[str, ...], int] = field(default_factory=dict)
+    """Steps taken, by the kinds of their blocks."""
     said: RowStatus | None = None
-    """The last status: what waits has the same at every step."""
+    """Its status, kept from step to step."""
 
     @property
     def request_id(self) -> str:
@@ -64,6 +64,10 @@ class Edit:
         """Tokens that one step of it computes."""
         return self.passes * (self.active_tokens if self.how == "cached" else self.total_tokens)
 
+    def late(self, now: float) -> bool:
+        """Whether its deadline has passed."""
+        return self.deadline is not None and self.deadline <= now
+
     def make_ticket(self) -> Ticket:
         """What the scheduler is to know of it."""
         self.ticket = Ticket(
@@ -77,19 +81,30 @@ class Edit:
         )
         return self.ticket
 
-    def count_step(self, rows: int, kinds: tuple[str, ...]) -> bool:
-        """Book a step that was just taken among `rows` rows; whether it used entries."""
+    def count_step(self, rows: int, cached: tuple[str, ...], dense: tuple[str, ...]) -> bool:
+        """Book a step that was just taken.
+
+        Args:
+            rows: in the batch.
+            cached: kinds of its blocks if it used entries.
+            dense: and if it did not.
+
+        Returns:
+            whether it used entries.
+        """
         if not self.rows_seen:
             self.first_step = time.monotonic()
         self.rows_seen += rows
-        cached = self.how == "cached" and self.entries[self.row.step - 1] is not None
-        self.kinds.update(kinds if cached else ("dense",) * len(kinds))
-        return cached
+        used = self.how == "cached" and self.entries[self.row.step - 1] is not None
+        plan = cached if used else dense
+        self.plans[plan] = self.plans.get(plan, 0) + 1
+        return used
 
     def status(self) -> RowStatus:
+        """The one it has had since how it runs was decided, with the steps now left."""
         kind = "cached" if self.how == "cached" else "dense"
         left = self.steps - (self.row.step if self.row is not None else 0)
-        if self.said is None or self.said.steps_left != left or self.said.kind != kind:
+        if self.said is None or self.said.kind != kind:
             self.said = RowStatus(
                 request_id=self.request_id,
                 kind=kind,
@@ -99,6 +114,7 @@ class Edit:
                 template_id=self.job.request.template_id,
                 priority=self.job.request.settings.priority,
             )
+        self.said.steps_left = left
         return self.said
 
     def final_meta(self, worker: str, model: str) -> dict[str, Any]:
@@ -114,7 +130,7 @@ class Edit:
             "model": model,
             "template_id": request.template_id,
             "cache_bytes": {"device": inactive.loaded_bytes if inactive else 0},
-            "kinds": dict(self.kinds),
+            "kinds": self.kinds(),
             **self._work(self.steps),
             "timings_ms": {
                 **request.timings_ms,
@@ -123,6 +139,13 @@ class Edit:
                 "load_stall": _ms(self.load_stall),
             },
         }
+
+    def kinds(self) -> dict[str, int]:
+        """Blocks run, by kind."""
+        kinds: Counter[str] = Counter()
+        for plan, steps in self.plans.items():
+            kinds.update({kind: steps * count for kind, count in Counter(plan).items()})
+        return dict(kinds)
 
     def _work(self, done: int) -> dict[str, Any]:
         """What META and traces both say of it after so many steps."""
@@ -158,7 +181,7 @@ class Edit:
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PrimingEdit:
     """A template in the batch: its ticket and row, and what waits for it is in `priming`."""
 

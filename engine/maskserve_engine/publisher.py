@@ -34,29 +34,28 @@ class Publisher:
     def __init__(
         self, config: Config, desk: Desk, cache: TemplateCache, counters: dict[str, float]
     ) -> None:
-        self._config, self._desk, self._cache, self._counters = config, desk, cache, counters
+        self._desk, self._cache, self._counters = desk, cache, counters
         folder = config.runtime_dir
-        self._status = StatusWriter(Path(folder) / "status") if folder else None
-
-    def publish(self, state: str) -> None:
-        if self._status is None:
-            return
-        running, waiting = self._desk.rows()
-        self._status.write(
-            WorkerStatus(
-                worker=self._config.worker,
-                model=model_name(self._config),
-                state=state,
-                max_rows=self._config.engine.max_rows,
-                max_waiting=self._config.engine.max_waiting,
-                running=running,
-                waiting=waiting,
-                templates={"device": self._cache.template_ids()},
-                tier_bytes={"device": self._cache.store.nbytes},
-                counters={**self._counters, **self._cache.counters()},
-            )
+        self._writer = StatusWriter(Path(folder) / "status") if folder else None
+        self._status = WorkerStatus(
+            worker=config.worker,
+            model=model_name(config),
+            state="loading",
+            max_rows=config.engine.max_rows,
+            max_waiting=config.engine.max_waiting,
         )
 
+    def publish(self, state: str) -> None:
+        if self._writer is None:
+            return
+        status, cache = self._status, self._cache
+        status.state = state
+        status.running, status.waiting = self._desk.rows()
+        status.templates = {"device": cache.template_ids()}
+        status.tier_bytes = {"device": cache.store.nbytes}
+        status.counters = {**self._counters, **cache.counters()}
+        self._writer.write(status)
+
     def close(self) -> None:
-        if self._status is not None:
-            self._status.close()
+        if self._writer is not None:
+            self._writer.close()

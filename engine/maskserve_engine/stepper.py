@@ -42,6 +42,7 @@ class Stepper:
         kind = "kv" if config.cache.entry_kind == "kv" else "project"
         self._kinds = (kind,) * adapter.blocks
         """Per block, for rows that use entries."""
+        self._dense = ("dense",) * adapter.blocks
         self._failed_steps = 0
 
     def step(self, running: Running) -> None:
@@ -125,7 +126,7 @@ class Stepper:
             self.counters["priming_rows_total"] += 1
             self.desk.keep_anchor(edit)
             return
-        cached = edit.count_step(rows, self._kinds)
+        cached = edit.count_step(rows, self._kinds, self._dense)
         self.counters["cached_rows_total" if cached else "dense_rows_total"] += 1
         computed = edit.active_tokens if cached else edit.total_tokens
         self.counters["active_tokens_total"] += edit.passes * computed

@@ -92,12 +92,19 @@ def make_engine(folder: Path, encoder: Encoder, **cache: Any) -> Engine:
     return engine
 
 
+def assert_books_hold(engine: Engine) -> None:
+    """Of a stopped engine: what is published of the store is what it holds."""
+    engine.cache.store.check_integrity()
+    held = {str(t["template_id"]) for t in engine.cache.templates() if not t["priming"]}
+    assert set(engine.cache.template_ids()) == held
+
+
 @pytest.fixture
 def engine(tiny_fill: Path, encoder: Encoder) -> Any:
     engine = make_engine(tiny_fill, encoder)
     yield engine
     engine.close(5.0)
-    engine.cache.store.check_integrity()
+    assert_books_hold(engine)
     engine.desk.scheduler.check_integrity()
     assert not engine.cache.priming
     assert not engine.cache.store._pins
@@ -208,8 +215,10 @@ def test_eviction_while_a_row_runs_changes_nothing(engine: Engine, encoder: Enco
         job(encoder, 8, "x", cache="require", num_inference_steps=30, progress=True), sink
     )
     eventually("the row runs", lambda: sink.events)
-    freed = engine.evict(job(encoder, 8, "y").request.template_id).result(30)
-    assert freed > 0
+    template_id = job(encoder, 8, "y").request.template_id
+    assert engine.ask(engine.cache.template_ids).result(30) == (template_id,)
+    assert engine.evict(template_id).result(30) > 0
+    assert engine.ask(engine.cache.template_ids).result(30) == ()
     assert np.abs(sink.final().latents - expected.latents).max() <= tolerance(expected.latents)
 
 
@@ -260,6 +269,7 @@ def test_the_least_recently_used_template_makes_room(tiny_fill: Path, encoder: E
     assert engine.cache.store.nbytes <= engine.cache.store.budget_bytes
     assert engine.cache.store.evictions >= 1
     engine.close(5.0)
+    assert_books_hold(engine)
 
 
 def test_a_cancelled_edit_that_waits_for_priming_is_answered(

@@ -310,6 +310,25 @@ def test_the_status_record_shows_rows_and_stays_fresh(
     assert not idle.running
 
 
+def test_an_edit_that_waits_is_not_shown_as_one_of_its_name_before_it(
+    config: Config, encoder: Encoder
+) -> None:
+    engine = Engine.load(replace(config, engine=replace(config.engine, max_rows=1)))
+    engine.start()
+    desk, settings = engine.desk, {"num_inference_steps": 1000, "strength": 1.0, "cache": "off"}
+    engine.submit(job(encoder, 0, "running", **settings), Sink())
+    engine.submit(job(encoder, 1, "again", priority=1, **settings), Sink())
+
+    def resubmit() -> list[int]:
+        before = desk.rows()[1]
+        desk.cancel("again")
+        desk.accept(job(encoder, 1, "again", priority=2, **settings), Sink())
+        return [row.priority for row in (*before, *desk.rows()[1])]
+
+    assert engine.ask(resubmit).result(60) == [1, 2]
+    engine.close(0.1)
+
+
 def test_higher_priority_overtakes_the_queue(config: Config, encoder: Encoder) -> None:
     engine = Engine.load(replace(config, engine=replace(config.engine, max_rows=1)))
     engine.start()

@@ -46,6 +46,11 @@ def large(i: int) -> WorkerStatus:
     )
 
 
+def write(writer: StatusWriter, status: WorkerStatus) -> WorkerStatus:
+    """What readers should see of it from now on."""
+    return replace(status, **writer.write(status)._asdict())
+
+
 def is_whole(status: WorkerStatus) -> bool:
     i = int(status.worker)
     stamps = {"sequence": 0, "wall_ns": 0, "monotonic_ns": 0}
@@ -96,7 +101,7 @@ def test_a_written_record_is_read_and_numbered_and_stamped(tmp_path: Path):
     assert reader.read() is None
     before = time.monotonic_ns()
     for i in range(1, 6):
-        written = writer.write(replace(STATUS, counters={"i": float(i)}))
+        written = write(writer, replace(STATUS, counters={"i": float(i)}))
         read = reader.read()
         assert read == written
         assert read is not None
@@ -114,7 +119,7 @@ def test_a_record_that_outgrows_the_file_gets_a_larger_one(tmp_path: Path):
     writer, reader = StatusWriter(tmp_path / "s"), StatusReader(tmp_path / "s")
     for size in (1, 500, 2, 5000, 5001, 3):
         rows = tuple(replace(ROW, request_id=str(i)) for i in range(size))
-        written = writer.write(replace(STATUS, running=rows))
+        written = write(writer, replace(STATUS, running=rows))
         assert reader.read() == written
     assert os.listdir(tmp_path) == ["s"]
 
@@ -134,26 +139,41 @@ def test_slow_parts_changed_in_place_are_noticed(tmp_path: Path):
     assert read.costs == {"tiers": {"host": [0.0, 2.0]}}
 
 
+def test_what_changes_from_step_to_step_is_read_as_written(tmp_path: Path):
+    """The same rows and record, changed in place, as the engine keeps them."""
+    writer, reader = StatusWriter(tmp_path / "s"), StatusReader(tmp_path / "s")
+    waiting = (replace(ROW, request_id='%s "{0}" é', kind="prime"),)
+    status = replace(STATUS, running=(replace(ROW), replace(ROW, kind="dense")), waiting=waiting)
+    for left in (17, 16, 2, 1, 0):
+        status.running[1].steps_left = left
+        status.counters = {"steps_total": 17 - left, 'odd %d "name".device': 1e-7 * left}
+        status.tier_bytes = {"host": 2**40 + left}
+        if left == 1:
+            status.state, status.waiting = "draining", (*waiting, ROW)
+        written = write(writer, status)
+        assert reader.read() == written
+
+
 def test_a_restarted_writer_is_followed_and_the_old_record_stays_until_then(tmp_path: Path):
     reader = StatusReader(tmp_path / "s")
     first = StatusWriter(tmp_path / "s")
     first.write(STATUS)
-    last = first.write(replace(STATUS, state="failed"))
+    last = write(first, replace(STATUS, state="failed"))
     first.close()
     second = StatusWriter(tmp_path / "s")
     assert reader.read() == last
-    written = second.write(replace(STATUS, worker="again"))
+    written = write(second, replace(STATUS, worker="again"))
     assert reader.read() == written
     assert written.sequence == 1
     (tmp_path / "s").unlink()
     assert reader.read() is None
     second.close()
-    assert StatusWriter(tmp_path / "s").write(STATUS) == reader.read()
+    assert write(StatusWriter(tmp_path / "s"), STATUS) == reader.read()
 
 
 def test_a_write_cut_short_leaves_the_record_before_it(tmp_path: Path):
     writer, reader = StatusWriter(tmp_path / "s"), StatusReader(tmp_path / "s")
-    records = [writer.write(replace(STATUS, counters={"i": float(i)})) for i in range(4)]
+    records = [write(writer, replace(STATUS, counters={"i": float(i)})) for i in range(4)]
     raw = bytearray((tmp_path / "s").read_bytes())
     newest = raw.index(records[-1].to_json())
     raw[newest + 100] ^= 1
@@ -173,7 +193,7 @@ def test_a_damaged_file_gives_a_true_record_or_none(
 ):
     path = tmp_path_factory.mktemp("s") / "s"
     writer = StatusWriter(path)
-    records = [writer.write(replace(STATUS, counters={"i": float(i)})) for i in range(2)]
+    records = [write(writer, replace(STATUS, counters={"i": float(i)})) for i in range(2)]
     writer.close()
     raw = bytearray(path.read_bytes())[:length]
     for offset, flip in damage:
@@ -190,7 +210,7 @@ def test_a_foreign_file_gives_none(tmp_path: Path, content: bytes):
     (tmp_path / "s").write_bytes(content)
     reader = StatusReader(tmp_path / "s")
     assert reader.read() is None
-    written = StatusWriter(tmp_path / "s").write(STATUS)
+    written = write(StatusWriter(tmp_path / "s"), STATUS)
     assert reader.read() == written
 
 
