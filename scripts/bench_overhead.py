@@ -42,6 +42,7 @@ from maskserve_core.facts import load_facts
 from maskserve_core.flops import flux_work
 from maskserve_core.images import encode_image
 from maskserve_core.meta import TIMINGS
+from maskserve_engine.flux import batch as batch_module
 from maskserve_engine.flux import forward as forward_module
 from probing.calls import Answer, Grpc, answer_of, tensors
 from serving.command import TUNING
@@ -111,20 +112,11 @@ def _call(client: Grpc, edit: Edit, settings: dict[str, Any]) -> Answer:
     return answer_of(client.infer("edit", inputs))
 
 
-class ModelClock:
-    """Adds up the time inside what FluxTransformer2DModel.forward does too: embedders, blocks,
-    text and image joined for the single blocks and taken apart after them, last layer.
-    """
+class Clock:
+    """Adds up the time inside functions, each an attribute of an object or a module."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, *named: tuple[Any, str]) -> None:
         self.seconds = 0.0
-        state = forward_module._State
-        named = [
-            (model.x_embedder, "forward"),
-            *((forward_module, name) for name in ("time_text_embedding", "last_layer")),
-            *((forward_module, name) for name in ("double_block", "single_block")),
-            *((state, name) for name in ("join_streams", "computed_image")),
-        ]
         self._originals = [(owner, name, getattr(owner, name)) for owner, name in named]
         for owner, name, function in self._originals:
             setattr(owner, name, self._clocked(function))
@@ -143,18 +135,34 @@ class ModelClock:
         return call
 
 
+def model_clock(model: Any) -> Clock:
+    """Of what FluxTransformer2DModel.forward calls: embedders, blocks, text and image joined for
+    the single blocks and taken apart after them, last layer.
+    """
+    state = forward_module._State
+    return Clock(
+        (model.x_embedder, "forward"),
+        *((forward_module, name) for name in ("time_text_embedding", "last_layer")),
+        *((forward_module, name) for name in ("double_block", "single_block")),
+        *((state, name) for name in ("join_streams", "computed_image")),
+    )
+
+
 def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any]:
-    """Medians over the engine loop's turns with 8 rows: the whole turn, and what is not model."""
+    """Medians over the engine loop's turns with 8 rows: the whole turn, what is not model, and of
+    that what is not the loop around the blocks either, which the model's own forward has too.
+    """
     jobs = direct.jobs(edits[:8], {"num_inference_steps": steps, "cache": "off"})
     torch.set_num_threads(direct.threads)
-    clock = ModelClock(direct.engine.adapter.model)  # type: ignore[attr-defined]
-    marks: list[tuple[float, float]] = []
+    inner = model_clock(direct.engine.adapter.model)  # type: ignore[attr-defined]
+    outer = Clock((batch_module, "forward"))
+    marks: list[tuple[float, float, float]] = []
     publisher = direct.engine._publisher
     publish = publisher.publish
 
     def published(state: str) -> None:  # once in every turn
         publish(state)
-        marks.append((time.perf_counter(), clock.seconds))
+        marks.append((time.perf_counter(), inner.seconds, outer.seconds))
 
     publisher.publish = published  # type: ignore[method-assign]
     try:
@@ -164,16 +172,24 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
             finals = list(pool.map(direct.denoise, jobs))
     finally:
         publisher.publish = publish  # type: ignore[method-assign]
-        clock.close()
-    turns = [(1e3 * (b[0] - a[0]), 1e3 * (b[1] - a[1])) for a, b in pairwise(marks) if b[1] > a[1]][
-        2:-1
-    ]  # the first turns make the rows, the last answers
+        outer.close()
+        inner.close()
+    turns = [
+        tuple(1e3 * (after - before) for before, after in zip(*pair, strict=True))
+        for pair in pairwise(marks)
+        if pair[1][1] > pair[0][1]
+    ][2:-1]  # the first turns make the rows, the last answers
+
+    def median(of: Callable[[float, float, float], float]) -> float:
+        return round(statistics.median(of(*turn) for turn in turns), 3)
+
     return {
         "rows": statistics.mean(f.meta["batch_mean"] for f in finals),
         "steps": len(turns),
-        "step_ms": round(statistics.median(whole for whole, _ in turns), 3),
-        "model_ms": round(statistics.median(inside for _, inside in turns), 3),
-        "rest_ms": round(statistics.median(whole - inside for whole, inside in turns), 3),
+        "step_ms": median(lambda whole, _inner, _outer: whole),
+        "model_ms": median(lambda _whole, inner, _outer: inner),
+        "rest_ms": median(lambda whole, inner, _outer: whole - inner),
+        "outside_forward_ms": median(lambda whole, _inner, outer: whole - outer),
     }
 
 

@@ -47,9 +47,9 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) ->
 
         return call
 
-    def fill(state: Any, index: int, block: Any, kinds: Any) -> Any:
-        inner = original_fill(state, index, block, kinds)
-        if inner is None or kinds[index] == "project":  # projecting is the model's own work
+    def fill(state: Any, index: int, block: Any) -> Any:
+        inner = original_fill(state, index, block)
+        if inner is None or state.kinds[index] == "project":  # projecting is the model's own work
             return inner
 
         def call(keys: Any, values: Any, packing: Any) -> None:

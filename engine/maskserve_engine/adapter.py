@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -79,6 +80,10 @@ class Adapter(Protocol):
 
     def step(self, rows: Sequence[Any], kinds: Sequence[str]) -> None:
         """One model call for all rows; `kinds` per block, for rows that use entries."""
+        ...
+
+    def session(self) -> AbstractContextManager[object]:
+        """What a thread that makes rows and steps them is inside of all the while."""
         ...
 
     def release(self) -> None:

@@ -174,13 +174,9 @@ class Engine:
         self._state = "ready"
         self._publisher.publish(self.state)
         try:
-            while not self._stop:
-                self._take_commands()
-                running = self.desk.running()
-                if running:
-                    # Before the step: who looks meanwhile sees what is being computed.
-                    self._publisher.publish(self.state)
-                    self._stepper.step(running)
+            with self.adapter.session():
+                while not self._stop:
+                    self._turn()
         except Exception:
             _log.exception("the engine has failed")
             self._state = "failed"
@@ -188,12 +184,23 @@ class Engine:
         finally:
             self._shut()
 
+    def _turn(self) -> None:
+        """Once around: commands, a decision, and a step if there is something to step."""
+        self._take_commands()
+        running = self.desk.running()
+        if running:
+            # Before the step: who looks meanwhile sees what is being computed.
+            self._publisher.publish(self.state)
+            self._stepper.step(running)
+
     def _take_commands(self) -> None:
         """Run what came in; wait for something when no row is there to run."""
         idle = len(self.desk.scheduler) == 0
         if idle:
             self.adapter.release()
             self._publisher.publish(self.state)
+        elif self._inbox.empty():
+            return
         try:
             command = self._inbox.get(timeout=self.config.engine.heartbeat_s if idle else 0)
             while True:

@@ -14,6 +14,7 @@ from maskserve_core.flops import flux_work
 from maskserve_engine.codec import encode
 from maskserve_engine.entries import AnchorEntry, BlockEntry
 from maskserve_engine.flux.batch import Batch
+from maskserve_engine.flux.blocks import Parts
 from maskserve_engine.flux.conditioning import TemplateInputs
 from maskserve_engine.flux.rows import FluxRow, Inactive
 from maskserve_engine.flux.schedule import Schedule, Walk
@@ -48,8 +49,8 @@ class Bench:
         self.grid, self.text = PRESETS[preset]["grid"], PRESETS[preset]["text"]
         self.device, self.dtype, self.format = device, dtype, format
         self.model = _model(preset, blocks, dtype, device)
-        self.config = dict(self.model.config)
-        self.blocks = len(self.model.transformer_blocks) + len(self.model.single_transformer_blocks)
+        self.config, self.parts = dict(self.model.config), Parts.of(self.model)
+        self.blocks = len(self.parts.double_blocks) + len(self.parts.single_blocks)
         self.work = flux_work(self.config, 2 * self.grid[0], 2 * self.grid[1])
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
         self.batch: Batch | None = None
@@ -116,7 +117,7 @@ class Bench:
                 row.step = 0
                 row.load()
             self.batch = Batch.of(rows, self.batch)
-            self.batch.step(self.model, (kind,) * self.blocks)
+            self.batch.step(self.parts, (kind,) * self.blocks)
 
     def limit(self, ratios: Sequence[float], kind: str) -> float:
         """Dense FLOPs over cached FLOPs of a batch with these mask ratios."""

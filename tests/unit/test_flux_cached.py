@@ -115,7 +115,8 @@ def outputs_of(
 ) -> list[torch.Tensor]:
     """What the model answers for each row, which takes no step."""
     packed = Packed([row.model_input() for row in rows])
-    output = forward(adapter.model, packed, [row.moment() for row in rows], kinds)
+    timesteps = torch.tensor([row.walk[0].timestep for row in rows])
+    output = forward(adapter.parts, packed, timesteps, kinds)
     return [output[begin:end] for begin, end in packed.ways.narrow.image_stream.spans]
 
 

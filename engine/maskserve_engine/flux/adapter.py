@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from maskserve_core.facts import ModelFacts
 from maskserve_core.masks import active_tokens
 from maskserve_engine.entries import AnchorEntry
 from maskserve_engine.flux.batch import Batch
+from maskserve_engine.flux.blocks import Parts
 from maskserve_engine.flux.conditioning import (
     Start,
     TemplateInputs,
@@ -55,7 +57,8 @@ class FluxAdapter:
         self.vae_shift, self.vae_scale = vae_shift, vae_scale
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.blocks = len(model.transformer_blocks) + len(model.single_transformer_blocks)
+        self.parts = Parts.of(model)
+        self.blocks = len(self.parts.double_blocks) + len(self.parts.single_blocks)
         self._cis = lru_cache(maxsize=64)(self._make_cis)
         self._batch: Batch | None = None
 
@@ -149,9 +152,16 @@ class FluxAdapter:
             )
 
     def step(self, rows: Sequence[FluxRow | PrimingRow], kinds: Sequence[str]) -> None:
-        with torch.inference_mode():
-            self._batch = Batch.of(rows, self._batch)
-            self._batch.step(self.model, kinds)
+        # Entered anew it costs more than the rest of this; the engine's thread is in it for good.
+        with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
+            last, self._batch = self._batch, None  # one whose step fails is not stepped again
+            batch = Batch.of(rows, last)
+            del last
+            batch.step(self.parts, kinds)
+            self._batch = batch
+
+    def session(self) -> AbstractContextManager[object]:
+        return torch.inference_mode()
 
     def release(self) -> None:
         self._batch = None

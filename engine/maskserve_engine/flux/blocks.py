@@ -8,6 +8,7 @@ cached row's inactive tokens enter as keys only (FlashPS §3.1, Fig. 5 and 7).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,31 @@ FillRest = Callable[[Tensor, Tensor, Packing], None]
 
 CaptureKeys = Callable[[Tensor, Tensor], None]
 """Sees keys (after norm and rotary embedding) and values in row order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The modules of a FluxTransformer2DModel, found once: a module looks each of its own up by
+    name whenever asked.
+    """
+
+    x_embedder: Any
+    time_text_embed: Any
+    double_blocks: tuple[Any, ...]
+    single_blocks: tuple[Any, ...]
+    norm_out: Any
+    proj_out: Any
+
+    @classmethod
+    def of(cls, model: Any) -> Parts:
+        return cls(
+            model.x_embedder,
+            model.time_text_embed,
+            tuple(model.transformer_blocks),
+            tuple(model.single_transformer_blocks),
+            model.norm_out,
+            model.proj_out,
+        )
 
 
 def rotate(x: Tensor, cis: Tensor) -> Tensor:
@@ -163,11 +189,11 @@ def project_rest(
     return keys, _heads(attn.to_v(normed), attn.head_dim)
 
 
-def last_layer(model: Any, image: Tensor, emb: Tensor, stream: Stream) -> Tensor:
+def last_layer(model: Parts, image: Tensor, emb: Tensor, stream: Stream) -> Tensor:
     """What FluxTransformer2DModel does after its blocks.
 
     Args:
-        model: the diffusers module.
+        model: whose last modules are run.
         image: [N, width], computed image tokens.
         emb: [R, width], SiLU of the rows' time-text embedding.
         stream: how the rows lie in `image`.

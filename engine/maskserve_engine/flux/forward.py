@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.flux.blocks import (
+    CaptureKeys,
     FillRest,
+    Parts,
     double_block,
     last_layer,
     project_rest,
@@ -67,63 +70,67 @@ class RowInput:
     """Embedded guidance; None for models without it."""
     cis: Tensor
     """[T + n, head_dim / 2] complex rotary factors of text and computed tokens."""
-    rest_cis: Tensor | None = None
-    """[m, head_dim / 2] of the tokens that are not computed; None where all are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What of a row differs from step to step, beside its tokens."""
-
-    timestep: float
-    """The sampler's timestep, 0 to 1000."""
     rest: Rest | None = None
-    """A cached row's inactive tokens."""
+    """A cached row's inactive tokens; None where all are computed."""
     capture: Capture | None = None
+    """Of a priming row."""
 
 
 class Packed:
     """The inputs of all rows, without padding (`packing`)."""
 
     def __init__(self, rows: Sequence[RowInput]) -> None:
-        rest = [row.rest_cis for row in rows if row.rest_cis is not None]
+        self.rests = tuple(row.rest for row in rows)
+        self.captures = tuple(row.capture for row in rows)
+        self.primes = any(capture is not None for capture in self.captures)
+        rest_cis = [rest.cis for rest in self.rests if rest is not None]
         self.ways: Widening = widening(
             tuple(len(row.text) for row in rows),
             tuple(len(row.tokens) for row in rows),
-            tuple(0 if row.rest_cis is None else len(row.rest_cis) for row in rows),
+            tuple(0 if rest is None else len(rest.cis) for rest in self.rests),
             rows[0].tokens.device,
         )
         self.tokens = torch.cat([row.tokens for row in rows])
         self.text = torch.cat([row.text for row in rows])
         self.pooled = torch.stack([row.pooled for row in rows])
         self.cis = torch.cat([row.cis for row in rows])
-        self.rest_cis = torch.cat(rest) if rest else None
+        """[N, head_dim / 2] in row order."""
+        self.rest_cis = torch.cat(rest_cis) if rest_cis else None
+        """[M, head_dim / 2]; None without cached rows."""
         self.guidance: Tensor | None = None
         if rows[0].guidance is not None:
             guidance = torch.tensor([row.guidance for row in rows], device=self.tokens.device)
             self.guidance = guidance.to(self.tokens.dtype) * 1000
 
+    @cached_property
+    def wide_cis(self) -> Tensor:
+        """[N + M, head_dim / 2] in row order, inactive tokens among the others."""
+        assert self.rest_cis is not None
+        both = self.cis.new_empty(len(self.cis) + len(self.rest_cis), self.cis.shape[1])
+        both[self.ways.core_in_rows] = self.cis
+        both[self.ways.rest_in_rows] = self.rest_cis
+        return both
 
-def time_text_embedding(model: Any, packed: Packed, moments: Sequence[Moment]) -> Tensor:
-    """[R, width], rounded as diffusers' pipeline and model round timestep and guidance."""
+
+def time_text_embedding(model: Parts, packed: Packed, timesteps: Tensor) -> Tensor:
+    """[R, width] as every norm takes it: rounded as diffusers' pipeline and model round timestep
+    and guidance, and through SiLU.
+    """
     dtype = packed.tokens.dtype  # model.dtype walks over every parameter to find out
-    timestep = torch.tensor([moment.timestep for moment in moments], device=packed.tokens.device)
     # The pipeline divides by 1000 in the latents' dtype and the model multiplies again.
-    timestep = timestep.to(dtype) / 1000 * 1000
+    timesteps = timesteps.to(dtype) / 1000 * 1000
     if packed.guidance is None:
-        return model.time_text_embed(timestep, packed.pooled)
-    return model.time_text_embed(timestep, packed.guidance, packed.pooled)
+        return F.silu(model.time_text_embed(timesteps, packed.pooled))
+    return F.silu(model.time_text_embed(timesteps, packed.guidance, packed.pooled))
 
 
-def forward(
-    model: Any, packed: Packed, moments: Sequence[Moment], kinds: Sequence[str] = ()
-) -> Tensor:
+def forward(model: Parts, packed: Packed, timesteps: Tensor, kinds: Sequence[str] = ()) -> Tensor:
     """The model's output for the computed image tokens of every row.
 
     Args:
-        model: FluxTransformer2DModel.
-        packed: any mix of rows.
-        moments: of the same rows; those with `rest` are cached rows.
+        model: of a FluxTransformer2DModel.
+        packed: any mix of rows; those with `rest` are cached rows.
+        timesteps: [R] the sampler's, 0 to 1000, float32.
         kinds: `dense`, `project` or `kv` per block, double blocks first, for all cached rows of
             the step; not read when there are none. `project` and `dense` take the inactive hidden
             states from the model's start or the dense block before them, else from `Rest.hidden`.
@@ -131,33 +138,17 @@ def forward(
     Returns:
         [N, out_channels] in the order of `packed.tokens`.
     """
-    emb = F.silu(time_text_embedding(model, packed, moments))
-    state = _State(model, packed, moments, emb)
-    for index, block in enumerate(model.transformer_blocks):
-        state.enter(index, kinds)
+    emb = time_text_embedding(model, packed, timesteps)
+    state = _State(model, packed, emb, kinds)
+    for index, block in enumerate(model.double_blocks):
+        fill, capture = state.enter(index, block)
         state.text, state.image = double_block(
-            block,
-            state.text,
-            state.image,
-            state.emb,
-            state.packing,
-            state.cis,
-            state.fill(index, block, kinds),
-            state.capture(index),
+            block, state.text, state.image, emb, state.packing, state.cis, fill, capture
         )
-    first = len(model.transformer_blocks)
     state.join_streams()
-    for index, block in enumerate(model.single_transformer_blocks, start=first):
-        state.enter(index, kinds)
-        state.image = single_block(
-            block,
-            state.image,
-            state.emb,
-            state.packing,
-            state.cis,
-            state.fill(index, block, kinds),
-            state.capture(index),
-        )
+    for index, block in enumerate(model.single_blocks, start=len(model.double_blocks)):
+        fill, capture = state.enter(index, block)
+        state.image = single_block(block, state.image, emb, state.packing, state.cis, fill, capture)
     stream = packed.ways.narrow.image_stream
     return last_layer(model, state.computed_image(), emb, stream)
 
@@ -165,78 +156,71 @@ def forward(
 class _State:
     """Hidden states between blocks and whether inactive tokens are among them (`wide`)."""
 
-    def __init__(self, model: Any, packed: Packed, moments: Sequence[Moment], emb: Tensor) -> None:
-        self.model, self.emb = model, emb
-        self.ways = packed.ways
-        self.rests = [moment.rest for moment in moments]
-        self.captures = [moment.capture for moment in moments]
-        self.priming = any(capture is not None for capture in self.captures)
-        self.cached = any(rest is not None for rest in self.rests)
+    def __init__(self, model: Parts, packed: Packed, emb: Tensor, kinds: Sequence[str]) -> None:
+        self.model, self.packed, self.emb, self.kinds = model, packed, emb, kinds
+        self.ways, self.rest_cis = packed.ways, packed.rest_cis
+        self.cached = packed.rest_cis is not None
         self.wide = not self.cached  # without cached rows both packings are the same
+        self.packing: Packing = self.ways.narrow
+        self.cis = packed.cis
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # double blocks: two streams; single blocks: one in row order
         self.text = packed.text
         self.image = model.x_embedder(packed.tokens)
-        self.narrow_cis, self.rest_cis = packed.cis, packed.rest_cis
-        self.wide_cis: Tensor | None = None
 
-    @property
-    def packing(self) -> Packing:
-        return self.ways.wide if self.wide else self.ways.narrow
+    def enter(self, index: int, block: Any) -> tuple[FillRest | None, CaptureKeys | None]:
+        """Bring the inactive tokens in or drop them, as the block's kind asks.
 
-    @property
-    def cis(self) -> Tensor:
-        if not self.wide or not self.cached:
-            return self.narrow_cis
-        if self.wide_cis is None:
-            assert self.rest_cis is not None
-            both = self.narrow_cis.new_empty(
-                len(self.narrow_cis) + len(self.rest_cis), self.narrow_cis.shape[1]
-            )
-            both[self.ways.core_in_rows] = self.narrow_cis
-            both[self.ways.rest_in_rows] = self.rest_cis
-            self.wide_cis = both
-        return self.wide_cis
+        Returns:
+            how the block's missing keys come about and who sees its keys; mostly nothing, nobody.
+        """
+        fill = None
+        if self.cached:
+            self._widen_or_narrow(index)
+            fill = self.fill(index, block)
+        return fill, self.capture(index) if self.packed.primes else None
 
-    def enter(self, index: int, kinds: Sequence[str]) -> None:
-        """Bring the inactive tokens in or drop them, as the block's kind asks."""
-        if not self.cached:
+    def _widen_or_narrow(self, index: int) -> None:
+        dense = self.kinds[index] == "dense"
+        if dense == self.wide:
             return
-        dense = kinds[index] == "dense"
-        if dense and not self.wide:
+        if dense:
             self.image = self.ways.widen(self.image, self._hidden(index), rows=self.joined)
-        elif self.wide and not dense:
+            self.packing, self.cis = self.ways.wide, self.packed.wide_cis
+        else:
             # What the last dense block left is nearer to the edit than an entry, and loads nothing.
             self.carried = (index, self.ways.rest_of(self.image, rows=self.joined))
             self.image = self.ways.restrict(self.image, rows=self.joined)
+            self.packing, self.cis = self.ways.narrow, self.packed.cis
         self.wide = dense
 
     def _hidden(self, index: int) -> Tensor:
         """[m, width] the inactive tokens at the block's input: at hand, or restored."""
         if index == 0:
-            tokens = torch.cat([rest.tokens() for rest in self.rests if rest is not None])
+            tokens = torch.cat([rest.tokens() for rest in self.packed.rests if rest is not None])
             return self.model.x_embedder(tokens)
         if self.carried is not None and self.carried[0] == index:
             return self.carried[1]
         assert self.rest_cis is not None
         hidden = self.image.new_empty(len(self.rest_cis), self.image.shape[1])
-        for rest, (begin, end) in zip(self.rests, self.ways.rest_stream.spans, strict=True):
+        for rest, (begin, end) in zip(self.packed.rests, self.ways.rest_stream.spans, strict=True):
             if rest is not None:
                 rest.hidden(index, hidden[begin:end])
         return hidden
 
-    def fill(self, index: int, block: Any, kinds: Sequence[str]) -> FillRest | None:
+    def fill(self, index: int, block: Any) -> FillRest | None:
         """How the block's inactive keys come about; None when none are missing."""
-        if not self.cached or kinds[index] == "dense":
+        kind = self.kinds[index]
+        if kind == "dense":
             return None
-        if kinds[index] == "project":
+        if kind == "project":
             return lambda keys, values, packing: self._fill_projected(
                 index, block, keys, values, packing
             )
         return lambda keys, values, packing: self._fill_loaded(index, keys, values, packing)
 
     def _fill_loaded(self, index: int, keys: Tensor, values: Tensor, packing: Packing) -> None:
-        for number, rest in enumerate(self.rests):
+        for number, rest in enumerate(self.packed.rests):
             if rest is not None:
                 begin, end = packing.rest_keys(number)
                 rest.keys_values(index, keys[begin:end], values[begin:end])
@@ -253,12 +237,10 @@ class _State:
             keys[to_begin:to_end] = k[begin:end]
             values[to_begin:to_end] = v[begin:end]
 
-    def capture(self, index: int) -> Any:
+    def capture(self, index: int) -> CaptureKeys:
         """Hand the priming rows' hidden states over now, their keys and values when known."""
-        if not self.priming:
-            return None
         packing = self.packing
-        own = list(zip(self.captures, packing.text, packing.row_stream.spans, strict=True))
+        own = list(zip(self.packed.captures, packing.text, packing.row_stream.spans, strict=True))
         for (capture, text, (begin, end)), (image_begin, image_end) in zip(
             own, packing.image_stream.spans, strict=True
         ):

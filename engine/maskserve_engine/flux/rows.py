@@ -11,9 +11,9 @@ from torch import Tensor
 from maskserve_core.entry_key import Anchor
 from maskserve_engine.entries import AnchorEntry, BlockEntry, Recorder
 from maskserve_engine.flux.conditioning import Blend, TemplateInputs
-from maskserve_engine.flux.forward import Moment, RowInput
+from maskserve_engine.flux.forward import RowInput
 from maskserve_engine.flux.latents import unpack_latents
-from maskserve_engine.flux.schedule import Schedule
+from maskserve_engine.flux.schedule import Schedule, Walk
 
 
 @dataclass(slots=True)
@@ -45,17 +45,17 @@ class Inactive:
 
 @dataclass(frozen=True, slots=True)
 class CachedRest:
-    """`forward.Rest` of one row at one step."""
+    """`forward.Rest` of one row, at whatever step it is."""
 
+    row: FluxRow
     inactive: Inactive
-    sigma: Tensor
 
     @property
     def cis(self) -> Tensor:
         return self.inactive.cis
 
     def tokens(self) -> Tensor:
-        return self.inactive.template.at(self.sigma)
+        return self.inactive.template.at(self.row.sigma)
 
     def hidden(self, block: int, out: Tensor) -> None:
         coded = self.inactive.blocks[block].hidden
@@ -102,15 +102,17 @@ class FluxRow:
     cis: Tensor
     """[T + n, head_dim / 2] of text and computed tokens."""
     latents: Tensor
-    """[n, 4C] of the computed tokens; between steps a view of the batch's."""
+    """[n, 4C] of the computed tokens; once packed, where they lie in the batch."""
     condition: Tensor | None
     blend: Blend | None
     negative: Negative | None = None
     inactive: Inactive | None = None
     """None for a dense row."""
     step: int = 0
-    velocity: Tensor | None = None
-    """[n, 4C] of the last step."""
+    place: slice = field(default_factory=lambda: slice(0))
+    """Of the computed tokens in the batch."""
+    moves: Tensor | None = None
+    """[N, 4C] by what the last step moved the whole batch."""
 
     @property
     def steps(self) -> int:
@@ -131,32 +133,46 @@ class FluxRow:
             self.inactive.load(self.step)
 
     @property
-    def inputs_stay(self) -> bool:
-        """Whether the next step packs the same inputs as the last, but for the latents."""
-        return self.inactive is None or self.uses_entries
+    def channels(self) -> int:
+        """Of its latents as tokens."""
+        return self.latents.shape[1]
+
+    @property
+    def walk(self) -> tuple[Walk, ...]:
+        """The steps still to take."""
+        return self.schedule.walk[self.step :]
+
+    @property
+    def steady(self) -> int:
+        """For how many steps from the next one on the same inputs are packed, but for latents."""
+        if self.inactive is None:
+            return self.steps - self.step
+        ahead = self.inactive.entries[self.step :]
+        # Without an entry it packs the tokens pinned to that step, too.
+        return next((i for i, entry in enumerate(ahead) if entry is None), len(ahead)) or 1
 
     def model_input(self) -> RowInput:
-        tokens, cis, rest_cis = self.latents, self.cis, None
+        tokens, cis, rest = self.latents, self.cis, None
         if self.condition is not None:
             tokens = torch.cat((tokens, self.condition), dim=1)
         if self.inactive is not None:
-            rest = CachedRest(self.inactive, self.sigma)
-            if self.uses_entries:
-                rest_cis = rest.cis
-            else:  # compute the pinned tokens too, as further image tokens
+            rest = CachedRest(self, self.inactive)
+            if not self.uses_entries:  # compute the pinned tokens too, as further image tokens
                 tokens = torch.cat((tokens, rest.tokens()))
                 cis = torch.cat((cis, rest.cis))
-        return RowInput(tokens, self.text, self.pooled, self.guidance, cis, rest_cis)
+                rest = None
+        return RowInput(tokens, self.text, self.pooled, self.guidance, cis, rest)
 
-    def moment(self) -> Moment:
-        rest = CachedRest(self.inactive, self.sigma) if self.inactive is not None else None
-        timestep = self.schedule.walk[self.step].timestep
-        return Moment(timestep, rest if self.uses_entries else None)
+    def settle(self, latents: Tensor, begin: int) -> None:
+        """Have the latents where they were packed.
 
-    @property
-    def change(self) -> float:
-        """Of sigma, in this step."""
-        return self.schedule.walk[self.step].change
+        Args:
+            latents: [n or all, 4C] the row's part of the batch, the computed tokens first; kept.
+            begin: where that part begins.
+        """
+        computed = len(self.latents)
+        self.latents, self.place = latents[:computed], slice(begin, begin + computed)
+        self.moves = None
 
     @property
     def blends(self) -> bool:
@@ -174,23 +190,21 @@ class FluxRow:
             sigma, last = self.schedule.sigmas[after], after == self.steps
             computed.copy_(self.blend.apply(computed, sigma, last=last))
 
-    def advance(self, latents: Tensor, velocity: Tensor) -> None:
+    def advance(self, moves: Tensor) -> None:
         """Book a step that was taken.
 
         Args:
-            latents: [n or all, 4C] after it, the computed tokens first; kept.
-            velocity: [n or all, 4C] the model's output.
+            moves: [N, 4C] of the whole batch: model's velocity times change of sigma; kept.
         """
-        computed = len(self.latents)
-        if computed < len(latents):  # the pinned tokens were computed too
-            latents, velocity = latents[:computed], velocity[:computed]
-        self.latents, self.velocity = latents, velocity
+        self.moves = moves
         self.step += 1
 
     def estimate(self) -> Tensor:
         """[C, h, w] latents as the last step's velocity would finish them."""
-        assert self.velocity is not None, "no step was taken yet"
-        return self._image(self.latents.float() - self.sigma * self.velocity.float())
+        assert self.moves is not None, "no step was taken yet"
+        ahead = self.schedule.walk[self.step].sigma if self.step < self.steps else 0.0
+        share = ahead / self.schedule.walk[self.step - 1].change
+        return self._image(self.latents.float() - share * self.moves[self.place].float())
 
     def result(self) -> Tensor:
         """[C, h, w] latents."""
@@ -236,23 +250,30 @@ class PrimingRow:
         """Priming reads nothing."""
 
     @property
-    def inputs_stay(self) -> bool:
-        """Each anchor has tokens of its own."""
-        return False
+    def channels(self) -> int:
+        """Of its latents as tokens."""
+        return self.template.clean.shape[1]
 
     @property
-    def change(self) -> float:
-        """Of sigma: priming takes no step of the sampler."""
-        return 0.0
+    def walk(self) -> tuple[Walk, ...]:
+        """The anchors still to compute: priming takes no step of the sampler."""
+        return tuple(Walk(a.timestep, a.sigma, 0.0) for a in self.anchors[self.step :])
+
+    @property
+    def steady(self) -> int:
+        """Each anchor has tokens of its own."""
+        return 1
 
     def model_input(self) -> RowInput:
         sigma = torch.tensor(self.anchors[self.step].sigma, device=self.cis.device)
         tokens = self.template.at(sigma)
-        return RowInput(tokens, self.text, self.pooled, self.guidance, self.cis)
-
-    def moment(self) -> Moment:
         self.recorder = Recorder(self.kinds, self.format)
-        return Moment(self.anchors[self.step].timestep, capture=self.recorder)
+        return RowInput(
+            tokens, self.text, self.pooled, self.guidance, self.cis, capture=self.recorder
+        )
+
+    def settle(self, latents: Tensor, begin: int) -> None:
+        """Priming moves nothing."""
 
     @property
     def blends(self) -> bool:
@@ -262,8 +283,8 @@ class PrimingRow:
     def blend_in(self, moved: Tensor) -> None:
         """Nothing is blended."""
 
-    def advance(self, latents: Tensor, velocity: Tensor) -> None:
-        """Keep what was recorded; what the model answered is of no use."""
+    def advance(self, moves: Tensor) -> None:
+        """Keep what was recorded; nothing has moved."""
         assert self.recorder is not None
         self.done.append(self.recorder.entry(self.anchors[self.step]))
         self.recorder = None
