@@ -6,7 +6,9 @@ Three measurements with the demo model, dense rows (`cache: off`):
 1. path: one edit through Triton (tritonclient, gRPC, `edit`) against codec, encoder, engine,
    decoder and codec called one after the other in this process; in turn, medians, and their
    difference. Both begin with encoded images and end with one. Beside it, of Triton's path, what
-   no model says it spent (META): it moves less from run to run than a difference of two sums.
+   no model says it spent (META): it moves less from run to run than a difference of two sums. A
+   virtual machine loses time to its neighbours, the path through several processes most: how much
+   is reported, and the same figures for the rounds that lost least.
 2. step: of a step of 8 rows in the engine's loop, everything that is not the model.
 3. throughput: 8 edits at once against one at a time through Triton, beside the FLOP limit: a
    matrix product's measured FLOP/s over the counted FLOPs of an edit.
@@ -35,13 +37,13 @@ import torch
 import tritonclient.grpc as triton_grpc
 
 from benchmarks.direct import Direct, Edit
+from benchmarks.path import measure_path, timed
 from benchmarks.timing import hardware
 from demo_model.scenes import held_out_edits
 from maskserve_core.config import Config, config_of, cores
 from maskserve_core.facts import load_facts
 from maskserve_core.flops import flux_work
 from maskserve_core.images import encode_image
-from maskserve_core.meta import TIMINGS
 from maskserve_engine.flux import batch as batch_module
 from maskserve_engine.flux import forward as forward_module
 from probing.calls import Answer, Grpc, answer_of, tensors
@@ -51,8 +53,6 @@ from serving.options import ServeOptions
 from serving.ports import free_base_port
 from serving.supervisor import Supervisor
 
-STAGES = set(TIMINGS) - {"load_stall"}
-"""Of META's timings, those that do not overlap: loading is part of denoising."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -66,43 +66,6 @@ def make_edits(count: int, side: int) -> list[Edit]:
         )
         for edit in held_out_edits(count, (side, side))
     ]
-
-
-def timed(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    call()
-    return 1e3 * (time.perf_counter() - begin)
-
-
-def measure_path(
-    client: Grpc, direct: Direct, edits: list[Edit], settings: dict[str, Any], rounds: int
-) -> dict[str, Any]:
-    """Triton's path and the direct one, in turn, each before the other every second time."""
-    through: list[float] = []
-    straight: list[float] = []
-    stages: list[float] = []
-
-    def serve(edit: Edit) -> None:
-        _, meta = _call(client, edit, settings)
-        stages.append(sum(meta["timings_ms"][stage] for stage in STAGES))
-
-    for number in range(rounds + 2):
-        edit = edits[number % len(edits)]
-        pair = [(through, partial(serve, edit)), (straight, partial(direct.edit, edit, settings))]
-        for times, call in pair if number % 2 else reversed(pair):
-            times.append(timed(call))
-    del through[:2], straight[:2], stages[:2]  # warm-up
-    differences = [a - b for a, b in zip(through, straight, strict=True)]
-    return {
-        "rounds": rounds,
-        "triton_p50_ms": round(statistics.median(through), 2),
-        "direct_p50_ms": round(statistics.median(straight), 2),
-        "added_p50_ms": round(statistics.median(through) - statistics.median(straight), 2),
-        "added_median_of_pairs_ms": round(statistics.median(differences), 2),
-        "outside_stages_p50_ms": round(
-            statistics.median(a - b for a, b in zip(through, stages, strict=True)), 2
-        ),
-    }
 
 
 def _call(client: Grpc, edit: Edit, settings: dict[str, Any]) -> Answer:
@@ -228,7 +191,7 @@ def flop_limit(config: Config, side: int, steps: int) -> dict[str, float]:
     n = 2048
     a, b = torch.randn(n, n), torch.randn(n, n)
     torch.set_num_threads(config.model.torch_threads)
-    best = min(timed(lambda: a @ b) for _ in range(8))
+    best = min(timed(torch.matmul, a, b)[0] for _ in range(8))
     rate = 2.0 * n**3 / (best / 1e3)
     return {
         "gflop_per_edit": round(flops / 1e9, 2),
@@ -275,7 +238,12 @@ def main() -> int:
         with Supervisor(options) as supervisor:
             client = Grpc(supervisor.workers[0].grpc_url)
             direct = Direct(config)
-            report["path"] = measure_path(client, direct, edits, settings, args.rounds)
+            report["path"] = measure_path(
+                lambda edit: _call(client, edit, settings)[1],
+                lambda edit: direct.edit(edit, settings),
+                edits,
+                args.rounds,
+            )
             print(json.dumps(report["path"]), flush=True)
             direct.engine.close(5.0)
             report["throughput"] = measure_throughput(client, edits, settings, args.edits)

@@ -158,6 +158,9 @@ _CHECKS: dict[str, Check] = {
 }
 
 
+_DEFAULTS = tuple((f.name, f.default) for f in fields(EditSettings))
+
+
 def _show(value: Any) -> str:
     """A value as it may be repeated in a message: short, on one line."""
     shown = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a huge integer"
@@ -215,14 +218,11 @@ def parse_settings(raw: bytes) -> EditSettings:
 
 def dump_settings(settings: EditSettings) -> bytes:
     """The SETTINGS bytes of `settings`: only what differs from the defaults."""
-    default = EditSettings()
     values = {
-        f.name: getattr(settings, f.name)
-        for f in fields(settings)
-        if getattr(settings, f.name) != getattr(default, f.name)
+        name: value for name, default in _DEFAULTS if (value := getattr(settings, name)) != default
     }
     return json.dumps(values).encode()
 
 
 def setting_names() -> tuple[str, ...]:
-    return tuple(f.name for f in fields(EditSettings))
+    return tuple(name for name, _ in _DEFAULTS)

@@ -148,10 +148,14 @@ class Front:
         # Drawn here, so that a repeated try of the same edit gives the same picture.
         request_id = ending.request_id = settings.request_id or uuid.uuid4().hex
         seed = settings.seed if settings.seed is not None else secrets.randbits(_SEED_BITS)
-        settings = replace(settings, request_id=request_id, seed=seed)
-        if not self._streaming:
-            # Nobody would see them.
-            settings = replace(settings, progress=False, preview_every=0)
+        settings = replace(
+            settings,
+            request_id=request_id,
+            seed=seed,
+            # Of what nobody would see, nothing is made.
+            progress=settings.progress and self._streaming,
+            preview_every=settings.preview_every if self._streaming else 0,
+        )
         inputs["SETTINGS"] = dump_settings(settings)
         if self._gate.state() != OPEN:
             raise Overloaded("the worker is draining and takes no new edits")
