@@ -55,6 +55,7 @@ def prepare_edit(
     facts: ModelFacts,
     config: Config,
     templates: TemplateLookup | None = None,
+    accepted_ns: int | None = None,
 ) -> PreparedEdit:
     """Check one edit and bring it to the model's resolution.
 
@@ -66,12 +67,13 @@ def prepare_edit(
         facts: of the served model.
         config: of this worker.
         templates: registered templates; None when the worker keeps none.
+        accepted_ns: time.time_ns() when a front took the edit; None: now.
 
     Raises:
         InvalidRequest: naming the field.
         TemplateNotFound: SETTINGS.template_id names nothing that is kept.
     """
-    accepted_ns, start = time.time_ns(), time.perf_counter()
+    accepted_ns, start = accepted_ns or time.time_ns(), time.perf_counter()
     asked = parse_settings(settings)
     check_settings(asked, facts, config)
     text = check_prompt(prompt, config)

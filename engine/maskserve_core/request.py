@@ -35,7 +35,11 @@ class EditRequest:
 
     @classmethod
     def from_json(cls, raw: bytes) -> EditRequest:
-        values: dict[str, Any] = json.loads(raw)
+        return cls.from_values(json.loads(raw))
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> EditRequest:
+        """Of `to_json` read back; `values` is used up."""
         values["settings"] = EditSettings(**values["settings"])
         values["source_size"] = tuple(values["source_size"])
         values["model_size"] = tuple(values["model_size"])

@@ -71,12 +71,11 @@ class Reception:
                 answer.fail(guarded("", error))
 
     def _take(self, request: Any, answer: Answer) -> None:
-        raw = read_bytes(self._api, request, "REQUEST")
-        values = json.loads(raw)
+        values = json.loads(read_bytes(self._api, request, "REQUEST"))
         if "op" in values:
             self._operate(values, request, answer)
             return
-        edit = EditRequest.from_json(raw)
+        edit = EditRequest.from_values(values)
         job = self._job(edit, request)
         encode_ms = float(self._array(request, "ENCODE_MS", np.float32, 1)[0])
         carried = self._array(request, "CARRIED", np.uint8, 1)

@@ -18,6 +18,7 @@ from PIL import Image
 from maskserve_core.carried import NOTHING
 from maskserve_core.config import Config
 from maskserve_core.images import encode_image
+from maskserve_core.meta import final_meta, with_timing
 from maskserve_core.request import EditRequest
 from maskserve_core.tensors import CONTRACTS
 from serving.files import dump_toml
@@ -104,7 +105,7 @@ def test_an_edit_passes_through_pre_and_postprocess(
     assert (height % 8, width % 8) == (0, 0)
 
     post = load("postprocess")
-    meta = json.dumps({"event": "final", "timings_ms": {"decode": 1.0}}).encode()
+    meta = with_timing(final_meta(edit, "w", "m", {}, 5.0), "decode", 1.0)
     final = api.request(
         PIXELS=np.zeros((height, width, 3), np.uint8),
         META=meta,

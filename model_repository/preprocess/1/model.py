@@ -1,7 +1,5 @@
 """preprocess: a client's four tensors, checked and brought to the model's resolution."""
 
-from dataclasses import replace
-
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.backend.respond import respond
@@ -36,19 +34,17 @@ class TritonPythonModel:
         self._tracer.close()
 
     def _prepare(self, request):
+        # A front says when it took the edit: deadlines count from there.
+        accepted_ns = int(parameters(request).get("accepted_ns", 0))
         prepared = prepare_edit(
             *(read_bytes(pb_utils, request, name) for name in ("IMAGE", "MASK", "PROMPT")),
             read_bytes(pb_utils, request, "SETTINGS"),
             self._facts,
             self._config,
             self._templates,
+            accepted_ns or None,
         )
-        # A front says when it took the edit: deadlines count from there.
-        accepted_ns = parameters(request).get("accepted_ns")
-        edit = prepared.request
-        if accepted_ns is not None:
-            edit = replace(edit, accepted_ns=int(accepted_ns))
-        raw = edit.to_json()
+        raw = prepared.request.to_json()
         return {
             "PIXELS": prepared.pixels,
             "EDIT_MASK": prepared.edit_mask,

@@ -1,0 +1,40 @@
+"""META: what of it is spliced reads as if it had been parsed and written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maskserve_core.errors import EngineFailed
+from maskserve_core.meta import TIMINGS, event_meta, failed_meta, final_meta, with_timing
+from maskserve_core.request import EditRequest
+from maskserve_core.settings import EditSettings
+
+NAMES = st.text(max_size=40) | st.just('"decode":0.0') | st.just('x","postprocess":0.0,"y":"')
+
+
+def request(name: str) -> EditRequest:
+    return EditRequest(name, "", EditSettings(), 1, "0f" * 32, (8, 8), (8, 8), 0)
+
+
+@given(name=NAMES, worker=NAMES, times=st.tuples(*[st.floats(0.0, 1e7)] * 2))
+def test_a_final_event_takes_the_times_of_the_models_after_the_denoiser(
+    name: str, worker: str, times: tuple[float, float]
+) -> None:
+    engine: dict[str, Any] = {"kinds": {"dense": 6}, "timings_ms": {"denoise": 1.5}, "steps": 4}
+    meta = final_meta(request(name), worker, worker, engine, 50.0)
+    expected = json.loads(meta)
+    for stage, taken in zip(("decode", "postprocess"), times, strict=True):
+        meta = with_timing(meta, stage, taken)
+        expected["timings_ms"][stage] = round(taken, 3)
+    assert json.loads(meta) == expected
+    assert set(expected["timings_ms"]) == set(TIMINGS)
+
+
+@given(name=NAMES)
+def test_other_events_stay_as_they_are(name: str) -> None:
+    for meta in (event_meta("preview", 1, 4, name), failed_meta(EngineFailed(name), name)):
+        assert with_timing(meta, "decode", 1.0) == meta
