@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from benchmarks.direct import Edit
 from benchmarks.machine import stolen_s
 from maskserve_core.config import cores
@@ -72,7 +74,7 @@ def measure_path(
     }
 
 
-def _medians(rounds: list[Round]) -> dict[str, float]:
+def _medians(rounds: list[Round]) -> dict[str, Any]:
     def median(of: Callable[[Round], float]) -> float:
         return round(statistics.median(map(of, rounds)), 2)
 
@@ -81,6 +83,15 @@ def _medians(rounds: list[Round]) -> dict[str, float]:
         "triton_p50_ms": through,
         "direct_p50_ms": straight,
         "added_p50_ms": round(through - straight, 2),
+        "added_p50_ci95_ms": _interval(rounds),
         "added_median_of_pairs_ms": median(lambda r: r.through - r.straight),
         "outside_stages_p50_ms": median(lambda r: r.through - r.stages),
     }
+
+
+def _interval(rounds: list[Round]) -> list[float]:
+    """95 % of the differences of medians of as many rounds, drawn from these (bootstrap)."""
+    both = np.array([(each.through, each.straight) for each in rounds])
+    drawn = np.random.default_rng(0).integers(0, len(rounds), (2000, len(rounds)))
+    added = np.subtract(*np.moveaxis(np.median(both[drawn], axis=1), 1, 0))
+    return [round(float(end), 2) for end in np.percentile(added, (2.5, 97.5))]
