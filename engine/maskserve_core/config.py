@@ -82,7 +82,12 @@ class EngineConfig:
     heartbeat_timeout_s: float = _opt(
         10.0, "Silence after which the engine counts as hung.", low=0.2, high=600
     )
-    watch_interval_s: float = _opt(0.02, "How often fronts look for a cancel.", low=0.001, high=1)
+    watch_interval_s: float = _opt(
+        0.02,
+        "How often fronts look for a cancel; less often when steps are longer.",
+        low=0.001,
+        high=1,
+    )
     front_threads: int = _opt(64, "Edits one front serves at once.", low=1, high=4096)
 
 

@@ -106,21 +106,64 @@ def signed_in(runtime_dir: str | os.PathLike[str]) -> list[tuple[str, int]]:
     return [(model, int(pid)) for model, _, pid in pairs]
 
 
+class Processes:
+    """The processes on a worker's list, looked at again and again; used from one thread at a time.
+
+    Their states' files stay open: to open one costs ten times as much as to read it, which shows
+    in the steps that run meanwhile, and a process id that is given to another process by then is
+    not taken for the one that had it.
+    """
+
+    def __init__(self, runtime_dir: str | os.PathLike[str]) -> None:
+        self._runtime_dir = runtime_dir
+        self._files: dict[tuple[str, int], int | None] = {}
+        """Model and process id -> open /proc/PID/stat; None: there is no such process."""
+
+    def unwell(self) -> str | None:
+        """The first process found that cannot serve, in words; None if all can."""
+        listed = signed_in(self._runtime_dir)
+        if listed != list(self._files):
+            self._follow(listed)
+        for (model, _), file in self._files.items():
+            state = _state(file)
+            if state in _UNWELL:
+                return f"the process of its {model} {_UNWELL[state]}"
+        return None
+
+    def close(self) -> None:
+        self._follow([])
+
+    def _follow(self, listed: list[tuple[str, int]]) -> None:
+        held, self._files = self._files, {}
+        for name in listed:
+            self._files[name] = held.pop(name) if name in held else _open_stat(name[1])
+        for file in held.values():
+            if file is not None:
+                os.close(file)
+
+
 def unwell(runtime_dir: str | os.PathLike[str]) -> str | None:
-    """The first process found that cannot serve, in words; None if all can."""
-    for model, pid in signed_in(runtime_dir):
-        state = _state(pid)
-        if state in _UNWELL:
-            return f"the process of its {model} {_UNWELL[state]}"
-    return None
-
-
-def _state(pid: int) -> str:
+    """`Processes.unwell` for who looks once."""
+    processes = Processes(runtime_dir)
     try:
-        # Not by a Path: asked every tenth of a second, it would churn Python's interned strings.
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            stat = file.read()
+        return processes.unwell()
+    finally:
+        processes.close()
+
+
+def _open_stat(pid: int) -> int | None:
+    try:
+        return os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _state(file: int | None) -> str:
+    if file is None:
+        return "X"
+    try:
+        stat = os.pread(file, 1024, 0)
+    except ProcessLookupError:
         return "X"
     # "PID (command) STATE …": the command may hold anything, also parentheses.
-    return stat.rpartition(")")[2].split()[0]
+    return stat.rpartition(b")")[2].split(maxsplit=1)[0].decode()

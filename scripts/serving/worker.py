@@ -14,7 +14,7 @@ from typing import Any
 from maskserve_core.config import Config, cores
 from maskserve_core.gate import Gate
 from maskserve_core.status import StatusReader
-from maskserve_core.vitals import Silence, unwell
+from maskserve_core.vitals import Processes, Silence
 from serving.command import EXIT_TIMEOUT_S, command, environment, gpu_of_worker
 from serving.files import WorkerFiles, with_values, worker_files
 from serving.journal import Journal
@@ -77,6 +77,7 @@ class Worker:
         self._started = 0.0
         self._status = StatusReader(spec.files.status)
         self._silence = Silence()
+        self._processes = Processes(spec.files.runtime)
 
     # What any thread may ask
 
@@ -128,6 +129,7 @@ class Worker:
             threads = max(1, cores() // spec.options.workers)
             self.config = spec.files.prepare(with_values(tables, "model", torch_threads=threads))
         self._status.close()
+        self._processes.close()
         self._status, self._silence = StatusReader(spec.files.status), Silence()
         gpu = gpu_of_worker(spec.index, spec.options.workers)
         trace = trace_arguments(self.config.trace, self.name)
@@ -190,7 +192,7 @@ class Worker:
             return f"its {hung}"
         if status.state in ("failed", "stopped"):
             return f"its engine has {status.state}"
-        return unwell(self.spec.files.runtime)
+        return self._processes.unwell()
 
     def in_flight(self) -> int:
         """Edits that the fronts have accepted and not answered."""
@@ -249,6 +251,8 @@ class Worker:
                 pass
 
     def remove_files(self) -> None:
+        self._status.close()
+        self._processes.close()
         self.spec.files.remove()
 
 

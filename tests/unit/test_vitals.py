@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from maskserve_core.status_record import RowStatus, WorkerStatus
-from maskserve_core.vitals import Silence, sign_in, sign_out, silence_limit_s, unwell
+from maskserve_core.vitals import (
+    Processes,
+    Silence,
+    sign_in,
+    sign_out,
+    silence_limit_s,
+    unwell,
+)
 from tests.eventually import eventually
 
 CHILD = """
@@ -73,6 +80,33 @@ def test_a_process_that_is_gone_is_not(tmp_path: Path, child: subprocess.Popen[s
     child.kill()
     child.wait()
     assert soon(tmp_path) == "the process of its denoiser has died"
+
+
+def test_who_looks_again_and_again_sees_what_changes(
+    tmp_path: Path, child: subprocess.Popen[str]
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    processes = Processes(tmp_path)
+    assert processes.unwell() is None
+    sign_in(tmp_path, "edit")
+    assert processes.unwell() is None
+    child.send_signal(signal.SIGSTOP)
+    eventually("it is stopped", lambda: processes.unwell() is not None, 2.0)
+    child.send_signal(signal.SIGCONT)
+    eventually("it runs again", lambda: processes.unwell() is None, 2.0)
+    child.kill()
+    died = "the process of its denoiser has died"
+    eventually("it has died", lambda: processes.unwell() == died, 2.0)
+    child.wait()
+    assert processes.unwell() == died
+    sign_out(tmp_path, "edit")
+    assert processes.unwell() == died
+    (tmp_path / "processes" / f"denoiser.{child.pid}").unlink()
+    assert processes.unwell() is None
+    assert len(os.listdir("/proc/self/fd")) == before
+    (tmp_path / "processes" / f"denoiser.{child.pid}").touch()  # nobody has this number any more
+    assert processes.unwell() == died
+    processes.close()
 
 
 PARENT = """

@@ -49,6 +49,8 @@ log = logging.getLogger("maskserve")
 _CLIENT_INPUTS = ("IMAGE", "MASK", "PROMPT")
 _HEALTH_EVERY_S = 0.1
 _IDLE_S = 0.25
+# However long steps are, a client that cancels or whose deadline passes has its answer by then.
+_SELDOM_S = 0.1
 # The cancel of an edit that has not reached the denoiser yet finds nothing there: say it again.
 _CANCEL_EVERY_S = 0.05
 _CANCEL_THREADS = 4
@@ -139,6 +141,7 @@ class Front:
         self._fail_all(Overloaded("the worker is stopping"))
         self._metrics.close()
         self._tracer.close()
+        self._health.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._cancels.shutdown(wait=False, cancel_futures=True)
 
@@ -229,7 +232,9 @@ class Front:
 
     def _pause(self) -> None:
         if self._calls:
-            self._closing.wait(self._config.engine.watch_interval_s)
+            # A row is freed between two steps: to look more often is no use and takes from them.
+            often = min(self._health.step_s, _SELDOM_S)
+            self._closing.wait(max(self._config.engine.watch_interval_s, often))
         else:
             self._wake.wait(_IDLE_S)
             self._wake.clear()

@@ -10,7 +10,7 @@ from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_core.gate import STOPPED, Gate
 from maskserve_core.status import StatusReader
-from maskserve_core.vitals import Silence, unwell
+from maskserve_core.vitals import Processes, Silence
 
 _PROCESSES_EVERY_S = 0.5
 
@@ -24,7 +24,10 @@ class Health:
         self._reader = StatusReader(f"{config.runtime_dir}/status")
         self._gate = Gate(config.runtime_dir)
         self._silence = Silence(clock)
+        self._processes = Processes(config.runtime_dir)
         self._next_processes = 0.0
+        self.step_s = 0.0
+        """Mean length of a step so far."""
         self._unwell: str | None = None
         self._lock = threading.Lock()
 
@@ -33,22 +36,29 @@ class Health:
         with self._lock:
             return self._look()
 
+    def close(self) -> None:
+        with self._lock:
+            self._reader.close()
+            self._processes.close()
+
     def _look(self) -> MaskserveError | None:
         if self._gate.state() == STOPPED:
             return Overloaded("the worker is stopping and its time to finish edits is over")
         status = self._reader.read()
         if status is None:
             return EngineFailed("the engine has not started")
+        steps = status.counters.get("steps_total", 0)
+        self.step_s = status.counters.get("step_seconds_total", 0.0) / steps if steps else 0.0
         hung = self._silence.too_long(status, self._config.engine.heartbeat_timeout_s)
         if hung is not None:
             return EngineFailed(f"the {hung}")
         if status.state in ("failed", "stopped"):
             return EngineFailed(f"the engine has {status.state}")
-        return self._processes()
+        return self._dead_or_stopped()
 
-    def _processes(self) -> MaskserveError | None:
+    def _dead_or_stopped(self) -> MaskserveError | None:
         now = self._clock()
         if now >= self._next_processes:
             self._next_processes = now + _PROCESSES_EVERY_S
-            self._unwell = unwell(self._config.runtime_dir)
+            self._unwell = self._processes.unwell()
         return None if self._unwell is None else EngineFailed(self._unwell)
