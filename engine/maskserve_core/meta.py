@@ -59,8 +59,8 @@ def with_timing(meta: bytes, name: str, milliseconds: float) -> bytes:
     """META with the time of one more of the TIMINGS, so far 0; other events than the final one
     have none and stay as they are.
 
-    The bytes are spliced: in a process that has waited for the denoiser, and whose caches are
-    cold, reading and writing the JSON takes longer than all else around the model's own work.
+    The bytes are spliced: reading and writing the JSON would show in the time of an edit, in
+    processes that have waited for the denoiser and whose caches are cold.
     """
     before, slot, after = meta.rpartition(b'"%b":0.0' % name.encode())
     return b"%b%b%.3f%b" % (before, slot[:-3], milliseconds, after) if slot else meta

@@ -55,7 +55,7 @@ def prepare_edit(
     facts: ModelFacts,
     config: Config,
     templates: TemplateLookup | None = None,
-    accepted_ns: int | None = None,
+    accepted_ns: int = 0,
 ) -> PreparedEdit:
     """Check one edit and bring it to the model's resolution.
 
@@ -67,7 +67,7 @@ def prepare_edit(
         facts: of the served model.
         config: of this worker.
         templates: registered templates; None when the worker keeps none.
-        accepted_ns: time.time_ns() when a front took the edit; None: now.
+        accepted_ns: time.time_ns() when a front took the edit; 0: now.
 
     Raises:
         InvalidRequest: naming the field.

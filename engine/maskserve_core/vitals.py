@@ -54,6 +54,12 @@ class Silence:
         return f"engine has been silent for {self._silent_s:.1f} s"
 
 
+def mean_step_s(status: WorkerStatus) -> float:
+    """Mean seconds of a step so far; 0 before the first."""
+    steps = status.counters.get("steps_total", 0)
+    return status.counters.get("step_seconds_total", 0.0) / steps if steps else 0.0
+
+
 def silence_limit_s(status: WorkerStatus, heartbeat_timeout_s: float) -> float:
     """How long an engine with this record may be silent before it counts as hung.
 
@@ -64,10 +70,11 @@ def silence_limit_s(status: WorkerStatus, heartbeat_timeout_s: float) -> float:
     if counters.get("steps_total", 0) < 1:
         return max(heartbeat_timeout_s, _FIRST_STEP_S)
     seconds = counters.get("step_seconds_total", 0.0)
-    mean = seconds / counters["steps_total"]
     per_token = seconds / max(1.0, counters.get("step_tokens_total", 0.0))
     tokens = sum(row.active_tokens for row in status.running)
-    return max(heartbeat_timeout_s, _STEPS_OF_SILENCE * max(mean, per_token * tokens))
+    return max(
+        heartbeat_timeout_s, _STEPS_OF_SILENCE * max(mean_step_s(status), per_token * tokens)
+    )
 
 
 def sign_in(runtime_dir: str | os.PathLike[str], model: str) -> None:

@@ -10,7 +10,7 @@ from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_core.gate import STOPPED, Gate
 from maskserve_core.status import StatusReader
-from maskserve_core.vitals import Processes, Silence
+from maskserve_core.vitals import Processes, Silence, mean_step_s
 
 _PROCESSES_EVERY_S = 0.5
 
@@ -47,8 +47,7 @@ class Health:
         status = self._reader.read()
         if status is None:
             return EngineFailed("the engine has not started")
-        steps = status.counters.get("steps_total", 0)
-        self.step_s = status.counters.get("step_seconds_total", 0.0) / steps if steps else 0.0
+        self.step_s = mean_step_s(status)
         hung = self._silence.too_long(status, self._config.engine.heartbeat_timeout_s)
         if hung is not None:
             return EngineFailed(f"the {hung}")

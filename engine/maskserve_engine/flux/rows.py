@@ -202,8 +202,7 @@ class FluxRow:
     def estimate(self) -> Tensor:
         """[C, h, w] latents as the last step's velocity would finish them."""
         assert self.moves is not None, "no step was taken yet"
-        ahead = self.schedule.walk[self.step].sigma if self.step < self.steps else 0.0
-        share = ahead / self.schedule.walk[self.step - 1].change
+        share = self.sigma / self.schedule.walk[self.step - 1].change
         return self._image(self.latents.float() - share * self.moves[self.place].float())
 
     def result(self) -> Tensor:

@@ -42,7 +42,7 @@ class TritonPythonModel:
             self._facts,
             self._config,
             self._templates,
-            accepted_ns or None,
+            accepted_ns,
         )
         raw = prepared.request.to_json()
         return {
