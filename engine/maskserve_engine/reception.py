@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskserve_core.backend.answer import Answer
+from maskserve_core.backend.paced import Events, Paced, Straight
+from maskserve_core.backend.receipts import RECEIPTS, ReceiptDesk
 from maskserve_core.backend.tracing import Tracer, parent_of
-from maskserve_core.backend.wire import guarded, read_array, read_bytes
+from maskserve_core.backend.wire import guarded, parameters, read_array, read_bytes
 from maskserve_core.carried import NOTHING
 from maskserve_core.config import Config, model_name
 from maskserve_core.errors import InvalidRequest, MaskserveError
@@ -60,6 +62,11 @@ class Reception:
         self._engine = engine
         self._config = config
         self._model = model_name(config)
+        self._receipts = ReceiptDesk(config.runtime_dir)
+
+    def close(self) -> None:
+        """Once the engine has ended: what still waits for a receipt is not sent."""
+        self._receipts.close()
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; each is answered later, its final answer exactly once."""
@@ -79,7 +86,20 @@ class Reception:
         job = self._job(edit, request)
         encode_ms = float(self._array(request, "ENCODE_MS", np.float32, 1)[0])
         carried = self._array(request, "CARRIED", np.uint8, 1)
-        self._engine.submit(job, self._sink(edit, encode_ms, carried, answer, parent_of(request)))
+        key = parameters(request).get(RECEIPTS, "")
+        events = self._paced(answer, key) if key else Straight(answer)
+        sink = self._sink(edit, encode_ms, carried, events, parent_of(request))
+        try:
+            self._engine.submit(job, sink)
+        except Exception:
+            self._receipts.drop(key)
+            raise
+
+    def _paced(self, answer: Answer, key: str) -> Paced:
+        """Events for a front that gives receipts for them."""
+        paced = Paced(answer, ended=lambda: self._receipts.drop(key))
+        self._receipts.keep(key, paced.taken)
+        return paced
 
     def _job(self, edit: EditRequest, request: Any) -> EditJob:
         embeds = self._array(request, "PROMPT_EMBEDS", np.float32, 3)
@@ -101,7 +121,7 @@ class Reception:
         edit: EditRequest,
         encode_ms: float,
         carried: NDArray[np.uint8],
-        answer: Answer,
+        events: Events,
         parent: str,
     ) -> Sink:
         """Sends a job's events, and records its spans below `parent` when it has ended.
@@ -113,19 +133,21 @@ class Reception:
             match event:
                 case Progress(step, steps):
                     meta = event_meta("progress", step, steps, edit.request_id)
-                    answer.event({"LATENTS": _NO_LATENTS, "META": meta, "CARRIED": NOTHING})
+                    nothing = {"LATENTS": _NO_LATENTS, "META": meta, "CARRIED": NOTHING}
+                    events.event("progress", nothing)
                 case Preview(step, steps, latents):
                     meta = event_meta("preview", step, steps, edit.request_id)
-                    answer.event({"LATENTS": latents, "META": meta, "CARRIED": carried})
+                    shown = {"LATENTS": latents, "META": meta, "CARRIED": carried}
+                    events.event("preview", shown)
                 case Final(latents, engine_meta, course):
                     meta = final_meta(
                         edit, self._config.worker, self._model, engine_meta, encode_ms
                     )
-                    answer.finish({"LATENTS": latents, "META": meta, "CARRIED": carried})
+                    events.finish({"LATENTS": latents, "META": meta, "CARRIED": carried})
                     self._record(parent, course, None)
                 case Failed(error, course):
                     meta = failed_meta(guarded(edit.request_id, error), edit.request_id)
-                    answer.finish({"LATENTS": _NO_LATENTS, "META": meta, "CARRIED": NOTHING})
+                    events.finish({"LATENTS": _NO_LATENTS, "META": meta, "CARRIED": NOTHING})
                     self._record(parent, course, error)
 
         return sink

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from maskserve_core.backend.front import Front
+from maskserve_core.backend.receipts import ReceiptDesk
 from maskserve_core.config import Config
 from maskserve_core.gate import Gate
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
@@ -96,31 +97,53 @@ def test_unary_sends_the_final_event_only(api: FakeTriton, front: Front) -> None
 
 
 def test_stream_sends_every_event_in_order(api: FakeTriton, fronts: Callable[..., Front]) -> None:
+    sent = [("progress", 1), ("progress", 2), ("preview", 2), ("progress", 4), ("final", 5)]
+
     def events(call: Call) -> Iterator[InferenceResponse]:
-        for event, step in (
-            ("progress", 1),
-            ("progress", 3),
-            ("progress", 2),  # overtaken: dropped
-            ("preview", 2),
-            ("progress", 4),
-            ("final", 5),
-            ("progress", 5),  # late: dropped
-        ):
+        for event, step in [*sent, ("progress", 5)]:  # the last is late: dropped
             yield reply(EDITED=event.encode(), META=meta(event, step))
 
     api.models["edit_pipeline"] = events
     request = edit(api, {"progress": True})
     fronts("edit_stream").execute([request])
     request.sender.wait()
-    seen = [(json.loads(r.text("META"))["event"], json.loads(r.text("META"))["step"])
-            for r in request.sender.sent]  # fmt: skip
-    assert seen == [
-        ("progress", 1),
-        ("progress", 3),
-        ("preview", 2),
-        ("progress", 4),
-        ("final", 5),
-    ]
+    metas = [json.loads(response.text("META")) for response in request.sender.sent]
+    assert [(meta["event"], meta["step"]) for meta in metas] == sent
+
+
+@pytest.mark.parametrize("settings", [{"progress": True}, {"preview_every": 2}])
+def test_a_stream_gives_a_receipt_for_each_response(
+    api: FakeTriton, fronts: Callable[..., Front], config: Config, settings: dict[str, Any]
+) -> None:
+    """The pipeline sends the next only then."""
+    receipts = ReceiptDesk(config.runtime_dir)
+
+    def events(call: Call) -> Iterator[InferenceResponse]:
+        arrived = threading.Semaphore(0)
+        receipts.keep(call.parameters["receipts"], arrived.release)
+        for event, step in (("progress", 1), ("preview", 2), ("final", 3)):
+            yield reply(EDITED=b"", META=meta(event, step))
+            assert arrived.acquire(timeout=5)
+
+    api.models["edit_pipeline"] = events
+    request = edit(api, settings)
+    fronts("edit_stream").execute([request])
+    assert not request.sender.wait().has_error()
+    assert len(request.sender.sent) == 3
+    receipts.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("edit", {"progress": True, "preview_every": 2}), ("edit_stream", {})]
+)
+def test_of_a_single_response_there_are_no_receipts(
+    api: FakeTriton, fronts: Callable[..., Front], name: str, settings: dict[str, Any]
+) -> None:
+    api.models["edit_pipeline"] = final
+    request = edit(api, settings)
+    fronts(name).execute([request])
+    request.sender.wait()
+    assert "receipts" not in api.calls_of("edit_pipeline")[0].parameters
 
 
 def test_pipeline_gets_seed_and_id(api: FakeTriton, front: Front) -> None:

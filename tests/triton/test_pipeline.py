@@ -40,3 +40,19 @@ def test_an_edit_that_failed_is_freed_at_once(api: FakeTriton, pipeline: object)
         assert call() is None
     finally:
         gc.enable()
+
+
+def test_events_nobody_wants_any_more_are_taken_all_the_same(api: FakeTriton) -> None:
+    """The denoiser holds further ones back until they are."""
+    taken: list[int] = []
+
+    def events(call: Call) -> Iterator[InferenceResponse]:
+        for number in range(4):
+            assert len(taken) == number
+            yield event(event="progress")
+
+    api.models["edit_pipeline"] = events
+    run = run_edit(api, {"IMAGE": b"image"}, {}, "mine", lambda: taken.append(1))
+    next(run)
+    run.close()
+    assert len(taken) == 4

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from maskserve_core.backend.receipts import give_receipt
 from maskserve_core.config import Config
 from maskserve_core.errors import Cancelled, Overloaded
 from maskserve_core.meta import TIMINGS
@@ -23,8 +26,10 @@ def engine() -> ScriptedEngine:
 
 
 @pytest.fixture
-def desk(api: FakeTriton, config: Config, engine: ScriptedEngine) -> Reception:
-    return Reception(api, engine, config)
+def desk(api: FakeTriton, config: Config, engine: ScriptedEngine) -> Iterator[Reception]:
+    reception = Reception(api, engine, config)
+    yield reception
+    reception.close()
 
 
 def submit(api: FakeTriton, desk: Reception, **changed: Any) -> Request:
@@ -88,6 +93,32 @@ def test_every_event_is_sent(api: FakeTriton, desk: Reception, engine: ScriptedE
     assert meta["timings_ms"]["denoise"] == 9.0
 
 
+def test_with_receipts_an_event_waits_for_that_of_the_last(
+    api: FakeTriton, config: Config, desk: Reception, engine: ScriptedEngine
+) -> None:
+    request = api.request(parameters=json.dumps({"receipts": "key"}), **tensors())
+    desk.execute([request])
+    _, sink = engine.jobs[0]
+    sink(Progress(1, 3))
+    sink(Progress(2, 3))
+    sink(Failed(Cancelled("the edit was cancelled")))
+    assert len(request.sender.sent) == 1
+    for _ in range(2):
+        assert not request.sender.finished.is_set()
+        give_receipt(config.runtime_dir, "key")
+        wait_until(lambda: len(request.sender.sent) == 2)
+    request.sender.wait()
+    events = [json.loads(response.text("META"))["event"] for response in request.sender.sent]
+    assert events == ["progress", "failed"]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def test_a_failure_keeps_its_code(api: FakeTriton, desk: Reception, engine: ScriptedEngine) -> None:
     request = submit(api, desk)
     _, sink = engine.jobs[0]
@@ -126,8 +157,10 @@ def test_a_refusing_engine_is_relayed(api: FakeTriton, config: Config) -> None:
         def submit(self, job: EditJob, sink: Sink) -> None:
             raise Overloaded("9 edits are waiting already")
 
-    request = submit(api, Reception(api, Full(), config))
+    reception = Reception(api, Full(), config)
+    request = submit(api, reception)
     assert request.sender.wait().error().message() == "[OVERLOADED] 9 edits are waiting already"
+    reception.close()
 
 
 @pytest.mark.parametrize(

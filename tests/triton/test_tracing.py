@@ -233,7 +233,8 @@ def test_the_denoiser_records_what_the_engine_tells(
 ) -> None:
     engine = ScriptedEngine()
     request = api.request(parameters=json.dumps({"traceparent": PARENT}), **tensors())
-    Reception(api, engine, config, spans.tracer).execute([request])
+    reception = Reception(api, engine, config, spans.tracer)
+    reception.execute([request])
     [(_, sink)] = engine.jobs
     latents = np.zeros((4, 4, 4), np.float32)
     meta = {"event": "final", "step": 4, "steps": 4, "timings_ms": {}}
@@ -244,6 +245,7 @@ def test_the_denoiser_records_what_the_engine_tells(
     assert denoise.attributes["maskserve.steps"] == 28
     assert denoise.attributes["maskserve.cache"] == "hit"
     assert denoise.status.is_ok is (error is None)
+    reception.close()
 
 
 def test_no_collector_costs_spans_and_a_warning(

@@ -64,6 +64,10 @@ class Answer:
         """Send an error as the final answer; False when there was one already."""
         return self._final(error_response(self._api, error), error, {})
 
+    def end(self) -> None:
+        """Say that no response follows those sent; nothing happens when there was a final one."""
+        self._final(None, None, {})
+
     def cancelled(self) -> bool:
         """Whether the client has withdrawn the request and nobody has answered it yet."""
         with self._lock:
@@ -74,8 +78,12 @@ class Answer:
             if self._done:
                 return False
             self._done = True
+            flags = self._api.TRITONSERVER_RESPONSE_COMPLETE_FINAL
             try:
-                self._sender.send(message, flags=self._api.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                if message is None:
+                    self._sender.send(flags=flags)
+                else:
+                    self._sender.send(message, flags=flags)
             except Exception:
                 log.exception("an answer could not be sent")
                 error = EngineFailed("the answer could not be sent")

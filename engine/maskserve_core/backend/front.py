@@ -27,7 +27,8 @@ from maskserve_core.backend.answer import Answer
 from maskserve_core.backend.ending import Ending
 from maskserve_core.backend.health import Health
 from maskserve_core.backend.metrics import FrontMetrics, MetricsThread
-from maskserve_core.backend.pipeline import Event, ask_denoiser, run_edit
+from maskserve_core.backend.pipeline import ask_denoiser, run_edit
+from maskserve_core.backend.receipts import RECEIPTS, give_receipt
 from maskserve_core.backend.tracing import TRACEPARENT, Tracer, make_tracer
 from maskserve_core.backend.wire import guarded, read_bytes
 from maskserve_core.config import Config
@@ -69,8 +70,6 @@ class _Call:
     """The span below which the models record what they do for it."""
     accepted_ns: int = field(default_factory=time.time_ns)
     accepted: float = field(default_factory=time.monotonic)
-    last_steps: dict[str, int] = field(default_factory=dict)
-    """Kind of event -> step of the newest one sent."""
     withdrawn: bool = False
     """Nobody waits for it; its row is to be freed."""
     next_cancel: float = 0.0
@@ -196,20 +195,20 @@ class Front:
 
     def _relay(self, call: _Call) -> None:
         parameters = {"accepted_ns": str(call.accepted_ns), TRACEPARENT: call.traceparent}
-        events = run_edit(self._api, call.inputs, parameters, call.request_id)
+        key = uuid.uuid4().hex if call.settings.progress or call.settings.preview_every else ""
+
+        def taken() -> None:
+            if key:
+                give_receipt(self._config.runtime_dir, key)
+
+        if key:
+            parameters[RECEIPTS] = key
+        events = run_edit(self._api, call.inputs, parameters, call.request_id, taken)
         for event in events:
             if event.kind == "final":
                 call.answer.finish({"IMAGE": event.image, "META": event.meta})
-            elif self._streaming and self._in_order(call, event):
+            elif self._streaming:
                 call.answer.event({"IMAGE": event.image, "META": event.meta})
-
-    @staticmethod
-    def _in_order(call: _Call, event: Event) -> bool:
-        """Whether the event is newer than those of its kind; responses may overtake each other."""
-        if event.step <= call.last_steps.get(event.kind, -1):
-            return False
-        call.last_steps[event.kind] = event.step
-        return True
 
     # The watcher
 

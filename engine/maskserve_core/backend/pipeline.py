@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,18 @@ class Event:
     meta: bytes
     kind: str
     """`progress`, `preview` or `final`."""
-    step: int
+
+
+def _nobody() -> None:
+    pass
 
 
 def run_edit(
-    api: Any, inputs: dict[str, bytes], parameters: dict[str, str], request_id: str
+    api: Any,
+    inputs: dict[str, bytes],
+    parameters: dict[str, str],
+    request_id: str,
+    taken: Callable[[], None] = _nobody,
 ) -> Iterator[Event]:
     """Run one edit through the ensemble, event by event. Blocks; never call it in `execute`.
 
@@ -37,6 +44,7 @@ def run_edit(
         inputs: tensors of one bytes element each.
         parameters: of the request; every model of the pipeline sees them.
         request_id: for error messages.
+        taken: called for each response, once it is here.
 
     Raises:
         MaskserveError: what a model of the pipeline answered.
@@ -48,17 +56,25 @@ def run_edit(
         parameters=parameters,
     )
     failed = ""
-    for answer in responses_of(call):
-        if answer.has_error():
-            raise relayed(answer.error().message(), request_id)
-        meta = output(api, answer, "META")
-        if not meta:
-            continue  # the empty response that only carries the final flag
-        values = json.loads(meta)
-        if values["event"] == "failed":
-            failed = values["error"]
-        else:
-            yield Event(output(api, answer, "EDITED"), meta, values["event"], int(values["step"]))
+    answers = responses_of(call)
+    try:
+        for answer in answers:
+            taken()
+            if answer.has_error():
+                raise relayed(answer.error().message(), request_id)
+            meta = output(api, answer, "META")
+            if not meta:
+                continue  # the empty response that only carries the final flag
+            values = json.loads(meta)
+            if values["event"] == "failed":
+                failed = values["error"]
+            else:
+                image = output(api, answer, "EDITED")
+                yield Event(image, meta, values["event"])
+    finally:
+        # Nobody wants them any more, but the denoiser holds further ones until they are taken.
+        for _ in answers:
+            taken()
     if failed:
         # Made here: an error that its own frame holds is a cycle, and keeps the edit's pictures.
         raise relayed(failed, request_id)

@@ -36,4 +36,5 @@ class TritonPythonModel:
         sign_out(self._config.runtime_dir, "denoiser")
         self._metrics.close()
         self._engine.close(_CLOSE_GRACE_S)
+        self._reception.close()
         self._tracer.close()

@@ -1,0 +1,50 @@
+"""burst: as many events as were asked for, each as soon as it may go; then a final one."""
+
+import json
+import threading
+
+import triton_python_backend_utils as pb_utils
+
+from maskserve_core.backend.answer import Answer
+from maskserve_core.backend.paced import Paced, Straight
+from maskserve_core.backend.receipts import ReceiptDesk
+from maskserve_core.backend.wire import read_bytes
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self._receipts = None
+
+    def execute(self, requests):
+        for request in requests:
+            asked = json.loads(read_bytes(pb_utils, request, "ASKED"))
+            answer = Answer(pb_utils, request.get_response_sender())
+            if asked["paced"] and self._receipts is None:
+                self._receipts = ReceiptDesk(asked["runtime_dir"])
+            work = self._paced if asked["paced"] else straight
+            threading.Thread(target=work, args=(answer, asked), daemon=True).start()
+
+    def finalize(self):
+        if self._receipts is not None:
+            self._receipts.close()
+
+    def _paced(self, answer, asked):
+        key, arrived = asked["key"], threading.Semaphore(0)
+
+        def taken():
+            events.taken()
+            arrived.release()
+
+        events = Paced(answer, lambda: self._receipts.drop(key))
+        self._receipts.keep(key, taken)
+        for _ in range(asked["events"]):
+            events.event("progress", {"META": b"event"})
+            arrived.acquire()
+        events.finish({"META": b"final"})
+
+
+def straight(answer, asked):
+    events = Straight(answer)
+    for _ in range(asked["events"]):
+        events.event("progress", {"META": b"event"})
+    events.finish({"META": b"final"})

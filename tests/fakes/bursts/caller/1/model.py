@@ -1,0 +1,53 @@
+"""caller: a front under load. Many threads call `burst`; another keeps Python's lock busy."""
+
+import json
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import triton_python_backend_utils as pb_utils
+
+from maskserve_core.backend.answer import Answer
+from maskserve_core.backend.receipts import give_receipt
+from maskserve_core.backend.responses import responses_of
+from maskserve_core.backend.wire import output, read_bytes, tensor
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        pass
+
+    def execute(self, requests):
+        for request in requests:
+            asked = json.loads(read_bytes(pb_utils, request, "ASKED"))
+            answer = Answer(pb_utils, request.get_response_sender())
+            threading.Thread(target=load, args=(answer, asked), daemon=True).start()
+
+
+def load(answer, asked):
+    done = threading.Event()
+    threading.Thread(target=keep_busy, args=(done,), daemon=True).start()
+    with ThreadPoolExecutor(asked["threads"]) as pool:
+        seen = list(pool.map(call, [asked] * asked["calls"]))
+    done.set()
+    answer.finish({"META": json.dumps(seen).encode()})
+
+
+def call(asked):
+    """How many events came before the final one."""
+    key = uuid.uuid4().hex
+    inputs = [tensor(pb_utils, "ASKED", json.dumps({**asked, "key": key}).encode())]
+    request = pb_utils.InferenceRequest(
+        model_name="burst", requested_output_names=["META"], inputs=inputs
+    )
+    events = 0
+    for response in responses_of(request):
+        if asked["paced"]:
+            give_receipt(asked["runtime_dir"], key)
+        events += output(pb_utils, response, "META") == b"event"
+    return events
+
+
+def keep_busy(done):
+    while not done.wait(0.001):
+        sum(range(20_000))

@@ -1,0 +1,145 @@
+"""Events that go one at a time."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+
+from maskserve_core.backend.answer import Answer
+from maskserve_core.backend.paced import Paced
+from tests.fakes.pb_utils import FakeTriton, Sender
+
+
+class Ends:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+@pytest.fixture
+def sender(api: FakeTriton) -> Sender:
+    return Sender(api.violations)
+
+
+@pytest.fixture
+def ends() -> Ends:
+    return Ends()
+
+
+@pytest.fixture
+def paced(api: FakeTriton, sender: Sender, ends: Ends) -> Paced:
+    return Paced(Answer(api, sender), ends)
+
+
+def said(sender: Sender) -> list[str]:
+    return [response.text("META").decode() for response in sender.sent]
+
+
+def show(paced: Paced, *events: str) -> None:
+    """Events such as `progress 3`."""
+    for event in events:
+        paced.event(event.split()[0], {"META": event.encode()})
+
+
+def test_the_next_goes_when_the_last_was_taken(paced: Paced, sender: Sender) -> None:
+    show(paced, "progress 1", "preview 1", "progress 2")
+    assert said(sender) == ["progress 1"]
+    paced.taken()
+    assert said(sender) == ["progress 1", "preview 1"]
+    paced.taken()
+    assert said(sender) == ["progress 1", "preview 1", "progress 2"]
+
+
+def test_a_newer_event_replaces_one_of_its_kind_that_waits(paced: Paced, sender: Sender) -> None:
+    show(paced, "progress 1", "progress 2", "preview 2", "progress 3", "preview 4", "progress 5")
+    for _ in range(5):
+        paced.taken()
+    assert said(sender) == ["progress 1", "preview 4", "progress 5"]
+
+
+def test_the_final_event_replaces_all_and_the_end_comes_after_it(
+    paced: Paced, sender: Sender, ends: Ends
+) -> None:
+    show(paced, "progress 1", "preview 2", "progress 2")
+    paced.finish({"META": b"final"})
+    paced.taken()
+    assert said(sender) == ["progress 1", "final"]
+    # Triton would send the end right behind it.
+    assert not sender.finished.is_set()
+    paced.taken()
+    assert sender.finished.is_set()
+    assert ends.count == 1
+
+
+def test_an_edit_without_events_ends_like_one_with(
+    paced: Paced, sender: Sender, ends: Ends
+) -> None:
+    paced.finish({"META": b"final"})
+    assert said(sender) == ["final"]
+    paced.taken()
+    assert sender.finished.is_set()
+    assert ends.count == 1
+
+
+def test_nothing_follows_the_final_event(paced: Paced, sender: Sender, ends: Ends) -> None:
+    paced.finish({"META": b"final"})
+    show(paced, "progress 9")
+    paced.finish({"META": b"another"})
+    for _ in range(4):
+        paced.taken()
+    assert said(sender) == ["final"]
+    assert ends.count == 1
+
+
+def test_a_receipt_for_nothing_is_ignored(paced: Paced, sender: Sender) -> None:
+    paced.taken()
+    show(paced, "progress 1")
+    paced.taken()
+    paced.taken()
+    show(paced, "progress 2", "progress 3")
+    assert said(sender) == ["progress 1", "progress 2"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_two_are_never_under_way(api: FakeTriton, seed: int) -> None:
+    """With events from one thread and receipts from another."""
+    dice, gone, taken = random.Random(seed), threading.Semaphore(0), 0
+
+    class Watched(Sender):
+        def send(self, response: object = None, flags: int = 0) -> None:
+            assert len(self.sent) - taken == (0 if response is not None or flags else 1)
+            super().send(response, flags)  # type: ignore[arg-type]
+            gone.release()
+
+    sender, ends = Watched(api.violations), Ends()
+    paced = Paced(Answer(api, sender), ends)
+
+    def front() -> None:
+        nonlocal taken
+        while not sender.finished.is_set():
+            gone.acquire()
+            time.sleep(dice.random() * 1e-3)
+            taken += 1
+            paced.taken()
+
+    thread = threading.Thread(target=front)
+    thread.start()
+    for step in range(60):
+        show(paced, f"{dice.choice(('progress', 'preview'))} {step}")
+        time.sleep(dice.random() * 1e-3)
+    paced.finish({"META": b"final"})
+    sender.wait()
+    gone.release()
+    thread.join(5)
+    assert not thread.is_alive()
+    seen = said(sender)
+    assert seen[-1] == "final"
+    for kind in ("progress", "preview"):
+        steps = [int(event.split()[1]) for event in seen if event.startswith(kind)]
+        assert steps == sorted(set(steps))
+    assert ends.count == 1
