@@ -7,6 +7,7 @@ The engine says more of itself by its status record; a process here is only aliv
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import threading
 import time
@@ -19,6 +20,9 @@ from maskserve_core.status_record import WorkerStatus
 _UNWELL = {"T": "is stopped", "t": "is stopped", "Z": "has died", "X": "has died"}
 
 _PARENT_EVERY_S = 1.0
+# Python's lock is handed on within milliseconds; no operation of ours keeps it for seconds.
+_STUCK_S = 30.0
+_STANDARD_ERROR = 2
 # What a step takes is foretold from those before it, roughly: kernels, shapes and memory differ.
 _STEPS_OF_SILENCE = 10
 # The first step also loads kernels and allocates; how long steps take is not known yet.
@@ -98,6 +102,22 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
+def end_when_stuck(limit_s: float = _STUCK_S) -> None:
+    """From now on, end this process when its Python stands still for so long.
+
+    Triton's stub (2.51) keeps Python's lock while it waits for Triton to enter a metric, for good
+    if the server was killed meanwhile. The end comes from a thread that needs no Python, and the
+    stacks of those that do go to the log. Call it when all is loaded: an import may take long.
+    """
+    threading.Thread(target=_put_off_the_end, args=(limit_s,), daemon=True).start()
+
+
+def _put_off_the_end(limit_s: float) -> None:
+    while True:
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=_STANDARD_ERROR)
+        time.sleep(limit_s / 10)
+
+
 def sign_out(runtime_dir: str | os.PathLike[str], model: str) -> None:
     """Take this process off the list, as it ends in an orderly way."""
     (Path(runtime_dir) / "processes" / f"{model}.{os.getpid()}").unlink(missing_ok=True)
@@ -111,6 +131,19 @@ def signed_in(runtime_dir: str | os.PathLike[str]) -> list[tuple[str, int]]:
         return []
     pairs = (name.rpartition(".") for name in names)
     return [(model, int(pid)) for model, _, pid in pairs]
+
+
+def signed_in_for_s(runtime_dir: str | os.PathLike[str]) -> dict[str, float]:
+    """Seconds since the newest process of each model on the list signed in."""
+    ages: dict[str, float] = {}
+    for model, pid in signed_in(runtime_dir):
+        try:
+            signed = os.stat(Path(runtime_dir) / "processes" / f"{model}.{pid}").st_mtime
+        except FileNotFoundError:
+            continue  # it has signed out meanwhile
+        age = max(0.0, time.time() - signed)
+        ages[model] = min(age, ages.get(model, age))
+    return ages
 
 
 class Processes:

@@ -22,9 +22,9 @@ _PROGRESS_S = 5.0
 _BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 STEADY_S = 10.0
 """A worker that served this long starts over with the shortest backoff: what failed was no load."""
-_ABORTED_STARTS = 3
-"""A machine that stalls for a second while models load makes Triton 2.51 abort: its process takes
-theirs for dead, and frees what they still read. So an abort is tried again even at the first start.
+_STALLED_STARTS = 3
+"""A machine that stalls for a second while models load makes Triton 2.51 take their processes for
+dead; it aborts or waits for good. So that is tried again even at the first start.
 """
 # The fronts of a worker whose engine died answer their clients themselves; they are given time.
 _ANSWERS_S = 1.5
@@ -172,11 +172,13 @@ class Supervisor:
             return
         reason = watch.worker.exit_reason()
         if reason is not None:
-            self._restart(watch, reason)
+            self._restart(watch, reason, stalled=watch.worker.aborted())
         elif watch.ready:
             self._look_after(watch, now)
         elif watch.worker.ready():
             self._set_ready(watch, now)
+        elif (unheard := watch.worker.unheard()) is not None:
+            self._restart(watch, unheard, stalled=True)
         elif watch.worker.loading_s > self.options.load_timeout_s:
             limit = self.options.load_timeout_s
             self._restart(watch, f"not ready after {limit:g} s; the log is {watch.worker.spec.log}")
@@ -207,10 +209,13 @@ class Supervisor:
             watch.ready = True
             self._changed.notify_all()
 
-    def _restart(self, watch: _Watch, reason: str) -> None:
-        """End what is left of a worker and plan its next start."""
+    def _restart(self, watch: _Watch, reason: str, *, stalled: bool = False) -> None:
+        """End what is left of a worker and plan its next start.
+
+        `stalled`: the machine is to blame, not what the worker was told.
+        """
         never_served = watch.ready_since == 0.0
-        again = watch.worker.aborted() and watch.failures + 1 < _ABORTED_STARTS
+        again = stalled and watch.failures + 1 < _STALLED_STARTS
         given_up = never_served and not again
         with self._changed:
             watch.ready = False

@@ -14,7 +14,7 @@ from typing import Any
 from maskserve_core.config import Config, cores
 from maskserve_core.gate import Gate
 from maskserve_core.status import StatusReader
-from maskserve_core.vitals import Processes, Silence
+from maskserve_core.vitals import Processes, Silence, signed_in_for_s
 from serving.command import EXIT_TIMEOUT_S, command, environment, gpu_of_worker
 from serving.files import WorkerFiles, with_values, worker_files
 from serving.journal import Journal
@@ -25,6 +25,8 @@ from serving.ports import Ports, check_free
 from serving.runtime import Runtime
 from serving.tracing import trace_arguments, untrace
 
+# A model's process signs in as the last thing it does to load; Triton hears of it at once.
+_UNHEARD_S = 30.0
 # After the last answer left a front, Triton still has to write it to its socket.
 _LAST_ANSWER_S = 0.3
 
@@ -159,6 +161,18 @@ class Worker:
     def ready(self) -> bool:
         """Whether Triton says that it and every model are ready."""
         return says_ready(self.http_url)
+
+    def unheard(self) -> str | None:
+        """The loaded model that Triton waits for in vain, in words; None if there is none.
+
+        A machine that stalls for a second while models load makes Triton 2.51 take a process for
+        dead: it reads nothing more from it, and waits for it to end.
+        """
+        loaded = self.loaded()
+        for model, age_s in signed_in_for_s(self.spec.files.runtime).items():
+            if age_s > _UNHEARD_S and model not in loaded:
+                return f"tritonserver does not notice that {model} is loaded"
+        return None
 
     def settle(self) -> str | None:
         """What is left to do once it is ready; what went wrong, in words."""

@@ -274,8 +274,16 @@ def test_what_a_living_supervisor_has_is_left(
 
 FAKE_SERVER = """\
 #!{python}
-import http.server, os, sys
+import http.server, os, sys, time, tomllib
 tries = {tries!r}
+
+def wait_in_vain():
+    with open(os.environ["MASKSERVE_CONFIG"], "rb") as file:
+        processes = tomllib.load(file)["runtime_dir"] + "/processes"
+    os.makedirs(processes, exist_ok=True)
+    open(processes + "/encoder." + str(os.getpid()), "w").close()
+    time.sleep(60)
+
 with open(tries, "a") as file:
     file.write("x")
 if os.path.getsize(tries) <= {failures}:
@@ -296,10 +304,12 @@ http.server.HTTPServer(("127.0.0.1", port), Ready).serve_forever()
     [
         ("os.abort()", 2, 3, None),
         ("os.abort()", 99, 3, r"worker-0: tritonserver ended \(signal 6\)"),
+        ("wait_in_vain()", 2, 3, None),
+        ("wait_in_vain()", 99, 3, "worker-0: tritonserver does not notice that encoder is loaded"),
         ("sys.exit(1)", 99, 1, r"worker-0: tritonserver ended \(exit code 1\)"),
     ],
 )
-def test_a_first_start_is_tried_again_when_triton_aborted(
+def test_a_first_start_is_tried_again_when_the_machine_stalled(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     fail: str,
@@ -308,6 +318,7 @@ def test_a_first_start_is_tried_again_when_triton_aborted(
     error: str | None,
 ) -> None:
     monkeypatch.setattr("serving.supervisor._BACKOFF_S", (0.1,))
+    monkeypatch.setattr("serving.worker._UNHEARD_S", 0.3)
     count, server = tmp_path / "tries", tmp_path / "tritonserver"
     server.write_text(
         FAKE_SERVER.format(python=sys.executable, tries=str(count), failures=failures, fail=fail)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from maskserve_core.vitals import (
     Silence,
     sign_in,
     sign_out,
+    signed_in_for_s,
     silence_limit_s,
     unwell,
 )
@@ -30,6 +32,16 @@ sign_in(sys.argv[1], "denoiser")
 print("in", flush=True)
 import time
 time.sleep(60)
+"""
+
+
+STUCK = """
+import ctypes, sys, time
+from maskserve_core.vitals import end_when_stuck
+end_when_stuck(0.5)
+time.sleep(1.5)
+print("alive", flush=True)
+ctypes.PyDLL(None).pause()  # with Python's lock
 """
 
 
@@ -195,3 +207,29 @@ def test_a_machine_that_stood_still_is_no_silence() -> None:
     for pause in (0.1, 60.0, 0.1, 60.0):
         clock.now += pause
         assert silence.too_long(record(7), 2.5) is None
+
+
+def test_a_process_whose_python_stands_still_ends_and_says_where() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert ended.returncode == 1
+    assert ended.stdout == "alive\n"
+    assert 'File "<string>", line 7 in <module>' in ended.stderr
+
+
+def test_how_long_a_model_has_signed_in(tmp_path: Path) -> None:
+    assert signed_in_for_s(tmp_path) == {}
+    sign_in(tmp_path, "edit")
+    older = tmp_path / "processes" / "preprocess.1"
+    for file, age in ((older, 50), (older.with_suffix(".2"), 20)):
+        file.touch()
+        os.utime(file, (time.time() - age,) * 2)
+    ages = signed_in_for_s(tmp_path)
+    assert ages.keys() == {"edit", "preprocess"}
+    assert ages["edit"] < 5
+    assert 19 < ages["preprocess"] < 30  # the newest counts

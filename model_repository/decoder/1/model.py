@@ -11,7 +11,7 @@ from maskserve_core.backend.wire import read_array, read_bytes
 from maskserve_core.config import beside_denoiser, load_config
 from maskserve_core.logs import start_log
 from maskserve_core.meta import with_timing
-from maskserve_core.vitals import end_with_server, sign_in, sign_out
+from maskserve_core.vitals import end_when_stuck, end_with_server, sign_in, sign_out
 from maskserve_engine.decode import Decoder
 
 _NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
@@ -25,6 +25,7 @@ class TritonPythonModel:
         self._decoder = Decoder.load(self._config)
         self._tracer = make_tracer(self._config, "decoder")
         self._work = self._tracer.recorded("decode", self._decode, output="PIXELS")
+        end_when_stuck()
         sign_in(self._config.runtime_dir, "decoder")
 
     def execute(self, requests):

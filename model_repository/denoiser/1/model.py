@@ -6,7 +6,7 @@ from maskserve_core.backend.metrics import EngineMetrics, MetricsThread
 from maskserve_core.backend.tracing import make_tracer
 from maskserve_core.config import load_config
 from maskserve_core.logs import start_log
-from maskserve_core.vitals import end_with_server, sign_in, sign_out
+from maskserve_core.vitals import end_when_stuck, end_with_server, sign_in, sign_out
 from maskserve_engine.engine import Engine
 from maskserve_engine.reception import Reception
 
@@ -27,6 +27,7 @@ class TritonPythonModel:
             pb_utils, self._config.worker, self._engine.observations, self._config.runtime_dir
         )
         self._metrics = MetricsThread(metrics)
+        end_when_stuck()
         sign_in(self._config.runtime_dir, "denoiser")
 
     def execute(self, requests):

@@ -5,7 +5,7 @@ import triton_python_backend_utils as pb_utils
 from maskserve_core.backend.front import Front
 from maskserve_core.config import load_config
 from maskserve_core.logs import start_log
-from maskserve_core.vitals import end_with_server, sign_in, sign_out
+from maskserve_core.vitals import end_when_stuck, end_with_server, sign_in, sign_out
 
 
 class TritonPythonModel:
@@ -14,6 +14,7 @@ class TritonPythonModel:
         self._config = load_config()
         start_log(self._config, "edit_stream")
         self._front = Front(pb_utils, self._config, "edit_stream", streaming=True)
+        end_when_stuck()
         sign_in(self._config.runtime_dir, "edit_stream")
 
     def execute(self, requests):

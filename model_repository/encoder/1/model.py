@@ -11,7 +11,7 @@ from maskserve_core.backend.wire import read_array, read_bytes
 from maskserve_core.config import beside_denoiser, load_config
 from maskserve_core.logs import start_log
 from maskserve_core.request import EditRequest
-from maskserve_core.vitals import end_with_server, sign_in, sign_out
+from maskserve_core.vitals import end_when_stuck, end_with_server, sign_in, sign_out
 from maskserve_engine.encode import Encoder, warm
 from maskserve_engine.priming_prompt import write_priming_prompt
 
@@ -27,6 +27,7 @@ class TritonPythonModel:
         write_priming_prompt(self._encoder, self._config.runtime_dir)
         self._tracer = make_tracer(self._config, "encoder")
         self._work = self._tracer.recorded("encode", self._encode)
+        end_when_stuck()
         sign_in(self._config.runtime_dir, "encoder")
 
     def execute(self, requests):

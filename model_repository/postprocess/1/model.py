@@ -14,7 +14,7 @@ from maskserve_core.logs import start_log
 from maskserve_core.meta import with_timing
 from maskserve_core.postprocess import finish_edit
 from maskserve_core.request import EditRequest
-from maskserve_core.vitals import end_with_server, sign_in, sign_out
+from maskserve_core.vitals import end_when_stuck, end_with_server, sign_in, sign_out
 
 
 class TritonPythonModel:
@@ -24,6 +24,7 @@ class TritonPythonModel:
         start_log(self._config, "postprocess")
         self._tracer = make_tracer(self._config, "postprocess")
         self._work = self._tracer.recorded("postprocess", self._finish, output="IMAGE")
+        end_when_stuck()
         sign_in(self._config.runtime_dir, "postprocess")
 
     def execute(self, requests):

@@ -11,7 +11,7 @@ from maskserve_core.facts import load_facts
 from maskserve_core.logs import start_log
 from maskserve_core.preprocess import prepare_edit
 from maskserve_core.templates import TemplateFolder
-from maskserve_core.vitals import end_with_server, sign_in, sign_out
+from maskserve_core.vitals import end_when_stuck, end_with_server, sign_in, sign_out
 
 
 class TritonPythonModel:
@@ -24,6 +24,7 @@ class TritonPythonModel:
         self._templates = TemplateFolder(templates_folder(self._config))
         self._tracer = make_tracer(self._config, "preprocess")
         self._work = self._tracer.recorded("preprocess", self._prepare)
+        end_when_stuck()
         sign_in(self._config.runtime_dir, "preprocess")
 
     def execute(self, requests):
