@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +19,12 @@ from maskserve_core.backend.metric_table import (
     PREFIX,
     outcome_of,
 )
-from maskserve_core.backend.metrics import EngineMetrics, FrontMetrics
+from maskserve_core.backend.metrics import EngineMetrics, FrontMetrics, MetricsThread
 from maskserve_core.config import CacheConfig, Config
 from maskserve_core.observations import Observations
 from maskserve_engine.cache import TemplateCache
 from maskserve_engine.engine import Engine
+from tests.eventually import eventually
 from tests.fakes.pb_utils import FakeTriton, Metric
 from tests.triton.conftest import READY
 
@@ -164,3 +167,24 @@ def test_every_metric_is_documented_and_none_that_is_gone() -> None:
     expected = {(name, ", ".join(spec.labels), spec.kind.lower()) for name, spec in table.items()}
     assert set(listed) == expected
     assert len(listed) == len(expected)
+
+
+def test_nothing_is_published_to_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's stub would wait for it for good."""
+
+    class Page:
+        published = 0
+
+        def publish(self) -> None:
+            self.published += 1
+
+    monkeypatch.setattr("maskserve_core.backend.metrics._EVERY_S", 0.005)
+    page = Page()
+    thread = MetricsThread(page)
+    eventually("it is published", lambda: page.published > 2, 5.0)
+    monkeypatch.setattr(os, "getppid", lambda: -1)
+    time.sleep(0.05)  # one that was under way may end
+    published = page.published
+    time.sleep(0.1)
+    assert page.published == published
+    thread.close()

@@ -8,6 +8,7 @@ what histograms need comes, value by value, through `Observations`.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,10 +142,11 @@ class Publisher(Protocol):
 
 
 class MetricsThread:
-    """Publishes every quarter of a second until closed."""
+    """Publishes every quarter of a second until closed, or its server is gone."""
 
     def __init__(self, metrics: Publisher) -> None:
         self._metrics = metrics
+        self._server = os.getppid()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -155,6 +157,10 @@ class MetricsThread:
 
     def _run(self) -> None:
         while not self._closing.wait(_EVERY_S):
+            # A server that was killed takes no metric, and Triton's stub waits for it with
+            # Python's lock in its hands: this process could not even end itself.
+            if os.getppid() != self._server:
+                return
             try:
                 self._metrics.publish()
             except Exception as error:
