@@ -98,7 +98,7 @@ class Reception:
     def _paced(self, answer: Answer, key: str) -> Paced:
         """Events for a front that gives receipts for them."""
         paced = Paced(answer, ended=lambda: self._receipts.drop(key))
-        self._receipts.keep(key, paced.taken)
+        self._receipts.keep(key, paced)
         return paced
 
     def _job(self, edit: EditRequest, request: Any) -> EditJob:

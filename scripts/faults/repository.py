@@ -1,4 +1,4 @@
-"""A copy of the model repository whose denoiser can be sabotaged."""
+"""A copy of the model repository whose denoiser and decoder can be sabotaged."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def sabotaged_repository(folder: Path) -> tuple[Path, Path]:
     shutil.copytree(
         REPOSITORY / "model_repository", copy, ignore=shutil.ignore_patterns("__pycache__")
     )
-    version = copy / "denoiser" / "1"
-    shutil.copy(Path(__file__).with_name("sabotage.py"), version)
-    with (version / "model.py").open("a", encoding="utf-8") as source:
-        source.write(_INSTALL)
+    for model in ("denoiser", "decoder"):
+        version = copy / model / "1"
+        shutil.copy(Path(__file__).with_name("sabotage.py"), version)
+        with (version / "model.py").open("a", encoding="utf-8") as source:
+            source.write(_INSTALL)
     return copy, REPOSITORY / "ensemble"

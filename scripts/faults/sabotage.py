@@ -1,7 +1,8 @@
-"""What is put beside the denoiser's model.py to make its engine fail on command.
+"""What is put beside model.py of the denoiser and the decoder to make them fail on command.
 
-The file `sabotage` in the runtime folder says how: `raise` makes every further step raise, `hang`
-makes the next one never end. It runs inside Triton; `repository.py` puts it there.
+The file `sabotage` in the runtime folder says how the engine fails: `raise` makes every further
+step raise, `hang` makes the next one never end. While there is a file `sabotage-previews` the
+decoder raises at each. It runs inside Triton; `repository.py` puts it there.
 """
 
 from __future__ import annotations
@@ -12,11 +13,29 @@ from pathlib import Path
 from typing import Any
 
 ORDER = "sabotage"
+PREVIEWS = "sabotage-previews"
 _LOOK_S = 0.02
 
 
 def install(model: Any) -> None:
-    """Have instances of the TritonPythonModel class `model` obey once they are initialized."""
+    """Have instances of the denoiser's or the decoder's TritonPythonModel obey."""
+    (_install_in_decoder if hasattr(model, "_decode") else _install_in_denoiser)(model)
+
+
+def _install_in_decoder(model: Any) -> None:
+    decode = model._decode
+
+    def decode_or_obey(self: Any, request: Any) -> Any:
+        if (Path(self._config.runtime_dir) / PREVIEWS).exists():
+            tensor = next(t for t in request.inputs() if t.name() == "META")
+            if b'"preview"' in tensor.as_numpy()[0]:
+                raise RuntimeError("sabotaged")
+        return decode(self, request)
+
+    model._decode = decode_or_obey
+
+
+def _install_in_denoiser(model: Any) -> None:
     initialize = model.initialize
 
     def initialize_and_obey(self: Any, args: Any) -> None:

@@ -6,14 +6,17 @@ The faults and what is measured of them are those of scripts/measure_faults.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from faults.client_faults import ClientFault, client_faults, full_batch, try_client_fault
 from faults.repository import sabotaged_repository
+from faults.sabotage import PREVIEWS
 from faults.site import Site
 from faults.worker_faults import RETURN_BAR_S, WorkerFault, try_worker_fault, worker_faults
+from probing.calls import Stream
 from serving.options import ServeOptions
 from serving.ports import free_base_port
 from serving.supervisor import Supervisor
@@ -48,6 +51,22 @@ def test_clients_are_told_and_the_worker_returns(site: Site, fault: WorkerFault)
     assert trial.as_told, trial
     assert trial.serves_s <= trial.load_s + RETURN_BAR_S, trial
     assert not any("Traceback" in message for message in trial.seen), trial
+
+
+def test_previews_that_cannot_be_made_cost_the_edit_nothing(site: Site) -> None:
+    order = site.worker.spec.files.runtime / PREVIEWS
+    order.touch()
+    try:
+        with closing(Stream(site.worker.grpc_url)) as stream:
+            wanted = {"num_inference_steps": 40, "progress": True, "preview_every": 5}
+            stream.send(site.inputs("blind", **wanted))
+            events = []
+            while "final" not in events:
+                events.append(stream.next(30)[1]["event"])
+    finally:
+        order.unlink()
+    assert set(events) == {"progress", "final"}
+    assert site.worker.in_flight() == 0
 
 
 @pytest.mark.parametrize("fault", client_faults(), ids=lambda fault: fault.name)

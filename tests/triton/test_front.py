@@ -15,6 +15,7 @@ from maskserve_core.backend.front import Front
 from maskserve_core.backend.receipts import ReceiptDesk
 from maskserve_core.config import Config
 from maskserve_core.gate import Gate
+from maskserve_core.status_record import RowStatus
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 
 pytestmark = pytest.mark.usefixtures("beat")
@@ -111,6 +112,16 @@ def test_stream_sends_every_event_in_order(api: FakeTriton, fronts: Callable[...
     assert [(meta["event"], meta["step"]) for meta in metas] == sent
 
 
+class Arrived(threading.Semaphore):
+    """Counts receipts."""
+
+    def taken(self) -> None:
+        self.release()
+
+    def waits_s(self) -> float:
+        return 0.0
+
+
 @pytest.mark.parametrize("settings", [{"progress": True}, {"preview_every": 2}])
 def test_a_stream_gives_a_receipt_for_each_response(
     api: FakeTriton, fronts: Callable[..., Front], config: Config, settings: dict[str, Any]
@@ -119,8 +130,8 @@ def test_a_stream_gives_a_receipt_for_each_response(
     receipts = ReceiptDesk(config.runtime_dir)
 
     def events(call: Call) -> Iterator[InferenceResponse]:
-        arrived = threading.Semaphore(0)
-        receipts.keep(call.parameters["receipts"], arrived.release)
+        arrived = Arrived(0)
+        receipts.keep(call.parameters["receipts"], arrived)
         for event, step in (("progress", 1), ("preview", 2), ("final", 3)):
             yield reply(EDITED=b"", META=meta(event, step))
             assert arrived.acquire(timeout=5)
@@ -255,6 +266,21 @@ def test_a_failed_event_is_the_answer(api: FakeTriton, fronts: Callable[..., Fro
     assert (error.message(), error.code()) == ("[CANCELLED] by somebody", api.TritonError.CANCELLED)
 
 
+def test_a_preview_that_fails_costs_the_edit_nothing(
+    api: FakeTriton, fronts: Callable[..., Front]
+) -> None:
+    def events(call: Call) -> Iterator[InferenceResponse]:
+        failed = {"event": "failed", "step": 0, "steps": 0, "error": "[ENGINE_FAILED] no memory"}
+        yield reply(EDITED=b"", META=json.dumps(failed).encode())
+        yield reply(EDITED=b"picture", META=meta("final", 4))
+
+    api.models["edit_pipeline"] = events
+    request = edit(api, {"preview_every": 2})
+    fronts("edit_stream").execute([request])
+    assert request.sender.wait().text("IMAGE") == b"picture"
+    assert len(request.sender.sent) == 1
+
+
 def test_a_surprise_in_the_front_is_hidden(api: FakeTriton, front: Front) -> None:
     def broken(call: Call) -> Iterator[InferenceResponse]:
         raise RuntimeError("secret")
@@ -316,6 +342,30 @@ def test_a_silent_engine_is_noticed(api: FakeTriton, front: Front, stuck: Stuck)
     late = edit(api)
     front.execute([late])
     assert error_of(late)[0].startswith("[ENGINE_FAILED] the engine has been silent")
+
+
+def test_an_edit_that_triton_loses_is_answered(
+    api: FakeTriton,
+    front: Front,
+    stuck: Stuck,
+    beat: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once the engine has been seen to hold it and holds it no more."""
+    monkeypatch.setattr("maskserve_core.backend.front._LOST_S", 0.5)
+    api.models["edit_pipeline"] = stuck
+    lost, encoding = edit(api, {"request_id": "lost"}), edit(api, {"request_id": "encoding"})
+    front.execute([lost, encoding])
+    row = RowStatus("lost", "dense", active_tokens=4, total_tokens=4, steps_left=2)
+    for held in ([row] * 8, [None] * 7):
+        for shown in held:
+            beat(running=(row,) if shown else ())
+            time.sleep(0.1)
+            assert not lost.sender.finished.is_set() or shown is None
+    assert error_of(lost)[0] == "[ENGINE_FAILED] the edit was lost on its way back from the engine"
+    assert not encoding.sender.finished.is_set()
+    stuck.release.set()
+    encoding.sender.wait()
 
 
 def test_a_failed_engine_is_noticed(

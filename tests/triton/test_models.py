@@ -151,14 +151,22 @@ def test_one_bad_request_leaves_its_neighbours_alone(
     assert bad.error().code() == api.TritonError.INVALID_ARG
 
 
-def test_a_surprise_is_hidden(api: FakeTriton, load: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize(
+    ("meta", "request_id"),
+    [(b'{"event": "final", "request_id": "mine"}', "mine"), (b"{}", ""), (b"[", ""), (b"[]", "")],
+)
+def test_what_postprocess_cannot_do_is_an_event_and_hidden(
+    api: FakeTriton, load: Callable[[str], Any], meta: bytes, request_id: str
+) -> None:
+    """An error of Triton's might wait for events that wait for this one."""
     broken = api.request(
-        PIXELS=np.zeros((8, 8, 3), np.uint8),
-        META=b'{"event": "final"}',
-        CARRIED=np.zeros(9, np.uint8),
+        PIXELS=np.zeros((8, 8, 3), np.uint8), META=meta, CARRIED=np.zeros(9, np.uint8)
     )
     [response] = load("postprocess").execute([broken])
-    assert response.error().message() == "[ENGINE_FAILED] internal error (request unknown)"
+    assert response.text("IMAGE") == b""
+    said = json.loads(response.text("META"))
+    assert (said["event"], said["request_id"]) == ("failed", request_id)
+    assert said["error"] == f"[ENGINE_FAILED] internal error (request {request_id or 'unknown'})"
 
 
 @pytest.mark.usefixtures("beat")

@@ -105,6 +105,38 @@ def test_a_receipt_for_nothing_is_ignored(paced: Paced, sender: Sender) -> None:
     assert said(sender) == ["progress 1", "progress 2"]
 
 
+def test_how_long_an_event_was_not_taken(paced: Paced) -> None:
+    assert paced.waits_s() == 0.0
+    show(paced, "progress 1")
+    time.sleep(0.02)
+    assert 0.02 <= paced.waits_s() < 5
+    paced.taken()
+    assert paced.waits_s() == 0.0
+    show(paced, "progress 2")
+    paced.release()
+    assert paced.waits_s() == 0.0
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_once_released_nothing_waits(
+    paced: Paced, sender: Sender, ends: Ends, before: bool
+) -> None:
+    """The final event may have come before, or come later."""
+    show(paced, "progress 1", "progress 2")
+    if before:
+        paced.finish({"META": b"final"})
+    paced.release()
+    assert said(sender) == ["progress 1", "final" if before else "progress 2"]
+    if not before:
+        show(paced, "progress 3", "progress 4")
+        paced.finish({"META": b"final"})
+        assert said(sender)[2:] == ["progress 3", "progress 4", "final"]
+    assert sender.finished.is_set()
+    paced.taken()
+    paced.release()
+    assert ends.count == 1
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_two_are_never_under_way(api: FakeTriton, seed: int) -> None:
     """With events from one thread and receipts from another."""

@@ -42,17 +42,37 @@ def test_an_edit_that_failed_is_freed_at_once(api: FakeTriton, pipeline: object)
         gc.enable()
 
 
-def test_events_nobody_wants_any_more_are_taken_all_the_same(api: FakeTriton) -> None:
-    """The denoiser holds further ones back until they are."""
-    taken: list[int] = []
+class Said:
+    """Receipts, as a front gives them."""
+
+    key = "key"
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def taken(self) -> None:
+        self.said.append("taken")
+
+    def over(self) -> None:
+        self.said.append("over")
+
+
+@pytest.mark.parametrize("wanted", [1, 3])
+def test_a_receipt_for_each_event_and_a_word_at_the_end(api: FakeTriton, wanted: int) -> None:
+    """Also when nobody wants the rest: the denoiser holds it back until it is told."""
+    receipts = Said()
 
     def events(call: Call) -> Iterator[InferenceResponse]:
-        for number in range(4):
-            assert len(taken) == number
+        assert call.parameters == {"receipts": "key"}
+        for number in range(3):
+            assert receipts.said == ["taken"] * number
             yield event(event="progress")
 
     api.models["edit_pipeline"] = events
-    run = run_edit(api, {"IMAGE": b"image"}, {}, "mine", lambda: taken.append(1))
-    next(run)
+    run = run_edit(api, {"IMAGE": b"image"}, {}, "mine", receipts)  # type: ignore[arg-type]
+    for _ in range(wanted):
+        next(run)
+    if wanted == 3:
+        assert next(run, None) is None
     run.close()
-    assert len(taken) == 4
+    assert receipts.said == ["taken"] * wanted + ["over"]

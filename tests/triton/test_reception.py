@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from maskserve_core.backend.receipts import give_receipt
+from maskserve_core.backend.receipts import Receipts
 from maskserve_core.config import Config
 from maskserve_core.errors import Cancelled, Overloaded
 from maskserve_core.meta import TIMINGS
 from maskserve_engine.job import EditJob, Failed, Final, Preview, Progress, Sink
 from maskserve_engine.reception import Reception
+from tests.eventually import eventually
 from tests.fakes.pb_utils import FakeTriton, Request
 from tests.fakes.scripted_engine import EDIT, ScriptedEngine, tensors
 
@@ -96,7 +96,8 @@ def test_every_event_is_sent(api: FakeTriton, desk: Reception, engine: ScriptedE
 def test_with_receipts_an_event_waits_for_that_of_the_last(
     api: FakeTriton, config: Config, desk: Reception, engine: ScriptedEngine
 ) -> None:
-    request = api.request(parameters=json.dumps({"receipts": "key"}), **tensors())
+    receipts = Receipts(config.runtime_dir)
+    request = api.request(parameters=json.dumps({"receipts": receipts.key}), **tensors())
     desk.execute([request])
     _, sink = engine.jobs[0]
     sink(Progress(1, 3))
@@ -105,18 +106,11 @@ def test_with_receipts_an_event_waits_for_that_of_the_last(
     assert len(request.sender.sent) == 1
     for _ in range(2):
         assert not request.sender.finished.is_set()
-        give_receipt(config.runtime_dir, "key")
-        wait_until(lambda: len(request.sender.sent) == 2)
+        receipts.taken()
+        eventually("it is sent", lambda: len(request.sender.sent) == 2)
     request.sender.wait()
     events = [json.loads(response.text("META"))["event"] for response in request.sender.sent]
     assert events == ["progress", "failed"]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_a_failure_keeps_its_code(api: FakeTriton, desk: Reception, engine: ScriptedEngine) -> None:

@@ -28,7 +28,7 @@ from maskserve_core.backend.ending import Ending
 from maskserve_core.backend.health import Health
 from maskserve_core.backend.metrics import FrontMetrics, MetricsThread
 from maskserve_core.backend.pipeline import ask_denoiser, run_edit
-from maskserve_core.backend.receipts import RECEIPTS, give_receipt
+from maskserve_core.backend.receipts import Receipts
 from maskserve_core.backend.tracing import TRACEPARENT, Tracer, make_tracer
 from maskserve_core.backend.wire import guarded, read_bytes
 from maskserve_core.config import Config
@@ -52,6 +52,8 @@ _HEALTH_EVERY_S = 0.1
 _IDLE_S = 0.25
 # However long steps are, a client that cancels or whose deadline passes has its answer by then.
 _SELDOM_S = 0.1
+# What comes after the engine takes a moment, or many on a CPU that decodes for others first.
+_LOST_S = 60.0
 # The cancel of an edit that has not reached the denoiser yet finds nothing there: say it again.
 _CANCEL_EVERY_S = 0.05
 _CANCEL_THREADS = 4
@@ -70,6 +72,8 @@ class _Call:
     """The span below which the models record what they do for it."""
     accepted_ns: int = field(default_factory=time.time_ns)
     accepted: float = field(default_factory=time.monotonic)
+    heard: float = 0.0
+    """When the engine was last seen to hold it, or an event of it came; 0: never."""
     withdrawn: bool = False
     """Nobody waits for it; its row is to be freed."""
     next_cancel: float = 0.0
@@ -195,16 +199,11 @@ class Front:
 
     def _relay(self, call: _Call) -> None:
         parameters = {"accepted_ns": str(call.accepted_ns), TRACEPARENT: call.traceparent}
-        key = uuid.uuid4().hex if call.settings.progress or call.settings.preview_every else ""
-
-        def taken() -> None:
-            if key:
-                give_receipt(self._config.runtime_dir, key)
-
-        if key:
-            parameters[RECEIPTS] = key
-        events = run_edit(self._api, call.inputs, parameters, call.request_id, taken)
+        more = call.settings.progress or call.settings.preview_every
+        receipts = Receipts(self._config.runtime_dir) if more else None
+        events = run_edit(self._api, call.inputs, parameters, call.request_id, receipts)
         for event in events:
+            call.heard = time.monotonic()
             if event.kind == "final":
                 call.answer.finish({"IMAGE": event.image, "META": event.meta})
             elif self._streaming:
@@ -239,12 +238,17 @@ class Front:
             self._wake.clear()
 
     def _look_at(self, call: _Call, now: float) -> None:
+        if call.request_id in self._health.held:
+            call.heard = now
         if call.answer.cancelled():
             self._withdraw(call, Cancelled("the client cancelled the request"))
         elif call.too_late(now) and not call.answer.done:
             limit = call.settings.deadline_ms
             late = f"SETTINGS.deadline_ms: {limit} ms passed before the edit was done"
             self._withdraw(call, DeadlineExceeded(late))
+        elif call.heard and now - call.heard > _LOST_S:
+            # Triton 2.51 never ends an ensemble in which a step fails while others are under way.
+            call.answer.fail(EngineFailed("the edit was lost on its way back from the engine"))
         if call.withdrawn and not call.cancelling and now >= call.next_cancel:
             call.cancelling = True
             call.next_cancel = now + _CANCEL_EVERY_S

@@ -28,6 +28,8 @@ class Health:
         self._next_processes = 0.0
         self.step_s = 0.0
         """Mean length of a step so far."""
+        self.held: frozenset[str] = frozenset()
+        """Ids of the edits that the engine holds."""
         self._unwell: str | None = None
         self._lock = threading.Lock()
 
@@ -48,6 +50,7 @@ class Health:
         if status is None:
             return EngineFailed("the engine has not started")
         self.step_s = mean_step_s(status)
+        self.held = frozenset(row.request_id for row in (*status.running, *status.waiting))
         hung = self._silence.too_long(status, self._config.engine.heartbeat_timeout_s)
         if hung is not None:
             return EngineFailed(f"the {hung}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -51,6 +52,10 @@ class Paced:
         self._under_way = False
         self._sealed = False
         """The final event was given; nothing more is taken."""
+        self._released = False
+        self._over = False
+        self._sent = time.monotonic()
+        """When the newest event was."""
 
     def event(self, kind: str, outputs: dict[str, Any]) -> None:
         """Send an event that others follow, now or later or, if a newer one comes, never."""
@@ -63,15 +68,20 @@ class Paced:
     def taken(self) -> None:
         """The event under way has arrived: send the next."""
         with self._lock:
-            if not self._under_way:
-                return
             self._under_way = False
-            over = self._sealed and not self._waiting
-        if over:
-            self._answer.end()
-            self._ended()
-        else:
-            self._send()
+        self._go_on()
+
+    def waits_s(self) -> float:
+        """Seconds for which the event under way has not been taken; 0 if there is none."""
+        with self._lock:
+            waits = self._under_way and not self._released
+            return time.monotonic() - self._sent if waits else 0.0
+
+    def release(self) -> None:
+        """Nobody takes events any more: from now on none waits, so that the request ends."""
+        with self._lock:
+            self._released = True
+        self._go_on()
 
     def _put(self, kind: str, outputs: dict[str, Any]) -> None:
         with self._lock:
@@ -82,13 +92,25 @@ class Paced:
                 self._waiting.clear()
             self._waiting.pop(kind, None)
             self._waiting[kind] = outputs
-        self._send()
+        self._go_on()
 
-    def _send(self) -> None:
+    def _go_on(self) -> None:
+        """Send what may go: one event or, when it was released, all; and then the end."""
+        while (outputs := self._next()) is not None:
+            self._answer.event(outputs)
         with self._lock:
-            if self._under_way or not self._waiting:
-                return
-            kind = next(iter(self._waiting))
-            outputs = self._waiting.pop(kind)
-            self._under_way = True
-        self._answer.event(outputs)
+            ends = self._sealed and not self._over and not self._holds()
+            self._over = self._over or ends
+        if ends:
+            self._answer.end()
+            self._ended()
+
+    def _next(self) -> dict[str, Any] | None:
+        with self._lock:
+            if not self._waiting or (self._under_way and not self._released):
+                return None
+            self._under_way, self._sent = True, time.monotonic()
+            return self._waiting.pop(next(iter(self._waiting)))
+
+    def _holds(self) -> bool:
+        return bool(self._waiting) or (self._under_way and not self._released)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from maskserve_core.backend.receipts import RECEIPTS, Receipts
 from maskserve_core.backend.responses import responses_of
 from maskserve_core.backend.wire import output, relayed, tensor
 from maskserve_core.errors import EngineFailed
@@ -23,16 +24,12 @@ class Event:
     """`progress`, `preview` or `final`."""
 
 
-def _nobody() -> None:
-    pass
-
-
 def run_edit(
     api: Any,
     inputs: dict[str, bytes],
     parameters: dict[str, str],
     request_id: str,
-    taken: Callable[[], None] = _nobody,
+    receipts: Receipts | None = None,
 ) -> Iterator[Event]:
     """Run one edit through the ensemble, event by event. Blocks; never call it in `execute`.
 
@@ -44,11 +41,13 @@ def run_edit(
         inputs: tensors of one bytes element each.
         parameters: of the request; every model of the pipeline sees them.
         request_id: for error messages.
-        taken: called for each response, once it is here.
+        receipts: given for each response, if more than one is to come.
 
     Raises:
         MaskserveError: what a model of the pipeline answered.
     """
+    if receipts is not None:
+        parameters = {**parameters, RECEIPTS: receipts.key}
     call = api.InferenceRequest(
         model_name="edit_pipeline",
         requested_output_names=["EDITED", "META"],
@@ -59,7 +58,8 @@ def run_edit(
     answers = responses_of(call)
     try:
         for answer in answers:
-            taken()
+            if receipts is not None:
+                receipts.taken()
             if answer.has_error():
                 raise relayed(answer.error().message(), request_id)
             meta = output(api, answer, "META")
@@ -69,12 +69,12 @@ def run_edit(
             if values["event"] == "failed":
                 failed = values["error"]
             else:
-                image = output(api, answer, "EDITED")
-                yield Event(image, meta, values["event"])
+                if values["event"] == "final":
+                    failed = ""  # it was a preview that could not be made
+                yield Event(output(api, answer, "EDITED"), meta, values["event"])
     finally:
-        # Nobody wants them any more, but the denoiser holds further ones until they are taken.
-        for _ in answers:
-            taken()
+        if receipts is not None:
+            receipts.over()
     if failed:
         # Made here: an error that its own frame holds is a cycle, and keeps the edit's pictures.
         raise relayed(failed, request_id)

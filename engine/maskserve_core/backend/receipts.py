@@ -15,9 +15,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import select
 import threading
-from collections.abc import Callable
+import time
+import uuid
 from pathlib import Path
+from typing import Protocol
 
 log = logging.getLogger("maskserve")
 
@@ -26,28 +29,53 @@ RECEIPTS = "receipts"
 
 _NAME = "receipts"
 _READ_BYTES = 65536
+_OVER = " over"
 _CLOSE = b"\n"
+_LOOK_EVERY_S = 1.0
+_LOST_S = 30.0
 
 
-def give_receipt(runtime_dir: str | os.PathLike[str], key: str) -> None:
-    """Say that the newest event of the call has arrived. Waits while the pipe is full."""
-    try:
-        pipe = os.open(Path(runtime_dir) / _NAME, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENXIO):
-            return  # the denoiser is gone
-        raise
-    try:
-        os.set_blocking(pipe, True)
-        os.write(pipe, f"{key}\n".encode())  # short lines are written whole
-    except BrokenPipeError:
-        pass
-    finally:
-        os.close(pipe)
+class Receipts:
+    """What a front says of one call."""
+
+    def __init__(self, runtime_dir: str | os.PathLike[str]) -> None:
+        self.key = uuid.uuid4().hex
+        self._pipe = Path(runtime_dir) / _NAME
+
+    def taken(self) -> None:
+        """The newest event has arrived. Waits while the pipe is full."""
+        self._write(self.key)
+
+    def over(self) -> None:
+        """The call has ended: what is still to come of it is not waited for."""
+        self._write(self.key + _OVER)
+
+    def _write(self, line: str) -> None:
+        try:
+            pipe = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENXIO):
+                return  # the denoiser is gone
+            raise
+        try:
+            os.set_blocking(pipe, True)
+            os.write(pipe, f"{line}\n".encode())  # short lines are written whole
+        except BrokenPipeError:
+            pass
+        finally:
+            os.close(pipe)
+
+
+class Taken(Protocol):
+    """What a ReceiptDesk tells of receipts (paced.py)."""
+
+    def taken(self) -> None: ...
+    def waits_s(self) -> float: ...
+    def release(self) -> None: ...
 
 
 class ReceiptDesk:
-    """The denoiser's end: calls what is kept under a receipt's key, in a thread of its own."""
+    """The denoiser's end: tells what is kept under a receipt's key, in a thread of its own."""
 
     def __init__(self, runtime_dir: str | os.PathLike[str]) -> None:
         path = Path(runtime_dir) / _NAME
@@ -56,13 +84,13 @@ class ReceiptDesk:
         os.mkfifo(path, 0o600)
         # Open for both ways, it has no end when no front has it open.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._kept: dict[str, Callable[[], None]] = {}
+        self._kept: dict[str, Taken] = {}
         self._thread = threading.Thread(target=self._run, name="receipts", daemon=True)
         self._thread.start()
 
-    def keep(self, key: str, taken: Callable[[], None]) -> None:
-        """Call `taken` at each receipt for `key`, until it is dropped."""
-        self._kept[key] = taken
+    def keep(self, key: str, call: Taken) -> None:
+        """Tell `call` of each receipt for `key`, until it is dropped."""
+        self._kept[key] = call
 
     def drop(self, key: str) -> None:
         self._kept.pop(key, None)
@@ -73,20 +101,35 @@ class ReceiptDesk:
         os.close(self._file)
 
     def _run(self) -> None:
-        rest = b""
+        rest, next_look = b"", 0.0
         while True:
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + _LOOK_EVERY_S
+                self._release_lost()
+            if not select.select([self._file], [], [], _LOOK_EVERY_S)[0]:
+                continue
             *lines, rest = (rest + os.read(self._file, _READ_BYTES)).split(b"\n")
             for line in lines:
                 if not line:
                     return
                 self._take(line.decode("ascii", "replace"))
 
-    def _take(self, key: str) -> None:
-        taken = self._kept.get(key)
-        if taken is None:
-            return  # of a call that has ended
+    def _release_lost(self) -> None:
+        """An event that Triton lost on its way is not waited for: its edit would never end."""
+        for key, call in list(self._kept.items()):
+            if call.waits_s() > _LOST_S:
+                log.warning("an event has not arrived for %g s; its edit goes on", _LOST_S)
+                self._take(key + _OVER)
+
+    def _take(self, line: str) -> None:
+        call = self._kept.get(line.removesuffix(_OVER))
+        if call is None:
+            return  # it has ended
         try:
-            taken()
+            if line.endswith(_OVER):
+                call.release()
+            else:
+                call.taken()
         except Exception:
             # One call's trouble is no other call's.
             log.exception("an event could not be sent")

@@ -5,9 +5,10 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.backend.respond import respond
+from maskserve_core.backend.respond import failed_event, respond
 from maskserve_core.backend.tracing import make_tracer
 from maskserve_core.backend.wire import read_array, read_bytes
+from maskserve_core.carried import NOTHING
 from maskserve_core.config import beside_denoiser, load_config
 from maskserve_core.logs import start_log
 from maskserve_core.meta import with_timing
@@ -29,7 +30,7 @@ class TritonPythonModel:
         sign_in(self._config.runtime_dir, "decoder")
 
     def execute(self, requests):
-        return respond(pb_utils, requests, self._work)
+        return respond(pb_utils, requests, self._work, self._failed)
 
     def finalize(self):
         sign_out(self._config.runtime_dir, "decoder")
@@ -45,3 +46,7 @@ class TritonPythonModel:
             "META": with_timing(read_bytes(pb_utils, request, "META"), "decode", taken_ms),
             "CARRIED": read_array(pb_utils, request, "CARRIED", np.uint8, ndim=1),
         }
+
+    def _failed(self, request, error):
+        meta = failed_event(pb_utils, request, error)
+        return {"PIXELS": _NO_PIXELS, "META": meta, "CARRIED": NOTHING}

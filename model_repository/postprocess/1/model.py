@@ -5,7 +5,7 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.backend.respond import respond
+from maskserve_core.backend.respond import failed_event, respond
 from maskserve_core.backend.tracing import make_tracer
 from maskserve_core.backend.wire import read_array, read_bytes
 from maskserve_core.carried import Carried
@@ -28,7 +28,7 @@ class TritonPythonModel:
         sign_in(self._config.runtime_dir, "postprocess")
 
     def execute(self, requests):
-        return respond(pb_utils, requests, self._work)
+        return respond(pb_utils, requests, self._work, self._failed)
 
     def finalize(self):
         sign_out(self._config.runtime_dir, "postprocess")
@@ -45,3 +45,6 @@ class TritonPythonModel:
         image = finish_edit(pixels, carried.source, carried.paste, edit)
         taken_ms = (time.perf_counter() - start) * 1e3
         return {"IMAGE": image, "META": with_timing(meta, "postprocess", taken_ms)}
+
+    def _failed(self, request, error):
+        return {"IMAGE": b"", "META": failed_event(pb_utils, request, error)}

@@ -29,18 +29,22 @@ class TritonPythonModel:
             self._receipts.close()
 
     def _paced(self, answer, asked):
-        key, arrived = asked["key"], threading.Semaphore(0)
-
-        def taken():
-            events.taken()
-            arrived.release()
-
-        events = Paced(answer, lambda: self._receipts.drop(key))
-        self._receipts.keep(key, taken)
+        events = Arriving(answer, lambda: self._receipts.drop(asked["key"]))
+        self._receipts.keep(asked["key"], events)
         for _ in range(asked["events"]):
             events.event("progress", {"META": b"event"})
-            arrived.acquire()
+            events.arrived.acquire()
         events.finish({"META": b"final"})
+
+
+class Arriving(Paced):
+    def __init__(self, answer, ended):
+        super().__init__(answer, ended)
+        self.arrived = threading.Semaphore(0)
+
+    def taken(self):
+        super().taken()
+        self.arrived.release()
 
 
 def straight(answer, asked):

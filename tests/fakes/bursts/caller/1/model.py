@@ -2,13 +2,12 @@
 
 import json
 import threading
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.backend.answer import Answer
-from maskserve_core.backend.receipts import give_receipt
+from maskserve_core.backend.receipts import Receipts
 from maskserve_core.backend.responses import responses_of
 from maskserve_core.backend.wire import output, read_bytes, tensor
 
@@ -35,15 +34,15 @@ def load(answer, asked):
 
 def call(asked):
     """How many events came before the final one."""
-    key = uuid.uuid4().hex
-    inputs = [tensor(pb_utils, "ASKED", json.dumps({**asked, "key": key}).encode())]
+    receipts = Receipts(asked["runtime_dir"])
+    inputs = [tensor(pb_utils, "ASKED", json.dumps({**asked, "key": receipts.key}).encode())]
     request = pb_utils.InferenceRequest(
         model_name="burst", requested_output_names=["META"], inputs=inputs
     )
     events = 0
     for response in responses_of(request):
         if asked["paced"]:
-            give_receipt(asked["runtime_dir"], key)
+            receipts.taken()
         events += output(pb_utils, response, "META") == b"event"
     return events
 
