@@ -56,7 +56,7 @@ def test_the_prompt_reaches_the_model(grpc: Grpc) -> None:
 
 def test_a_stream_sends_progress_previews_and_the_answer(worker: Worker, grpc: Grpc) -> None:
     """Of events that come faster than they are taken, the newest."""
-    steps, every = 60, 20
+    steps, every = 200, 50
     inputs = plain_edit(num_inference_steps=steps, progress=True, preview_every=every)
     with stream(worker.grpc_url) as opened:
         opened.send(inputs)
