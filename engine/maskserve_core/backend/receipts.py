@@ -19,6 +19,7 @@ import select
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -116,20 +117,20 @@ class ReceiptDesk:
 
     def _release_lost(self) -> None:
         """An event that Triton lost on its way is not waited for: its edit would never end."""
-        for key, call in list(self._kept.items()):
+        for call in list(self._kept.values()):
             if call.waits_s() > _LOST_S:
                 log.warning("an event has not arrived for %g s; its edit goes on", _LOST_S)
-                self._take(key + _OVER)
+                _tell(call.release)
 
     def _take(self, line: str) -> None:
         call = self._kept.get(line.removesuffix(_OVER))
-        if call is None:
-            return  # it has ended
-        try:
-            if line.endswith(_OVER):
-                call.release()
-            else:
-                call.taken()
-        except Exception:
-            # One call's trouble is no other call's.
-            log.exception("an event could not be sent")
+        if call is not None:  # else it has ended
+            _tell(call.release if line.endswith(_OVER) else call.taken)
+
+
+def _tell(what: Callable[[], None]) -> None:
+    try:
+        what()
+    except Exception:
+        # One call's trouble is no other call's.
+        log.exception("an event could not be sent")
