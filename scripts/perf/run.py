@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from perf.errors import PerfError
+from perf.interrupts import held_back
 from perf.load import Load, Target
 from perf.results import Report, Stamps, parse_errors, parse_report, parse_stamps
 from perf.tool import Tool
@@ -77,6 +78,20 @@ class Outcome:
         return run
 
 
+def start(tool: Tool, arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(tool.binary), *arguments],
+        env=tool.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        # Ctrl-C at the terminal is not for it: it would go on until every request is sent.
+        start_new_session=True,
+    )
+
+
 def measure(tool: Tool, measurement: Measurement) -> Outcome:
     """Run perf_analyzer once. Interrupted, it is ended before the interruption goes on.
 
@@ -89,24 +104,16 @@ def measure(tool: Tool, measurement: Measurement) -> Outcome:
         shown = [Path(word).name if os.path.isabs(word) else word for word in arguments]
         command = " ".join(["perf_analyzer", *shown])
         written = ["--verbose-csv", "-f", str(report), "--profile-export-file", str(export)]
-        process = subprocess.Popen(
-            [str(tool.binary), *arguments, *written],
-            env=tool.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            # Ctrl-C at the terminal is not for it: it would go on until every request is sent.
-            start_new_session=True,
-        )
+        process: subprocess.Popen[str] | None = None
         try:
+            with held_back():
+                process = start(tool, [*arguments, *written])
             output, _ = process.communicate(timeout=measurement.limit_s)
         except subprocess.TimeoutExpired:
             late = f"not done after {measurement.limit_s:g} s"
             return Outcome(measurement, command, errors=(late,))
         finally:
-            if process.poll() is None:
+            if process is not None and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # a wrapper script's children too
                 process.communicate()
         errors = parse_errors(output)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import struct
+import subprocess
 import sys
 from base64 import b64decode
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -234,6 +237,35 @@ def test_a_run_that_fails_says_why(tmp_path: Path, text: str, limit_s: float, er
     assert run["errors"] == [error]
     assert "answer_ms" not in run
     assert str(tmp_path) not in run["command"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_while_the_tool_starts_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    class Interrupted(subprocess.Popen[str]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    target, load = Target("edit", "http"), Load("concurrency", 1.0)
+    what = Measurement(target, load, "localhost:1", 2, tmp_path / "edits.json", 0, 30.0)
+    # As the script has it; a SIGTERM is an interruption too.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            measure(tool.Tool(program(tmp_path, "exec sleep 60"), None, "fake"), what)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        (process,) = started
+        left = process.poll() is None
+        with process:  # closes its pipe
+            process.kill()
+    assert not left
 
 
 def test_a_named_tool_is_used_and_a_broken_one_refused(tmp_path: Path) -> None:
