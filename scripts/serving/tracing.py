@@ -14,6 +14,7 @@ from serving.options import ServeOptions
 # `control` is asked many times a second by whoever watches a worker: that is nothing to trace,
 # and where one request in so many is traced, it would be one of those most of the time.
 UNTRACED = "control"
+_PROTOCOLS = ("http", "grpc")
 
 
 def with_trace(tables: dict[str, Any], options: ServeOptions) -> dict[str, Any]:
@@ -40,7 +41,9 @@ def trace_arguments(config: TraceConfig, worker: str) -> list[str]:
         # Triton sends batches of 512, and takes no queue that is shorter.
         f"opentelemetry,bsp_max_queue_size={max(config.queue, 512)}",
     )
-    return [f"--trace-config={setting}" for setting in settings]
+    # For the fronts, as Triton overlooks the header of some requests itself.
+    header = [f"--{protocol}-header-forward-pattern=(?i)traceparent" for protocol in _PROTOCOLS]
+    return [*(f"--trace-config={setting}" for setting in settings), *header]
 
 
 def untrace(http_url: str) -> str | None:

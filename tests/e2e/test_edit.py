@@ -192,4 +192,4 @@ def test_control_says_how_the_worker_is(grpc: Grpc) -> None:
     began = time.monotonic()
     for _ in range(20):
         grpc.control(op="status")
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10

@@ -1,8 +1,8 @@
 """Spans of our own inside the trace that Triton keeps of a request (docs/adr/0008-traces.md).
 
-A front reads the trace context of its request and opens the span `pipeline` below it, which ends
-with the answer. The models behind it get that span as the request parameter `traceparent`, and
-each records what it did below it, from times taken before and after.
+A front reads the trace context of its request, Triton's or else the client's, and opens the span
+`pipeline` below it, which ends with the answer. The models behind it get that span as the request
+parameter `traceparent`, and each records what it did below it, from times taken before and after.
 
 OpenTelemetry is optional, and imported only where `[trace] otlp_url` is set. Spans are sent by a
 thread of the library's; a collector that does not answer costs a warning, and spans.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ TRACEPARENT = "traceparent"
 """Request parameter, and W3C header, that names the span to record below."""
 
 _PREFIX = "maskserve."
+# https://www.w3.org/TR/trace-context/#traceparent-header; ids of zeros are not valid.
+_TRACEPARENT = re.compile("00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _CLOSE_S = 1.0
 """How long a worker that stops waits for its last spans to be sent."""
 
@@ -79,10 +82,10 @@ class Tracer:
         self._tracer = None if provider is None else provider.get_tracer("maskserve")
 
     def open(self, name: str, request: Any) -> OpenSpan:
-        """Begin a span below the span that Triton has of `request`, if the request is traced."""
+        """Begin a span in the trace of `request`, if the request is traced."""
         if self._tracer is not None:
             with _harmless():
-                parent = _context_of(request)
+                parent = _parent_of_front(request)
                 if parent:
                     return OpenSpan(self._start(name, parent, time.time_ns()))
         return OpenSpan()
@@ -183,10 +186,28 @@ def parent_of(request: Any) -> str:
     return str(parameters(request).get(TRACEPARENT, ""))
 
 
-def _context_of(request: Any) -> str:
-    """Triton's own span of `request`; empty if it is not traced."""
+def _parent_of_front(request: Any) -> str:
+    """Triton's own span of `request`; empty if it is not traced.
+
+    Triton 2.51 overlooks the trace of some clients that cancel edits: it has no span then, or one
+    in a trace of its own. The span is then the client's.
+    """
     raw = request.trace().get_context()
-    return str(json.loads(raw).get(TRACEPARENT, "")) if raw else ""
+    ours = str(json.loads(raw).get(TRACEPARENT, "")) if raw else ""
+    theirs = _client_span(request)
+    return ours if not theirs or _trace_id(ours) == _trace_id(theirs) else theirs
+
+
+def _client_span(request: Any) -> str:
+    """The span that a client names in its header, which Triton hands on as a parameter; or ""."""
+    for name, value in parameters(request).items():
+        if name.lower() == TRACEPARENT and _TRACEPARENT.fullmatch(str(value)):
+            return str(value)
+    return ""
+
+
+def _trace_id(traceparent: str) -> str:
+    return traceparent[3:35]
 
 
 def _finish(span: Any, attributes: Mapping[str, Any], error: BaseException | None) -> None:
