@@ -189,13 +189,14 @@ def parent_of(request: Any) -> str:
 def _parent_of_front(request: Any) -> str:
     """Triton's own span of `request`; empty if it is not traced.
 
-    Triton 2.51 overlooks the trace of some clients that cancel edits: it has no span then, or one
-    in a trace of its own. The span is then the client's.
+    Triton 2.51 overlooks some clients' traces where edits are cancelled: it then has no span, or
+    one in a trace of its own. In that case the client's span.
     """
     raw = request.trace().get_context()
-    ours = str(json.loads(raw).get(TRACEPARENT, "")) if raw else ""
-    theirs = _client_span(request)
-    return ours if not theirs or _trace_id(ours) == _trace_id(theirs) else theirs
+    of_triton = str(json.loads(raw).get(TRACEPARENT, "")) if raw else ""
+    of_client = _client_span(request)
+    overlooked = of_client and _trace_id(of_client) != _trace_id(of_triton)
+    return of_client if overlooked else of_triton
 
 
 def _client_span(request: Any) -> str:
