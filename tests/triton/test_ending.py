@@ -163,8 +163,8 @@ def test_each_edit_of_a_front_has_one_line_with_its_id(
     requests = {
         name: edit(api, request_id=name) for name in ("done", "refused", "broken", "cancelled")
     }
-    requests["cancelled"].sender.cancel.set()
     front.execute([*requests.values(), edit(api, steps=1), edit(api, request_id="cancelled")])
+    requests["cancelled"].sender.cancel.set()  # now, as an id is free once it is answered
     for request in requests.values():
         request.sender.wait()
     stuck.set()
