@@ -10,8 +10,10 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from maskserve_client import wire
+from maskserve_client.calls import Answer, Answers
 from maskserve_client.errors import ServerUnavailable, from_rpc
 from maskserve_client.events import EditResult, Event, Final
+from maskserve_client.interrupts import held_back
 from maskserve_client.wire import DEFAULT_URL, ImageInput
 from maskserve_core.errors import Cancelled
 
@@ -130,44 +132,46 @@ class Client:
     def _infer(
         self, request: service_pb2.ModelInferRequest, timeout: float | None
     ) -> service_pb2.ModelInferResponse:
-        call = self._stub.ModelInfer.future(request, timeout=timeout, metadata=self._metadata)
+        answer: Answer | None = None
         try:
-            return call.result()
+            with held_back():
+                answer = Answer(
+                    self._stub.ModelInfer.future(request, timeout=timeout, metadata=self._metadata)
+                )
+            response: service_pb2.ModelInferResponse = answer.get()
+            return response
         except grpc.RpcError as error:
             raise from_rpc(error, self._url) from None
         except grpc.FutureCancelledError:
             raise Cancelled(f"{self._url}: the client was closed") from None
         finally:
-            call.cancel()  # no effect once it is done; else the caller was interrupted
+            if answer is not None:
+                answer.cancel()  # no effect once it is done; else the caller was interrupted
 
     def _events(
         self, request: service_pb2.ModelInferRequest, timeout: float | None
     ) -> Generator[Event, None, None]:
-        call = self._stub.ModelStreamInfer(
-            iter((request,)), timeout=timeout, metadata=self._metadata
-        )
+        answers: Answers | None = None
         try:
-            for message in call:
+            with held_back():
+                answers = Answers(
+                    self._stub.ModelStreamInfer(
+                        iter((request,)), timeout=timeout, metadata=self._metadata
+                    )
+                )
+            for message in answers:
                 event = wire.stream_event(message)
                 if event is not None:
                     # The server ends the stream right after the final answer. Let it: a cancel
                     # then would only race with the end.
                     if isinstance(event, Final):
-                        _drain(call)
+                        answers.drain()
                     yield event
                     if isinstance(event, Final):
                         return
         except grpc.RpcError as error:
             raise from_rpc(error, self._url) from None
         finally:
-            call.cancel()
+            if answers is not None:
+                answers.cancel()
         raise ServerUnavailable(f"{self._url}: the stream ended before the final answer")
-
-
-def _drain(call: Any) -> None:
-    """Read a stream to its end, whatever that is: the answer is there already."""
-    try:
-        for _ in call:
-            pass
-    except grpc.RpcError:
-        pass

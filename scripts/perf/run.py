@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from maskserve_client.interrupts import held_back
 from perf.errors import PerfError
-from perf.interrupts import held_back
 from perf.load import Load, Target
 from perf.results import Report, Stamps, parse_errors, parse_report, parse_stamps
 from perf.tool import Tool

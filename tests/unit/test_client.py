@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
+import grpc._channel
 import numpy as np
 import pytest
 from PIL import Image
@@ -207,27 +211,44 @@ def test_leaving_a_stream_to_the_collector_cancels_on_the_server() -> None:
         assert worker.withdrawn.wait(5)
 
 
-def test_an_interrupt_cancels_a_plain_edit_on_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_interrupt_cancels_an_edit_on_the_server(streaming: bool) -> None:
     with FakeServer(step_s=30) as worker, Client(worker.url) as client:
-        real = client._stub.ModelInfer.future
 
-        class Interrupted:
-            """A call whose wait ends as Ctrl-C ends it."""
+        def interrupt() -> None:
+            worker.started.wait(5)
+            os.kill(os.getpid(), signal.SIGINT)
 
-            def __init__(self, *args: object, **kwargs: object) -> None:
-                self._call = real(*args, **kwargs)
-
-            def result(self) -> None:
-                assert worker.started.wait(5)
-                raise KeyboardInterrupt
-
-            def cancel(self) -> None:
-                self._call.cancel()
-
-        monkeypatch.setattr(client._stub.ModelInfer, "future", Interrupted, raising=False)
+        threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
-            client.edit(*IMAGES, "x")
+            ask(client, streaming)
         assert worker.withdrawn.wait(5)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_interrupt_while_a_call_starts_does_not_hang_the_client(
+    monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    """Between the start of a call and of gRPC's thread for it, as a real Ctrl-C was seen to be."""
+    real, interrupted = grpc._channel._run_channel_spin_thread, []
+
+    def spin(state: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            interrupted.append(True)
+            signal.raise_signal(signal.SIGINT)
+        real(state)
+
+    monkeypatch.setattr(grpc._channel, "_run_channel_spin_thread", spin)
+    with FakeServer(step_s=30) as worker:
+        client = Client(worker.url)
+        with pytest.raises(KeyboardInterrupt):
+            ask(client, streaming)
+        closing = threading.Thread(target=client.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+        assert not worker.started.is_set() or worker.withdrawn.wait(5)
+    assert interrupted
 
 
 def test_closing_the_client_ends_edits_in_flight() -> None:

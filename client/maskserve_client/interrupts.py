@@ -1,4 +1,7 @@
-"""Interruptions at a moment that suits: one that comes while a process starts would leave it."""
+"""Interruptions at a moment that suits: halfway into a start, what was begun would be left.
+
+gRPC, for one, waits for good in `Channel.close` if KeyboardInterrupt comes while a call is started.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
@@ -23,11 +28,13 @@ def held_back() -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    # None is a handler that is not Python's: it raises nothing here, and could not be restored.
+    ours = [number for number in _NUMBERS if signal.getsignal(number) is not None]
+    previous = {number: signal.signal(number, note) for number in ours}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
+        for late in came:
+            signal.raise_signal(late)
