@@ -189,7 +189,10 @@ def test_control_says_how_the_worker_is(grpc: Grpc) -> None:
     assert status["alive"]
     assert status["in_flight"] == 0
     assert grpc.control(op="heartbeat")["state"] == "ready"
-    began = time.monotonic()
-    for _ in range(20):
-        grpc.control(op="status")
-    assert time.monotonic() - began < 10
+    took = []
+    for _ in range(3):  # the machine may stall once
+        began = time.monotonic()
+        for _ in range(20):
+            grpc.control(op="status")
+        took.append(time.monotonic() - began)
+    assert min(took) < 2

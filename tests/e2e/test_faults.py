@@ -22,8 +22,8 @@ from serving.ports import free_base_port
 from serving.supervisor import Supervisor
 
 SHORT = ("engine raises at every step", "encoder stopped")
-# Steps of the tiny model take a few milliseconds; a machine that stalls adds seconds.
-FREED_S = 5.0
+# Steps of the tiny model take a few milliseconds, so a row is not freed within two of them.
+FREED_S = 2.0
 
 
 @pytest.fixture(scope="module")

@@ -157,8 +157,8 @@ def test_it_survives_the_death_of_the_denoiser_and_drains(
     serving.child("denoiser").send_signal(signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(InferenceServerException, match=r"\[ENGINE_FAILED\]"):
-        doomed.wait(20)
-    assert time.monotonic() - began < 10
+        doomed.wait(5)
+    assert time.monotonic() - began < 5
     assert "has died" in serving.until("failed:") or "silent" in serving.lines[-1]
     serving.until("ready after")
     client.close()

@@ -297,12 +297,16 @@ def test_no_collector_costs_spans_and_a_warning(
         trace = TraceConfig(otlp_url=url, timeout_s=0.3, interval_s=0.05, queue=8)
         tracer = make_tracer(replace(config, trace=trace), "edit")
         began = time.monotonic()
-        for _ in range(100):
-            tracer.record(PARENT, [Stage("queue", 1, 2)])
-        assert time.monotonic() - began < 5  # a hundred time limits are 30 s
+        took = []
+        for _ in range(3):  # the machine may stall once
+            start = time.monotonic()
+            for _ in range(100):
+                tracer.record(PARENT, [Stage("queue", 1, 2)])
+            took.append(time.monotonic() - start)
+        assert min(took) < 0.3
         time.sleep(1.0)
         tracer.close()
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 5
     assert [(r.levelno, r.name.split(".")[0]) for r in caplog.records] == [
         (logging.WARNING, "maskserve_core")
     ]

@@ -309,9 +309,13 @@ def test_the_status_record_shows_rows_and_stays_fresh(
         record = reader.read()
         return record is not None and record.monotonic_ns > since_ns and not record.running
 
-    for _ in range(3):  # an engine that has nothing to do writes its record too
+    # An engine that has nothing to do writes its record too; the machine may stall once.
+    waits = []
+    for _ in range(3):
         since_ns = time.monotonic_ns()
-        eventually("the record is rewritten, without the row", lambda t=since_ns: rewritten(t))
+        what = "the record is rewritten, without the row"
+        waits.append(eventually(what, lambda t=since_ns: rewritten(t)))
+    assert min(waits) < 0.4
 
 
 def test_an_edit_that_waits_is_not_shown_as_one_of_its_name_before_it(
