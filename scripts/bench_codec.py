@@ -19,11 +19,11 @@ from PIL import Image
 
 from benchmarks.machine import machine
 from maskserve_core.config import Config
-from maskserve_core.facts import ModelFacts
-from maskserve_core.geometry import resize
-from maskserve_core.images import encode_image
-from maskserve_core.postprocess import finish_edit
-from maskserve_core.preprocess import prepare_edit
+from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.imaging.geometry import resize
+from maskserve_core.imaging.images import encode_image
+from maskserve_core.imaging.postprocess import finish_edit
+from maskserve_core.imaging.preprocess import prepare_edit
 
 PHOTO = Path(__file__).parents[1] / "assets" / "photos" / "astronaut.jpg"
 

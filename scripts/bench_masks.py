@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.machine import machine
-from maskserve_core.images import DecodedMask
-from maskserve_core.masks import active_tokens, build_masks, mask_ratio
+from maskserve_core.imaging.images import DecodedMask
+from maskserve_core.imaging.masks import active_tokens, build_masks, mask_ratio
 
 TOKEN_PIXELS = 16
 

@@ -20,13 +20,13 @@ from typing import Any
 
 from benchmarks.machine import processor
 from benchmarks.models import FLUX_DEV
-from maskserve_core.costs import CostModel, Line, estimate
-from maskserve_core.entry_bytes import FORMATS, block_bytes
-from maskserve_core.flops import RowTokens, flop_limit, flux_work
-from maskserve_core.plan_cache import PlanCache, plan_totals
-from maskserve_core.planner import plan
-from maskserve_core.step_costs import StepCosts, step_costs
-from maskserve_core.timeline import evaluate
+from maskserve_core.planning.cost_model import CostModel, Line, estimate
+from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
+from maskserve_core.planning.flops import RowTokens, flop_limit, flux_work
+from maskserve_core.planning.plan_cache import PlanCache, plan_totals
+from maskserve_core.planning.planner import plan
+from maskserve_core.planning.step_costs import StepCosts, step_costs
+from maskserve_core.planning.two_stream import evaluate
 
 WORK = flux_work(FLUX_DEV, 128, 128)
 TEXT, ROWS = 512, 8

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.machine import processor
 from maskserve_core.routing import POLICIES, Edit, Pricing, WorkerView, make_policy
-from maskserve_core.status import RowStatus, WorkerStatus
+from maskserve_core.worker.status import RowStatus, WorkerStatus
 
 TOTAL = 4096
 TEMPLATES = 970

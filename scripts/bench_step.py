@@ -3,7 +3,7 @@
 
 Random weights at the model's true width; on a CPU the first blocks of it (`--blocks 1+1`: double +
 single). Dense and cached steps are timed in turn inside one run; medians are printed. `flop_limit`
-is the counted FLOPs of the dense step over those of the cached one (maskserve_core.flops), and
+is the counted FLOPs of the dense step over those of the cached one (maskserve_core.planning.flops), and
 `of_limit` the share of it that was reached. `rest_ms` is what of a cached step is not spent in
 blocks: loading and decoding entries, packing, filling keys, embedders, final layer, sampler.
 
@@ -26,9 +26,9 @@ import torch
 
 from benchmarks.step_rig import PRESETS, Bench
 from benchmarks.timing import Timer, hardware
-from maskserve_engine.codec import FORMATS
-from maskserve_engine.flux import forward as forward_module
-from maskserve_engine.flux.rows import FluxRow
+from maskserve_engine.cache.codec import FORMATS
+from maskserve_engine.families.flux import forward as forward_module
+from maskserve_engine.families.flux.rows import FluxRow
 
 
 def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) -> float:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Bytes that one template takes, by entry kind, format and anchor stride, as a markdown table.
 
-Counted from the model's configuration (maskserve_core.entry_bytes), which a test holds to what the
+Counted from the model's configuration (maskserve_core.planning.entry_bytes), which a test holds to what the
 engine stores.
 
     python scripts/bytes_table.py
@@ -13,8 +13,8 @@ import argparse
 import sys
 
 from benchmarks.models import FLUX_DEV
-from maskserve_core.entry_bytes import FORMATS, entry_bytes
-from maskserve_core.flops import flux_work
+from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_core.planning.flops import flux_work
 
 
 def main() -> int:

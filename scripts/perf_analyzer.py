@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import machine
-from maskserve_core.settings import CACHE_MODES
+from maskserve_core.contracts.settings import CACHE_MODES
 from perf.errors import PerfError
 from perf.inputs import Edit, InputOptions, find_photos, make_edits, write_edits
 from perf.load import FRONTS, PROTOCOLS, Load, parse_loads, targets

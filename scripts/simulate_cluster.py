@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from maskserve_core.entry_bytes import FORMATS
+from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.routing import POLICIES
 from simulator.capacity import at_load
 from simulator.hardware import Hardware

@@ -23,7 +23,7 @@ from maskserve_core.errors import (
     Overloaded,
     TemplateNotFound,
 )
-from maskserve_core.settings import CACHE_MODES, MASK_MODES
+from maskserve_core.contracts.settings import CACHE_MODES, MASK_MODES
 
 OK, BAD_INPUT, UNAVAILABLE, SERVER_FAULT, INTERRUPTED = 0, 2, 3, 4, 130
 

@@ -65,7 +65,7 @@ class Client:
             mask: of the same size; white edits, or alpha 0 where it has transparency.
             prompt: what to paint there.
             timeout: seconds after which the edit is cancelled.
-            settings: see maskserve_core.settings.EditSettings.
+            settings: see maskserve_core.contracts.settings.EditSettings.
 
         Raises:
             MaskserveError: what the server answered, or ServerUnavailable.

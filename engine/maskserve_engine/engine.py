@@ -17,16 +17,16 @@ from typing import Any, TypeVar
 
 from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, Overloaded
-from maskserve_core.observations import Observations
-from maskserve_engine.adapter import Adapter, load_adapter
-from maskserve_engine.cache import TemplateCache
-from maskserve_engine.desk import Desk
-from maskserve_engine.job import EditJob, Failed, PromptEmbedding, Sink
-from maskserve_engine.priming_prompt import PromptFile
-from maskserve_engine.publisher import Publisher, new_counters
-from maskserve_engine.replies import Replies
-from maskserve_engine.revision import model_revision
-from maskserve_engine.stepper import Stepper
+from maskserve_core.worker.observations import Observations
+from maskserve_engine.families.registry import Adapter, load_adapter
+from maskserve_engine.cache.templates import TemplateCache
+from maskserve_engine.requests.manager import Desk
+from maskserve_engine.requests.job import EditJob, Failed, PromptEmbedding, Sink
+from maskserve_engine.cache.priming_prompt import PromptFile
+from maskserve_engine.status_publisher import Publisher, new_counters
+from maskserve_engine.output_thread import Replies
+from maskserve_engine.stages.revision import model_revision
+from maskserve_engine.step_runner import Stepper
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

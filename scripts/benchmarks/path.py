@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.direct import Edit
 from benchmarks.machine import stolen_s
 from maskserve_core.config import cores
-from maskserve_core.meta import TIMINGS
+from maskserve_core.contracts.meta import TIMINGS
 
 T = TypeVar("T")
 Meta = dict[str, Any]

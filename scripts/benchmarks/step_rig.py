@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskserve_core.entry_key import Anchor
-from maskserve_core.flops import flux_work
-from maskserve_engine.codec import encode
-from maskserve_engine.entries import AnchorEntry, BlockEntry
-from maskserve_engine.flux.batch import Batch
-from maskserve_engine.flux.blocks import Parts
-from maskserve_engine.flux.conditioning import TemplateInputs
-from maskserve_engine.flux.rows import FluxRow, Inactive
-from maskserve_engine.flux.schedule import Schedule, Walk
+from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.planning.flops import flux_work
+from maskserve_engine.cache.codec import encode
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.blocks import Parts
+from maskserve_engine.families.flux.conditioning import TemplateInputs
+from maskserve_engine.families.flux.rows import FluxRow, Inactive
+from maskserve_engine.families.flux.schedule import Schedule, Walk
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS: dict[str, dict[str, Any]] = {

@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 from tritonclient.utils import InferenceServerException
 
-from maskserve_core.images import encode_image
-from maskserve_core.status import RowStatus, StatusReader, WorkerStatus
-from maskserve_core.vitals import signed_in
+from maskserve_core.imaging.images import encode_image
+from maskserve_core.worker.status import RowStatus, StatusReader, WorkerStatus
+from maskserve_core.worker.liveness import signed_in
 from probing.calls import Grpc
 from serving.worker import Worker
 

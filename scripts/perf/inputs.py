@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 
 from demo_model.palette import COLOURS, SHAPES
 from demo_model.prompts import phrase
-from maskserve_core.images import encode_image
+from maskserve_core.imaging.images import encode_image
 from perf.errors import PerfError
 from simulator.workload import MIXES
 

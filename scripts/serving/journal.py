@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.logs import log_handler
+from maskserve_core.worker.logs import log_handler
 from serving.errors import ServeError
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import Config, cores
-from maskserve_core.gate import Gate
-from maskserve_core.status import StatusReader
-from maskserve_core.vitals import Processes, Silence, signed_in_for_s
+from maskserve_core.worker.admission import Gate
+from maskserve_core.worker.status import StatusReader
+from maskserve_core.worker.liveness import Processes, Silence, signed_in_for_s
 from serving.command import EXIT_TIMEOUT_S, command, environment, gpu_of_worker
 from serving.files import WorkerFiles, with_values, worker_files
 from serving.journal import Journal

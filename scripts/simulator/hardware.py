@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from benchmarks.models import FLUX_DEV
-from maskserve_core.costs import CostModel, Line, estimate
-from maskserve_core.entry_bytes import FORMATS, block_bytes, entry_bytes
-from maskserve_core.flops import ModelWork, RowTokens, flux_work
-from maskserve_core.planner import plan
+from maskserve_core.planning.cost_model import CostModel, Line, estimate
+from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, entry_bytes
+from maskserve_core.planning.flops import ModelWork, RowTokens, flux_work
+from maskserve_core.planning.planner import plan
 from maskserve_core.routing import Pricing
 from maskserve_core.routing.estimate import pricing_of
-from maskserve_core.step_costs import step_costs
+from maskserve_core.planning.step_costs import step_costs
 
 LATENTS = 128
 """A side, of a 1024x1024 image."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from maskserve_core.routing import Edit, RowLoad, WorkerView
-from maskserve_core.scheduler import StepScheduler, Ticket
+from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 from simulator.hardware import Hardware
 from simulator.residency import Host
 from simulator.scenario import Scenario

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import Config, cores
-from maskserve_core.entry_bytes import FORMATS, entry_bytes
-from maskserve_core.facts import load_facts
-from maskserve_core.flops import flux_work
+from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_core.contracts.facts import load_facts
+from maskserve_core.planning.flops import flux_work
 from serving.errors import ServeError
 from serving.files import checked, dump_toml, read_tables, with_values
 from serving.leftovers import SHARED_MEMORY, region_prefix
@@ -125,7 +125,7 @@ def template_bytes(config: Config) -> int:
     side = facts.native_resolution // facts.vae_scale_factor
     stored = config.cache.entry_format
     if stored == "model":
-        from maskserve_engine.loader import dtype_of  # torch is needed for nothing else
+        from maskserve_engine.stages.loader import dtype_of  # torch is needed for nothing else
 
         stored = str(dtype_of(config)).removeprefix("torch.")
     work = flux_work(facts.transformer, side, side)

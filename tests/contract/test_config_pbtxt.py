@@ -9,7 +9,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from maskserve_core.tensors import CONTRACTS, Tensor
+from maskserve_core.contracts.tensors import CONTRACTS, Tensor
 
 ROOT = Path(__file__).parents[2]
 FILES = {

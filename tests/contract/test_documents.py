@@ -47,7 +47,7 @@ def test_links_between_documents_lead_somewhere(text: Path) -> None:
 
 
 def test_every_setting_is_in_the_readme() -> None:
-    from maskserve_core.settings import setting_names
+    from maskserve_core.contracts.settings import setting_names
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [name for name in setting_names() if f"`{name}`" not in readme] == []

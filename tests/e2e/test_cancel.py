@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from maskserve_core.vitals import signed_in
+from maskserve_core.worker.liveness import signed_in
 from serving.worker import Worker
 from tests.e2e.calls import (
     Grpc,

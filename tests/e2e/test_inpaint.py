@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from maskserve_core.config import ModelConfig
-from maskserve_core.settings import EditSettings
+from maskserve_core.contracts.settings import EditSettings
 from serving.options import ServeOptions
 from serving.ports import free_base_port
 from serving.supervisor import Supervisor

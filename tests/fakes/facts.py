@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maskserve_core.facts import ModelFacts
+from maskserve_core.contracts.facts import ModelFacts
 
 FILL_FACTS = ModelFacts(
     family="flux",

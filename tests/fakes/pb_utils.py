@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_core.tensors import CONTRACTS
+from maskserve_core.contracts.tensors import CONTRACTS
 
 GAUGE, COUNTER, HISTOGRAM = range(3)
 TYPES = {np.dtype(np.uint8), np.dtype(np.float32), np.dtype(np.object_)}

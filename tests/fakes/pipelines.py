@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskserve_core.settings import EditSettings
+from maskserve_core.contracts.settings import EditSettings
 
 
 def diffusers_edit(

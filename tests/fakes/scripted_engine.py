@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from maskserve_core.request import EditRequest
-from maskserve_core.settings import EditSettings
-from maskserve_engine.job import EditJob, Sink
+from maskserve_core.contracts.request import EditRequest
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_engine.requests.job import EditJob, Sink
 
 EDIT = EditRequest(
     request_id="mine",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.backend.answer import Answer
+from maskserve_core.triton.answer import Answer
 from maskserve_core.errors import EngineFailed, MaskserveError
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse, Sender
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_core.backend.control import OPERATIONS, Control
+from maskserve_core.triton.control import OPERATIONS, Control
 from maskserve_core.config import Config
-from maskserve_core.gate import Gate
-from maskserve_core.images import encode_image
+from maskserve_core.worker.admission import Gate
+from maskserve_core.imaging.images import encode_image
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 
 pytestmark = pytest.mark.usefixtures("beat")

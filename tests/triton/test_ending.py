@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.backend.ending import Ending
-from maskserve_core.backend.front import Front
-from maskserve_core.backend.tracing import OpenSpan
+from maskserve_core.triton.request_log import Ending
+from maskserve_core.triton.frontend import Front
+from maskserve_core.triton.tracing import OpenSpan
 from maskserve_core.config import Config
 from maskserve_core.errors import (
     Cancelled,
@@ -22,7 +22,7 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
-from maskserve_core.observations import Observations
+from maskserve_core.worker.observations import Observations
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 
 META = {

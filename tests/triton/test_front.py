@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.backend.front import Front
-from maskserve_core.backend.receipts import ReceiptDesk
+from maskserve_core.triton.frontend import Front
+from maskserve_core.triton.acks import ReceiptDesk
 from maskserve_core.config import Config
-from maskserve_core.gate import Gate
-from maskserve_core.status_record import RowStatus
+from maskserve_core.worker.admission import Gate
+from maskserve_core.contracts.status_record import RowStatus
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 
 pytestmark = pytest.mark.usefixtures("beat")
@@ -352,7 +352,7 @@ def test_an_edit_that_triton_loses_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once the engine has been seen to hold it and holds it no more."""
-    monkeypatch.setattr("maskserve_core.backend.front._LOST_S", 0.5)
+    monkeypatch.setattr("maskserve_core.triton.frontend._LOST_S", 0.5)
     api.models["edit_pipeline"] = stuck
     lost, encoding = edit(api, {"request_id": "lost"}), edit(api, {"request_id": "encoding"})
     front.execute([lost, encoding])

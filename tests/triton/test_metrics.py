@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.backend.metric_table import (
+from maskserve_core.triton.metric_table import (
     ENDS,
     ENGINE_METRICS,
     FRONT_METRICS,
     PREFIX,
     outcome_of,
 )
-from maskserve_core.backend.metrics import EngineMetrics, FrontMetrics, MetricsThread
+from maskserve_core.triton.metrics import EngineMetrics, FrontMetrics, MetricsThread
 from maskserve_core.config import CacheConfig, Config
-from maskserve_core.observations import Observations
-from maskserve_engine.cache import TemplateCache
+from maskserve_core.worker.observations import Observations
+from maskserve_engine.cache.templates import TemplateCache
 from maskserve_engine.engine import Engine
 from tests.eventually import eventually
 from tests.fakes.pb_utils import FakeTriton, Metric
@@ -178,7 +178,7 @@ def test_nothing_is_published_to_a_server_that_is_gone(monkeypatch: pytest.Monke
         def publish(self) -> None:
             self.published += 1
 
-    monkeypatch.setattr("maskserve_core.backend.metrics._EVERY_S", 0.005)
+    monkeypatch.setattr("maskserve_core.triton.metrics._EVERY_S", 0.005)
     page = Page()
     thread = MetricsThread(page)
     eventually("it is published", lambda: page.published > 2, 5.0)

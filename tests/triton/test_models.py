@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_core.carried import NOTHING
+from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.config import Config
-from maskserve_core.images import encode_image
-from maskserve_core.meta import final_meta, with_timing
-from maskserve_core.request import EditRequest
-from maskserve_core.tensors import CONTRACTS
+from maskserve_core.imaging.images import encode_image
+from maskserve_core.contracts.meta import final_meta, with_timing
+from maskserve_core.contracts.request import EditRequest
+from maskserve_core.contracts.tensors import CONTRACTS
 from serving.files import dump_toml
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse
 
@@ -46,7 +46,7 @@ def load(
     """Loads a model as the stub does."""
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", api)
     # That is for processes of their own.
-    monkeypatch.setattr("maskserve_core.vitals.end_when_stuck", lambda: None)
+    monkeypatch.setattr("maskserve_core.worker.liveness.end_when_stuck", lambda: None)
     loaded: list[Any] = []
 
     def load(name: str) -> Any:

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from maskserve_core.backend.answer import Answer
-from maskserve_core.backend.paced import Paced
+from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.flow_control import Paced
 from tests.fakes.pb_utils import FakeTriton, Sender
 
 

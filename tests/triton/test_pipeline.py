@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from maskserve_core.backend.pipeline import run_edit
+from maskserve_core.triton.pipeline import run_edit
 from maskserve_core.errors import MaskserveError
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.backend.receipts import ReceiptDesk, Receipts
+from maskserve_core.triton.acks import ReceiptDesk, Receipts
 
 
 class Call:
@@ -132,7 +132,7 @@ def test_an_event_that_never_arrives_is_not_waited_for(
         def waits_s(self) -> float:
             return 31.0
 
-    monkeypatch.setattr("maskserve_core.backend.receipts._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("maskserve_core.triton.acks._LOOK_EVERY_S", 0.01)
     desk = ReceiptDesk(tmp_path)
     desk.keep("well", Call("well", told))
     desk.keep("lost", Waiting("lost", told))

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.backend.receipts import Receipts
+from maskserve_core.triton.acks import Receipts
 from maskserve_core.config import Config
 from maskserve_core.errors import Cancelled, Overloaded
-from maskserve_core.meta import TIMINGS
-from maskserve_engine.job import EditJob, Failed, Final, Preview, Progress, Sink
-from maskserve_engine.reception import Reception
+from maskserve_core.contracts.meta import TIMINGS
+from maskserve_engine.requests.job import EditJob, Failed, Final, Preview, Progress, Sink
+from maskserve_engine.triton.frontend import Reception
 from tests.eventually import eventually
 from tests.fakes.pb_utils import FakeTriton, Request
 from tests.fakes.scripted_engine import EDIT, ScriptedEngine, tensors

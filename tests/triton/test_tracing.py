@@ -18,13 +18,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from maskserve_core.backend.front import Front
-from maskserve_core.backend.tracing import Stage, Tracer, make_tracer, parent_of
+from maskserve_core.triton.frontend import Front
+from maskserve_core.triton.tracing import Stage, Tracer, make_tracer, parent_of
 from maskserve_core.config import Config, ConfigError, TraceConfig, apply
 from maskserve_core.errors import Cancelled, InvalidRequest
-from maskserve_engine.course import Course, stages
-from maskserve_engine.job import Failed, Final
-from maskserve_engine.reception import Reception
+from maskserve_engine.requests.timeline import Course, stages
+from maskserve_engine.requests.job import Failed, Final
+from maskserve_engine.triton.frontend import Reception
 from tests.eventually import eventually
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 from tests.fakes.scripted_engine import ScriptedEngine, tensors

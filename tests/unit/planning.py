@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from maskserve_core.step_costs import NO_RESTORE, StepCosts
+from maskserve_core.planning.step_costs import NO_RESTORE, StepCosts
 
 INF = math.inf
 

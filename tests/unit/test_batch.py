@@ -9,11 +9,11 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from maskserve_engine.flux import batch as batch_module
-from maskserve_engine.flux.batch import Batch
-from maskserve_engine.flux.latents import unpack_latents
-from maskserve_engine.flux.rows import FluxRow
-from maskserve_engine.flux.schedule import make_schedule
+from maskserve_engine.families.flux import batch as batch_module
+from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.latents import unpack_latents
+from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.flux.schedule import make_schedule
 
 CHANNELS, TEXT = 16, 3
 MODEL: Any = None  # not looked at: `Velocities` answers in its stead

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from maskserve_core.config import Config
-from maskserve_core.entry_key import Anchor, TemplateKey, cover, nearest_anchor
+from maskserve_core.contracts.entry_key import Anchor, TemplateKey, cover, nearest_anchor
 from maskserve_core.errors import EngineFailed
-from maskserve_engine.encode import Encoder
+from maskserve_engine.stages.encode import Encoder
 from maskserve_engine.engine import Engine
-from maskserve_engine.entries import AnchorEntry
-from maskserve_engine.job import EditJob, Final
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.requests.job import EditJob, Final
 from tests.eventually import eventually
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.unit.test_engine import Sink

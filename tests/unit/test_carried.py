@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskserve_core.carried import Carried
+from maskserve_core.contracts.postprocess_context import Carried
 
 
 @given(st.binary(max_size=50), st.binary(max_size=50), st.binary(max_size=50))

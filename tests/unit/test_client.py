@@ -36,7 +36,7 @@ from maskserve_client import (
     TemplateNotFound,
 )
 from maskserve_client.errors import from_text
-from maskserve_core.keys import template_id
+from maskserve_core.contracts.keys import template_id
 from tests.fakes.hostile import HostileCase, hostile_cases
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.triton_server import PAINT, FakeServer, FakeWorker

@@ -19,7 +19,7 @@ from PIL import Image
 
 from maskserve_client.cli import main
 from maskserve_client.commands import write_whole
-from maskserve_core.keys import template_id
+from maskserve_core.contracts.keys import template_id
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.triton_server import PAINT, FakeServer, FakeWorker
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from faults.client_faults import ClientFault, ClientTrial, try_client_fault
-from maskserve_core.status import RowStatus
+from maskserve_core.worker.status import RowStatus
 
 
 @dataclass

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maskserve_engine.edits import Edit
-from maskserve_engine.encode import Encoder
+from maskserve_engine.requests.state import Edit
+from maskserve_engine.stages.encode import Encoder
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 
 

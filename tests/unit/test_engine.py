@@ -20,11 +20,11 @@ from maskserve_core.errors import (
     InvalidRequest,
     Overloaded,
 )
-from maskserve_core.status import StatusReader
-from maskserve_engine.adapter import Adapter, load_adapter
-from maskserve_engine.encode import Encoder
+from maskserve_core.worker.status import StatusReader
+from maskserve_engine.families.registry import Adapter, load_adapter
+from maskserve_engine.stages.encode import Encoder
 from maskserve_engine.engine import Engine
-from maskserve_engine.job import EditJob, EngineEvent, Failed, Final, Preview, Progress
+from maskserve_engine.requests.job import EditJob, EngineEvent, Failed, Final, Preview, Progress
 from tests.eventually import eventually
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 

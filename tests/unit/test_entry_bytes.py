@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks.models import FLUX_DEV
-from maskserve_core.entry_bytes import FORMATS, block_bytes, end_bytes, entry_bytes
-from maskserve_core.flops import flux_work
-from maskserve_core.flops_unet import unet_work
+from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, end_bytes, entry_bytes
+from maskserve_core.planning.flops import flux_work
+from maskserve_core.planning.flops_unet import unet_work
 from tests.unit.model_configs import TINY_SDXL
 
 
@@ -27,7 +27,7 @@ def test_8_bit_formats_add_a_scale_per_channel(name: str) -> None:
 def test_the_engine_stores_what_is_counted(name: str) -> None:
     import torch
 
-    from maskserve_engine.codec import encode
+    from maskserve_engine.cache.codec import encode
 
     assert FORMATS[name].bytes_of(100, 64) == encode(torch.randn(100, 64), name).nbytes
 

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import FLUX_DEV
-from maskserve_core.flops import KINDS, ModelWork, RowTokens, flop_limit, flux_work
-from maskserve_core.flops_unet import unet_work
+from maskserve_core.planning.flops import KINDS, ModelWork, RowTokens, flop_limit, flux_work
+from maskserve_core.planning.flops_unet import unet_work
 from tests.unit.model_configs import REAL_SD21, REAL_SDXL, TINY_FLUX, TINY_SD21, TINY_SDXL
 
 

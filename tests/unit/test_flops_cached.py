@@ -13,8 +13,8 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from maskserve_core.flops import KINDS, flux_work
-from maskserve_core.flops_unet import unet_work
+from maskserve_core.planning.flops import KINDS, flux_work
+from maskserve_core.planning.flops_unet import unet_work
 from tests.unit.model_configs import TINY_FLUX, TINY_SDXL
 from tests.unit.test_flops import counted
 

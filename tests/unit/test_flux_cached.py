@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from maskserve_core.config import Config
-from maskserve_engine.adapter import load_adapter
-from maskserve_engine.encode import Encoder
-from maskserve_engine.flux.adapter import FluxAdapter
-from maskserve_engine.flux.forward import Packed, forward
-from maskserve_engine.flux.rows import FluxRow, PrimingRow
-from maskserve_engine.flux.schedule import Schedule, Walk
-from maskserve_engine.job import EditJob
+from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.stages.encode import Encoder
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.flux.forward import Packed, forward
+from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
+from maskserve_engine.families.flux.schedule import Schedule, Walk
+from maskserve_engine.requests.job import EditJob
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 
 NOISE_SEED = 1234
@@ -195,7 +195,7 @@ def test_inactive_tokens_come_back_as_the_template(adapter: FluxAdapter, encoder
     row = cached(adapter, job, primed)
     run(adapter, [row], ("kv",) * adapter.blocks)
     assert row.inactive is not None
-    from maskserve_engine.flux.latents import pack_latents
+    from maskserve_engine.families.flux.latents import pack_latents
 
     out = pack_latents(torch.from_numpy(adapter.result(row)))
     assert torch.equal(out[row.inactive.index], primed.template.clean[row.inactive.index])

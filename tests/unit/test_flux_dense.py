@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from maskserve_engine.adapter import load_adapter
-from maskserve_engine.encode import Encoder
+from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.stages.encode import Encoder
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case, tolerance
 from tests.fakes.pipelines import diffusers_edit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from maskserve_core.gate import Gate, InFlight
+from maskserve_core.worker.admission import Gate, InFlight
 
 
 def test_states_are_seen_by_others(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from PIL import Image, ImageFile
 
 from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
-from maskserve_core.images import decode_image, decode_mask, encode_image, to_base64
+from maskserve_core.imaging.images import decode_image, decode_mask, encode_image, to_base64
 from tests.fakes.corpus.encoding import (
     GREY,
     PALETTE,

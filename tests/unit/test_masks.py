@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from maskserve_core.errors import InvalidRequest
-from maskserve_core.images import DecodedMask
-from maskserve_core.masks import (
+from maskserve_core.imaging.images import DecodedMask
+from maskserve_core.imaging.masks import (
     active_tokens,
     active_tokens_per_level,
     build_masks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from maskserve_core.observations import Observations
+from maskserve_core.worker.observations import Observations
 
 
 def test_values_come_out_once_and_in_order() -> None:

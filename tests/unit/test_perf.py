@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from maskserve_core.settings import parse_settings
+from maskserve_core.contracts.settings import parse_settings
 from perf import tool
 from perf.errors import PerfError
 from perf.inputs import (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.models import FLUX_DEV
-from maskserve_core.flops import flux_work
-from maskserve_core.plan_cache import PlanCache, plan_totals
-from maskserve_core.planner import plan
-from maskserve_core.step_costs import StepCosts
-from maskserve_core.timeline import evaluate
+from maskserve_core.planning.flops import flux_work
+from maskserve_core.planning.plan_cache import PlanCache, plan_totals
+from maskserve_core.planning.planner import plan
+from maskserve_core.planning.step_costs import StepCosts
+from maskserve_core.planning.two_stream import evaluate
 from tests.unit.test_planner import flux_costs
 
 

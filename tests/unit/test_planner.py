@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.models import FLUX_DEV
-from maskserve_core.costs import CostModel, Line, estimate
-from maskserve_core.entry_bytes import FORMATS, block_bytes
-from maskserve_core.flops import KINDS, flux_work
-from maskserve_core.flops_unet import unet_work
-from maskserve_core.planner import TOLERANCE, plan
-from maskserve_core.step_costs import StepCosts, step_costs
-from maskserve_core.timeline import Plan, actions, ahead_of, evaluate, items_of, period, run
+from maskserve_core.planning.cost_model import CostModel, Line, estimate
+from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
+from maskserve_core.planning.flops import KINDS, flux_work
+from maskserve_core.planning.flops_unet import unet_work
+from maskserve_core.planning.planner import TOLERANCE, plan
+from maskserve_core.planning.step_costs import StepCosts, step_costs
+from maskserve_core.planning.two_stream import Plan, actions, ahead_of, evaluate, items_of, period, run
 from tests.unit.model_configs import TINY_SDXL
 from tests.unit.planning import INF, algorithm_1, costs_of, random_costs
 

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from maskserve_core.config import Config
-from maskserve_core.postprocess import finish_edit
-from maskserve_core.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.imaging.postprocess import finish_edit
+from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene
 

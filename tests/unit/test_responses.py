@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.backend.responses import Keeper, responses_of
+from maskserve_core.triton.keepalive import Keeper, responses_of
 from tests.eventually import eventually
 
 

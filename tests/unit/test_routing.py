@@ -23,8 +23,8 @@ from maskserve_core.routing import (
     make_policy,
     predicted_seconds,
 )
-from maskserve_core.scheduler import StepScheduler, Ticket
-from maskserve_core.status import RowStatus, WorkerStatus
+from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from maskserve_core.worker.status import RowStatus, WorkerStatus
 
 FULL = 1024
 PRICING = Pricing(

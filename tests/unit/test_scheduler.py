@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from maskserve_core.errors import InvalidRequest, Overloaded
-from maskserve_core.scheduler import StepScheduler, Ticket
+from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 
 FULL = 64  # tokens of an image here
 

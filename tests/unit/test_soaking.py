@@ -68,7 +68,7 @@ def test_the_cache_is_sized_for_the_dtype_that_the_engine_takes(
     def on_cuda(config: Config) -> torch.device:
         return torch.device("cuda")
 
-    monkeypatch.setattr("maskserve_engine.loader.device_of", on_cuda)
+    monkeypatch.setattr("maskserve_engine.stages.loader.device_of", on_cuda)
     assert bytes_of() == bytes_of(dtype="bfloat16")
 
 

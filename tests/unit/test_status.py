@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maskserve_core.status import RowStatus, StatusReader, StatusWriter, WorkerStatus
+from maskserve_core.worker.status import RowStatus, StatusReader, StatusWriter, WorkerStatus
 
 ROW = RowStatus("edit-1", "cached", 103, 4096, 17, "0f" * 32, 3)
 STATUS = WorkerStatus(

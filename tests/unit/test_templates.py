@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from maskserve_core.errors import Overloaded
-from maskserve_core.keys import template_id
-from maskserve_core.templates import TemplateFolder
+from maskserve_core.contracts.keys import template_id
+from maskserve_core.worker.templates import TemplateFolder
 from tests.fakes.pictures import scene
 
 A, B = "a" * 32, "b" * 32

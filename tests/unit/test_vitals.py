@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.status_record import RowStatus, WorkerStatus
-from maskserve_core.vitals import (
+from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
+from maskserve_core.worker.liveness import (
     Processes,
     Silence,
     sign_in,
@@ -26,7 +26,7 @@ from tests.eventually import eventually
 
 CHILD = """
 import sys
-from maskserve_core.vitals import end_with_server, sign_in
+from maskserve_core.worker.liveness import end_with_server, sign_in
 end_with_server()
 sign_in(sys.argv[1], "denoiser")
 print("in", flush=True)
@@ -37,7 +37,7 @@ time.sleep(60)
 
 STUCK = """
 import ctypes, sys, time
-from maskserve_core.vitals import end_when_stuck
+from maskserve_core.worker.liveness import end_when_stuck
 end_when_stuck(0.5)
 time.sleep(1.5)
 print("alive", flush=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from maskserve_core.costs import CostModel
-from maskserve_core.entry_bytes import EntryFormat, block_bytes, entry_bytes
-from maskserve_core.flops import ModelWork
+from maskserve_core.planning.cost_model import CostModel
+from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, entry_bytes
+from maskserve_core.planning.flops import ModelWork
 from maskserve_core.routing.pricing import Pricing
 
 _KV = 1  # column of block_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from maskserve_core.routing.pricing import Pricing
 from maskserve_core.routing.profile import Profile, RowLoad, build_profile
-from maskserve_core.status_record import RowStatus, WorkerStatus
+from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
 
 TIERS = ("device", "host", "disk", "remote")
 """From near to far."""

@@ -5,15 +5,15 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.backend.respond import failed_event, respond
-from maskserve_core.backend.tracing import make_tracer
-from maskserve_core.backend.wire import read_array, read_bytes
-from maskserve_core.carried import NOTHING
+from maskserve_core.triton.sync_execute import failed_event, respond
+from maskserve_core.triton.tracing import make_tracer
+from maskserve_core.triton.tensor_io import read_array, read_bytes
+from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.config import beside_denoiser, load_config
-from maskserve_core.logs import start_log
-from maskserve_core.meta import with_timing
-from maskserve_core.vitals import end_when_stuck, end_with_server, sign_in, sign_out
-from maskserve_engine.decode import Decoder
+from maskserve_core.worker.logs import start_log
+from maskserve_core.contracts.meta import with_timing
+from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
+from maskserve_engine.stages.decode import Decoder
 
 _NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 

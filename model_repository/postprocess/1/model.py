@@ -5,16 +5,16 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.backend.respond import failed_event, respond
-from maskserve_core.backend.tracing import make_tracer
-from maskserve_core.backend.wire import read_array, read_bytes
-from maskserve_core.carried import Carried
+from maskserve_core.triton.sync_execute import failed_event, respond
+from maskserve_core.triton.tracing import make_tracer
+from maskserve_core.triton.tensor_io import read_array, read_bytes
+from maskserve_core.contracts.postprocess_context import Carried
 from maskserve_core.config import load_config
-from maskserve_core.logs import start_log
-from maskserve_core.meta import with_timing
-from maskserve_core.postprocess import finish_edit
-from maskserve_core.request import EditRequest
-from maskserve_core.vitals import end_when_stuck, end_with_server, sign_in, sign_out
+from maskserve_core.worker.logs import start_log
+from maskserve_core.contracts.meta import with_timing
+from maskserve_core.imaging.postprocess import finish_edit
+from maskserve_core.contracts.request import EditRequest
+from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
 
 
 class TritonPythonModel:

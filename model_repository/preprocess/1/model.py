@@ -2,16 +2,16 @@
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.backend.respond import respond
-from maskserve_core.backend.tracing import make_tracer
-from maskserve_core.backend.wire import parameters, read_bytes
-from maskserve_core.carried import Carried
+from maskserve_core.triton.sync_execute import respond
+from maskserve_core.triton.tracing import make_tracer
+from maskserve_core.triton.tensor_io import parameters, read_bytes
+from maskserve_core.contracts.postprocess_context import Carried
 from maskserve_core.config import load_config, templates_folder
-from maskserve_core.facts import load_facts
-from maskserve_core.logs import start_log
-from maskserve_core.preprocess import prepare_edit
-from maskserve_core.templates import TemplateFolder
-from maskserve_core.vitals import end_when_stuck, end_with_server, sign_in, sign_out
+from maskserve_core.contracts.facts import load_facts
+from maskserve_core.worker.logs import start_log
+from maskserve_core.imaging.preprocess import prepare_edit
+from maskserve_core.worker.templates import TemplateFolder
+from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
 
 
 class TritonPythonModel:

@@ -5,10 +5,10 @@ import threading
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.backend.answer import Answer
-from maskserve_core.backend.paced import Paced, Straight
-from maskserve_core.backend.receipts import ReceiptDesk
-from maskserve_core.backend.wire import read_bytes
+from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.flow_control import Paced, Straight
+from maskserve_core.triton.acks import ReceiptDesk
+from maskserve_core.triton.tensor_io import read_bytes
 
 
 class TritonPythonModel:

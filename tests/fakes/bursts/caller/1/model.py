@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.backend.answer import Answer
-from maskserve_core.backend.receipts import Receipts
-from maskserve_core.backend.responses import responses_of
-from maskserve_core.backend.wire import output, read_bytes, tensor
+from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.acks import Receipts
+from maskserve_core.triton.keepalive import responses_of
+from maskserve_core.triton.tensor_io import output, read_bytes, tensor
 
 
 class TritonPythonModel:

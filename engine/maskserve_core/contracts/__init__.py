@@ -1,0 +1,1 @@
+"""What passes between processes: settings, tensors, META, the status record."""

@@ -1,0 +1,70 @@
+"""The META tensor: what an event says of its edit (design §3)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from maskserve_core.errors import MaskserveError
+from maskserve_core.contracts.request import EditRequest
+
+TIMINGS = ("queue", "preprocess", "encode", "denoise", "decode", "postprocess", "load_stall")
+
+
+def event_meta(event: str, step: int, steps: int, request_id: str) -> bytes:
+    """META of a `progress` or `preview` event."""
+    return _dump({"event": event, "step": step, "steps": steps, "request_id": request_id})
+
+
+def failed_meta(error: MaskserveError, request_id: str) -> bytes:
+    """META of the `failed` event. It stays inside the worker: the front answers with the error.
+
+    Triton 2.51 never ends an ensemble in which a step fails while an earlier response is under way
+    in a later step. So what ends an edit early crosses it as a response like any other.
+    """
+    values = {"event": "failed", "step": 0, "steps": 0, "request_id": request_id}
+    return _dump({**values, "error": str(error)})
+
+
+def final_meta(
+    request: EditRequest, worker: str, model: str, engine: Mapping[str, Any], encode_ms: float
+) -> bytes:
+    """META of the `final` event, as the denoiser sends it.
+
+    Args:
+        request: the edit.
+        worker: this worker's name.
+        model: the served model's name.
+        engine: what the engine says of the edit; its keys win.
+        encode_ms: time in the encoder.
+    """
+    timings = {**request.timings_ms, "encode": encode_ms, **engine.get("timings_ms", {})}
+    values = {
+        "event": "final",
+        "request_id": request.request_id,
+        "seed": request.seed,
+        "worker": worker,
+        "model": model,
+        "template_id": request.template_id,
+        **engine,
+        "timings_ms": {name: round(float(timings.get(name, 0.0)), 3) for name in TIMINGS},
+    }
+    values.setdefault("steps", 0)
+    values.setdefault("step", values["steps"])
+    return _dump(values)
+
+
+def with_timing(meta: bytes, name: str, milliseconds: float) -> bytes:
+    """META with the time of one more of the TIMINGS, so far 0; other events than the final one
+    have none and stay as they are.
+
+    The bytes are spliced: reading and writing the JSON would show in the time of an edit, in
+    processes that have waited for the denoiser and whose caches are cold.
+    """
+    before, slot, after = meta.rpartition(b'"%b":0.0' % name.encode())
+    return b"%b%b%.3f%b" % (before, slot[:-3], milliseconds, after) if slot else meta
+
+
+def _dump(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, separators=(",", ":")).encode()

@@ -1,0 +1,1 @@
+"""Images, masks and sizes: what happens to an edit before and after the models."""

@@ -1,0 +1,281 @@
+"""Images of the wire: bytes to pixels and back.
+
+An image comes as PNG, JPEG or WebP bytes, as their base64 text, or as a data: URI. Pixels are the
+*decoded 8-bit source*: EXIF orientation applied, palettes looked up, CMYK converted, 16-bit
+samples cut to their high byte, the first frame of an animation. Transparency of a source is set
+aside: its RGB is kept as it is and the answer is RGB.
+
+Decoding touches no state of the module or of Pillow: threads may share it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+from maskserve_core.config import LimitsConfig
+from maskserve_core.imaging.containers import (
+    ACCEPTED,
+    BadContainer,
+    Container,
+    is_container,
+    read_container,
+)
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.imaging.geometry import Size
+from maskserve_core.imaging.png import encode_png
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+
+# Image.open warns of and refuses sizes by a global of its own; the limits here are the config's.
+_DECODERS: dict[str, type[ImageFile.ImageFile]] = {
+    "png": PngImagePlugin.PngImageFile,
+    "jpeg": JpegImagePlugin.JpegImageFile,
+    "webp": WebPImagePlugin.WebPImageFile,
+}
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# Longest side each format can store.
+MAX_OUTPUT_SIDE = {"png": 2**31 - 1, "jpeg": 65_500, "webp": 16_383}
+NO_LIMITS = LimitsConfig(max_image_bytes=2**31, max_pixels=2**31, max_side=65_535)
+_URL_SAFE = bytes.maketrans(b"-_", b"+/")
+_BLANKS = b" \t\r\n\v\f"
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A decoded image. Arrays are read-only."""
+
+    pixels: Pixels
+    """RGB, uint8 [H, W, 3]."""
+    alpha: Pixels | None
+    """uint8 [H, W], 255 opaque; None when the file has no transparency."""
+    encoded: bytes
+    """The file itself, base64 undone."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        return self.pixels.shape[0], self.pixels.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedMask:
+    """A decoded mask. Arrays are uint8 [H, W] and read-only."""
+
+    luminance: Pixels
+    alpha: Pixels | None
+
+
+@dataclass(frozen=True, slots=True)
+class Raster:
+    """A decoded image in Pillow's hands, upright."""
+
+    image: Image.Image
+    """Mode L or RGB."""
+    alpha: Image.Image | None
+    """Mode L."""
+    encoded: bytes
+
+
+def decode_image(raw: bytes, field: str, limits: LimitsConfig) -> Decoded:
+    """Decode an untrusted image.
+
+    Args:
+        raw: the tensor's bytes: a file, base64 text or a data: URI.
+        field: name for messages, such as `IMAGE`.
+        limits: bounds on encoded bytes, pixels and sides, checked before decoding.
+
+    Raises:
+        InvalidRequest: naming `field`.
+    """
+    raster = decode_raster(raw, field, limits)
+    return Decoded(
+        np.asarray(_as_mode(raster.image, "RGB")), _maybe_array(raster.alpha), raster.encoded
+    )
+
+
+def decode_mask(
+    raw: bytes, field: str, limits: LimitsConfig, size: Size | None = None
+) -> DecodedMask:
+    """Decode an untrusted mask to luminance (ITU-R 601) and transparency; see `decode_image`.
+
+    Args:
+        raw: the tensor's bytes.
+        field: name for messages.
+        limits: bounds, checked before decoding.
+        size: (height, width) that the mask must have, if given: the image's.
+    """
+    raster = decode_raster(raw, field, limits, size)
+    return DecodedMask(np.asarray(_as_mode(raster.image, "L")), _maybe_array(raster.alpha))
+
+
+def decode_raster(raw: bytes, field: str, limits: LimitsConfig, size: Size | None = None) -> Raster:
+    """As `decode_image`, kept in Pillow: nothing is copied that is not asked for."""
+    encoded = _unwrap(raw, field, limits)
+    try:
+        container = read_container(encoded)
+    except BadContainer as problem:
+        raise InvalidRequest(field, str(problem), ACCEPTED) from None
+    _check_size(container.size, field, limits)
+    if size is not None and container.upright_size != size:
+        # Before decoding: a mask of another size may be a bomb.
+        raise wrong_size(field, container.upright_size, size)
+    try:
+        image = _DECODERS[container.kind](io.BytesIO(container.payload))
+        _check_size((image.size[1], image.size[0]), field, limits)
+        image.load()
+        upright, alpha = _split(image, container)
+    except InvalidRequest:
+        raise
+    except Exception:
+        # Decoders raise what they like (OSError, SyntaxError, struct.error, zlib.error, …).
+        raise InvalidRequest(
+            field, f"is a truncated or damaged {container.kind.upper()}", ACCEPTED
+        ) from None
+    turn = _TRANSPOSE.get(container.orientation)
+    if turn is not None:
+        upright = upright.transpose(turn)
+        alpha = alpha.transpose(turn) if alpha is not None else None
+    return Raster(upright, alpha, encoded)
+
+
+def encode_image(pixels: Pixels, output_format: str) -> bytes:
+    """Encode RGB uint8 [H, W, 3] or, as PNG or JPEG, grey [H, W].
+
+    PNG is written for speed, WebP is lossless, JPEG has quality 95 without colour subsampling.
+    """
+    if output_format == "png":
+        return encode_png(pixels)
+    out = io.BytesIO()
+    image = Image.fromarray(pixels)
+    if output_format == "webp":
+        image.save(out, "WEBP", lossless=True, quality=0, method=0)
+    elif output_format == "jpeg":
+        image.save(out, "JPEG", quality=95, subsampling=0)
+    else:
+        raise ValueError(f"unknown output format {output_format!r}")
+    return out.getvalue()
+
+
+def to_base64(data: bytes) -> bytes:
+    """Base64 text without line breaks, as ASCII bytes."""
+    return base64.b64encode(data)
+
+
+def _unwrap(raw: bytes, field: str, limits: LimitsConfig) -> bytes:
+    """The encoded file: undo base64 and the data: URI."""
+    # Base64 holds 3 bytes in 4 characters; a few more are allowed for line breaks and the prefix.
+    if len(raw) > limits.max_image_bytes * 3 // 2 + 1024:
+        raise InvalidRequest(
+            field, f"is {len(raw)} bytes", f"up to {limits.max_image_bytes} encoded bytes"
+        )
+    encoded = raw if is_container(raw) else _from_text(raw.strip(), field)
+    if not encoded:
+        raise InvalidRequest(field, "is empty", ACCEPTED)
+    if len(encoded) > limits.max_image_bytes:
+        raise InvalidRequest(
+            field, f"is {len(encoded)} bytes", f"up to {limits.max_image_bytes} encoded bytes"
+        )
+    return encoded
+
+
+def _from_text(text: bytes, field: str) -> bytes:
+    is_uri = text[:5].lower() == b"data:"
+    if is_uri:
+        header, comma, text = text.partition(b",")
+        if not comma or not header.lower().endswith(b";base64"):
+            raise InvalidRequest(field, "is a data: URI that is not base64", ACCEPTED)
+    # In one pass: split() would make an object of every word between blanks.
+    compact = text.translate(_URL_SAFE, _BLANKS).rstrip(b"=")
+    try:
+        return base64.b64decode(compact + b"=" * (-len(compact) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        if is_uri:
+            raise InvalidRequest(field, "is a data: URI of broken base64", ACCEPTED) from None
+        return text  # not base64: let the container check name what it is
+
+
+def wrong_size(field: str, found: Size, image: Size) -> InvalidRequest:
+    """The refusal of a mask of another (height, width) than the image's."""
+    said = f"is {found[1]}x{found[0]} pixels"
+    return InvalidRequest(field, said, f"the image's size, {image[1]}x{image[0]}")
+
+
+def _check_size(size: tuple[int, int], field: str, limits: LimitsConfig) -> None:
+    height, width = size
+    if min(size) < 1:
+        raise InvalidRequest(field, f"is {width}x{height} pixels", "at least 1x1")
+    if max(size) > limits.max_side:
+        raise InvalidRequest(
+            field, f"is {width}x{height} pixels", f"sides of up to {limits.max_side} pixels"
+        )
+    if height * width > limits.max_pixels:
+        raise InvalidRequest(
+            field,
+            f"is {width}x{height} = {height * width} pixels",
+            f"up to {limits.max_pixels} pixels",
+        )
+
+
+def _split(image: Image.Image, container: Container) -> tuple[Image.Image, Image.Image | None]:
+    """The image as L or RGB, and its transparency."""
+    alpha: Image.Image | None = None
+    if image.mode in ("LA", "RGBA"):
+        alpha = image.getchannel("A")
+    elif container.transparency:
+        alpha = _keyed_alpha(image, container)
+    if image.mode.startswith("I"):  # 16-bit grey
+        return Image.fromarray(_high_byte(np.asarray(image))), alpha
+    return _as_mode(image, "L" if image.mode in ("1", "L", "LA") else "RGB"), alpha
+
+
+def _as_mode(image: Image.Image, mode: str) -> Image.Image:
+    """`image` in `mode`; itself if it has that mode already, where convert() would copy it."""
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _keyed_alpha(image: Image.Image, container: Container) -> Image.Image | None:
+    """Transparency of a PNG without alpha channel: per palette entry, or one transparent colour.
+
+    A transparent colour of 16-bit RGB is matched on the high bytes, all that is decoded of it.
+    """
+    chunk, depth = container.transparency, container.bit_depth
+    if container.colour_type == 3:
+        table = np.full(256, 255, np.uint8)
+        table[: len(chunk)] = np.frombuffer(chunk[:256], np.uint8)
+        return Image.fromarray(table[np.asarray(image)])
+    key = np.frombuffer(chunk[: len(chunk) & ~1], ">u2").astype(np.int64)
+    if container.colour_type == 0 and len(key) == 1:
+        if depth == 16:
+            opaque = np.asarray(image) != key[0]
+        else:
+            opaque = np.asarray(image.convert("L")) != key[0] * 255 // (2**depth - 1)
+    elif container.colour_type == 2 and len(key) == 3:
+        opaque = (np.asarray(image) != (key >> 8 if depth == 16 else key)).any(axis=2)
+    else:
+        return None
+    return Image.fromarray(np.where(opaque, np.uint8(255), np.uint8(0)))
+
+
+def _high_byte(samples: npt.NDArray[np.generic]) -> Pixels:
+    high: Pixels = (samples.astype(np.uint16) >> 8).astype(np.uint8)
+    return high
+
+
+def _maybe_array(image: Image.Image | None) -> Pixels | None:
+    return None if image is None else np.asarray(image)

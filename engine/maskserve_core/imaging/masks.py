@@ -1,0 +1,295 @@
+"""From a decoded mask to what is computed and what is pasted back.
+
+    mask image ─ rule ─► selected ─ dilate, feather ─► paste weights      at the source's size
+                                                            │ > 0
+                                                       edit mask          at the model's size
+                                                            │ any overlap
+                                                       active tokens      per token size
+
+Every pixel with a paste weight above 0 lies inside the edit mask, and every edited model pixel
+inside an active token, so nothing is ever pasted that the model did not repaint. Work is confined
+to the bounding box of what is selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.imaging.geometry import Size
+from maskserve_core.imaging.images import DecodedMask, wrong_size
+
+Bytes2D: TypeAlias = npt.NDArray[np.uint8]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+TokenIds: TypeAlias = npt.NDArray[np.int64]
+
+WHITE_FROM = 128
+"""Luminance from which a mask pixel counts as white."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """What one mask asks for."""
+
+    paste: Bytes2D
+    """uint8 [H, W] at the source's size: 255 edited, 0 the source as it is, between: blended."""
+    edit: Bytes2D
+    """uint8 [h, w] at the model's size: 255 edited, 0 kept."""
+
+
+def build_masks(
+    mask: DecodedMask,
+    source_size: Size,
+    model_size: Size,
+    mode: str = "auto",
+    dilate: int = 0,
+    feather: int = 0,
+) -> Masks:
+    """All of a mask's derived arrays.
+
+    Args:
+        mask: decoded mask.
+        source_size: (height, width) of the image, which the mask must have too.
+        model_size: (height, width) at which the model works.
+        mode: `white`, `alpha` or `auto`, see `selected`.
+        dilate: pixels by which the selection grows, at the source's size.
+        feather: pixels beyond the grown selection over which the edit fades out.
+
+    Raises:
+        InvalidRequest: naming MASK or SETTINGS.mask_mode.
+    """
+    height, width = mask.luminance.shape
+    if (height, width) != source_size:
+        raise wrong_size("MASK", (height, width), source_size)
+    paste = paste_weights(selected(mask, mode), dilate, feather)
+    if paste is None:
+        raise InvalidRequest("MASK", "selects nothing to edit", _accepted(mask, mode))
+    return Masks(paste, edit_mask(paste, model_size))
+
+
+def selected(mask: DecodedMask, mode: str) -> Bools:
+    """The pixels a mask selects, bool [H, W].
+
+    `white`: luminance of at least 128 edits, alpha is ignored. `alpha`: fully transparent edits.
+    `auto`: `alpha` if any pixel is at all transparent, else `white`; so an opaque white-on-black
+    mask saved with an alpha channel is read as its author sees it.
+
+    Raises:
+        InvalidRequest: `alpha` asked of a mask without transparency.
+    """
+    if mode == "alpha" and mask.alpha is None:
+        raise InvalidRequest(
+            "SETTINGS.mask_mode", "is alpha, but MASK has no alpha channel", "white or auto"
+        )
+    if _by_alpha(mask, mode):
+        assert mask.alpha is not None
+        transparent: Bools = mask.alpha == 0
+        return transparent
+    white: Bools = mask.luminance >= WHITE_FROM
+    return white
+
+
+def _by_alpha(mask: DecodedMask, mode: str) -> bool:
+    if mask.alpha is None or mode == "white":
+        return False
+    return mode == "alpha" or int(mask.alpha.min()) < 255
+
+
+def _accepted(mask: DecodedMask, mode: str) -> str:
+    if _by_alpha(mask, mode):
+        return "a mask with fully transparent pixels (alpha 0) where to edit"
+    return f"a mask with white pixels (luminance {WHITE_FROM} or more) where to edit"
+
+
+def paste_weights(selection: Bools, dilate: int = 0, feather: int = 0) -> Bytes2D | None:
+    """Weights of the edited pixels, uint8 [H, W]; None when nothing is selected.
+
+    The selection grows by a square of `dilate` pixels to each side. Beyond it the weight falls
+    linearly from 255 to 0 over `feather` pixels along each axis; inside it stays 255.
+    """
+    box = _bounding_box(selection, dilate)
+    if box is None:
+        return None
+    weights = np.zeros(selection.shape, np.uint8)
+    part = selection[box]
+    for axis in (0, 1):
+        part = _grow(part, dilate, dilate, axis)
+    if not feather:
+        np.multiply(part, np.uint8(255), out=weights[box])
+        return weights
+    place, cut = zip(
+        *(_clip(span, feather, side) for span, side in zip(box, selection.shape, strict=True)),
+        strict=True,
+    )
+    weights[place] = _fade(np.pad(part, feather), feather, cut)
+    return weights
+
+
+def _fade(core: Bools, feather: int, cut: tuple[slice, ...]) -> Bytes2D:
+    """Weights in the part `cut` of `core`, which has `feather` empty pixels around it.
+
+    Growing by a window and averaging over the same window leaves 1 wherever the core was, falls
+    linearly to 0 over the window's length, and costs the same for any length. The empty border
+    lets a core that touches the image's edge grow beyond it, so that it does not fade there.
+    """
+    before = feather // 2
+    after = feather - before
+    grown = core
+    for axis in (0, 1):
+        grown = _grow(grown, before, after, axis)
+    # Cut as soon as an axis is done: an image one pixel high has a border of a thousand rows.
+    columns = _window_sum(grown, before, after, 0, np.uint16)[cut[0]]  # each up to feather + 1
+    counts = _window_sum(columns, before, after, 1, np.int32)[:, cut[1]]
+    whole = (feather + 1) ** 2
+    weights: Bytes2D = (counts.astype(np.float32) * (255.0 / whole) + 0.5).astype(np.uint8)
+    return weights
+
+
+def _clip(span: slice, margin: int, side: int) -> tuple[slice, slice]:
+    """Where a span widened by `margin` lies in [0, side), and that part of the wide span."""
+    low, high = span.start - margin, span.stop + margin
+    start, stop = max(0, low), min(side, high)
+    return slice(start, stop), slice(start - low, stop - low)
+
+
+def edit_mask(paste: Bytes2D, model_size: Size) -> Bytes2D:
+    """The model's mask, uint8 [h, w] of 0 and 255.
+
+    A model pixel is edited if any source pixel under it has a weight above 0; so a mask of one
+    pixel never vanishes.
+    """
+    if paste.shape == model_size:
+        return _full(paste)
+    covered = paste
+    for axis, size in enumerate(model_size):
+        covered = _cover(covered, size, axis)
+    return _full(covered)
+
+
+def active_tokens(edit: Bytes2D, token_pixels: int) -> TokenIds:
+    """Ids of the tokens that overlap the edit mask, ascending.
+
+    Tokens are numbered row by row, as the model lays out its patches.
+
+    Args:
+        edit: [h, w], sides multiples of `token_pixels`; above 0 means edited.
+        token_pixels: model pixels along one side of a token.
+    """
+    height, width = edit.shape
+    if height % token_pixels or width % token_pixels:
+        raise ValueError(f"{edit.shape} is not a multiple of {token_pixels}")
+    rows = edit.reshape(height // token_pixels, token_pixels, width).max(axis=1)
+    grid = rows.reshape(-1, width // token_pixels, token_pixels).max(axis=2)
+    return np.flatnonzero(grid)
+
+
+def active_tokens_per_level(
+    edit: Bytes2D, token_pixels: int, levels: Sequence[int]
+) -> dict[int, TokenIds]:
+    """Active tokens of a UNet whose stacks attend at several scales.
+
+    Args:
+        edit: [h, w] edit mask at the model's size.
+        token_pixels: model pixels along one side of a token at level 0.
+        levels: how often each wanted level has been halved. A side that does not halve evenly
+            rounds up, as a convolution of stride 2 with padding 1 does.
+
+    Returns:
+        level → ids, row-major over the level's own grid.
+    """
+    side = token_pixels
+    grid = edit.reshape(edit.shape[0] // side, side, edit.shape[1]).max(axis=1)
+    grid = grid.reshape(grid.shape[0], -1, side).max(axis=2)
+    found: dict[int, TokenIds] = {}
+    for level in range(max(levels) + 1):
+        if level in levels:
+            found[level] = np.flatnonzero(grid)
+        grid = np.pad(grid, ((0, grid.shape[0] % 2), (0, grid.shape[1] % 2)))
+        grid = grid.reshape(grid.shape[0] // 2, 2, grid.shape[1]).max(axis=1)
+        grid = grid.reshape(grid.shape[0], -1, 2).max(axis=2)
+    return found
+
+
+def mask_ratio(active: int, model_size: Size, token_pixels: int) -> float:
+    """Active over all tokens."""
+    return active / ((model_size[0] // token_pixels) * (model_size[1] // token_pixels))
+
+
+def _span(used: Bools) -> tuple[int, int] | None:
+    """[first, last + 1) of the true elements; None when there are none."""
+    first = int(used.argmax())
+    if not used[first]:
+        return None
+    return first, len(used) - int(used[::-1].argmax())
+
+
+def _bounding_box(selection: Bools, margin: int) -> tuple[slice, slice] | None:
+    rows = _span(selection.any(axis=1))
+    if rows is None:
+        return None
+    columns = _span(selection[rows[0] : rows[1]].any(axis=0))
+    assert columns is not None
+    return tuple(  # type: ignore[return-value]
+        slice(max(0, low - margin), min(side, high + margin))
+        for (low, high), side in zip((rows, columns), selection.shape, strict=True)
+    )
+
+
+def _grow(part: Bools, before: int, after: int, axis: int) -> Bools:
+    """Dilate along one axis: each true element covers `before` places before and `after` behind.
+
+    The reach doubles with each pass, so the cost grows with the logarithm of the distance.
+    """
+    for reach, step in ((before, -1), (after, 1)):
+        done = 0
+        while done < reach:
+            shift = min(done + 1, reach - done)
+            grown = part.copy()
+            ahead, behind = [slice(None)] * 2, [slice(None)] * 2
+            ahead[axis], behind[axis] = slice(shift, None), slice(None, -shift)
+            to, source = (ahead, behind) if step > 0 else (behind, ahead)
+            grown[tuple(to)] |= part[tuple(source)]
+            part, done = grown, done + shift
+    return part
+
+
+def _window_sum(
+    counts: npt.NDArray[Any], before: int, after: int, axis: int, dtype: type[np.integer[Any]]
+) -> npt.NDArray[Any]:
+    """Sum over [i - before, i + after] along one axis; what lies outside counts 0.
+
+    `dtype` need only hold the result: differences are right where the running sum has wrapped.
+    """
+    padding = [(0, 0), (0, 0)]
+    padding[axis] = (before + 1, after)
+    sums = np.pad(counts, padding).cumsum(axis=axis, dtype=dtype)
+    length, window = counts.shape[axis], before + after + 1
+    high, low = [slice(None)] * 2, [slice(None)] * 2
+    high[axis], low[axis] = slice(window, window + length), slice(0, length)
+    out: npt.NDArray[Any] = sums[tuple(high)] - sums[tuple(low)]
+    return out
+
+
+def _full(values: Bytes2D) -> Bytes2D:
+    """255 where `values` is above 0."""
+    full: Bytes2D = (values > 0).view(np.uint8) * np.uint8(255)
+    return full
+
+
+def _cover(values: Bytes2D, size: int, axis: int) -> Bytes2D:
+    """Resample one axis to `size` places, each the maximum of all that it overlaps."""
+    source = values.shape[axis]
+    if source == size:
+        return values
+    # Place j covers [j·source/size, (j+1)·source/size); integers keep the edges exact.
+    edges = np.arange(size + 1, dtype=np.int64) * source
+    first, last = edges[:-1] // size, -(-edges[1:] // size) - 1
+    covered: Bytes2D = np.take(values, first, axis=axis)
+    for offset in range(1, int((last - first).max()) + 1):
+        covered = np.maximum(covered, np.take(values, np.minimum(first + offset, last), axis=axis))
+    return covered

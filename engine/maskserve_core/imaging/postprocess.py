@@ -1,0 +1,39 @@
+"""The last model of the ensemble: lay the edited pixels over the source and encode the answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from maskserve_core.imaging.geometry import resize_part
+from maskserve_core.imaging.images import NO_LIMITS, decode_raster, encode_image, to_base64
+from maskserve_core.contracts.request import EditRequest
+
+
+def finish_edit(
+    pixels: npt.NDArray[np.uint8], source: bytes, paste: bytes, request: EditRequest
+) -> bytes:
+    """The answer's IMAGE bytes.
+
+    Where the paste weight is 0 the answer is the decoded source bit for bit (as long as the
+    output format is lossless); where it is 255 it is the model's output, brought to the source's
+    size by Lanczos; between, the two are mixed.
+
+    Args:
+        pixels: RGB uint8 [h, w, 3] at the model's size.
+        source: encoded, as it came or was registered.
+        paste: PNG of weights at the source's size.
+        request: whose output format and encoding are used.
+    """
+    out = decode_raster(source, "source", NO_LIMITS).image.convert("RGB")
+    weights = decode_raster(paste, "paste", NO_LIMITS).image
+    box = weights.getbbox()
+    if box is not None:  # only what is pasted is resized
+        left, top, right, bottom = box
+        edited = resize_part(Image.fromarray(pixels), request.source_size, box)
+        part = Image.fromarray(np.asarray(weights)[top:bottom, left:right])
+        # Pillow's paste mixes in integers, exact at 0 and at 255.
+        out.paste(edited, (left, top), mask=part)
+    encoded = encode_image(np.asarray(out), request.settings.output_format)
+    return to_base64(encoded) if request.settings.output_encoding == "base64" else encoded

@@ -1,0 +1,143 @@
+"""What a model's facts and the configuration allow one edit to ask.
+
+What a model cannot do is refused, never ignored: a client that asks for a negative prompt and gets
+a picture must be able to believe that it was used.
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from dataclasses import replace
+
+from maskserve_core.config import Config, model_name
+from maskserve_core.errors import InvalidRequest
+from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.imaging.geometry import Size
+from maskserve_core.imaging.images import MAX_OUTPUT_SIDE
+from maskserve_core.contracts.settings import EditSettings
+
+_SEED_BITS = 32
+"""Drawn seeds are short enough to read out, and exact in clients whose numbers are doubles."""
+
+
+def steps_run(num_inference_steps: int, strength: float) -> int:
+    """Denoising steps that run of a schedule, by diffusers' image-to-image rule."""
+    initial = min(num_inference_steps * strength, num_inference_steps)
+    return num_inference_steps - int(max(num_inference_steps - initial, 0))
+
+
+def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
+    """Refuse what this model or worker cannot do.
+
+    Raises:
+        InvalidRequest: naming `SETTINGS.<key>`.
+    """
+    served = model_name(config)
+    if settings.model is not None and settings.model != served:
+        raise InvalidRequest("SETTINGS.model", "is not served here", served)
+    _check_guidance(settings, facts, config)
+    _check_steps(settings, config)
+    if settings.cache == "require" and not config.cache.enabled:
+        raise InvalidRequest("SETTINGS.cache", "is require, but caching is off", "auto or off")
+
+
+def _check_guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
+    if settings.guidance_scale is not None and not facts.guidance_embeds:
+        raise InvalidRequest(
+            "SETTINGS.guidance_scale", "is no input of this model", "no guidance_scale"
+        )
+    if settings.negative_prompt is not None:
+        if not facts.true_cfg:
+            raise InvalidRequest(
+                "SETTINGS.negative_prompt", "cannot be used by this model", "no negative_prompt"
+            )
+        _check_text("SETTINGS.negative_prompt", settings.negative_prompt, config)
+        if settings.true_cfg_scale is None or settings.true_cfg_scale <= 1:
+            raise InvalidRequest(
+                "SETTINGS.negative_prompt",
+                "has no effect without SETTINGS.true_cfg_scale",
+                "a true_cfg_scale above 1 beside it",
+            )
+    elif settings.true_cfg_scale is not None and settings.true_cfg_scale > 1:
+        if not facts.true_cfg:
+            raise InvalidRequest("SETTINGS.true_cfg_scale", "cannot be used by this model", "1")
+        raise InvalidRequest(
+            "SETTINGS.true_cfg_scale",
+            "has no effect without SETTINGS.negative_prompt",
+            "a negative_prompt beside it (it may be empty)",
+        )
+
+
+def _check_steps(settings: EditSettings, config: Config) -> None:
+    steps = _steps(settings, config)
+    if steps > config.limits.max_steps:
+        raise InvalidRequest(
+            "SETTINGS.num_inference_steps", f"is {steps}", f"1 to {config.limits.max_steps}"
+        )
+    if steps_run(steps, settings.strength) < 1:
+        raise InvalidRequest(
+            "SETTINGS.strength",
+            f"{settings.strength:g} of {steps} steps runs none of them",
+            "a strength that leaves at least one step",
+        )
+
+
+def _steps(settings: EditSettings, config: Config) -> int:
+    given = settings.num_inference_steps
+    return config.model.num_inference_steps if given is None else given
+
+
+def check_output(settings: EditSettings, size: Size) -> None:
+    """Refuse a format that cannot hold the answer.
+
+    Raises:
+        InvalidRequest: naming `SETTINGS.output_format`.
+    """
+    longest = MAX_OUTPUT_SIDE[settings.output_format]
+    if max(size) > longest:
+        raise InvalidRequest(
+            "SETTINGS.output_format",
+            f"{settings.output_format} cannot hold {size[1]}x{size[0]} pixels",
+            "png",
+        )
+
+
+def check_prompt(raw: bytes, config: Config) -> str:
+    """The prompt's text. An empty prompt is allowed: it asks for whatever fits.
+
+    Raises:
+        InvalidRequest: naming PROMPT.
+    """
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidRequest("PROMPT", "is not UTF-8", "UTF-8 text") from None
+    _check_text("PROMPT", text, config)
+    return text
+
+
+def _check_text(field: str, text: str, config: Config) -> None:
+    longest = config.limits.max_prompt_chars
+    if len(text) > longest:
+        raise InvalidRequest(field, f"is {len(text)} characters long", f"up to {longest}")
+    if "\0" in text:
+        raise InvalidRequest(field, "holds a NUL character", "text without NUL")
+
+
+def with_defaults(settings: EditSettings, facts: ModelFacts, config: Config) -> EditSettings:
+    """`settings` with every default that is the worker's to choose filled in.
+
+    Steps are never None afterwards, nor are the seed and the request id; guidance_scale is None
+    only for models that have none.
+    """
+    guidance = settings.guidance_scale
+    if guidance is None and facts.guidance_embeds:
+        guidance = config.model.guidance_scale
+    return replace(
+        settings,
+        num_inference_steps=_steps(settings, config),
+        guidance_scale=guidance,
+        seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
+        request_id=settings.request_id or uuid.uuid4().hex,
+    )

@@ -1,0 +1,164 @@
+"""Counted work of a UNet2DConditionModel as SDXL and Stable Diffusion 2.1 configure it.
+
+Only the stacks (Transformer2DModels) are sparse: convolutions, ResNets, proj_in and proj_out run
+on all positions of every row (design §4, "Cached row"). What runs between two stacks is one
+fixed amount, which is where the load stream gets ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from maskserve_core.planning.flops import BlockWork, FixedWork, ModelWork
+
+_DOWN = ("CrossAttnDownBlock2D", "DownBlock2D")
+_UP = ("CrossAttnUpBlock2D", "UpBlock2D")
+
+
+def _per_level(value: Any, levels: int) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value] * levels
+
+
+def _refuse_unknown(config: dict[str, Any]) -> None:
+    """Options that would change the count and that no served model uses."""
+    plain = {
+        "mid_block_type": "UNetMidBlock2DCrossAttn",
+        "only_cross_attention": False,
+        "dual_cross_attention": False,
+        "class_embed_type": None,
+        "num_class_embeds": None,
+        "encoder_hid_dim": None,
+        "attention_type": "default",
+        "resnet_time_scale_shift": "default",
+        "time_embedding_type": "positional",
+        "time_cond_proj_dim": None,
+        "reverse_transformer_layers_per_block": None,
+    }
+    for key, usual in plain.items():
+        if config.get(key, usual) != usual:
+            raise ValueError(f"{key}: {config[key]!r} is not counted; counted: {usual!r}")
+    for key, known in (("down_block_types", _DOWN), ("up_block_types", _UP)):
+        for kind in config[key]:
+            if kind not in known:
+                raise ValueError(f"{key}: {kind} is not counted; counted: {', '.join(known)}")
+    if config.get("addition_embed_type") not in (None, "text_time"):
+        raise ValueError(f"addition_embed_type: {config['addition_embed_type']!r} is not counted")
+
+
+@dataclass
+class _Walk:
+    """The model's forward pass, adding up FLOPs of one evaluation as it goes."""
+
+    cross_dim: list[int]
+    embedding: int
+    areas: list[int]
+    blocks: list[BlockWork] = field(default_factory=list)
+    before: list[FixedWork] = field(default_factory=list)
+    fixed: float = 0.0
+
+    def conv(self, level: int, inputs: int, outputs: int, side: int = 3) -> None:
+        self.fixed += 2.0 * self.areas[level] * inputs * outputs * side * side
+
+    def linear(self, inputs: int, outputs: int) -> None:
+        self.fixed += 2.0 * inputs * outputs
+
+    def resnet(self, level: int, inputs: int, outputs: int) -> None:
+        self.conv(level, inputs, outputs)
+        self.linear(self.embedding, outputs)
+        self.conv(level, outputs, outputs)
+        if inputs != outputs:
+            self.conv(level, inputs, outputs, side=1)
+
+    def stack(self, name: str, level: int, h: int, depth: int) -> None:
+        """A Transformer2DModel: its blocks are counted per token, its ends as fixed work."""
+        self.conv(level, h, h, side=1)  # proj_in: a linear layer or a 1x1 convolution
+        self.before.append(FixedWork(row=self.fixed))
+        self.fixed = 0.0
+        terms = {
+            "row": 0.0,
+            # self-attention 8h², queries and output of cross-attention 4h², GEGLU feed-forward
+            # (h x 8h, then 4h x h) 24h²
+            "token": 36.0 * h * h,
+            "text": 4.0 * self.cross_dim[level] * h,
+            "spare": 4.0 * h * h,
+            "pair": 4.0 * h,
+            "cross": 4.0 * h,
+        }
+        index = len(self.before) - 1
+        for i in range(depth):
+            self.blocks.append(BlockWork(f"{name}.{i}", stack=index, level=level, width=h, **terms))
+        self.conv(level, h, h, side=1)  # proj_out
+
+
+def unet_work(
+    config: dict[str, Any], height: int, width: int, *, guidance: bool = True
+) -> ModelWork:
+    """Work of a UNet2DConditionModel.
+
+    Args:
+        config: unet/config.json.
+        height: latent rows (pixels / VAE scale).
+        width: latent columns.
+        guidance: classifier-free guidance: every row is two evaluations.
+
+    Raises:
+        ValueError: the config uses a part that is not counted.
+    """
+    _refuse_unknown(config)
+    channels = [int(c) for c in config["block_out_channels"]]
+    levels = len(channels)
+    layers = [int(n) for n in _per_level(config["layers_per_block"], levels)]
+    depths = [int(n) for n in _per_level(config.get("transformer_layers_per_block", 1), levels)]
+    sizes = [(height, width)]
+    for _ in range(levels - 1):
+        sizes.append(((sizes[-1][0] + 1) // 2, (sizes[-1][1] + 1) // 2))
+    cross = [int(c) for c in _per_level(config["cross_attention_dim"], levels)]
+    walk = _Walk(cross, int(config.get("time_embedding_dim") or channels[0] * 4), [])
+    walk.areas = [rows * columns for rows, columns in sizes]
+
+    walk.linear(channels[0], walk.embedding)
+    walk.linear(walk.embedding, walk.embedding)
+    if config.get("addition_embed_type") == "text_time":
+        walk.linear(int(config["projection_class_embeddings_input_dim"]), walk.embedding)
+        walk.linear(walk.embedding, walk.embedding)
+    walk.conv(0, int(config["in_channels"]), channels[0], int(config.get("conv_in_kernel", 3)))
+
+    before = channels[0]
+    for level, kind in enumerate(config["down_block_types"]):
+        for layer in range(layers[level]):
+            walk.resnet(level, before if layer == 0 else channels[level], channels[level])
+            if kind.startswith("CrossAttn"):
+                walk.stack(f"down{level}.{layer}", level, channels[level], depths[level])
+        before = channels[level]
+        if level < levels - 1:
+            walk.conv(level + 1, channels[level], channels[level])
+
+    bottom = levels - 1
+    walk.resnet(bottom, channels[-1], channels[-1])
+    walk.stack("mid", bottom, channels[-1], depths[-1])
+    walk.resnet(bottom, channels[-1], channels[-1])
+
+    for step, kind in enumerate(config["up_block_types"]):
+        level = bottom - step
+        own, below = channels[level], channels[min(level + 1, bottom)]
+        for layer in range(layers[level] + 1):
+            last = layer == layers[level]
+            skip = channels[max(level - 1, 0)] if last else own
+            walk.resnet(level, (below if layer == 0 else own) + skip, own)
+            if kind.startswith("CrossAttn"):
+                walk.stack(f"up{step}.{layer}", level, own, depths[level])
+        if level > 0:
+            walk.conv(level - 1, own, own)
+    walk.conv(0, channels[0], int(config["out_channels"]), int(config.get("conv_out_kernel", 3)))
+
+    return ModelWork(
+        family="unet",
+        blocks=tuple(walk.blocks),
+        tokens=tuple(walk.areas),
+        joint=False,
+        before=tuple(walk.before),
+        after=FixedWork(row=walk.fixed),
+        restore_ends=True,
+        copies=2 if guidance else 1,
+    )

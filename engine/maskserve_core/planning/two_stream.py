@@ -1,0 +1,213 @@
+"""When a plan's blocks run and its loads arrive, exactly, for one step or step after step.
+
+Two streams, two clocks: `F`, when the load stream is done with everything up to this block, and
+`t`, when the compute stream is. For a block with fixed work g before it, load l and compute c:
+
+    F1 = max(F, (t + g) - ahead)     the stream waits while it is a budget ahead of the compute
+    F' = max(F1 + l, t' - ahead)
+    t' = max(F1 + l, t + g) + c      the block waits for its entry
+
+Without `ahead` this is the recursion of FlashPS Algorithm 1. `ahead` bounds what is loaded for
+blocks that have not begun, so a plan that computes first and loads later pays for it. The lead
+of a step is t - F at its start: what the slack of the step before has loaded already.
+
+The recursion only adds and takes maxima, so a whole step is one 2x2 matrix over (max, +), and
+steps repeated with one plan settle at its eigenvalue: the steady seconds per step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from maskserve_core.planning.flops import DENSE, KINDS, KV
+from maskserve_core.planning.step_costs import StepCosts
+
+INF = math.inf
+LOADS = ("none", "h", "kv")
+
+
+class Item(NamedTuple):
+    """A block, or a stack's end as a block that is `dense` at no cost: only its load counts."""
+
+    before: float
+    h: float
+    kv: float
+    dense: float
+    project: float
+    cached: float
+    block: int
+    """-1 at a stack's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every cached row of a step does, and what that should take. Seconds."""
+
+    kinds: tuple[str, ...]
+    """Per block, of KINDS."""
+    loads: tuple[str, ...]
+    """Per block, of LOADS: what comes from the cache before it. A `project` block loads nothing
+    where inactive hidden states are present: after a dense block or at the start of a stack."""
+    restores: tuple[int, ...]
+    """Dense blocks whose inactive hidden states were not kept and are loaded (`h`)."""
+    end_restores: tuple[int, ...]
+    """Blocks at the end of a stack whose inactive output is loaded."""
+    compute: float
+    load: float
+    latency: float
+    """One step: from the given lead, or repeated for ever if none was given."""
+    lead: float
+    """Loading done before the step begins; at most the whole step's."""
+    lead_after: float
+    """The same for the next step."""
+    bound: float = 0.0
+    """No plan has a smaller latency than this (the planner's proof; 0 if nobody looked)."""
+
+    @property
+    def stall(self) -> float:
+        """Seconds the compute stream waits for loads."""
+        return max(0.0, self.latency - self.compute)
+
+
+def items_of(costs: StepCosts) -> list[Item]:
+    """The step as plain floats, in order."""
+    items: list[Item] = []
+    rows = zip(
+        costs.before.tolist(),
+        costs.loads.tolist(),
+        costs.compute.tolist(),
+        costs.ends.tolist(),
+        strict=True,
+    )
+    for i, (before, (h, kv), (dense, project, cached), end) in enumerate(rows):
+        items.append(Item(before, h, kv, dense, project, cached, i))
+        if end >= 0:
+            items.append(Item(0.0, end, INF, 0.0, 0.0, 0.0, -1))
+    return items
+
+
+def ahead_of(costs: StepCosts) -> float:
+    """`ahead` as a finite number: beyond the whole step's seconds more of it changes nothing."""
+    ends = costs.ends[(costs.ends < INF) & (costs.ends > 0)]
+    loads = costs.loads[costs.loads < INF].sum() + ends.sum()
+    whole = float(costs.compute.sum() + costs.before.sum() + loads) + costs.after
+    return min(costs.ahead, whole)
+
+
+def actions(items: Sequence[Item], kinds: Sequence[int]) -> list[tuple[float, float, float]]:
+    """`(before, load, compute)` of every item when block i runs as `kinds[i]` (index in KINDS).
+
+    Inactive hidden states are present at the start, after dense blocks and after stack ends.
+    """
+    steps, present = [], True
+    for item in items:
+        kind = DENSE if item.block < 0 else kinds[item.block]
+        load = item.kv if kind == KV else 0.0 if present else item.h
+        present = kind == DENSE
+        steps.append((item.before, load, item[3 + kind]))
+    return steps
+
+
+def run(
+    steps: Sequence[tuple[float, float, float]], after: float, ahead: float, lead: float
+) -> tuple[float, float]:
+    """`(F, t)` at the end of a step that starts at t = 0 with `lead` seconds of loads done."""
+    f, t = -min(lead, ahead), 0.0
+    for before, load, compute in steps:
+        t += before
+        f = max(f, t - ahead) + load
+        t = max(f, t) + compute
+        f = max(f, t - ahead)
+    t += after
+    return max(f, t - ahead), t
+
+
+def period(
+    steps: Sequence[tuple[float, float, float]], after: float, ahead: float
+) -> tuple[float, float]:
+    """`(seconds per step, lead)` of a plan repeated for ever."""
+    # Far below every other time, standing for "does not depend on this clock".
+    never = -1e9
+    ff, tf = _column(steps, after, ahead, 0.0, never)
+    ft, tt = _column(steps, after, ahead, never, 0.0)
+    rate = max(ff, tt, (ft + tf) / 2)
+    lead = tf - rate if rate == ff > tt else rate - ft
+    return rate, min(max(lead, 0.0), ahead)
+
+
+def _column(
+    steps: Sequence[tuple[float, float, float]], after: float, ahead: float, f: float, t: float
+) -> tuple[float, float]:
+    for before, load, compute in steps:
+        t += before
+        x = t - ahead
+        f = (f if f > x else x) + load
+        t = (f if f > t else t) + compute
+        x = t - ahead
+        f = f if f > x else x
+    t += after
+    return max(f, t - ahead), t
+
+
+def evaluate(
+    costs: StepCosts, kinds: Sequence[str], *, lead: float | None = None, bound: float = 0.0
+) -> Plan:
+    """The plan that runs block i as `kinds[i]`.
+
+    Args:
+        costs: of the step.
+        kinds: one of KINDS per block.
+        lead: loading done before the step begins; `None`: the steady state.
+        bound: passed on to the plan.
+
+    Raises:
+        ValueError: another number of kinds than blocks.
+    """
+    if len(kinds) != len(costs.compute):
+        raise ValueError(f"kinds: {len(kinds)} for {len(costs.compute)} blocks")
+    return plan_of(costs, items_of(costs), [KINDS.index(k) for k in kinds], lead, bound)
+
+
+def plan_of(
+    costs: StepCosts,
+    items: Sequence[Item],
+    kinds: Sequence[int],
+    lead: float | None,
+    bound: float,
+) -> Plan:
+    """As `evaluate`, from what the planner has at hand."""
+    steps, ahead = actions(items, kinds), ahead_of(costs)
+    load = sum(s[1] for s in steps)
+    if lead is None:
+        latency, before = period(steps, costs.after, ahead)
+        after = before = min(before, load)
+    else:
+        before = min(lead, ahead)
+        f, latency = run(steps, costs.after, ahead, before)
+        after = latency - f
+    names, restores, ends, present = [], [], [], True
+    for i, item in enumerate(items):
+        kind = DENSE if item.block < 0 else kinds[item.block]
+        from_h = not present and kind != KV
+        if item.block >= 0:
+            names.append(LOADS[2 if kind == KV else int(from_h)])
+            if from_h and kind == DENSE:
+                restores.append(item.block)
+        elif from_h:
+            ends.append(items[i - 1].block)
+        present = kind == DENSE
+    return Plan(
+        kinds=tuple(KINDS[k] for k in kinds),
+        loads=tuple(names),
+        restores=tuple(restores),
+        end_restores=tuple(ends),
+        compute=sum(s[0] + s[2] for s in steps) + costs.after,
+        load=load,
+        latency=latency,
+        lead=before,
+        lead_after=after,
+        bound=bound,
+    )

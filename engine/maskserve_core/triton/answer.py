@@ -1,0 +1,92 @@
+"""The one final answer of an accepted request."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from maskserve_core.triton.tensor_io import error_response, output_tensors
+from maskserve_core.errors import EngineFailed, MaskserveError
+
+log = logging.getLogger("maskserve")
+
+OnEnd = Callable[[MaskserveError | None, dict[str, Any]], None]
+"""Told, once, what the final answer was: an error, or outputs."""
+
+
+def _nobody(error: MaskserveError | None, outputs: dict[str, Any]) -> None:
+    pass
+
+
+class Answer:
+    """Sends a request's events, exactly one of them final.
+
+    Several threads hold an Answer: one that waits for the pipeline, one that watches for
+    cancels. The first to finish it wins; everything later is dropped.
+
+    Asking Triton whether a request was cancelled after its final response was sent crashes the
+    whole server, so sending and asking share a lock with the flag that says so.
+
+    While it sends, Triton's stub (2.51) drops the tensors that nobody asked for, without Python's
+    lock. Were its reference the last, they would be freed there, and sooner or later the process
+    would die of a corrupted heap: `tensors` is held until the response is out.
+    """
+
+    def __init__(self, api: Any, sender: Any, on_end: OnEnd = _nobody) -> None:
+        self._api = api
+        self._sender = sender
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    def event(self, outputs: dict[str, Any]) -> bool:
+        """Send an event that others follow; False when it is too late."""
+        tensors = output_tensors(self._api, outputs)
+        message = self._api.InferenceResponse(tensors)
+        with self._lock:
+            if self._done:
+                return False
+            self._sender.send(message)
+            return True
+
+    def finish(self, outputs: dict[str, Any]) -> bool:
+        """Send the result; False when the request has been answered already."""
+        tensors = output_tensors(self._api, outputs)
+        return self._final(self._api.InferenceResponse(tensors), None, outputs)
+
+    def fail(self, error: MaskserveError) -> bool:
+        """Send an error as the final answer; False when there was one already."""
+        return self._final(error_response(self._api, error), error, {})
+
+    def end(self) -> None:
+        """Say that no response follows those sent; nothing happens when there was a final one."""
+        self._final(None, None, {})
+
+    def cancelled(self) -> bool:
+        """Whether the client has withdrawn the request and nobody has answered it yet."""
+        with self._lock:
+            return not self._done and bool(self._sender.is_cancelled())
+
+    def _final(self, message: Any, error: MaskserveError | None, outputs: dict[str, Any]) -> bool:
+        with self._lock:
+            if self._done:
+                return False
+            self._done = True
+            flags = self._api.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            try:
+                if message is None:
+                    self._sender.send(flags=flags)
+                else:
+                    self._sender.send(message, flags=flags)
+            except Exception:
+                log.exception("an answer could not be sent")
+                error = EngineFailed("the answer could not be sent")
+        # Without the lock: whoever looks for cancels must not wait for a log's disk.
+        self._on_end(error, outputs)
+        return True

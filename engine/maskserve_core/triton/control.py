@@ -1,0 +1,260 @@
+"""What `control` does: operations on the worker, JSON in, JSON out.
+
+`status` and `drain` touch files only and are answered at once. The others ask the
+denoiser's process, which may be dead: they wait in threads of their own, and are answered with an
+error when it stays silent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.pipeline import ask_denoiser, encode_template
+from maskserve_core.triton.tensor_io import guarded, read_bytes
+from maskserve_core.config import Config, ConfigError, templates_folder
+from maskserve_core.errors import (
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    TemplateNotFound,
+)
+from maskserve_core.contracts.facts import load_facts
+from maskserve_core.worker.admission import OPEN, Gate
+from maskserve_core.imaging.images import decode_image
+from maskserve_core.contracts.keys import TEMPLATE_ID, template_id
+from maskserve_core.imaging.preprocess import prepare_template
+from maskserve_core.contracts.settings import no_duplicates
+from maskserve_core.worker.status import StatusReader
+from maskserve_core.worker.templates import TemplateFolder
+from maskserve_core.worker.liveness import silence_limit_s, unwell
+
+log = logging.getLogger("maskserve")
+
+# Operation -> the keys it takes beside "op".
+OPERATIONS: dict[str, tuple[str, ...]] = {
+    "status": (),
+    "heartbeat": (),
+    "cancel": ("request_id",),
+    "templates": (),
+    "register": ("image",),
+    "prime": ("template_id",),
+    "pin": ("template_id",),
+    "unpin": ("template_id",),
+    "evict": ("template_id",),
+    "drain": (),
+}
+_OF_FILES = ("status", "drain")
+_ENCODING = ("register", "prime")
+_ENCODE_S = 60.0
+"""Encoding a large image without a GPU takes its time."""
+_THREADS = 8
+# An operation is a flat object of a few strings, of which only an image may be long. JSON of
+# other forms is refused before it is read: it takes up to fifty times its size as objects.
+_PLAIN_BYTES = 64 * 1024
+_STRUCTURE = b"[{,"
+_MAX_STRUCTURE = 64
+_operation_object = no_duplicates("OP")
+
+
+def parse_operation(raw: bytes) -> dict[str, str]:
+    """Check the OP tensor's bytes.
+
+    Raises:
+        InvalidRequest: naming `OP` or `OP.<key>`.
+    """
+    if len(raw) > _PLAIN_BYTES and sum(map(raw.count, _STRUCTURE)) > _MAX_STRUCTURE:
+        raise InvalidRequest(
+            "OP", f"is {len(raw)} bytes of nested JSON", 'an object such as {"op": "status"}'
+        )
+    try:
+        values = json.loads(raw.decode("utf-8"), object_pairs_hook=_operation_object)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(
+            "OP", "is not valid JSON", 'an object such as {"op": "status"}'
+        ) from None
+    if not isinstance(values, dict):
+        raise InvalidRequest(
+            "OP", f"is a JSON {type(values).__name__}", 'an object such as {"op": "status"}'
+        )
+    name = values.get("op")
+    if not isinstance(name, str) or name not in OPERATIONS:
+        shown = "is missing" if name is None else f"{str(name)[:40]!r} is not known"
+        raise InvalidRequest("OP.op", shown, ", ".join(OPERATIONS))
+    wanted = OPERATIONS[name]
+    unknown = sorted(set(values) - {"op", *wanted})
+    if unknown:
+        raise InvalidRequest(
+            f"OP.{unknown[0][:40]}", f"is not a key of {name}", ", ".join(("op", *wanted))
+        )
+    for key in wanted:
+        if not isinstance(values.get(key), str) or not values[key]:
+            problem = "is missing" if key not in values else "is not a non-empty string"
+            raise InvalidRequest(f"OP.{key}", problem, "a string")
+    return values
+
+
+class Control:
+    """The operations of one worker."""
+
+    def __init__(self, api: Any, config: Config) -> None:
+        self._api = api
+        self._config = config
+        self._status = StatusReader(f"{config.runtime_dir}/status")
+        self._gate = Gate(config.runtime_dir)
+        self._templates = TemplateFolder(templates_folder(config), config.limits.max_template_bytes)
+        self._pool = ThreadPoolExecutor(_THREADS, "control")
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take operations in; each is answered exactly once."""
+        for request in requests:
+            answer = Answer(self._api, request.get_response_sender())
+            try:
+                operation = parse_operation(read_bytes(self._api, request, "OP"))
+                if operation["op"] in _OF_FILES:
+                    _reply(answer, self._with_files(operation))
+                else:
+                    self._with_denoiser(operation, answer)
+            except Exception as error:
+                answer.fail(guarded("", error))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _with_files(self, operation: dict[str, str]) -> dict[str, Any]:
+        match operation["op"]:
+            case "status":
+                return self._read_status()
+            case "drain":
+                self._gate.drain()
+                return {"draining": True, "in_flight": self._gate.in_flight()}
+        raise AssertionError(operation)
+
+    def _asking(self, operation: dict[str, str]) -> dict[str, Any]:
+        """An operation with a part in the denoiser; blocks."""
+        match operation["op"]:
+            case "templates":
+                held = ask_denoiser(self._api, {"op": "templates"})["templates"]
+                return {"templates": _merged(self._templates.ids(), held)}
+            case "register":
+                return self._register(operation["image"])
+            case "prime":
+                return self._prime(_checked_id(operation["template_id"]))
+            case "pin" | "unpin":
+                return self._pin(operation["op"], _checked_id(operation["template_id"]))
+            case "evict":
+                return self._evict(_checked_id(operation["template_id"]))
+            case _:
+                return ask_denoiser(self._api, operation)
+
+    def _read_status(self) -> dict[str, Any]:
+        """The engine's record, with what the record cannot say: its age and the gate."""
+        status = self._status.read()
+        if status is None:
+            raise EngineFailed("the engine has not started")
+        values: dict[str, Any] = json.loads(status.to_json())
+        age = status.age_s()
+        if self._gate.state() != OPEN and values["state"] == "ready":
+            values["state"] = "draining"
+        alive = age <= silence_limit_s(status, self._config.engine.heartbeat_timeout_s)
+        return {
+            **values,
+            "age_s": round(age, 4),
+            "alive": alive and unwell(self._config.runtime_dir) is None,
+            "in_flight": self._gate.in_flight(),
+        }
+
+    def _register(self, image: str) -> dict[str, Any]:
+        decoded = decode_image(image.encode("utf-8", "replace"), "OP.image", self._config.limits)
+        name = template_id(decoded.pixels)
+        self._templates.put(name, decoded.encoded)
+        height, width = decoded.size
+        # An image is registered to be edited more than once: its activations are worth having.
+        # It is registered all the same if they cannot be had now.
+        try:
+            primed = self._prime(name)
+        except (MaskserveError, ConfigError) as error:
+            log.warning("template %s is registered but not primed: %s", name, error)
+            primed = {"template_id": name, "state": "absent"}
+        return {"width": width, "height": height, **primed}
+
+    def _prime(self, name: str) -> dict[str, Any]:
+        """Have a registered template primed in the background."""
+        encoded = self._templates.get(name)
+        if encoded is None:
+            raise TemplateNotFound(f"OP.template_id: {name} is not registered here")
+        if not self._config.cache.enabled:
+            return {"template_id": name, "state": "absent"}
+        model = self._config.model
+        facts = load_facts(model.path, model.native_resolution)
+        prepared = prepare_template(encoded, facts, self._config)
+        operation = {"op": "prime", "request": prepared.request.to_json().decode()}
+        state = ask_denoiser(self._api, operation, encode_template(self._api, prepared))
+        return {"template_id": name, **state}
+
+    def _pin(self, op: str, name: str) -> dict[str, Any]:
+        """Keep what is cached of a template, and will be, from eviction; or no longer."""
+        found = ask_denoiser(self._api, {"op": op, "template_id": name})["found"]
+        if not found and name not in self._templates.ids():
+            if op == "pin":
+                # The engine pins what is to come, too: a refusal must not leave that behind.
+                ask_denoiser(self._api, {"op": "unpin", "template_id": name})
+            raise TemplateNotFound(f"OP.template_id: {name} is not known here")
+        return {"template_id": name, "pinned": op == "pin"}
+
+    def _evict(self, name: str) -> dict[str, Any]:
+        """Forget a template: the registered image and what is cached of it."""
+        registered = self._templates.remove(name)
+        freed = ask_denoiser(self._api, {"op": "evict", "template_id": name})["freed_bytes"]
+        if not registered and not freed:
+            raise TemplateNotFound(f"OP.template_id: {name} is not known here")
+        return {"template_id": name, "registered": False, "freed_bytes": freed}
+
+    def _with_denoiser(self, operation: dict[str, str], answer: Answer) -> None:
+        def ask() -> None:
+            try:
+                if not answer.done:  # else the client was told that nothing has been done
+                    _reply(answer, self._asking(operation))
+            except Exception as error:
+                answer.fail(guarded("", error))
+            finally:
+                timer.cancel()
+
+        limit = self._config.engine.heartbeat_timeout_s
+        if operation["op"] in _ENCODING:
+            limit = max(limit, _ENCODE_S)
+        timer = threading.Timer(
+            limit,
+            lambda: answer.fail(EngineFailed(f"the engine did not answer within {limit:g} s")),
+        )
+        timer.daemon = True
+        timer.start()
+        self._pool.submit(ask)
+
+
+def _checked_id(name: str) -> str:
+    if TEMPLATE_ID.fullmatch(name) is None:
+        raise InvalidRequest(
+            "OP.template_id", "has another form", "16 to 64 lower-case hexadecimal digits"
+        )
+    return name
+
+
+def _merged(registered: list[str], held: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Templates by id: whether an image is registered, and what is cached of each."""
+    entries: dict[str, list[dict[str, Any]]] = {name: [] for name in registered}
+    for entry in held:
+        rest = {key: value for key, value in entry.items() if key != "template_id"}
+        entries.setdefault(entry["template_id"], []).append(rest)
+    return [
+        {"template_id": name, "registered": name in registered, "entries": found}
+        for name, found in sorted(entries.items())
+    ]
+
+
+def _reply(answer: Answer, result: dict[str, Any]) -> None:
+    answer.finish({"RESULT": json.dumps(result).encode()})

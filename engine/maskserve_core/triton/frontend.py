@@ -1,0 +1,280 @@
+"""What `edit` and `edit_stream` do: answer for a pipeline that cannot answer for itself.
+
+Neither a cancel nor the death of a model's process crosses a Triton ensemble, so each front
+watches both and answers by itself. Threads of one front:
+
+    execute       takes requests in and hands them on, without waiting
+    pool          one thread per edit in flight, blocked in the pipeline's responses
+    watcher       looks at every edit for a cancel or deadline, and at the worker's health
+    cancels       tells the denoiser to free the rows of edits nobody waits for
+    metrics       publishes how edits ended
+
+A pool thread whose denoiser died stays blocked for good; the watcher has answered its client.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.request_log import Ending
+from maskserve_core.triton.health import Health
+from maskserve_core.triton.metrics import FrontMetrics, MetricsThread
+from maskserve_core.triton.pipeline import ask_denoiser, run_edit
+from maskserve_core.triton.acks import Receipts
+from maskserve_core.triton.tracing import TRACEPARENT, Tracer, make_tracer
+from maskserve_core.triton.tensor_io import guarded, read_bytes
+from maskserve_core.config import Config
+from maskserve_core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    Overloaded,
+)
+from maskserve_core.worker.admission import OPEN, Gate, InFlight
+from maskserve_core.worker.logs import about
+from maskserve_core.worker.observations import Observations
+from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
+
+log = logging.getLogger("maskserve")
+
+_CLIENT_INPUTS = ("IMAGE", "MASK", "PROMPT")
+_HEALTH_EVERY_S = 0.1
+_IDLE_S = 0.25
+# However long steps are, a client that cancels or whose deadline passes has its answer by then.
+_SELDOM_S = 0.1
+# What comes after the engine takes a moment, or many on a CPU that decodes for others first.
+_LOST_S = 60.0
+# The cancel of an edit that has not reached the denoiser yet finds nothing there: say it again.
+_CANCEL_EVERY_S = 0.05
+_CANCEL_THREADS = 4
+_SEED_BITS = 32
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One edit in flight."""
+
+    request_id: str
+    inputs: dict[str, bytes]
+    settings: EditSettings
+    answer: Answer
+    traceparent: str = ""
+    """The span below which the models record what they do for it."""
+    accepted_ns: int = field(default_factory=time.time_ns)
+    accepted: float = field(default_factory=time.monotonic)
+    heard: float = 0.0
+    """When the engine was last seen to hold it, or an event of it came; 0: never."""
+    withdrawn: bool = False
+    """Nobody waits for it; its row is to be freed."""
+    next_cancel: float = 0.0
+    cancelling: bool = False
+
+    def too_late(self, now: float) -> bool:
+        limit = self.settings.deadline_ms
+        return limit is not None and now - self.accepted > limit / 1e3
+
+
+class Front:
+    """One front model.
+
+    Args:
+        api: triton_python_backend_utils.
+        name: of the model.
+        streaming: whether progress and previews are sent on.
+        tracer: by default, as the configuration says.
+    """
+
+    def __init__(
+        self,
+        api: Any,
+        config: Config,
+        name: str,
+        *,
+        streaming: bool,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._api = api
+        self._config = config
+        self._name = name
+        self._streaming = streaming
+        self._gate = Gate(config.runtime_dir)
+        self._in_flight = InFlight(config.runtime_dir, name)
+        self._health = Health(config)
+        self._problem: MaskserveError | None = None
+        self._calls: dict[str, _Call] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._observations = Observations()
+        metrics = FrontMetrics(api, config.worker, name, self._observations)
+        self._metrics = MetricsThread(metrics)
+        self._tracer = tracer or make_tracer(config, name)
+        self._pool = ThreadPoolExecutor(config.engine.front_threads, f"{name}-pool")
+        self._cancels = ThreadPoolExecutor(_CANCEL_THREADS, f"{name}-cancels")
+        self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
+        self._watcher.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; each is answered later, exactly once."""
+        for request in requests:
+            self._in_flight.enter()
+            span = self._tracer.open("pipeline", request)
+            ending = Ending(self._name, self._observations, self._in_flight.leave, span)
+            answer = Answer(self._api, request.get_response_sender(), ending.answered)
+            try:
+                self._accept(request, answer, ending)
+            except Exception as error:
+                answer.fail(guarded(ending.request_id, error))
+
+    def close(self) -> None:
+        """Stop the threads; edits still in flight are answered."""
+        self._closing.set()
+        self._wake.set()
+        self._watcher.join()
+        self._fail_all(Overloaded("the worker is stopping"))
+        self._metrics.close()
+        self._tracer.close()
+        self._health.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._cancels.shutdown(wait=False, cancel_futures=True)
+
+    def _accept(self, request: Any, answer: Answer, ending: Ending) -> None:
+        inputs = {name: read_bytes(self._api, request, name) for name in _CLIENT_INPUTS}
+        settings = parse_settings(read_bytes(self._api, request, "SETTINGS"))
+        # Drawn here, so that a repeated try of the same edit gives the same picture.
+        request_id = ending.request_id = settings.request_id or uuid.uuid4().hex
+        seed = settings.seed if settings.seed is not None else secrets.randbits(_SEED_BITS)
+        settings = replace(
+            settings,
+            request_id=request_id,
+            seed=seed,
+            # Of what nobody would see, nothing is made.
+            progress=settings.progress and self._streaming,
+            preview_every=settings.preview_every if self._streaming else 0,
+        )
+        inputs["SETTINGS"] = dump_settings(settings)
+        if self._gate.state() != OPEN:
+            raise Overloaded("the worker is draining and takes no new edits")
+        if self._problem is not None:
+            # What the watcher last saw may be over, as after the start.
+            problem = self._problem = self._health.problem()
+            if problem is not None:
+                answer.fail(problem)
+                return
+        call = _Call(request_id, inputs, settings, answer, ending.span.traceparent)
+        with self._lock:
+            held = self._calls.get(request_id)
+            # A client may send the id again as soon as it has its answer.
+            if held is not None and (held.withdrawn or not held.answer.done):
+                raise InvalidRequest(
+                    "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
+                )
+            self._calls[request_id] = call
+        self._wake.set()
+        self._pool.submit(self._run, call)
+
+    # The pool
+
+    def _run(self, call: _Call) -> None:
+        try:
+            if not call.answer.done:
+                self._relay(call)
+                call.answer.fail(EngineFailed("the pipeline ended without an answer"))
+        except Exception as error:
+            call.answer.fail(guarded(call.request_id, error))
+        finally:
+            with self._lock:
+                if self._calls.get(call.request_id) is call:
+                    del self._calls[call.request_id]
+
+    def _relay(self, call: _Call) -> None:
+        parameters = {"accepted_ns": str(call.accepted_ns), TRACEPARENT: call.traceparent}
+        more = call.settings.progress or call.settings.preview_every
+        receipts = Receipts(self._config.runtime_dir) if more else None
+        events = run_edit(self._api, call.inputs, parameters, call.request_id, receipts)
+        for event in events:
+            call.heard = time.monotonic()
+            if event.kind == "final":
+                call.answer.finish({"IMAGE": event.image, "META": event.meta})
+            elif self._streaming:
+                call.answer.event({"IMAGE": event.image, "META": event.meta})
+
+    # The watcher
+
+    def _watch(self) -> None:
+        next_health = 0.0
+        while not self._closing.is_set():
+            try:
+                now = time.monotonic()
+                if now >= next_health:
+                    next_health = now + _HEALTH_EVERY_S
+                    problem = self._problem = self._health.problem()
+                    if problem is not None:
+                        self._fail_all(problem)
+                for call in self._snapshot():
+                    self._look_at(call, now)
+            except Exception as error:
+                # The watcher is what saves clients from hanging: it must outlive a surprise.
+                log.error("watcher: %s", error, exc_info=error)
+            self._pause()
+
+    def _pause(self) -> None:
+        if self._calls:
+            # A row is freed between two steps: to look more often is no use and takes from them.
+            often = min(self._health.step_s, _SELDOM_S)
+            self._closing.wait(max(self._config.engine.watch_interval_s, often))
+        else:
+            self._wake.wait(_IDLE_S)
+            self._wake.clear()
+
+    def _look_at(self, call: _Call, now: float) -> None:
+        if call.request_id in self._health.held:
+            call.heard = now
+        if call.answer.cancelled():
+            self._withdraw(call, Cancelled("the client cancelled the request"))
+        elif call.too_late(now) and not call.answer.done:
+            limit = call.settings.deadline_ms
+            late = f"SETTINGS.deadline_ms: {limit} ms passed before the edit was done"
+            self._withdraw(call, DeadlineExceeded(late))
+        elif call.heard and now - call.heard > _LOST_S:
+            # Triton 2.51 never ends an ensemble in which a step fails while others are under way.
+            call.answer.fail(EngineFailed("the edit was lost on its way back from the engine"))
+        if call.withdrawn and not call.cancelling and now >= call.next_cancel:
+            call.cancelling = True
+            call.next_cancel = now + _CANCEL_EVERY_S
+            self._cancels.submit(self._cancel, call)
+
+    def _withdraw(self, call: _Call, error: MaskserveError) -> None:
+        # Said before the client hears of it: its next edit may have the same id.
+        call.withdrawn = True
+        call.withdrawn = call.answer.fail(error)
+
+    def _cancel(self, call: _Call) -> None:
+        try:
+            if self._calls.get(call.request_id) is not call:
+                return  # it has ended, and the id may be another edit's by now
+            ask_denoiser(self._api, {"op": "cancel", "request_id": call.request_id})
+        except MaskserveError as error:
+            log.warning("cancel: %s", error, extra=about(call.request_id))
+        except Exception as error:
+            log.error("cancel: %s", error, exc_info=error, extra=about(call.request_id))
+        finally:
+            call.cancelling = False
+
+    def _fail_all(self, problem: MaskserveError) -> None:
+        for call in self._snapshot():
+            call.answer.fail(problem)
+
+    def _snapshot(self) -> list[_Call]:
+        with self._lock:
+            return list(self._calls.values())

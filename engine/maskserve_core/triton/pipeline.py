@@ -1,0 +1,134 @@
+"""Calls from a front into the worker's other models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from maskserve_core.triton.acks import RECEIPTS, Receipts
+from maskserve_core.triton.keepalive import responses_of
+from maskserve_core.triton.tensor_io import output, relayed, tensor
+from maskserve_core.errors import EngineFailed
+from maskserve_core.imaging.preprocess import PreparedTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One response of the pipeline."""
+
+    image: bytes
+    meta: bytes
+    kind: str
+    """`progress`, `preview` or `final`."""
+
+
+def run_edit(
+    api: Any,
+    inputs: dict[str, bytes],
+    parameters: dict[str, str],
+    request_id: str,
+    receipts: Receipts | None = None,
+) -> Iterator[Event]:
+    """Run one edit through the ensemble, event by event. Blocks; never call it in `execute`.
+
+    Triton would take `trace=` of the client's request here, and show the ensemble's models in its
+    trace. But a request's trace is freed when `execute` returns, and Triton 2.51 dies of it.
+
+    Args:
+        api: triton_python_backend_utils.
+        inputs: tensors of one bytes element each.
+        parameters: of the request; every model of the pipeline sees them.
+        request_id: for error messages.
+        receipts: given for each response, if more than one is to come.
+
+    Raises:
+        MaskserveError: what a model of the pipeline answered.
+    """
+    if receipts is not None:
+        parameters = {**parameters, RECEIPTS: receipts.key}
+    call = api.InferenceRequest(
+        model_name="edit_pipeline",
+        requested_output_names=["EDITED", "META"],
+        inputs=[tensor(api, name, value) for name, value in inputs.items()],
+        parameters=parameters,
+    )
+    failed = ""
+    answers = responses_of(call)
+    try:
+        for answer in answers:
+            if receipts is not None:
+                receipts.taken()
+            if answer.has_error():
+                raise relayed(answer.error().message(), request_id)
+            meta = output(api, answer, "META")
+            if not meta:
+                continue  # the empty response that only carries the final flag
+            values = json.loads(meta)
+            if values["event"] == "failed":
+                failed = values["error"]
+            else:
+                if values["event"] == "final":
+                    failed = ""  # it was a preview that could not be made
+                yield Event(output(api, answer, "EDITED"), meta, values["event"])
+    finally:
+        if receipts is not None:
+            receipts.over()
+    if failed:
+        # Made here: an error that its own frame holds is a cycle, and keeps the edit's pictures.
+        raise relayed(failed, request_id)
+
+
+_ENCODED = ("MOMENTS", "MASKED_MOMENTS", "PROMPT_EMBEDS", "POOLED_EMBEDS")
+
+
+def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:
+    """What the denoiser needs to prime a template, as its input tensors. Blocks.
+
+    Raises:
+        MaskserveError: what the encoder answered.
+    """
+    edit_mask = api.Tensor("EDIT_MASK", prepared.edit_mask)
+    call = api.InferenceRequest(
+        model_name="encoder",
+        requested_output_names=list(_ENCODED),
+        inputs=[
+            api.Tensor("PIXELS", prepared.pixels),
+            edit_mask,
+            tensor(api, "REQUEST", prepared.request.to_json()),
+        ],
+    )
+    answer = call.exec()
+    if answer.has_error():
+        raise relayed(answer.error().message(), prepared.request.request_id)
+    return [edit_mask, *answer.output_tensors()]
+
+
+def ask_denoiser(
+    api: Any, operation: dict[str, Any], tensors: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """Have the denoiser's process do `operation`. Blocks until it answers, or for ever.
+
+    Args:
+        api: triton_python_backend_utils.
+        operation: JSON values with an `op`.
+        tensors: further inputs of the denoiser.
+
+    Raises:
+        MaskserveError: what it answered.
+    """
+    call = api.InferenceRequest(
+        model_name="denoiser",
+        requested_output_names=["META"],
+        inputs=[tensor(api, "REQUEST", json.dumps(operation).encode()), *tensors],
+    )
+    result: dict[str, Any] | None = None
+    for answer in responses_of(call):
+        if answer.has_error():
+            raise relayed(answer.error().message(), str(operation.get("request_id", "")))
+        raw = output(api, answer, "META")
+        result = json.loads(raw) if raw else result
+    if result is None:
+        raise EngineFailed("the denoiser gave no answer")
+    return result

@@ -1,0 +1,150 @@
+"""Tensors and errors between Triton's API and plain values."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from maskserve_core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    Overloaded,
+    TemplateNotFound,
+    split_code,
+)
+from maskserve_core.worker.logs import about
+
+log = logging.getLogger("maskserve")
+
+# Our code -> attribute of pb_utils.TritonError. Triton 2.51 has no code for a deadline or an
+# exhausted resource; UNAVAILABLE is the nearest that says "another time may do".
+_TRITON_CODES = {
+    InvalidRequest.code: "INVALID_ARG",
+    TemplateNotFound.code: "NOT_FOUND",
+    Overloaded.code: "UNAVAILABLE",
+    DeadlineExceeded.code: "UNAVAILABLE",
+    Cancelled.code: "CANCELLED",
+    EngineFailed.code: "INTERNAL",
+}
+# What Triton's wrappers put behind a Python model's message.
+_TRACE_MARKS = ("\n\nAt:", "Traceback (most recent call last)")
+
+
+class RelayedError(MaskserveError):
+    """An error of another model, with that model's code and message."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def read_bytes(api: Any, request: Any, name: str, *, optional: bool = False) -> bytes:
+    """The one element of a BYTES tensor, copied out of Triton's memory.
+
+    Raises:
+        InvalidRequest: there is no such tensor, or it has not exactly one element.
+    """
+    tensor = api.get_input_tensor_by_name(request, name)
+    if tensor is None:
+        if optional:
+            return b""
+        raise InvalidRequest(name, "is missing", "a BYTES tensor of shape [1]")
+    values = tensor.as_numpy().reshape(-1)
+    if values.size != 1:
+        raise InvalidRequest(name, f"has {values.size} elements", "a BYTES tensor of shape [1]")
+    value = values[0]
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def read_array(
+    api: Any, request: Any, name: str, dtype: type[np.generic], *, ndim: int
+) -> npt.NDArray[Any]:
+    """A numeric tensor, copied: Triton's memory is reused once `execute` returns.
+
+    Raises:
+        InvalidRequest: absent, or of another type or rank.
+    """
+    tensor = api.get_input_tensor_by_name(request, name)
+    if tensor is None:
+        raise InvalidRequest(name, "is missing")
+    array = np.array(tensor.as_numpy())
+    if array.dtype != np.dtype(dtype) or array.ndim != ndim:
+        raise InvalidRequest(
+            name, f"is {array.dtype}{list(array.shape)}", f"{np.dtype(dtype).name} of rank {ndim}"
+        )
+    return array
+
+
+def tensor(api: Any, name: str, value: npt.NDArray[Any] | bytes) -> Any:
+    """A Triton tensor of an array, or of one bytes element."""
+    if isinstance(value, bytes):
+        cell = np.empty(1, np.object_)
+        cell[0] = value
+        return api.Tensor(name, cell)
+    return api.Tensor(name, np.ascontiguousarray(value))
+
+
+def parameters(request: Any) -> dict[str, Any]:
+    """The parameters of a Triton request."""
+    raw = request.parameters()
+    found: dict[str, Any] = json.loads(raw) if raw else {}
+    return found
+
+
+def output_tensors(api: Any, outputs: Mapping[str, npt.NDArray[Any] | bytes]) -> list[Any]:
+    """The tensors of a response that carries `outputs`."""
+    return [tensor(api, name, value) for name, value in outputs.items()]
+
+
+def response(api: Any, outputs: Mapping[str, npt.NDArray[Any] | bytes]) -> Any:
+    """A Triton response that carries `outputs`, to be returned from `execute`."""
+    return api.InferenceResponse(output_tensors(api, outputs))
+
+
+def error_response(api: Any, error: MaskserveError) -> Any:
+    """A Triton response that carries `error`, with the nearest of Triton's codes."""
+    code = getattr(api.TritonError, _TRITON_CODES[error.code])
+    return api.InferenceResponse(output_tensors=[], error=api.TritonError(str(error), code))
+
+
+def relayed(text: str, request_id: str) -> MaskserveError:
+    """Another model's error as it may be shown to a client: clean, with its code, without trace.
+
+    Triton wraps messages on their way ("in ensemble …"), and a Python exception that nobody
+    caught arrives with its stack.
+    """
+    code, message = split_code(text)
+    if any(mark in text for mark in _TRACE_MARKS):
+        log.error("a model raised: %s", text, extra=about(request_id))
+        return internal_error(request_id)
+    return RelayedError(code, message.strip())
+
+
+def internal_error(request_id: str) -> MaskserveError:
+    """What a client is told of an exception that nobody foresaw; the log has the rest."""
+    return EngineFailed(f"internal error (request {request_id or 'unknown'})")
+
+
+def guarded(request_id: str, error: BaseException) -> MaskserveError:
+    """`error` if it is meant for clients; else it is logged with its trace and hidden."""
+    if isinstance(error, MaskserveError):
+        return error
+    log.error("%s: %s", type(error).__name__, error, exc_info=error, extra=about(request_id))
+    return internal_error(request_id)
+
+
+def output(api: Any, answer: Any, name: str) -> bytes:
+    """One BYTES output of a response of another model; empty if it is not there."""
+    found = api.get_output_tensor_by_name(answer, name)
+    if found is None:
+        return b""
+    values: Sequence[Any] = found.as_numpy().reshape(-1)
+    return bytes(values[0]) if len(values) else b""

@@ -1,0 +1,1 @@
+"""What one worker's processes share: scheduling, status, admission, liveness, logs."""

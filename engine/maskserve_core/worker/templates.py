@@ -1,0 +1,95 @@
+"""Registered templates: source images kept so that edits can name them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import Protocol
+
+from maskserve_core.errors import Overloaded
+from maskserve_core.contracts.keys import TEMPLATE_ID
+
+
+class TemplateLookup(Protocol):
+    """Where registered templates are found."""
+
+    def get(self, template_id: str) -> bytes | None:
+        """The image as it was registered, encoded; None when the id names nothing."""
+        ...
+
+
+class TemplateFolder:
+    """One file per registered template: the image as the client encoded it.
+
+    Several processes may share the folder: files appear whole or not at all and are never
+    rewritten in place. The bound holds for what one process puts there, from any of its threads.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], max_bytes: int = 2**63) -> None:
+        self._path = Path(path)
+        self._max_bytes = max_bytes
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._putting = threading.Lock()
+
+    def get(self, template_id: str) -> bytes | None:
+        try:
+            return self._file(template_id).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def put(self, template_id: str, encoded: bytes) -> None:
+        """Keep a template; one that is there already stays as it is.
+
+        Raises:
+            Overloaded: the folder would hold more than its bound.
+            OSError: the folder cannot be written.
+        """
+        target = self._file(template_id)
+        with self._putting:
+            if not target.exists():
+                self._add(target, encoded)
+
+    def _add(self, target: Path, encoded: bytes) -> None:
+        held = sum(self._size(name) for name in self.ids())
+        if held + len(encoded) > self._max_bytes:
+            raise Overloaded(
+                f"registered images take {held} bytes, and {len(encoded)} more exceed "
+                f"[limits] max_template_bytes, {self._max_bytes}; evict templates first"
+            )
+        handle, name = tempfile.mkstemp(dir=self._path, prefix=".new-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(encoded)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, target)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
+
+    def remove(self, template_id: str) -> bool:
+        """Forget a template; False when there was none."""
+        try:
+            self._file(template_id).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def ids(self) -> list[str]:
+        """Ids of all templates, sorted."""
+        return sorted(p.name for p in self._path.iterdir() if TEMPLATE_ID.fullmatch(p.name))
+
+    def _size(self, template_id: str) -> int:
+        try:
+            return self._file(template_id).stat().st_size
+        except FileNotFoundError:  # removed meanwhile
+            return 0
+
+    def _file(self, template_id: str) -> Path:
+        if TEMPLATE_ID.fullmatch(template_id) is None:
+            raise ValueError(f"{template_id!r} is not a template id")
+        return self._path / template_id

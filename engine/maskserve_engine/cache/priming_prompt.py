@@ -1,0 +1,55 @@
+"""The embedding of the priming prompt (an empty one), made where the text encoders are.
+
+The denoiser has no text encoders. The encoder writes the embedding to a file once, and the
+denoiser reads it when it first primes a template.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from maskserve_engine.requests.job import PromptEmbedding
+
+PRIMING_PROMPT = ""
+
+
+class EncodesPrompts(Protocol):
+    def encode_prompt(self, prompt: str) -> PromptEmbedding: ...
+
+
+def write_priming_prompt(encoder: EncodesPrompts, runtime: str | os.PathLike[str]) -> None:
+    """Write the embedding into a runtime folder; a reader never sees a part of it."""
+    path = Path(runtime) / PromptFile.NAME
+    embedding = encoder.encode_prompt(PRIMING_PROMPT)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        np.savez(file, prompt_embeds=embedding.prompt_embeds, pooled=embedding.pooled)
+    temporary.replace(path)
+
+
+class PromptFile:
+    """Reads the embedding from a worker's runtime folder once it is there, and keeps it.
+
+    Args:
+        runtime: folder; None when the worker has none, and so never primes.
+    """
+
+    NAME = "priming_prompt.npz"
+
+    def __init__(self, runtime: Path | None) -> None:
+        self._path = runtime / self.NAME if runtime else None
+        self._held: PromptEmbedding | None = None
+
+    def read(self) -> PromptEmbedding | None:
+        """The embedding, or None while there is no whole file."""
+        if self._held is None and self._path is not None:
+            try:
+                with np.load(self._path) as held:
+                    self._held = PromptEmbedding(held["prompt_embeds"], held["pooled"])
+            except (OSError, ValueError, KeyError, EOFError):
+                return None
+        return self._held

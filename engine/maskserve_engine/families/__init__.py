@@ -1,0 +1,1 @@
+"""Model families behind one interface, and what they share."""

@@ -1,0 +1,249 @@
+"""FLUX.1 (dev, schnell, Fill) behind the engine's adapter interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from maskserve_core.imaging.validation import steps_run
+from maskserve_core.config import Config
+from maskserve_core.contracts.entry_key import Anchor, cover
+from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.imaging.masks import active_tokens
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.blocks import Parts
+from maskserve_engine.families.flux.conditioning import (
+    Start,
+    TemplateInputs,
+    start_fill,
+    start_inpaint,
+    template_inputs,
+)
+from maskserve_engine.families.flux.latents import PATCH, Posterior
+from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
+from maskserve_engine.families.flux.schedule import Schedule, check_sampler, make_schedule
+from maskserve_engine.requests.job import EditJob, PromptEmbedding
+from maskserve_engine.stages.loader import limit_threads, load_part, load_plain
+
+_KEEP = {"kv": frozenset({"kv"}), "h": frozenset({"h"}), "both": frozenset({"h", "kv"})}
+
+
+class FluxAdapter:
+    """Rows of FLUX edits over one FluxTransformer2DModel.
+
+    Args:
+        facts: what the model folder says.
+        model: FluxTransformer2DModel in eval mode.
+        sampler: FlowMatchEulerDiscreteScheduler, used for its sigmas only.
+        vae_shift: the VAE's shift_factor.
+        vae_scale: the VAE's scaling_factor.
+    """
+
+    anchor_tolerance = 0.25
+
+    def __init__(
+        self, facts: ModelFacts, model: Any, sampler: Any, vae_shift: float, vae_scale: float
+    ) -> None:
+        check_sampler(sampler)
+        self.facts, self.model, self.sampler = facts, model, sampler
+        self.vae_shift, self.vae_scale = vae_shift, vae_scale
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.parts = Parts.of(model)
+        self.blocks = len(self.parts.double_blocks) + len(self.parts.single_blocks)
+        self._cis = lru_cache(maxsize=64)(self._make_cis)
+        self._batch: Batch | None = None
+
+    @classmethod
+    def load(cls, facts: ModelFacts, config: Config) -> FluxAdapter:
+        """Raises ConfigError when a part is missing or unreadable."""
+        from diffusers import (
+            AutoencoderKL,
+            FlowMatchEulerDiscreteScheduler,
+            FluxTransformer2DModel,
+        )
+
+        limit_threads(config)
+        vae = AutoencoderKL.load_config(f"{config.model.path}/vae")
+        return cls(
+            facts,
+            load_part(config, "transformer", FluxTransformer2DModel),
+            load_plain(config, "scheduler", FlowMatchEulerDiscreteScheduler),
+            float(vae.get("shift_factor") or 0.0),
+            float(vae.get("scaling_factor", 1.0)),
+        )
+
+    def steps(self, job: EditJob) -> int:
+        settings = job.request.settings
+        assert settings.num_inference_steps is not None
+        return steps_run(settings.num_inference_steps, settings.strength)
+
+    def sigmas(self, job: EditJob) -> list[tuple[float, float]]:
+        schedule = self._schedule(job)
+        return [(step.sigma, step.timestep) for step in schedule.walk]
+
+    def anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
+        """Every `stride`-th timestep of the schedule, each in the middle of the steps it serves,
+        and as many between them that no step of any schedule is out of reach.
+        """
+        schedule = make_schedule(self.sampler, steps, tokens)
+        chosen = range(min((stride - 1) // 2, steps - 1), steps, stride)
+        taken = (Anchor(schedule.walk[i].sigma, schedule.walk[i].timestep) for i in chosen)
+        return cover(tuple(taken), self.anchor_tolerance)
+
+    def dense_row(self, job: EditJob) -> FluxRow:
+        with torch.inference_mode():
+            schedule, start = self._start(job)
+            return self._row(job, schedule, start)
+
+    def cached_row(
+        self, job: EditJob, entries: Sequence[AnchorEntry | None], noise_seed: int
+    ) -> FluxRow:
+        with torch.inference_mode():
+            schedule, start = self._start(job)
+            row = self._row(job, schedule, start)
+            ids = active_tokens(job.edit_mask, self.facts.token_pixels)
+            rest = np.setdiff1d(np.arange(row.grid[0] * row.grid[1]), ids)
+            active = torch.from_numpy(ids).to(self.device)
+            index = torch.from_numpy(rest).to(self.device)
+            text = len(row.text)
+            row.inactive = Inactive(
+                active=active,
+                index=index,
+                template=self._template(job, noise_seed).take(index),
+                cis=row.cis[text:][index],
+                entries=tuple(entries),
+            )
+            row.cis = torch.cat((row.cis[:text], row.cis[text:][active]))
+            row.latents = row.latents[active]
+            row.condition = None if row.condition is None else row.condition[active]
+            row.blend = None if row.blend is None else row.blend.take(active)
+            return row
+
+    def priming_row(
+        self,
+        job: EditJob,
+        anchors: Sequence[Anchor],
+        prompt: PromptEmbedding,
+        noise_seed: int,
+        kind: str,
+        format: str,
+    ) -> PrimingRow:
+        with torch.inference_mode():
+            text = self._text(prompt)
+            return PrimingRow(
+                request_id=job.request.request_id,
+                template=self._template(job, noise_seed),
+                anchors=tuple(anchors),
+                text=text,
+                pooled=self._tensor(prompt.pooled),
+                guidance=self._guidance(job),
+                cis=self._cis(*self._grid(job), len(text)),
+                kinds=(_KEEP[kind],) * self.blocks,
+                format=format,
+            )
+
+    def step(self, rows: Sequence[FluxRow | PrimingRow], kinds: Sequence[str]) -> None:
+        # Entered anew it costs more than the rest of this; the engine's thread is in it for good.
+        with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
+            last, self._batch = self._batch, None  # one whose step fails is not stepped again
+            batch = Batch.of(rows, last)
+            del last
+            batch.step(self.parts, kinds)
+            self._batch = batch
+
+    def session(self) -> AbstractContextManager[object]:
+        return torch.inference_mode()
+
+    def release(self) -> None:
+        self._batch = None
+
+    def result(self, row: FluxRow) -> NDArray[np.float32]:
+        return row.result().float().cpu().numpy()
+
+    def estimate(self, row: FluxRow) -> NDArray[np.float32]:
+        return row.estimate().float().cpu().numpy()
+
+    def _start(self, job: EditJob) -> tuple[Schedule, Start]:
+        """Draw everything random of the edit, in the pipeline's own order, on the CPU."""
+        schedule = self._schedule(job)
+        generator = torch.Generator("cpu").manual_seed(job.request.seed)
+        image, factor = self._posterior(job.moments), self.facts.vae_scale_factor
+        if self.facts.semantics == "fill":
+            masked = self._posterior(job.masked_moments)
+            start = start_fill(image, masked, job.edit_mask, factor, schedule, generator)
+        else:
+            start = start_inpaint(image, job.edit_mask, factor, schedule, generator)
+        return schedule, start
+
+    def _row(self, job: EditJob, schedule: Schedule, start: Start) -> FluxRow:
+        text = self._text(job.text)
+        grid = self._grid(job)
+        blend = start.blend
+        return FluxRow(
+            request_id=job.request.request_id,
+            schedule=schedule.to(self.device),
+            grid=grid,
+            text=text,
+            pooled=self._tensor(job.text.pooled),
+            guidance=self._guidance(job),
+            cis=self._cis(*grid, len(text)),
+            latents=start.latents.to(self.device),
+            condition=None if start.condition is None else start.condition.to(self.device),
+            blend=None if blend is None else blend.to(self.device),
+            negative=self._negative(job),
+        )
+
+    def _schedule(self, job: EditJob) -> Schedule:
+        settings, (gh, gw) = job.request.settings, self._grid(job)
+        assert settings.num_inference_steps is not None
+        return make_schedule(self.sampler, settings.num_inference_steps, gh * gw, settings.strength)
+
+    def _grid(self, job: EditJob) -> tuple[int, int]:
+        _, h, w = job.moments.shape
+        return h // PATCH, w // PATCH
+
+    def _guidance(self, job: EditJob) -> float | None:
+        return job.request.settings.guidance_scale if self.facts.guidance_embeds else None
+
+    def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
+        return Posterior(moments, self.vae_shift, self.vae_scale, self.dtype)
+
+    def _template(self, job: EditJob, noise_seed: int) -> TemplateInputs:
+        inputs = template_inputs(
+            self._posterior(job.moments),
+            self.facts.vae_scale_factor,
+            noise_seed,
+            fill=self.facts.semantics == "fill",
+        )
+        return inputs.to(self.device)
+
+    def _tensor(self, array: NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(array).to(self.device, self.dtype)
+
+    def _text(self, prompt: PromptEmbedding) -> Tensor:
+        """[T, width]; the same at every step, so embedded once per row."""
+        return self.model.context_embedder(self._tensor(prompt.prompt_embeds))
+
+    def _negative(self, job: EditJob) -> Negative | None:
+        if job.negative is None:
+            return None
+        scale = job.request.settings.true_cfg_scale
+        assert scale is not None, "a negative prompt comes with its scale (capabilities)"
+        return Negative(self._text(job.negative), self._tensor(job.negative.pooled), scale)
+
+    def _make_cis(self, gh: int, gw: int, text: int) -> Tensor:
+        """[T + gh·gw, head_dim / 2] rotary factors of text and image tokens."""
+        ids = torch.zeros(text + gh * gw, 3, device=self.device)
+        ids[text:, 1] = torch.arange(gh, device=self.device).repeat_interleave(gw)
+        ids[text:, 2] = torch.arange(gw, device=self.device).repeat(gh)
+        cos, sin = self.model.pos_embed(ids)  # each angle stands twice, side by side
+        return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())

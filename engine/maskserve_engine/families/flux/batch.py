@@ -1,0 +1,127 @@
+"""The running batch: rows packed once for as long as the same rows go on.
+
+Between steps only latents and timesteps change. Packing anew at each step, row by row, costs more
+than the rest of a step outside the model; so the rows' latents live in the packed tokens, where
+the sampler's step for all of them is one operation, and what the steps ahead will need is laid out
+when the rows are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from maskserve_engine.families.flux.blocks import Parts
+from maskserve_engine.families.flux.forward import Packed, forward
+from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
+
+Row = FluxRow | PrimingRow
+
+
+class Batch:
+    """Some rows and their packed inputs. Rows belong to the batch that packed them last."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = tuple(rows)
+        self.steps = min(row.steady for row in rows)
+        """For how many steps it is packed."""
+        self._begin = rows[0].step
+        self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
+        """Index and negative prompt of rows that take a second pass, packed behind all rows."""
+        inputs = [row.model_input() for row in rows]
+        inputs += [negative.input(inputs[i]) for i, negative in self._guided]
+        self.packed = Packed(inputs)
+        self._stream = self.packed.ways.narrow.image_stream
+        self._blends = any(row.blends for row in rows)
+        self._lay_out()
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], last: Batch | None) -> Batch:
+        """The batch of these rows: the last one, if it holds for them still."""
+        return last if last is not None and last.holds(rows) else cls(rows)
+
+    def holds(self, rows: Sequence[Row]) -> bool:
+        """Whether it was packed for just these rows and their next step."""
+        return (
+            len(rows) == len(self.rows)
+            and all(map(is_, rows, self.rows))
+            and 0 <= rows[0].step - self._begin < self.steps
+        )
+
+    def step(self, model: Parts, kinds: Sequence[str]) -> None:
+        """Take one step of every row: the model, then FlowMatchEulerDiscreteScheduler's step.
+
+        No row has moved if it raises, so that the rows can be tried again one by one.
+        """
+        at = self.rows[0].step - self._begin
+        velocity = forward(model, self.packed, self._timesteps[at], kinds)
+        if self._guided:
+            self._guide(velocity)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # so short an operation is done before a second thread has woken
+        try:
+            self._move(velocity, self._changes[at])
+        finally:
+            torch.set_num_threads(threads)
+        for i, second in self._seconds:
+            second.copy_(self._parts[i])
+        for row in self.rows:
+            row.advance(velocity)  # by now the sampler's move
+
+    def _lay_out(self) -> None:
+        """What the steps ahead will need: timesteps, changes of sigma, and the latents in shapes
+        for one operation on all rows.
+        """
+        stream, count = self._stream, len(self.rows)
+        walks = [row.walk[: self.steps] for row in self.rows]
+        times = [[step.timestep for step in walk] for walk in walks]
+        changes = [[step.change for step in walk] for walk in walks]
+        times += [times[i] for i, _ in self._guided]
+        changes += [[0.0] * self.steps for _ in self._guided]  # second passes follow their rows
+        device = self.packed.tokens.device
+        self._timesteps = torch.tensor(times, device=device).T.contiguous().unbind()
+        """Per step: [R]"""
+        latents = self.packed.tokens[:, : self.rows[0].channels]
+        self._latents = latents.unflatten(0, (-1, stream.uniform)) if stream.uniform else latents
+        """[R, n, C] where rows are alike, else [N, C]."""
+        shape = (self.steps, len(changes)) + (1,) * (self._latents.dim() - 1)
+        self._changes = torch.tensor(changes, device=device).T.reshape(shape).unbind()
+        """Per step: [R, 1, 1] where rows are alike, else [R, 1]."""
+        self._parts = latents.split(stream.lengths)
+        """[n, C] of each row, then of each second pass."""
+        self._seconds = [
+            (i, part) for (i, _), part in zip(self._guided, self._parts[count:], strict=True)
+        ]
+        for row, part, (begin, _) in zip(self.rows, self._parts, stream.spans, strict=False):
+            row.settle(part, begin)
+
+    def _guide(self, velocity: Tensor) -> None:
+        """Lead rows with a negative prompt away from what their second pass answers."""
+        answers = velocity.split(self._stream.lengths)
+        for (i, negative), away in zip(self._guided, answers[len(self.rows) :], strict=True):
+            answers[i].sub_(away).mul_(negative.scale).add_(away)
+
+    def _move(self, velocity: Tensor, change: Tensor) -> None:
+        """The sampler's step of all rows.
+
+        The product is rounded to the model's dtype and the sum is taken in float32, as diffusers
+        has it on CUDA. (On a CPU in half precision torch rounds `change` first, an ulp apart.)
+        """
+        if not self._stream.uniform:
+            change = change.index_select(0, self._stream.row_of)
+        move = velocity.view(self._latents.shape).mul_(change)
+        if self._blends:
+            self._latents.copy_(self._blended(move))  # nothing is allocated from here on
+        else:
+            self._latents.add_(move)
+
+    def _blended(self, move: Tensor) -> Tensor:
+        """The latents after `move` and each row's own blend."""
+        moved = self._latents + move
+        parts = moved.flatten(0, -2).split(self._stream.lengths)
+        for row, part in zip(self.rows, parts, strict=False):
+            row.blend_in(part)
+        return moved

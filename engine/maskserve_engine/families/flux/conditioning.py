@@ -1,0 +1,140 @@
+"""What an edit adds to a FLUX row: Fill's extra channels, or Inpaint's blend after each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from maskserve_engine.families.flux.latents import PATCH, Posterior, draw, pack_latents
+from maskserve_engine.families.flux.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """Inpaint semantics: outside the mask, latents follow the noised source."""
+
+    mask: Tensor
+    """[n, 4C], 1 = edit."""
+    clean: Tensor
+    """[n, 4C] source latents."""
+    noise: Tensor
+    """[n, 4C] the request's noise."""
+
+    def apply(self, latents: Tensor, sigma: Tensor, *, last: bool) -> Tensor:
+        """Latents after a step that ended at `sigma`."""
+        sigma = sigma.to(self.clean.dtype)
+        source = self.clean if last else sigma * self.noise + (1.0 - sigma) * self.clean
+        return (1 - self.mask) * source + self.mask * latents
+
+    def take(self, index: Tensor) -> Blend:
+        return Blend(self.mask[index], self.clean[index], self.noise[index])
+
+    def to(self, device: torch.device) -> Blend:
+        return Blend(self.mask.to(device), self.clean.to(device), self.noise.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A row's tensors before its first step, all tokens, in the model's dtype."""
+
+    latents: Tensor
+    """[n, 4C]"""
+    condition: Tensor | None
+    """[n, extra channels] for Fill."""
+    blend: Blend | None
+    """For Inpaint."""
+
+
+def packed_mask(edit_mask: Tensor, factor: int, dtype: torch.dtype) -> Tensor:
+    """Fill's mask channels [n, 4·factor²] of a [H, W] mask of 0 and 1."""
+    h, w = edit_mask.shape[0] // factor, edit_mask.shape[1] // factor
+    channels = edit_mask.view(h, factor, w, factor).permute(1, 3, 0, 2)
+    return pack_latents(channels.reshape(factor * factor, h, w)).to(dtype)
+
+
+def start_fill(
+    image: Posterior,
+    masked: Posterior,
+    edit_mask: NDArray[np.uint8],
+    factor: int,
+    schedule: Schedule,
+    generator: torch.Generator,
+) -> Start:
+    """FluxFillPipeline's preparation; draws image sample, noise, masked-image sample, in order."""
+    latents, _, _ = _noised(image, schedule, generator)
+    mask = torch.from_numpy(edit_mask > 127).float()
+    condition = torch.cat(
+        (pack_latents(masked.sample(generator)), packed_mask(mask, factor, latents.dtype)), dim=1
+    )
+    return Start(pack_latents(latents), condition, None)
+
+
+def start_inpaint(
+    image: Posterior,
+    edit_mask: NDArray[np.uint8],
+    factor: int,
+    schedule: Schedule,
+    generator: torch.Generator,
+) -> Start:
+    """FluxInpaintPipeline's preparation; the masked image that it encodes is never used."""
+    latents, clean, noise = _noised(image, schedule, generator)
+    mask = torch.from_numpy(edit_mask > 127).float()[None, None]
+    mask = F.interpolate(mask, size=latents.shape[1:])[0].to(latents.dtype)
+    blend = Blend(
+        pack_latents(mask.expand_as(latents).contiguous()), pack_latents(clean), pack_latents(noise)
+    )
+    return Start(pack_latents(latents), None, blend)
+
+
+def _noised(
+    image: Posterior, schedule: Schedule, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    clean = image.sample(generator)
+    noise = draw(clean.shape, generator, clean.dtype)
+    sigma = schedule.sigmas[0].to(clean.dtype)
+    return sigma * noise + (1.0 - sigma) * clean, clean, noise
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateInputs:
+    """The template's own model inputs: what priming runs on and inactive tokens are pinned to."""
+
+    clean: Tensor
+    """[n, 4C] posterior mode of the source."""
+    noise: Tensor
+    """[n, 4C] the template's own noise."""
+    condition: Tensor | None
+    """[n, extra channels]: for Fill the unmasked image and an empty mask."""
+
+    def take(self, index: Tensor) -> TemplateInputs:
+        condition = None if self.condition is None else self.condition[index]
+        return TemplateInputs(self.clean[index], self.noise[index], condition)
+
+    def to(self, device: torch.device) -> TemplateInputs:
+        condition = None if self.condition is None else self.condition.to(device)
+        return TemplateInputs(self.clean.to(device), self.noise.to(device), condition)
+
+    def at(self, sigma: Tensor) -> Tensor:
+        """[n, in_channels] model inputs at `sigma`."""
+        sigma = sigma.to(self.clean.dtype)
+        latents = sigma * self.noise + (1.0 - sigma) * self.clean
+        return latents if self.condition is None else torch.cat((latents, self.condition), dim=1)
+
+
+def template_inputs(
+    image: Posterior, factor: int, noise_seed: int, *, fill: bool
+) -> TemplateInputs:
+    """The template's inputs; equal for every edit of the same pixels and noise seed."""
+    clean = image.mode()
+    noise = draw(clean.shape, torch.Generator("cpu").manual_seed(noise_seed), clean.dtype)
+    tokens = pack_latents(clean)
+    condition = None
+    if fill:
+        mask = tokens.new_zeros(len(tokens), (PATCH * factor) ** 2)
+        condition = torch.cat((tokens, mask), dim=1)
+    return TemplateInputs(tokens, pack_latents(noise), condition)

@@ -1,0 +1,271 @@
+"""FluxTransformer2DModel over any mix of rows: dense, cached and priming."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maskserve_engine.families.flux.blocks import (
+    CaptureKeys,
+    FillRest,
+    Parts,
+    double_block,
+    last_layer,
+    project_rest,
+    single_block,
+)
+from maskserve_engine.families.flux.packing import Packing, Widening, widening
+
+
+class Rest(Protocol):
+    """A cached row's inactive tokens: what of them the plan's blocks may need."""
+
+    @property
+    def cis(self) -> Tensor:
+        """[m, head_dim / 2] complex rotary factors."""
+        ...
+
+    def tokens(self) -> Tensor:
+        """[m, in_channels] their model inputs: the template noised to this timestep."""
+        ...
+
+    def hidden(self, block: int, out: Tensor) -> None:
+        """Write their cached hidden states at the block's input into `out` [m, width]."""
+        ...
+
+    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
+        """Write their cached keys and values into [m, heads, head_dim] each."""
+        ...
+
+
+class Capture(Protocol):
+    """Where a priming row's activations go. Tensors are views: copy what is kept."""
+
+    def hidden(self, block: int, hidden: Tensor) -> None:
+        """`hidden` [tokens, width]: image tokens at the block's input."""
+        ...
+
+    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
+        """`keys` and `values` [tokens, heads, head_dim] of the image tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowInput:
+    """One row's part of a model call: what is packed with the other rows'."""
+
+    tokens: Tensor
+    """[n, in_channels] computed image tokens."""
+    text: Tensor
+    """[T, width] prompt embedding after context_embedder."""
+    pooled: Tensor
+    """[pooled width]"""
+    guidance: float | None
+    """Embedded guidance; None for models without it."""
+    cis: Tensor
+    """[T + n, head_dim / 2] complex rotary factors of text and computed tokens."""
+    rest: Rest | None = None
+    """A cached row's inactive tokens; None where all are computed."""
+    capture: Capture | None = None
+    """Of a priming row."""
+
+
+class Packed:
+    """The inputs of all rows, without padding (`packing`)."""
+
+    def __init__(self, rows: Sequence[RowInput]) -> None:
+        self.rests = tuple(row.rest for row in rows)
+        self.captures = tuple(row.capture for row in rows)
+        self.primes = any(capture is not None for capture in self.captures)
+        rest_cis = [rest.cis for rest in self.rests if rest is not None]
+        self.ways: Widening = widening(
+            tuple(len(row.text) for row in rows),
+            tuple(len(row.tokens) for row in rows),
+            tuple(0 if rest is None else len(rest.cis) for rest in self.rests),
+            rows[0].tokens.device,
+        )
+        self.tokens = torch.cat([row.tokens for row in rows])
+        self.text = torch.cat([row.text for row in rows])
+        self.pooled = torch.stack([row.pooled for row in rows])
+        self.cis = torch.cat([row.cis for row in rows])
+        """[N, head_dim / 2] in row order."""
+        self.rest_cis = torch.cat(rest_cis) if rest_cis else None
+        """[M, head_dim / 2]; None without cached rows."""
+        self.guidance: Tensor | None = None
+        if rows[0].guidance is not None:
+            guidance = torch.tensor([row.guidance for row in rows], device=self.tokens.device)
+            self.guidance = guidance.to(self.tokens.dtype) * 1000
+
+    @cached_property
+    def wide_cis(self) -> Tensor:
+        """[N + M, head_dim / 2] in row order, inactive tokens among the others."""
+        assert self.rest_cis is not None
+        both = self.cis.new_empty(len(self.cis) + len(self.rest_cis), self.cis.shape[1])
+        both[self.ways.core_in_rows] = self.cis
+        both[self.ways.rest_in_rows] = self.rest_cis
+        return both
+
+
+def time_text_embedding(model: Parts, packed: Packed, timesteps: Tensor) -> Tensor:
+    """[R, width] as every norm takes it: rounded as diffusers' pipeline and model round timestep
+    and guidance, and through SiLU.
+    """
+    dtype = packed.tokens.dtype  # model.dtype walks over every parameter to find out
+    # The pipeline divides by 1000 in the latents' dtype and the model multiplies again.
+    timesteps = timesteps.to(dtype) / 1000 * 1000
+    if packed.guidance is None:
+        return F.silu(model.time_text_embed(timesteps, packed.pooled))
+    return F.silu(model.time_text_embed(timesteps, packed.guidance, packed.pooled))
+
+
+def forward(model: Parts, packed: Packed, timesteps: Tensor, kinds: Sequence[str] = ()) -> Tensor:
+    """The model's output for the computed image tokens of every row.
+
+    Args:
+        model: of a FluxTransformer2DModel.
+        packed: any mix of rows; those with `rest` are cached rows.
+        timesteps: [R] the sampler's, 0 to 1000, float32.
+        kinds: `dense`, `project` or `kv` per block, double blocks first, for all cached rows of
+            the step; not read when there are none. `project` and `dense` take the inactive hidden
+            states from the model's start or the dense block before them, else from `Rest.hidden`.
+
+    Returns:
+        [N, out_channels] in the order of `packed.tokens`.
+    """
+    emb = time_text_embedding(model, packed, timesteps)
+    state = _State(model, packed, emb, kinds)
+    for index, block in enumerate(model.double_blocks):
+        fill, capture = state.enter(index, block)
+        state.text, state.image = double_block(
+            block, state.text, state.image, emb, state.packing, state.cis, fill, capture
+        )
+    state.join_streams()
+    for index, block in enumerate(model.single_blocks, start=len(model.double_blocks)):
+        fill, capture = state.enter(index, block)
+        state.image = single_block(block, state.image, emb, state.packing, state.cis, fill, capture)
+    stream = packed.ways.narrow.image_stream
+    return last_layer(model, state.computed_image(), emb, stream)
+
+
+class _State:
+    """Hidden states between blocks and whether inactive tokens are among them (`wide`)."""
+
+    def __init__(self, model: Parts, packed: Packed, emb: Tensor, kinds: Sequence[str]) -> None:
+        self.model, self.packed, self.emb, self.kinds = model, packed, emb, kinds
+        self.ways, self.rest_cis = packed.ways, packed.rest_cis
+        self.cached = packed.rest_cis is not None
+        self.wide = not self.cached  # without cached rows both packings are the same
+        self.packing: Packing = self.ways.narrow
+        self.cis = packed.cis
+        self.carried: tuple[int, Tensor] | None = None
+        self.joined = False  # double blocks: two streams; single blocks: one in row order
+        self.text = packed.text
+        self.image = model.x_embedder(packed.tokens)
+
+    def enter(self, index: int, block: Any) -> tuple[FillRest | None, CaptureKeys | None]:
+        """Bring the inactive tokens in or drop them, as the block's kind asks.
+
+        Returns:
+            how the block's missing keys come about and who sees its keys; mostly nothing, nobody.
+        """
+        fill = None
+        if self.cached:
+            self._widen_or_narrow(index)
+            fill = self.fill(index, block)
+        return fill, self.capture(index) if self.packed.primes else None
+
+    def _widen_or_narrow(self, index: int) -> None:
+        dense = self.kinds[index] == "dense"
+        if dense == self.wide:
+            return
+        if dense:
+            self.image = self.ways.widen(self.image, self._hidden(index), rows=self.joined)
+            self.packing, self.cis = self.ways.wide, self.packed.wide_cis
+        else:
+            # What the last dense block left is nearer to the edit than an entry, and loads nothing.
+            self.carried = (index, self.ways.rest_of(self.image, rows=self.joined))
+            self.image = self.ways.restrict(self.image, rows=self.joined)
+            self.packing, self.cis = self.ways.narrow, self.packed.cis
+        self.wide = dense
+
+    def _hidden(self, index: int) -> Tensor:
+        """[m, width] the inactive tokens at the block's input: at hand, or restored."""
+        if index == 0:
+            tokens = torch.cat([rest.tokens() for rest in self.packed.rests if rest is not None])
+            return self.model.x_embedder(tokens)
+        if self.carried is not None and self.carried[0] == index:
+            return self.carried[1]
+        assert self.rest_cis is not None
+        hidden = self.image.new_empty(len(self.rest_cis), self.image.shape[1])
+        for rest, (begin, end) in zip(self.packed.rests, self.ways.rest_stream.spans, strict=True):
+            if rest is not None:
+                rest.hidden(index, hidden[begin:end])
+        return hidden
+
+    def fill(self, index: int, block: Any) -> FillRest | None:
+        """How the block's inactive keys come about; None when none are missing."""
+        kind = self.kinds[index]
+        if kind == "dense":
+            return None
+        if kind == "project":
+            return lambda keys, values, packing: self._fill_projected(
+                index, block, keys, values, packing
+            )
+        return lambda keys, values, packing: self._fill_loaded(index, keys, values, packing)
+
+    def _fill_loaded(self, index: int, keys: Tensor, values: Tensor, packing: Packing) -> None:
+        for number, rest in enumerate(self.packed.rests):
+            if rest is not None:
+                begin, end = packing.rest_keys(number)
+                rest.keys_values(index, keys[begin:end], values[begin:end])
+
+    def _fill_projected(
+        self, index: int, block: Any, keys: Tensor, values: Tensor, packing: Packing
+    ) -> None:
+        assert self.rest_cis is not None
+        k, v = project_rest(
+            block, self._hidden(index), self.emb, self.ways.rest_stream, self.rest_cis
+        )
+        for number, (begin, end) in enumerate(self.ways.rest_stream.spans):
+            to_begin, to_end = packing.rest_keys(number)
+            keys[to_begin:to_end] = k[begin:end]
+            values[to_begin:to_end] = v[begin:end]
+
+    def capture(self, index: int) -> CaptureKeys:
+        """Hand the priming rows' hidden states over now, their keys and values when known."""
+        packing = self.packing
+        own = list(zip(self.packed.captures, packing.text, packing.row_stream.spans, strict=True))
+        for (capture, text, (begin, end)), (image_begin, image_end) in zip(
+            own, packing.image_stream.spans, strict=True
+        ):
+            if capture is not None:
+                if self.joined:
+                    hidden = self.image[begin + text : end]
+                else:
+                    hidden = self.image[image_begin:image_end]
+                capture.hidden(index, hidden)
+
+        def keys_values(keys: Tensor, values: Tensor) -> None:
+            for capture, text, (begin, end) in own:
+                if capture is not None:
+                    at = slice(begin + text, end)
+                    capture.keys_values(index, keys[at], values[at])
+
+        return keys_values
+
+    def join_streams(self) -> None:
+        """From double to single blocks: both streams into row order."""
+        self.image = self.packing.rows_from(self.text, self.image)
+        self.joined = True
+
+    def computed_image(self) -> Tensor:
+        """The computed image tokens, image stream of the narrow packing."""
+        if self.wide and self.cached:
+            self.image = self.ways.restrict(self.image, rows=True)
+        return self.ways.narrow.image_of(self.image)

@@ -1,0 +1,211 @@
+"""How the rows of one step lie in memory.
+
+Two streams, no padding. In double blocks text and image tokens have their own weights:
+
+    text stream   | text 0 | text 1 | …        image stream | image 0 | image 1 | …
+
+Attention and single blocks see *row order*:
+
+    | text 0 | image 0 | text 1 | image 1 | …
+
+and keys add, per cached row, those of the tokens that were not computed (`rest`):
+
+    | text 0 | image 0 | rest 0 | text 1 | …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from maskserve_engine.families.attention import Span, spans
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Rows packed in one stream, for per-row vectors to find their tokens."""
+
+    spans: tuple[Span, ...]
+    row_of: Tensor
+    """[N] row of each token."""
+    lengths: tuple[int, ...]
+    uniform: int
+    """The common length of all rows, or 0."""
+
+    def spread(self, x: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """`x` [N, D] and per-row `vectors` [R, D] in shapes that broadcast together."""
+        if len(self.spans) == 1:
+            return x, vectors
+        if self.uniform:
+            return x.unflatten(0, (len(self.spans), self.uniform)), vectors[:, None]
+        return x, vectors.index_select(0, self.row_of)
+
+    def modulate(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """Return x · (1 + scale) + shift, `scale` and `shift` [R, D] being each row's own."""
+        wide, scale = self.spread(x, 1 + scale)
+        _, shift = self.spread(x, shift)
+        return torch.addcmul(shift, wide, scale).view_as(x)
+
+    def add_gated(self, x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
+        """Return x + gate · y, `gate` [R, D] being each row's own."""
+        wide, gate = self.spread(x, gate)
+        return torch.addcmul(wide, gate, y.view_as(wide)).view_as(x)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rows of `text[r]` + `image[r]` computed tokens and `rest[r]` further keys."""
+
+    text: tuple[int, ...]
+    image: tuple[int, ...]
+    rest: tuple[int, ...]
+    text_stream: Stream
+    image_stream: Stream
+    row_stream: Stream
+    to_rows: Tensor | None
+    """[N] positions in (text stream, image stream) of each token of row order; None: the same."""
+    from_rows: Tensor | None
+    image_in_rows: Tensor | None
+    """[N_image] positions of the image stream's tokens in row order; None: all after the text."""
+    k_spans: tuple[Span, ...]
+    """Each row's keys: text, computed image tokens, rest."""
+
+    def rows_from(self, text: Tensor, image: Tensor) -> Tensor:
+        """Row order from the two streams."""
+        if self.to_rows is None:
+            return torch.cat((text, image))
+        if self.text_stream.uniform and self.image_stream.uniform:  # one copy instead of two
+            rows = len(self.text)
+            stacked = text.unflatten(0, (rows, -1)), image.unflatten(0, (rows, -1))
+            return torch.cat(stacked, dim=1).flatten(0, 1)
+        return torch.cat((text, image)).index_select(0, self.to_rows)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The two streams from row order."""
+        both = rows if self.from_rows is None else rows.index_select(0, self.from_rows)
+        n_text = sum(self.text)
+        return both[:n_text], both[n_text:]
+
+    def image_of(self, rows: Tensor) -> Tensor:
+        """The image stream from row order."""
+        if self.image_in_rows is None:
+            return rows[sum(self.text) :]
+        if self.row_stream.uniform and self.image_stream.uniform:
+            wide = rows.unflatten(0, (len(self.text), -1))
+            return wide[:, self.text[0] :].flatten(0, 1)
+        return rows.index_select(0, self.image_in_rows)
+
+    def core_keys(self, row: int) -> Span:
+        begin, end = self.k_spans[row]
+        return begin, end - self.rest[row]
+
+    def rest_keys(self, row: int) -> Span:
+        _, end = self.k_spans[row]
+        return end - self.rest[row], end
+
+
+def _stream(lengths: Sequence[int], device: torch.device) -> Stream:
+    row_of = torch.repeat_interleave(
+        torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.long)
+    )
+    common = lengths[0] if len(set(lengths)) == 1 else 0
+    return Stream(spans(lengths), row_of.to(device), tuple(lengths), common)
+
+
+@lru_cache(maxsize=16)
+def pack(
+    text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...], device: torch.device
+) -> Packing:
+    """The packing of rows with these token counts; kept, since batches last many steps."""
+    text_spans, image_spans = spans(text), spans(image)
+    n_text = sum(text)
+    order = torch.cat(
+        [
+            torch.cat((torch.arange(tb, te), n_text + torch.arange(ib, ie)))
+            for (tb, te), (ib, ie) in zip(text_spans, image_spans, strict=True)
+        ]
+    )
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    one = len(text) == 1
+    return Packing(
+        text=text,
+        image=image,
+        rest=rest,
+        text_stream=_stream(text, device),
+        image_stream=_stream(image, device),
+        row_stream=_stream([t + i for t, i in zip(text, image, strict=True)], device),
+        to_rows=None if one else order.to(device),
+        from_rows=None if one else inverse.to(device),
+        image_in_rows=None if one else inverse[n_text:].to(device),
+        k_spans=spans([t + i + r for t, i, r in zip(text, image, rest, strict=True)]),
+    )
+
+
+@dataclass(frozen=True)
+class Widening:
+    """Between computing cached rows' active tokens and computing all their tokens.
+
+    In the wide packing a row's image tokens are its active ones followed by its inactive ones, so
+    the order of keys is the same in both.
+    """
+
+    narrow: Packing
+    wide: Packing
+    rest_stream: Stream
+    """The inactive tokens of all rows, packed."""
+    core_in_image: Tensor
+    rest_in_image: Tensor
+    core_in_rows: Tensor
+    rest_in_rows: Tensor
+
+    def widen(self, core: Tensor, rest: Tensor, *, rows: bool) -> Tensor:
+        """Wide stream from the narrow one and the inactive tokens' hidden states."""
+        at_core = self.core_in_rows if rows else self.core_in_image
+        at_rest = self.rest_in_rows if rows else self.rest_in_image
+        wide = core.new_empty(len(at_core) + len(at_rest), core.shape[1])
+        wide.index_copy_(0, at_core, core)
+        wide.index_copy_(0, at_rest, rest)
+        return wide
+
+    def restrict(self, wide: Tensor, *, rows: bool) -> Tensor:
+        """Narrow stream from the wide one: inactive tokens are dropped."""
+        return wide.index_select(0, self.core_in_rows if rows else self.core_in_image)
+
+    def rest_of(self, wide: Tensor, *, rows: bool) -> Tensor:
+        """The inactive tokens' part of the wide stream, packed by row."""
+        return wide.index_select(0, self.rest_in_rows if rows else self.rest_in_image)
+
+
+@lru_cache(maxsize=16)
+def widening(
+    text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...], device: torch.device
+) -> Widening:
+    """Both packings of a step and the way between them; `rest[r]` is 0 for dense rows."""
+    none = (0,) * len(rest)
+    all_image = tuple(i + r for i, r in zip(image, rest, strict=True))
+
+    def positions(core: Sequence[int]) -> tuple[Tensor, Tensor]:
+        at_core, at_rest = [], []
+        for (begin, end), n in zip(
+            spans([c + r for c, r in zip(core, rest, strict=True)]), core, strict=True
+        ):
+            at_core.append(torch.arange(begin, begin + n))
+            at_rest.append(torch.arange(begin + n, end))
+        return torch.cat(at_core).to(device), torch.cat(at_rest).to(device)
+
+    core_in_image, rest_in_image = positions(image)
+    core_in_rows, rest_in_rows = positions([t + i for t, i in zip(text, image, strict=True)])
+    return Widening(
+        narrow=pack(text, image, rest, device),
+        wide=pack(text, all_image, none, device),
+        rest_stream=_stream(rest, device),
+        core_in_image=core_in_image,
+        rest_in_image=rest_in_image,
+        core_in_rows=core_in_rows,
+        rest_in_rows=rest_in_rows,
+    )

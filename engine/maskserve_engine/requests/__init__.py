@@ -1,0 +1,1 @@
+"""Accepted edits, from acceptance to their one final answer."""

@@ -1,0 +1,77 @@
+"""What goes into the engine and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maskserve_core.errors import MaskserveError
+from maskserve_core.contracts.request import EditRequest
+from maskserve_engine.requests.timeline import Course
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbedding:
+    prompt_embeds: NDArray[np.float32]
+    """[T, width] T5's hidden states."""
+    pooled: NDArray[np.float32]
+    """[width] CLIP's pooled output."""
+
+
+@dataclass(frozen=True, slots=True)
+class EditJob:
+    """One edit, encoded. Arrays are the job's own: nobody else writes them."""
+
+    request: EditRequest
+    edit_mask: NDArray[np.uint8]
+    """[H, W] at model resolution, above 127 = edit."""
+    moments: NDArray[np.float32]
+    """[2C, h, w] VAE posterior of the source: mean, log-variance."""
+    masked_moments: NDArray[np.float32]
+    """The same with the masked area blanked; size 0 for models that do not take it."""
+    text: PromptEmbedding
+    """Of the prompt."""
+    negative: PromptEmbedding | None = None
+    """Of the negative prompt, where there is one: every step then runs the model twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """The image as the model expects it to end, after `step` of `steps` model calls."""
+
+    step: int
+    steps: int
+    latents: NDArray[np.float32]
+    """[C, h, w]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    latents: NDArray[np.float32]
+    """[C, h, w]"""
+    meta: dict[str, Any]
+    course: Course | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: MaskserveError
+    course: Course | None = None
+    """None if it was refused."""
+
+
+EngineEvent = Progress | Preview | Final | Failed
+
+Sink = Callable[[EngineEvent], None]
+"""Takes a job's events on the engine's reply thread: any number of Progress and Preview, then
+exactly one Final or Failed."""

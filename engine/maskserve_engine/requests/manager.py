@@ -1,0 +1,282 @@
+"""The desk: takes edits in, decides how each runs, and sees that each gets one final answer.
+
+Plain bookkeeping between the scheduler, the cache and the rows; used by the engine thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from maskserve_core.config import Config, model_name
+from maskserve_core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    Overloaded,
+)
+from maskserve_core.worker.logs import about
+from maskserve_core.imaging.masks import active_tokens
+from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from maskserve_core.worker.status import RowStatus
+from maskserve_engine.families.registry import Adapter
+from maskserve_engine.cache.templates import TemplateCache
+from maskserve_engine.requests.state import Edit, PrimingEdit
+from maskserve_engine.requests.job import EditJob, Failed, Final, Sink
+from maskserve_engine.output_thread import Replies
+
+_log = logging.getLogger(__name__)
+
+
+class Desk:
+    """Every accepted edit and every template being primed, from acceptance to its end."""
+
+    def __init__(
+        self, config: Config, adapter: Adapter, cache: TemplateCache, replies: Replies
+    ) -> None:
+        self.config, self.adapter, self.cache, self.replies = config, adapter, cache, replies
+        self.scheduler = StepScheduler(
+            config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
+        )
+        self.edits: dict[str, Edit] = {}
+        self.primings: dict[str, PrimingEdit] = {}  # by ticket id
+        self.draining = False
+        self._listed: list[Edit | PrimingEdit | None] = []
+        """What was held and what ran when `_waiting` was made."""
+        self._waiting: tuple[RowStatus, ...] = ()
+
+    def accept(self, job: EditJob, sink: Sink) -> None:
+        """Take an edit in, or answer at once why not."""
+        try:
+            self._enter(self._make_edit(job, sink))
+        except MaskserveError as error:
+            self.replies.send(sink, Failed(error))
+        except Exception:
+            _log.exception("an edit could not be accepted", extra=about(job.request.request_id))
+            self.replies.send(sink, Failed(EngineFailed("the edit could not be prepared")))
+
+    def running(self) -> list[Edit | PrimingEdit]:
+        """Decide the next step: tell the expired, make rows for the admitted."""
+        now = time.monotonic()
+        late = [r for r, e in self.edits.items() if e.how == "wait" and e.late(now)]
+        for request_id in late:
+            self.end(request_id, DeadlineExceeded("settings.deadline_ms passed while waiting"))
+        decision = self.scheduler.schedule(now)
+        for ticket in decision.expired:
+            self.end(ticket.request_id, DeadlineExceeded("settings.deadline_ms has passed"))
+        for ticket in decision.admitted:
+            self._admit(ticket)
+        held: list[Edit | PrimingEdit | None] = [
+            self.edits.get(t.request_id) or self.primings.get(t.request_id)
+            for t in decision.running
+        ]
+        return [edit for edit in held if edit is not None and edit.row is not None]
+
+    def cancel(self, request_id: str) -> None:
+        self.end(request_id, Cancelled("the edit was cancelled"))
+
+    def prime(self, job: EditJob) -> str:
+        """Prime a template that nobody edits yet; its state: `primed`, `priming` or `absent`.
+
+        Raises:
+            Overloaded: the worker is draining.
+        """
+        if self.draining:
+            raise Overloaded("the worker is draining")
+        if self.cache.wants(job) == "absent" and self.cache.config.enabled:
+            self._prime(job, urgent=False)
+        return self.cache.wants(job)
+
+    def finish(self, edit: Edit) -> None:
+        """The row has taken its last step: answer."""
+        latents = self.adapter.result(edit.row)
+        meta = edit.final_meta(self.config.worker, model_name(self.config))
+        self.scheduler.finish(edit.request_id)
+        self.edits.pop(edit.request_id)
+        self.replies.send(edit.sink, Final(latents, meta, edit.course()))
+
+    def end(self, request_id: str, error: MaskserveError) -> None:
+        """Answer an edit that will not finish; its row and entries are let go."""
+        edit = self.edits.pop(request_id, None)
+        if edit is not None:
+            if edit.how == "wait":
+                # Else a later edit of this id would be taken for the one that waited.
+                priming = self.cache.priming.get(self.cache.key_of(edit.job))
+                if priming is not None:
+                    priming.waiting.remove(request_id)
+            self.scheduler.cancel(request_id)
+            self.replies.send(edit.sink, Failed(error, edit.course()))
+
+    def end_all(self, error: MaskserveError) -> None:
+        for request_id in list(self.edits):
+            self.end(request_id, error)
+        for priming in list(self.primings.values()):
+            self.end_priming(priming, complete=False)
+
+    def keep_anchor(self, edit: PrimingEdit) -> None:
+        """A priming row has taken a step: store what it recorded."""
+        if not self.cache.keep(edit.priming, edit.row.done.pop()):
+            self.end_priming(edit, complete=False, unfit=True)
+        elif edit.row.step == edit.row.steps:
+            self.end_priming(edit, complete=True)
+
+    def end_priming(self, edit: PrimingEdit, *, complete: bool, unfit: bool = False) -> None:
+        """The template is in the store or will not be; those who waited go on either way."""
+        self.primings.pop(edit.request_id)
+        self.scheduler.cancel(edit.request_id)
+        self.cache.end(edit.priming, complete=complete, unfit=unfit)
+        for request_id in edit.priming.waiting:
+            waited = self.edits.pop(request_id, None)
+            if waited is not None:
+                self._resume(waited, complete=complete)
+
+    def rows(self) -> tuple[tuple[RowStatus, ...], tuple[RowStatus, ...]]:
+        """Status of what runs and of what waits; the latter is the same object for as long as the
+        same edits wait.
+        """
+        held: dict[str, Edit | PrimingEdit] = {**self.edits, **self.primings}
+        running = [held[t.request_id] for t in self.scheduler.running if t.request_id in held]
+        listed = [*held.values(), None, *running]
+        if listed != self._listed:
+            self._listed = listed
+            names = {edit.request_id for edit in running}
+            self._waiting = tuple(e.status() for name, e in held.items() if name not in names)
+        return tuple([edit.status() for edit in running]), self._waiting
+
+    def _make_edit(self, job: EditJob, sink: Sink) -> Edit:
+        request, now = job.request, time.monotonic()
+        deadline = None
+        if request.settings.deadline_ms is not None:
+            left_s = (request.accepted_ns - time.time_ns()) / 1e9
+            deadline = now + left_s + request.settings.deadline_ms / 1e3
+        token = self.adapter.facts.token_pixels
+        height, width = job.edit_mask.shape
+        return Edit(
+            job=job,
+            sink=sink,
+            total_tokens=(height // token) * (width // token),
+            active_tokens=len(active_tokens(job.edit_mask, token)),
+            steps=self.adapter.steps(job),
+            submitted=now,
+            deadline=deadline,
+        )
+
+    def _enter(self, edit: Edit) -> None:
+        """Decide how the edit runs and queue it.
+
+        Raises:
+            MaskserveError: it is refused; nothing was kept of it.
+        """
+        if self.draining:
+            raise Overloaded("the worker is draining; send the edit to another or try again later")
+        route = self.cache.route(edit.job, edit.mask_ratio)
+        edit.how, edit.cache, edit.entries = route.how, route.outcome, route.entries
+        if route.prime:
+            self._prime(edit.job, urgent=route.how == "wait")
+        priming = self.cache.priming.get(self.cache.key_of(edit.job))
+        if edit.how != "wait":
+            self._queue(edit)
+        elif priming is None:
+            self._queue(self._without_cache(edit))
+        else:
+            self._check_id(edit)
+            waiting = sum(e.how == "wait" for e in self.edits.values())
+            if waiting >= self.config.engine.max_waiting:
+                raise Overloaded(f"{waiting} edits wait for their template; try again later")
+            priming.waiting.append(edit.request_id)
+            edit.waited = True
+            self.edits[edit.request_id] = edit
+
+    def _queue(self, edit: Edit) -> None:
+        self._check_id(edit)
+        self.scheduler.submit(edit.make_ticket())
+        edit.queued = time.monotonic()
+        self.edits[edit.request_id] = edit
+
+    def _check_id(self, edit: Edit) -> None:
+        if edit.request_id in self.edits:
+            raise InvalidRequest(
+                "SETTINGS.request_id", f"{edit.request_id!r} is still being served", "a new id"
+            )
+
+    def _without_cache(self, edit: Edit) -> Edit:
+        """An edit that wanted to wait for a template that cannot be primed."""
+        if edit.job.request.settings.cache == "require":
+            raise EngineFailed(
+                "SETTINGS.cache is 'require', but the template could not be primed (it does not "
+                "fit the cache's budget, or the worker is short of memory)"
+            )
+        edit.how, edit.cache = "dense", "miss"
+        return edit
+
+    def _resume(self, edit: Edit, *, complete: bool) -> None:
+        """Queue an edit that has waited for its template."""
+        try:
+            if complete:
+                route = self.cache.route(edit.job, edit.mask_ratio)
+                edit.how, edit.cache, edit.entries = route.how, route.outcome, route.entries
+            self._queue(self._without_cache(edit) if edit.how == "wait" else edit)
+        except MaskserveError as error:
+            self.replies.send(edit.sink, Failed(error, edit.course()))
+
+    def _prime(self, job: EditJob, *, urgent: bool) -> None:
+        """Queue a template's priming; beside live rows as one of them when an edit waits for it."""
+        priming = self.cache.begin(job)
+        if priming is None:
+            return
+        row_id = f"prime:{priming.key}"
+        _, height, width = job.moments.shape
+        tokens = height * width // self.adapter.facts.patch**2
+        ticket = Ticket(
+            request_id=row_id,
+            steps=len(priming.anchors),
+            total_tokens=tokens,
+            active_tokens=tokens,
+            arrival=time.monotonic(),
+            priority=job.request.settings.priority,
+            background=not urgent,
+        )
+        try:
+            self.scheduler.submit(ticket)
+            self.primings[row_id] = PrimingEdit(priming, ticket, tokens)
+        except Overloaded:
+            self.cache.end(priming, complete=False)
+
+    def _admit(self, ticket: Ticket) -> None:
+        """Make the row; an edit whose row cannot be made is answered, and nobody else is hurt."""
+        edit = self.edits.get(ticket.request_id)
+        try:
+            if edit is not None:
+                edit.admitted = time.monotonic()
+                edit.row = self._make_row(edit)
+            else:
+                self._admit_priming(self.primings[ticket.request_id])
+        except Exception as error:
+            _log.exception("the row of an edit could not be made", extra=about(ticket.request_id))
+            if edit is None:
+                self.end_priming(self.primings[ticket.request_id], complete=False, unfit=True)
+            elif isinstance(error, MaskserveError):
+                self.end(ticket.request_id, error)
+            else:
+                self.end(ticket.request_id, EngineFailed("the edit could not be prepared"))
+
+    def _make_row(self, edit: Edit) -> Any:
+        if edit.how == "cached":
+            seed = self.cache.noise_seed(edit.job)
+            return self.adapter.cached_row(edit.job, edit.entries, seed)
+        return self.adapter.dense_row(edit.job)
+
+    def _admit_priming(self, edit: PrimingEdit) -> None:
+        prompt = self.cache.prompt()
+        assert prompt is not None, "priming began without its prompt"
+        edit.row = self.adapter.priming_row(
+            edit.priming.job,
+            edit.priming.anchors,
+            prompt,
+            edit.priming.noise_seed,
+            self.config.cache.entry_kind,
+            self.config.cache.entry_format,
+        )

@@ -1,0 +1,215 @@
+"""The engine's books: each accepted edit and template being primed, from acceptance to its end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from maskserve_core.worker.step_scheduler import Ticket
+from maskserve_core.worker.status import RowStatus
+from maskserve_engine.cache.templates import Priming
+from maskserve_engine.requests.timeline import Course
+from maskserve_engine.requests.job import EditJob, Sink
+
+
+@dataclass(slots=True, eq=False)
+class Edit:
+    """One accepted edit. Times are time.monotonic() seconds."""
+
+    job: EditJob
+    sink: Sink
+    total_tokens: int
+    active_tokens: int
+    steps: int
+    submitted: float
+    deadline: float | None
+    how: str = "dense"
+    """`dense`, `cached` or `wait`."""
+    cache: str = "off"
+    """What META says of the cache."""
+    entries: tuple[Any, ...] = ()
+    row: Any = None
+    ticket: Ticket | None = None
+    waited: bool = False
+    """For its template."""
+    queued: float = 0.0
+    admitted: float = 0.0
+    first_step: float = 0.0
+    """When that was done."""
+    load_stall: float = 0.0
+    rows_seen: int = 0
+    """Sum over its steps of the rows in the batch."""
+    plans: dict[tuple[str, ...], int] = field(default_factory=dict)
+    """Steps taken, by the kinds of their blocks."""
+    said: RowStatus | None = None
+    """Its status, kept from step to step."""
+
+    @property
+    def request_id(self) -> str:
+        return self.job.request.request_id
+
+    @property
+    def passes(self) -> int:
+        """Of the model in one step."""
+        return 1 if self.job.negative is None else 2
+
+    @property
+    def mask_ratio(self) -> float:
+        return self.active_tokens / self.total_tokens
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one step of it computes."""
+        return self.passes * (self.active_tokens if self.how == "cached" else self.total_tokens)
+
+    def late(self, now: float) -> bool:
+        """Whether its deadline has passed."""
+        return self.deadline is not None and self.deadline <= now
+
+    def make_ticket(self) -> Ticket:
+        """What the scheduler is to know of it."""
+        self.ticket = Ticket(
+            request_id=self.request_id,
+            steps=self.steps,
+            total_tokens=self.passes * self.total_tokens,
+            active_tokens=self.step_tokens,
+            arrival=self.submitted,
+            priority=self.job.request.settings.priority,
+            deadline=self.deadline,
+        )
+        return self.ticket
+
+    def count_step(self, rows: int, cached: tuple[str, ...], dense: tuple[str, ...]) -> bool:
+        """Book a step that was just taken.
+
+        Args:
+            rows: in the batch.
+            cached: kinds of its blocks if it used entries.
+            dense: and if it did not.
+
+        Returns:
+            whether it used entries.
+        """
+        if not self.rows_seen:
+            self.first_step = time.monotonic()
+        self.rows_seen += rows
+        used = self.how == "cached" and self.entries[self.row.step - 1] is not None
+        plan = cached if used else dense
+        self.plans[plan] = self.plans.get(plan, 0) + 1
+        return used
+
+    def status(self) -> RowStatus:
+        """The one it has had since how it runs was decided, with the steps now left."""
+        kind = "cached" if self.how == "cached" else "dense"
+        left = self.steps - (self.row.step if self.row is not None else 0)
+        if self.said is None or self.said.kind != kind:
+            self.said = RowStatus(
+                request_id=self.request_id,
+                kind=kind,
+                active_tokens=self.step_tokens,
+                total_tokens=self.passes * self.total_tokens,
+                steps_left=left,
+                template_id=self.job.request.template_id,
+                priority=self.job.request.settings.priority,
+            )
+        self.said.steps_left = left
+        return self.said
+
+    def final_meta(self, worker: str, model: str) -> dict[str, Any]:
+        """META of the finished edit, without what the models after the denoiser add."""
+        now, request = time.monotonic(), self.job.request
+        inactive = getattr(self.row, "inactive", None)
+        return {
+            "event": "final",
+            "step": self.steps,
+            "request_id": request.request_id,
+            "seed": request.seed,
+            "worker": worker,
+            "model": model,
+            "template_id": request.template_id,
+            "cache_bytes": {"device": inactive.loaded_bytes if inactive else 0},
+            "kinds": self.kinds(),
+            **self._work(self.steps),
+            "timings_ms": {
+                **request.timings_ms,
+                "queue": _ms(self.admitted - self.submitted),
+                "denoise": _ms(now - self.admitted),
+                "load_stall": _ms(self.load_stall),
+            },
+        }
+
+    def kinds(self) -> dict[str, int]:
+        """Blocks run, by kind."""
+        kinds: Counter[str] = Counter()
+        for plan, steps in self.plans.items():
+            kinds.update({kind: steps * count for kind, count in Counter(plan).items()})
+        return dict(kinds)
+
+    def _work(self, done: int) -> dict[str, Any]:
+        """What META and traces both say of it after so many steps."""
+        return {
+            "steps": self.steps,
+            "mask_ratio": round(self.mask_ratio, 6),
+            "active_tokens": self.active_tokens,
+            "total_tokens": self.total_tokens,
+            "cache": self.cache,
+            "batch_mean": round(self.rows_seen / done, 3) if done else 0.0,
+        }
+
+    def course(self) -> Course:
+        """What it went through, now that it ends."""
+        done = 0 if self.row is None else self.row.step
+        return Course(
+            accepted=self.submitted,
+            queued=self.queued,
+            admitted=self.admitted,
+            first_step=self.first_step,
+            ended=time.monotonic(),
+            waited=self.waited,
+            about={
+                "request_id": self.request_id,
+                "template_id": self.job.request.template_id,
+            },
+            work={
+                "steps_done": done,
+                "row": "cached" if self.how == "cached" else "dense",
+                **self._work(done),
+                "load_stall_ms": _ms(self.load_stall),
+            },
+        )
+
+
+@dataclass(slots=True, eq=False)
+class PrimingEdit:
+    """A template in the batch: its ticket and row, and what waits for it is in `priming`."""
+
+    priming: Priming
+    ticket: Ticket
+    total_tokens: int
+    row: Any = None
+    load_stall: float = 0.0
+
+    @property
+    def request_id(self) -> str:
+        return self.ticket.request_id
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one step of it computes: the whole template."""
+        return self.total_tokens
+
+    def status(self) -> RowStatus:
+        return RowStatus(
+            request_id=self.request_id,
+            kind="prime",
+            active_tokens=self.total_tokens,
+            total_tokens=self.total_tokens,
+            steps_left=self.ticket.steps - (self.row.step if self.row is not None else 0),
+            template_id=self.priming.template_id,
+        )
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)

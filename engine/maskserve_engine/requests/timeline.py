@@ -1,0 +1,61 @@
+"""An edit's course through the engine, told as spans when it ends (docs/adr/0008-traces.md)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from maskserve_core.triton.tracing import Stage
+from maskserve_core.errors import MaskserveError
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """When an edit came to what, in time.monotonic() seconds; 0.0: it never did."""
+
+    accepted: float
+    queued: float
+    """Given to the scheduler: at once, or when its template was primed or could not be."""
+    admitted: float
+    first_step: float
+    """Its first step was done."""
+    ended: float
+    waited: bool
+    """For its template."""
+    about: Mapping[str, Any]
+    """Which edit it was."""
+    work: Mapping[str, Any]
+    """What its steps did."""
+
+
+def stages(course: Course, error: MaskserveError | None = None) -> list[Stage]:
+    """What the edit went through, one after the other; the last stage is where `error` ended it.
+
+    accepted ── wait_prime ── queued ── queue ── admitted ── denoise ── ended
+    """
+    c = course
+    reached = []
+    if c.waited:
+        reached.append(("wait_prime", c.accepted, c.queued or c.ended))
+    if c.queued:
+        reached.append(("queue", c.queued, c.admitted or c.ended))
+    if c.admitted:
+        reached.append(("denoise", c.admitted, c.ended))
+    return [
+        Stage(
+            name,
+            _wall(start),
+            _wall(end),
+            {**c.about, **(c.work if name == "denoise" else {})},
+            [("first step", _wall(c.first_step))] if name == "denoise" and c.first_step else (),
+            error if (name, start, end) == reached[-1] else None,
+        )
+        for name, start, end in reached
+    ]
+
+
+def _wall(monotonic: float) -> int:
+    """A time.monotonic() time as nanoseconds since 1970."""
+    return time.time_ns() - time.monotonic_ns() + int(1e9 * monotonic)

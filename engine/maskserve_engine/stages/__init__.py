@@ -1,0 +1,1 @@
+"""Models around the denoiser: loading, encoding, decoding."""

@@ -1,0 +1,36 @@
+"""From latents to pixels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maskserve_core.config import Config
+from maskserve_engine.stages.loader import limit_threads, load_part
+
+
+class Decoder:
+    """The VAE's decoder."""
+
+    def __init__(self, vae: Any) -> None:
+        self.vae = vae
+
+    @classmethod
+    def load(cls, config: Config) -> Decoder:
+        """Raises ConfigError when the VAE cannot be loaded."""
+        from diffusers import AutoencoderKL
+
+        limit_threads(config)
+        return cls(load_part(config, "vae", AutoencoderKL))
+
+    def decode(self, latents: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """[C, h, w] latents as the sampler leaves them → [H, W, 3] pixels."""
+        config = self.vae.config
+        with torch.inference_mode():
+            x = torch.from_numpy(latents)[None].to(self.vae.device, self.vae.dtype)
+            image = self.vae.decode(x / config.scaling_factor + config.shift_factor)[0][0]
+            image = (image * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0).float().cpu().numpy()
+        return (image * 255).round().astype(np.uint8)

@@ -1,0 +1,61 @@
+"""The engine's status record: what it says of itself without being asked (design §4)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from maskserve_core.config import Config, model_name
+from maskserve_core.worker.status import StatusWriter, WorkerStatus
+from maskserve_engine.cache.templates import TemplateCache
+from maskserve_engine.requests.manager import Desk
+
+
+def new_counters() -> dict[str, float]:
+    """The engine's totals since its start, by metric; the cache has counters of its own."""
+    return {
+        "steps_total": 0,
+        "step_tokens_total": 0,
+        "edits_total": 0,
+        "active_tokens_total": 0,
+        "dense_rows_total": 0,
+        "cached_rows_total": 0,
+        "priming_rows_total": 0,
+        "step_seconds_total": 0.0,
+        "step_load_stall_seconds_total": 0.0,
+    }
+
+
+class Publisher:
+    """Writes the record from what the engine's parts hold now; used by the engine thread only.
+
+    Without a runtime folder it writes nothing.
+    """
+
+    def __init__(
+        self, config: Config, desk: Desk, cache: TemplateCache, counters: dict[str, float]
+    ) -> None:
+        self._desk, self._cache, self._counters = desk, cache, counters
+        folder = config.runtime_dir
+        self._writer = StatusWriter(Path(folder) / "status") if folder else None
+        self._status = WorkerStatus(
+            worker=config.worker,
+            model=model_name(config),
+            state="loading",
+            max_rows=config.engine.max_rows,
+            max_waiting=config.engine.max_waiting,
+        )
+
+    def publish(self, state: str) -> None:
+        if self._writer is None:
+            return
+        status, cache = self._status, self._cache
+        status.state = state
+        status.running, status.waiting = self._desk.rows()
+        status.templates = {"device": cache.template_ids()}
+        status.tier_bytes = {"device": cache.store.nbytes}
+        status.counters = {**self._counters, **cache.counters()}
+        self._writer.write(status)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,1 @@
+"""The denoiser's Triton side."""

@@ -1,0 +1,203 @@
+"""The denoiser model's desk: Triton requests in, the engine's events out.
+
+Takes Triton's API as `api` (maskserve_core.triton), so it needs no Triton to be tested.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.flow_control import Events, Paced, Straight
+from maskserve_core.triton.acks import RECEIPTS, ReceiptDesk
+from maskserve_core.triton.tracing import Tracer, parent_of
+from maskserve_core.triton.tensor_io import guarded, parameters, read_array, read_bytes
+from maskserve_core.contracts.postprocess_context import NOTHING
+from maskserve_core.config import Config, model_name
+from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_core.contracts.meta import event_meta, failed_meta, final_meta
+from maskserve_core.contracts.request import EditRequest
+from maskserve_engine.requests.timeline import Course, stages
+from maskserve_engine.requests.job import (
+    EditJob,
+    EngineEvent,
+    Failed,
+    Final,
+    Preview,
+    Progress,
+    PromptEmbedding,
+    Sink,
+)
+
+T = TypeVar("T")
+_NO_LATENTS = np.zeros((0, 0, 0), np.float32)
+
+
+class EngineLike(Protocol):
+    """What the desk needs of an engine."""
+
+    def submit(self, job: EditJob, sink: Sink) -> None: ...
+    def cancel(self, request_id: str) -> bool: ...
+    def heartbeat(self) -> Future[dict[str, Any]]: ...
+    def templates(self) -> Future[list[dict[str, object]]]: ...
+    def evict(self, template_id: str) -> Future[int]: ...
+    def prime(self, job: EditJob) -> Future[str]: ...
+    def pin(self, template_id: str, *, pinned: bool) -> Future[bool]: ...
+
+
+class Reception:
+    """Submits edits to the engine and sends its events; answers operations of `control`."""
+
+    def __init__(
+        self, api: Any, engine: EngineLike, config: Config, tracer: Tracer | None = None
+    ) -> None:
+        self._api = api
+        self._tracer = tracer or Tracer()
+        self._engine = engine
+        self._config = config
+        self._model = model_name(config)
+        self._receipts = ReceiptDesk(config.runtime_dir)
+
+    def close(self) -> None:
+        """Once the engine has ended: what still waits for a receipt is not sent."""
+        self._receipts.close()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; each is answered later, its final answer exactly once."""
+        for request in requests:
+            answer = Answer(self._api, request.get_response_sender())
+            try:
+                self._take(request, answer)
+            except Exception as error:
+                answer.fail(guarded("", error))
+
+    def _take(self, request: Any, answer: Answer) -> None:
+        values = json.loads(read_bytes(self._api, request, "REQUEST"))
+        if "op" in values:
+            self._operate(values, request, answer)
+            return
+        edit = EditRequest.from_values(values)
+        job = self._job(edit, request)
+        encode_ms = float(self._array(request, "ENCODE_MS", np.float32, 1)[0])
+        carried = self._array(request, "CARRIED", np.uint8, 1)
+        key = parameters(request).get(RECEIPTS, "")
+        events = self._paced(answer, key) if key else Straight(answer)
+        sink = self._sink(edit, encode_ms, carried, events, parent_of(request))
+        try:
+            self._engine.submit(job, sink)
+        except Exception:
+            self._receipts.drop(key)
+            raise
+
+    def _paced(self, answer: Answer, key: str) -> Paced:
+        """Events for a front that gives receipts for them."""
+        paced = Paced(answer, ended=lambda: self._receipts.drop(key))
+        self._receipts.keep(key, paced)
+        return paced
+
+    def _job(self, edit: EditRequest, request: Any) -> EditJob:
+        embeds = self._array(request, "PROMPT_EMBEDS", np.float32, 3)
+        pooled = self._array(request, "POOLED_EMBEDS", np.float32, 2)
+        return EditJob(
+            request=edit,
+            edit_mask=self._array(request, "EDIT_MASK", np.uint8, 2),
+            moments=self._array(request, "MOMENTS", np.float32, 3),
+            masked_moments=self._array(request, "MASKED_MOMENTS", np.float32, 3),
+            text=PromptEmbedding(embeds[0], pooled[0]),
+            negative=PromptEmbedding(embeds[1], pooled[1]) if len(embeds) > 1 else None,
+        )
+
+    def _array(self, request: Any, name: str, dtype: type[np.generic], ndim: int) -> NDArray[Any]:
+        return read_array(self._api, request, name, dtype, ndim=ndim)
+
+    def _sink(
+        self,
+        edit: EditRequest,
+        encode_ms: float,
+        carried: NDArray[np.uint8],
+        events: Events,
+        parent: str,
+    ) -> Sink:
+        """Sends a job's events, and records its spans below `parent` when it has ended.
+
+        What postprocess needs of its beginning goes with every image.
+        """
+
+        def sink(event: EngineEvent) -> None:
+            match event:
+                case Progress(step, steps):
+                    meta = event_meta("progress", step, steps, edit.request_id)
+                    nothing = {"LATENTS": _NO_LATENTS, "META": meta, "CARRIED": NOTHING}
+                    events.event("progress", nothing)
+                case Preview(step, steps, latents):
+                    meta = event_meta("preview", step, steps, edit.request_id)
+                    shown = {"LATENTS": latents, "META": meta, "CARRIED": carried}
+                    events.event("preview", shown)
+                case Final(latents, engine_meta, course):
+                    meta = final_meta(
+                        edit, self._config.worker, self._model, engine_meta, encode_ms
+                    )
+                    events.finish({"LATENTS": latents, "META": meta, "CARRIED": carried})
+                    self._record(parent, course, None)
+                case Failed(error, course):
+                    meta = failed_meta(guarded(edit.request_id, error), edit.request_id)
+                    events.finish({"LATENTS": _NO_LATENTS, "META": meta, "CARRIED": NOTHING})
+                    self._record(parent, course, error)
+
+        return sink
+
+    def _record(self, parent: str, course: Course | None, error: MaskserveError | None) -> None:
+        if course is not None:
+            self._tracer.record(parent, stages(course, error))
+
+    def _operate(self, values: dict[str, Any], request: Any, answer: Answer) -> None:
+        match values:
+            case {"op": "cancel", "request_id": str(request_id)}:
+                _reply(answer, {"cancelled": self._engine.cancel(request_id)})
+            case {"op": "heartbeat"}:
+                _reply_when_done(self._engine.heartbeat(), answer, lambda beat: beat)
+            case {"op": "templates"}:
+                held = self._engine.templates()
+                _reply_when_done(held, answer, lambda found: {"templates": found})
+            case {"op": "evict", "template_id": str(template_id)}:
+                freed = self._engine.evict(template_id)
+                _reply_when_done(freed, answer, lambda size: {"freed_bytes": size})
+            case {"op": "prime", "request": str(template)}:
+                state = self._engine.prime(
+                    self._job(EditRequest.from_json(template.encode()), request)
+                )
+                _reply_when_done(state, answer, lambda said: {"state": said})
+            case {"op": "pin" | "unpin" as op, "template_id": str(template_id)}:
+                done = self._engine.pin(template_id, pinned=op == "pin")
+                _reply_when_done(done, answer, lambda found: {"found": found})
+            case _:
+                raise InvalidRequest(
+                    "REQUEST.op",
+                    "is not known",
+                    "cancel, evict, heartbeat, pin, prime, templates, unpin",
+                )
+
+
+def _reply_when_done(
+    future: Future[T], answer: Answer, result: Callable[[T], dict[str, Any]]
+) -> None:
+    """Answer from the engine thread, between two steps: `execute` does not wait for it."""
+
+    def reply(done: Future[T]) -> None:
+        try:
+            _reply(answer, result(done.result()))
+        except Exception as error:
+            answer.fail(guarded("", error))
+
+    future.add_done_callback(reply)
+
+
+def _reply(answer: Answer, result: dict[str, Any]) -> None:
+    meta = json.dumps(result).encode()
+    answer.finish({"LATENTS": _NO_LATENTS, "META": meta, "CARRIED": NOTHING})
