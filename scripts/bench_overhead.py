@@ -42,8 +42,8 @@ from benchmarks.timing import hardware
 from demo_model.scenes import held_out_edits
 from maskserve_core.config import Config, config_of, cores
 from maskserve_core.contracts.facts import load_facts
-from maskserve_core.planning.flops import flux_work
 from maskserve_core.imaging.images import encode_image
+from maskserve_core.planning.flops import flux_work
 from maskserve_engine.families.flux import batch as batch_module
 from maskserve_engine.families.flux import forward as forward_module
 from probing.calls import Answer, Grpc, answer_of, tensors

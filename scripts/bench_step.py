@@ -3,7 +3,7 @@
 
 Random weights at the model's true width; on a CPU the first blocks of it (`--blocks 1+1`: double +
 single). Dense and cached steps are timed in turn inside one run; medians are printed. `flop_limit`
-is the counted FLOPs of the dense step over those of the cached one (maskserve_core.planning.flops), and
+is the counted FLOPs of the dense step over those of the cached one (planning/flops.py), and
 `of_limit` the share of it that was reached. `rest_ms` is what of a cached step is not spent in
 blocks: loading and decoding entries, packing, filling keys, embedders, final layer, sampler.
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Bytes that one template takes, by entry kind, format and anchor stride, as a markdown table.
 
-Counted from the model's configuration (maskserve_core.planning.entry_bytes), which a test holds to what the
-engine stores.
+Counted from the model's configuration (planning/entry_bytes.py), which a test holds to what
+the engine stores.
 
     python scripts/bytes_table.py
 """

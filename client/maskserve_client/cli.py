@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from maskserve_client import commands
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.wire import DEFAULT_URL
+from maskserve_core.contracts.settings import CACHE_MODES, MASK_MODES
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -23,7 +24,6 @@ from maskserve_core.errors import (
     Overloaded,
     TemplateNotFound,
 )
-from maskserve_core.contracts.settings import CACHE_MODES, MASK_MODES
 
 OK, BAD_INPUT, UNAVAILABLE, SERVER_FAULT, INTERRUPTED = 0, 2, 3, 4, 130
 

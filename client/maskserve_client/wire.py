@@ -18,9 +18,9 @@ from tritonclient.grpc import service_pb2
 
 from maskserve_client.errors import from_text
 from maskserve_client.events import EditResult, Event, Final, Preview, Progress
+from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import EngineFailed, InvalidRequest
 from maskserve_core.imaging.images import NO_LIMITS, Raster, decode_raster, to_base64
-from maskserve_core.contracts.settings import parse_settings
 
 ImageInput: TypeAlias = Image.Image | str | os.PathLike[str] | bytes
 """A PIL image (sent as its pixels are), a path or encoded bytes (both sent as they are)."""

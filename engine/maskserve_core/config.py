@@ -102,7 +102,7 @@ class CacheConfig:
     stride: int = _opt(
         7, "Every so many steps of the priming schedule is an anchor.", low=1, high=1000
     )
-    crossover: float = _opt(
+    dense_above_ratio: float = _opt(
         0.9, "Mask ratio from which a row runs dense even on a hit.", low=0.0, high=1.0
     )
     priming_share: float = _opt(

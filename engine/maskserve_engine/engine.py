@@ -1,6 +1,6 @@
 """The engine: one thread that takes commands, schedules and steps, as long as it lives (design §4).
 
-Everything it owns (desk, rows, cache) is touched by that thread only. Other threads put commands
+Everything it owns (manager, rows, cache) is touched by that thread only. Other threads put commands
 into its inbox; events leave through the reply thread.
 """
 
@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, Overloaded
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.families.registry import Adapter, load_adapter
-from maskserve_engine.cache.templates import TemplateCache
-from maskserve_engine.requests.manager import Desk
-from maskserve_engine.requests.job import EditJob, Failed, PromptEmbedding, Sink
 from maskserve_engine.cache.priming_prompt import PromptFile
-from maskserve_engine.status_publisher import Publisher, new_counters
-from maskserve_engine.output_thread import Replies
+from maskserve_engine.families.registry import Adapter, load_adapter
+from maskserve_engine.job import EditJob, Failed, PromptEmbedding, Sink
+from maskserve_engine.output_thread import OutputThread
+from maskserve_engine.requests.manager import RequestManager
+from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.revision import model_revision
-from maskserve_engine.step_runner import Stepper
+from maskserve_engine.status_publisher import StatusPublisher, new_counters
+from maskserve_engine.step_runner import StepRunner
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,13 +60,13 @@ class Engine:
             config.model.num_inference_steps,
             prompt or PromptFile(runtime).read,
         )
-        self._replies = Replies()
-        self.desk = Desk(config, adapter, self.cache, self._replies)
+        self._output = OutputThread()
+        self.manager = RequestManager(config, adapter, self.cache, self._output)
         self.counters = new_counters()
-        self._publisher = Publisher(config, self.desk, self.cache, self.counters)
+        self._publisher = StatusPublisher(config, self.manager, self.cache, self.counters)
         self.observations = Observations()
-        self._stepper = Stepper(
-            config, adapter, self.desk, self._replies, self.counters, self.observations
+        self._step_runner = StepRunner(
+            config, adapter, self.manager, self._output, self.counters, self.observations
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._door = threading.Lock()
@@ -86,18 +86,18 @@ class Engine:
     # Called from any thread.
 
     def start(self) -> None:
-        self._replies.start()
+        self._output.start()
         self._thread.start()
 
     def submit(self, job: EditJob, sink: Sink) -> None:
         """Take an edit; its answer, an error included, comes through `sink`."""
-        if not self._put(lambda: self.desk.accept(job, sink)):
+        if not self._put(lambda: self.manager.accept(job, sink)):
             sink(Failed(EngineFailed("the engine has stopped")))
 
     def cancel(self, request_id: str) -> bool:
         """Withdraw an edit; False when none of that name is held. Its sink gets CANCELLED."""
-        known = request_id in self.desk.edits
-        self._put(lambda: self.desk.cancel(request_id))
+        known = request_id in self.manager.edits
+        self._put(lambda: self.manager.cancel(request_id))
         return known
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
@@ -116,7 +116,7 @@ class Engine:
 
     def heartbeat(self) -> Future[dict[str, Any]]:
         return self.ask(
-            lambda: {"state": self.state, "edits": len(self.desk.edits), **self.counters}
+            lambda: {"state": self.state, "edits": len(self.manager.edits), **self.counters}
         )
 
     def templates(self) -> Future[list[dict[str, object]]]:
@@ -124,7 +124,7 @@ class Engine:
 
     def prime(self, job: EditJob) -> Future[str]:
         """Prime a template in the background: `primed`, `priming`, or `absent` if it cannot be."""
-        return self.ask(lambda: self.desk.prime(job))
+        return self.ask(lambda: self.manager.prime(job))
 
     def pin(self, template_id: str, *, pinned: bool) -> Future[bool]:
         """Pin or unpin; whether there was something to do it to."""
@@ -139,7 +139,7 @@ class Engine:
         """Refuse new edits from now on; accepted ones go on."""
 
         def drain() -> None:
-            self.desk.draining = True
+            self.manager.draining = True
 
         self._put(drain)
 
@@ -147,17 +147,17 @@ class Engine:
         """Drain, wait at most `grace_s` for accepted edits, and end both threads."""
         self.drain()
         end = time.monotonic() + grace_s
-        while self.desk.edits and self._thread.is_alive() and time.monotonic() < end:
+        while self.manager.edits and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.01)
         self._put(self._halt)
         if self._thread.is_alive():
             self._thread.join(grace_s + 30.0)
-        self._replies.close(5.0)
+        self._output.close(5.0)
 
     @property
     def state(self) -> str:
         """`loading`, `ready`, `draining`, `stopped` or `failed`."""
-        if self._state == "ready" and self.desk.draining:
+        if self._state == "ready" and self.manager.draining:
             return "draining"
         return self._state
 
@@ -180,22 +180,24 @@ class Engine:
         except Exception:
             _log.exception("the engine has failed")
             self._state = "failed"
-            self.desk.end_all(EngineFailed("the engine has failed; the worker will be restarted"))
+            self.manager.end_all(
+                EngineFailed("the engine has failed; the worker will be restarted")
+            )
         finally:
             self._shut()
 
     def _turn(self) -> None:
         """Once around: commands, a decision, and a step if there is something to step."""
         self._take_commands()
-        running = self.desk.running()
+        running = self.manager.running()
         if running:
             # Before the step: who looks meanwhile sees what is being computed.
             self._publisher.publish(self.state)
-            self._stepper.step(running)
+            self._step_runner.step(running)
 
     def _take_commands(self) -> None:
         """Run what came in; wait for something when no row is there to run."""
-        idle = len(self.desk.scheduler) == 0
+        idle = len(self.manager.scheduler) == 0
         if idle:
             self.adapter.release()
             self._publisher.publish(self.state)
@@ -212,13 +214,13 @@ class Engine:
     def _halt(self) -> None:
         self._stop = True
         self._state = "stopped"
-        self.desk.end_all(Overloaded("the worker is stopping; send the edit to another"))
+        self.manager.end_all(Overloaded("the worker is stopping; send the edit to another"))
 
     def _shut(self) -> None:
         """Take no more commands; answer those that came in meanwhile."""
         with self._door:
             self._open = False
-        self.desk.draining = True
+        self.manager.draining = True
         while not self._inbox.empty():
             self._inbox.get()()
         self._publisher.publish(self.state)

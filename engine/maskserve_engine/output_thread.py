@@ -6,17 +6,17 @@ import logging
 import queue
 import threading
 
-from maskserve_engine.requests.job import EngineEvent, Sink
+from maskserve_engine.job import EngineEvent, Sink
 
 _log = logging.getLogger(__name__)
 
 
-class Replies:
+class OutputThread:
     """Delivers events in the order in which they were sent."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Sink, EngineEvent] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine-replies", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="engine-output", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from maskserve_core.config import Config, model_name
 from maskserve_core.worker.status import StatusWriter, WorkerStatus
-from maskserve_engine.cache.templates import TemplateCache
-from maskserve_engine.requests.manager import Desk
+from maskserve_engine.requests.manager import RequestManager
+from maskserve_engine.requests.templates import TemplateCache
 
 
 def new_counters() -> dict[str, float]:
@@ -25,16 +25,20 @@ def new_counters() -> dict[str, float]:
     }
 
 
-class Publisher:
+class StatusPublisher:
     """Writes the record from what the engine's parts hold now; used by the engine thread only.
 
     Without a runtime folder it writes nothing.
     """
 
     def __init__(
-        self, config: Config, desk: Desk, cache: TemplateCache, counters: dict[str, float]
+        self,
+        config: Config,
+        manager: RequestManager,
+        cache: TemplateCache,
+        counters: dict[str, float],
     ) -> None:
-        self._desk, self._cache, self._counters = desk, cache, counters
+        self._manager, self._cache, self._counters = manager, cache, counters
         folder = config.runtime_dir
         self._writer = StatusWriter(Path(folder) / "status") if folder else None
         self._status = WorkerStatus(
@@ -50,7 +54,7 @@ class Publisher:
             return
         status, cache = self._status, self._cache
         status.state = state
-        status.running, status.waiting = self._desk.rows()
+        status.running, status.waiting = self._manager.rows()
         status.templates = {"device": cache.template_ids()}
         status.tier_bytes = {"device": cache.store.nbytes}
         status.counters = {**self._counters, **cache.counters()}

@@ -10,19 +10,19 @@ from maskserve_core.errors import EngineFailed
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.families.registry import Adapter
-from maskserve_engine.requests.manager import Desk
-from maskserve_engine.requests.state import Edit, PrimingEdit
-from maskserve_engine.requests.job import Preview, Progress
-from maskserve_engine.output_thread import Replies
+from maskserve_engine.job import Preview, Progress
+from maskserve_engine.output_thread import OutputThread
+from maskserve_engine.requests.manager import RequestManager
+from maskserve_engine.requests.state import PrimingState, RequestState
 
 _log = logging.getLogger(__name__)
 _FAILED_STEPS = 3
 """Steps in a row in which every row failed, after which the engine gives itself up."""
 
-Running = list[Edit | PrimingEdit]
+Running = list[RequestState | PrimingState]
 
 
-class Stepper:
+class StepRunner:
     """Takes steps; used by the engine thread only.
 
     What goes wrong with one row ends that row, and costs nobody else.
@@ -32,12 +32,12 @@ class Stepper:
         self,
         config: Config,
         adapter: Adapter,
-        desk: Desk,
-        replies: Replies,
+        manager: RequestManager,
+        output: OutputThread,
         counters: dict[str, float],
         observations: Observations,
     ) -> None:
-        self.adapter, self.desk, self.replies = adapter, desk, replies
+        self.adapter, self.manager, self.output = adapter, manager, output
         self.counters, self.observations = counters, observations
         kind = "kv" if config.cache.entry_kind == "kv" else "project"
         self._kinds = (kind,) * adapter.blocks
@@ -112,19 +112,19 @@ class Stepper:
         if self._failed_steps >= _FAILED_STEPS:
             raise RuntimeError(f"{_FAILED_STEPS} steps in a row failed for every row")
 
-    def _drop(self, edit: Edit | PrimingEdit, error: Exception) -> None:
+    def _drop(self, edit: RequestState | PrimingState, error: Exception) -> None:
         """End what cannot go on."""
-        if isinstance(edit, PrimingEdit):
-            self.desk.end_priming(edit, complete=False, unfit=True)
+        if isinstance(edit, PrimingState):
+            self.manager.end_priming(edit, complete=False, unfit=True)
         else:
             reason = EngineFailed(f"a denoising step failed ({type(error).__name__})")
-            self.desk.end(edit.request_id, reason)
+            self.manager.end(edit.request_id, reason)
 
-    def _update(self, edit: Edit | PrimingEdit, rows: int) -> None:
+    def _update(self, edit: RequestState | PrimingState, rows: int) -> None:
         """Count, tell the client how far it is, and let a finished row leave."""
-        if isinstance(edit, PrimingEdit):
+        if isinstance(edit, PrimingState):
             self.counters["priming_rows_total"] += 1
-            self.desk.keep_anchor(edit)
+            self.manager.keep_anchor(edit)
             return
         cached = edit.count_step(rows, self._kinds, self._dense)
         self.counters["cached_rows_total" if cached else "dense_rows_total"] += 1
@@ -134,14 +134,14 @@ class Stepper:
             self.counters["edits_total"] += 1
             self.observations.add("mask_ratio", edit.mask_ratio)
             self.observations.add("queue_seconds", edit.admitted - edit.submitted)
-            self.desk.finish(edit)
+            self.manager.finish(edit)
         else:
             self._tell_progress(edit)
 
-    def _tell_progress(self, edit: Edit) -> None:
+    def _tell_progress(self, edit: RequestState) -> None:
         settings, step = edit.job.request.settings, edit.row.step
         if settings.preview_every and step % settings.preview_every == 0:
             latents = self.adapter.estimate(edit.row)
-            self.replies.send(edit.sink, Preview(step, edit.steps, latents))
+            self.output.send(edit.sink, Preview(step, edit.steps, latents))
         elif settings.progress:
-            self.replies.send(edit.sink, Progress(step, edit.steps))
+            self.output.send(edit.sink, Progress(step, edit.steps))

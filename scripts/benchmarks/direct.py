@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.contracts.facts import load_facts
 from maskserve_core.contracts.keys import template_id
-from maskserve_core.imaging.postprocess import finish_edit
-from maskserve_core.imaging.preprocess import prepare_edit
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.imaging.postprocess import finish_edit
+from maskserve_core.imaging.preprocess import prepare_edit
+from maskserve_engine.engine import Engine
+from maskserve_engine.job import EditJob, EngineEvent, Failed, Final
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.encode import Encoder
-from maskserve_engine.engine import Engine
-from maskserve_engine.requests.job import EditJob, EngineEvent, Failed, Final
 
 Edit = tuple[bytes, bytes, str]
 """Encoded image, encoded mask, prompt."""

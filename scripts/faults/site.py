@@ -13,8 +13,8 @@ import psutil
 from tritonclient.utils import InferenceServerException
 
 from maskserve_core.imaging.images import encode_image
-from maskserve_core.worker.status import RowStatus, StatusReader, WorkerStatus
 from maskserve_core.worker.liveness import signed_in
+from maskserve_core.worker.status import RowStatus, StatusReader, WorkerStatus
 from probing.calls import Grpc
 from serving.worker import Worker
 

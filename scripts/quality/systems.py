@@ -13,15 +13,15 @@ from benchmarks.direct import job_of, request_of
 from demo_model.scenes import Edit
 from maskserve_core.config import config_of
 from maskserve_core.contracts.facts import load_facts
-from maskserve_core.planning.flops import RowTokens, flux_work
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.planning.flops import RowTokens, flux_work
 from maskserve_engine.cache.codec import Coded, encode
-from maskserve_engine.stages.decode import Decoder
-from maskserve_engine.stages.encode import Encoder
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxRow
-from maskserve_engine.requests.job import EditJob
+from maskserve_engine.job import EditJob
+from maskserve_engine.stages.decode import Decoder
+from maskserve_engine.stages.encode import Encoder
 
 Picture = NDArray[np.uint8]
 BATCH = 8

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import Config, cores
-from maskserve_core.worker.admission import Gate
-from maskserve_core.worker.status import StatusReader
+from maskserve_core.worker.admission import Admission
 from maskserve_core.worker.liveness import Processes, Silence, signed_in_for_s
+from maskserve_core.worker.status import StatusReader
 from serving.command import EXIT_TIMEOUT_S, command, environment, gpu_of_worker
 from serving.files import WorkerFiles, with_values, worker_files
 from serving.journal import Journal
@@ -105,8 +105,8 @@ class Worker:
         return None if self._process is None else self._process.pid
 
     @property
-    def gate(self) -> Gate:
-        return Gate(self.spec.files.runtime)
+    def admission(self) -> Admission:
+        return Admission(self.spec.files.runtime)
 
     # Start
 
@@ -210,7 +210,7 @@ class Worker:
 
     def in_flight(self) -> int:
         """Edits that the fronts have accepted and not answered."""
-        return self.gate.in_flight()
+        return self.admission.in_flight()
 
     # Stop
 
@@ -221,11 +221,11 @@ class Worker:
         """
         if self._process is None or self._process.poll() is not None:
             return True
-        gate = self.gate
-        gate.drain()
+        admission = self.admission
+        admission.drain()
         finished = self._await_idle(grace_s)
         if not finished:
-            gate.stop()
+            admission.stop()
             self._await_idle(2.0)
         time.sleep(_LAST_ANSWER_S)
         return finished

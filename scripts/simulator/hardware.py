@@ -9,9 +9,9 @@ from maskserve_core.planning.cost_model import CostModel, Line, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, entry_bytes
 from maskserve_core.planning.flops import ModelWork, RowTokens, flux_work
 from maskserve_core.planning.planner import plan
+from maskserve_core.planning.step_costs import step_costs
 from maskserve_core.routing import Pricing
 from maskserve_core.routing.estimate import pricing_of
-from maskserve_core.planning.step_costs import step_costs
 
 LATENTS = 128
 """A side, of a 1024x1024 image."""
@@ -30,7 +30,7 @@ class Hardware:
     """Steps per anchor; their entries stay on the device between, so loads divide by it."""
     anchors: int = 7
     """Anchors of a template, primed from 28 steps."""
-    crossover: float = 0.6
+    dense_above_ratio: float = 0.6
     """Mask ratio from which a row runs dense."""
     overhead: float | None = None
     """Share of a single dense row's step that does not depend on tokens: small batches leave a
@@ -83,7 +83,7 @@ class Hardware:
         )
 
     def cacheable(self, active: int) -> bool:
-        return active < self.crossover * self.tokens
+        return active < self.dense_above_ratio * self.tokens
 
     def step_seconds(self, cached: int, active: int, dense: int) -> float:
         """Seconds of a step of `cached` rows with `active` tokens in all and `dense` rows."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import Config, cores
-from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.contracts.facts import load_facts
+from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.planning.flops import flux_work
 from serving.errors import ServeError
 from serving.files import checked, dump_toml, read_tables, with_values

@@ -9,7 +9,7 @@ import numpy as np
 
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_engine.requests.job import EditJob, Sink
+from maskserve_engine.job import EditJob, Sink
 
 EDIT = EditRequest(
     request_id="mine",
@@ -66,5 +66,5 @@ def tensors() -> dict[str, Any]:
         "PROMPT_EMBEDS": np.ones((1, 4, 32), np.float32),
         "POOLED_EMBEDS": np.ones((1, 32), np.float32),
         "ENCODE_MS": np.array([2.5], np.float32),
-        "CARRIED": np.arange(5, dtype=np.uint8),
+        "CONTEXT": np.arange(5, dtype=np.uint8),
     }

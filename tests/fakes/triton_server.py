@@ -21,9 +21,9 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from maskserve_core.config import Config, ModelConfig
+from maskserve_core.contracts.keys import template_id
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.imaging.images import decode_image
-from maskserve_core.contracts.keys import template_id
 from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
@@ -137,7 +137,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
             inputs["SETTINGS"],
             FILL_FACTS,
             CONFIG,
-            self.worker,
+            self.worker.get,
         )
         asked = edit.request.settings
         steps = asked.num_inference_steps

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from maskserve_core.config import Config, EngineConfig
-from maskserve_core.worker.status import StatusWriter
 from maskserve_core.contracts.status_record import WorkerStatus
+from maskserve_core.worker.status import StatusWriter
 from tests.fakes.pb_utils import FakeTriton
 
 READY = WorkerStatus(

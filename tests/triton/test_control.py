@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_core.triton.control import OPERATIONS, Control
 from maskserve_core.config import Config
-from maskserve_core.worker.admission import Gate
 from maskserve_core.imaging.images import encode_image
+from maskserve_core.triton.control import OPERATIONS, Control
+from maskserve_core.worker.admission import Admission
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 
 pytestmark = pytest.mark.usefixtures("beat")
@@ -109,13 +109,13 @@ def test_status_needs_no_engine(
     assert status["alive"]
     assert status["in_flight"] == 0
     assert api.calls == []
-    Gate(config.runtime_dir).drain()
+    Admission(config.runtime_dir).drain()
     assert ask(api, control, {"op": "status"})["state"] == "draining"
 
 
-def test_drain_closes_the_gate(api: FakeTriton, config: Config, control: Control) -> None:
+def test_drain_closes_the_admission(api: FakeTriton, config: Config, control: Control) -> None:
     assert ask(api, control, {"op": "drain"}) == {"draining": True, "in_flight": 0}
-    assert Gate(config.runtime_dir).state() == "draining"
+    assert Admission(config.runtime_dir).state() == "draining"
 
 
 def test_register_list_evict(api: FakeTriton, control: Control) -> None:

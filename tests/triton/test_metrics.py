@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from maskserve_core.config import CacheConfig, Config
 from maskserve_core.triton.metric_table import (
     ENDS,
     ENGINE_METRICS,
@@ -20,10 +21,9 @@ from maskserve_core.triton.metric_table import (
     outcome_of,
 )
 from maskserve_core.triton.metrics import EngineMetrics, FrontMetrics, MetricsThread
-from maskserve_core.config import CacheConfig, Config
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.cache.templates import TemplateCache
 from maskserve_engine.engine import Engine
+from maskserve_engine.requests.templates import TemplateCache
 from tests.eventually import eventually
 from tests.fakes.pb_utils import FakeTriton, Metric
 from tests.triton.conftest import READY

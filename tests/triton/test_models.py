@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.config import Config
-from maskserve_core.imaging.images import encode_image
 from maskserve_core.contracts.meta import final_meta, with_timing
+from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.tensors import CONTRACTS
+from maskserve_core.imaging.images import encode_image
 from serving.files import dump_toml
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse
 
@@ -111,12 +111,12 @@ def test_an_edit_passes_through_pre_and_postprocess(
     final = api.request(
         PIXELS=np.zeros((height, width, 3), np.uint8),
         META=meta,
-        CARRIED=prepared["CARRIED"],
+        CONTEXT=prepared["CONTEXT"],
     )
     progress = api.request(
         PIXELS=np.zeros((0, 0, 3), np.uint8),
         META=b'{"event": "progress", "step": 1}',
-        CARRIED=NOTHING,
+        CONTEXT=NOTHING,
     )
     done, passing = post.execute([final, progress])
     image = np.asarray(Image.open(io.BytesIO(outputs("postprocess", done)["IMAGE"][0])))
@@ -160,7 +160,7 @@ def test_what_postprocess_cannot_do_is_an_event_and_hidden(
 ) -> None:
     """An error of Triton's might wait for events that wait for this one."""
     broken = api.request(
-        PIXELS=np.zeros((8, 8, 3), np.uint8), META=meta, CARRIED=np.zeros(9, np.uint8)
+        PIXELS=np.zeros((8, 8, 3), np.uint8), META=meta, CONTEXT=np.zeros(9, np.uint8)
     )
     [response] = load("postprocess").execute([broken])
     assert response.text("IMAGE") == b""

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from maskserve_core.triton.pipeline import run_edit
 from maskserve_core.errors import MaskserveError
+from maskserve_core.triton.pipeline import run_edit
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 
 
@@ -43,7 +43,7 @@ def test_an_edit_that_failed_is_freed_at_once(api: FakeTriton, pipeline: object)
 
 
 class Said:
-    """Receipts, as a front gives them."""
+    """AckSender, as a front gives them."""
 
     key = "key"
 
@@ -60,19 +60,19 @@ class Said:
 @pytest.mark.parametrize("wanted", [1, 3])
 def test_a_receipt_for_each_event_and_a_word_at_the_end(api: FakeTriton, wanted: int) -> None:
     """Also when nobody wants the rest: the denoiser holds it back until it is told."""
-    receipts = Said()
+    acks = Said()
 
     def events(call: Call) -> Iterator[InferenceResponse]:
-        assert call.parameters == {"receipts": "key"}
+        assert call.parameters == {"acks": "key"}
         for number in range(3):
-            assert receipts.said == ["taken"] * number
+            assert acks.said == ["taken"] * number
             yield event(event="progress")
 
     api.models["edit_pipeline"] = events
-    run = run_edit(api, {"IMAGE": b"image"}, {}, "mine", receipts)  # type: ignore[arg-type]
+    run = run_edit(api, {"IMAGE": b"image"}, {}, "mine", acks)  # type: ignore[arg-type]
     for _ in range(wanted):
         next(run)
     if wanted == 3:
         assert next(run, None) is None
     run.close()
-    assert receipts.said == ["taken"] * wanted + ["over"]
+    assert acks.said == ["taken"] * wanted + ["over"]

@@ -18,13 +18,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from maskserve_core.triton.frontend import Front
-from maskserve_core.triton.tracing import Stage, Tracer, make_tracer, parent_of
 from maskserve_core.config import Config, ConfigError, TraceConfig, apply
 from maskserve_core.errors import Cancelled, InvalidRequest
-from maskserve_engine.requests.timeline import Course, stages
-from maskserve_engine.requests.job import Failed, Final
-from maskserve_engine.triton.frontend import Reception
+from maskserve_core.triton.frontend import Front
+from maskserve_core.triton.tracing import Stage, Tracer, make_tracer, parent_of
+from maskserve_engine.job import Failed, Final
+from maskserve_engine.timeline import RequestTimeline, stages
+from maskserve_engine.triton.frontend import DenoiserFrontend
 from tests.eventually import eventually
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 from tests.fakes.scripted_engine import ScriptedEngine, tensors
@@ -216,9 +216,9 @@ def test_a_surprise_is_named_but_not_quoted(api: FakeTriton, spans: Spans) -> No
     assert spans.named("decode").status.description == "KeyError"
 
 
-def course(**changed: Any) -> Course:
+def timeline(**changed: Any) -> RequestTimeline:
     now = time.monotonic()
-    whole = Course(
+    whole = RequestTimeline(
         accepted=now - 4,
         queued=now - 3,
         admitted=now - 2,
@@ -236,7 +236,7 @@ def seconds(stage: Stage) -> float:
 
 
 def test_the_stages_of_an_edit_follow_one_another() -> None:
-    found = stages(course())
+    found = stages(timeline())
     assert [stage.name for stage in found] == ["wait_prime", "queue", "denoise"]
     assert [seconds(stage) for stage in found] == [1, 1, 2]
     assert abs(found[-1].end_ns - time.time_ns()) < 1e9
@@ -248,7 +248,7 @@ def test_the_stages_of_an_edit_follow_one_another() -> None:
     [(event, at_ns)] = found[-1].events
     assert event == "first step"
     assert found[-1].start_ns < at_ns < found[-1].end_ns
-    assert [stage.name for stage in stages(course(waited=False))] == ["queue", "denoise"]
+    assert [stage.name for stage in stages(timeline(waited=False))] == ["queue", "denoise"]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_the_stages_of_an_edit_follow_one_another() -> None:
 )
 def test_an_error_ends_the_stage_it_came_in(never: dict[str, float], names: list[str]) -> None:
     error = Cancelled("the edit was cancelled")
-    found = stages(course(**never), error)
+    found = stages(timeline(**never), error)
     assert [stage.name for stage in found] == names
     assert [stage.error for stage in found] == [None] * (len(names) - 1) + [error]
 
@@ -273,12 +273,12 @@ def test_the_denoiser_records_what_the_engine_tells(
 ) -> None:
     engine = ScriptedEngine()
     request = api.request(parameters=json.dumps({"traceparent": PARENT}), **tensors())
-    reception = Reception(api, engine, config, spans.tracer)
+    reception = DenoiserFrontend(api, engine, config, spans.tracer)
     reception.execute([request])
     [(_, sink)] = engine.jobs
     latents = np.zeros((4, 4, 4), np.float32)
     meta = {"event": "final", "step": 4, "steps": 4, "timings_ms": {}}
-    sink(Final(latents, meta, course()) if error is None else Failed(error, course()))
+    sink(Final(latents, meta, timeline()) if error is None else Failed(error, timeline()))
     assert [span.name for span in spans.all()] == ["wait_prime", "queue", "denoise"]
     assert {below(span) for span in spans.all()} == {(TRACE, SPAN)}
     denoise = spans.named("denoise")

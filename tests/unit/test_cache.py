@@ -14,10 +14,10 @@ import torch
 from maskserve_core.config import Config
 from maskserve_core.contracts.entry_key import Anchor, TemplateKey, cover, nearest_anchor
 from maskserve_core.errors import EngineFailed
-from maskserve_engine.stages.encode import Encoder
-from maskserve_engine.engine import Engine
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.requests.job import EditJob, Final
+from maskserve_engine.engine import Engine
+from maskserve_engine.job import EditJob, Final
+from maskserve_engine.stages.encode import Encoder
 from tests.eventually import eventually
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.unit.test_engine import Sink
@@ -84,7 +84,7 @@ def encoder(tiny_fill: Path) -> Encoder:
 
 
 def make_engine(folder: Path, encoder: Encoder, **cache: Any) -> Engine:
-    values = {"entry_format": "model", "stride": 1, "crossover": 1.0, **cache}
+    values = {"entry_format": "model", "stride": 1, "dense_above_ratio": 1.0, **cache}
     config: Config = config_of(folder, cache=values)
     engine = Engine.load(config)
     engine.cache.prompt = lambda: encoder.encode_prompt("")
@@ -105,7 +105,7 @@ def engine(tiny_fill: Path, encoder: Encoder) -> Any:
     yield engine
     engine.close(5.0)
     assert_books_hold(engine)
-    engine.desk.scheduler.check_integrity()
+    engine.manager.scheduler.check_integrity()
     assert not engine.cache.priming
     assert not engine.cache.store._pins
 
@@ -127,7 +127,7 @@ def edit(engine: Engine, each: EditJob) -> Final:
 
 def settle(engine: Engine) -> None:
     def idle() -> bool:
-        return engine.ask(lambda: len(engine.desk.scheduler)).result(30) == 0
+        return engine.ask(lambda: len(engine.manager.scheduler)).result(30) == 0
 
     eventually("the engine is idle", idle, 30.0)
 
@@ -294,15 +294,15 @@ def test_an_edit_is_not_taken_for_one_of_its_name_that_waited(
     waited, other = Sink(), Sink()
 
     def reuse_the_name() -> None:
-        engine.desk.accept(job(encoder, 14, "same", cache="require"), waited)
-        engine.desk.cancel("same")
-        engine.desk.accept(job(encoder, 15, "same", cache="off", num_inference_steps=40), other)
+        engine.manager.accept(job(encoder, 14, "same", cache="require"), waited)
+        engine.manager.cancel("same")
+        engine.manager.accept(job(encoder, 15, "same", cache="off", num_inference_steps=40), other)
 
     engine.ask(reuse_the_name).result(30)
     assert waited.error().code == "CANCELLED"
     assert other.final().meta["cache"] == "off"
     settle(engine)
-    assert len(engine.desk.scheduler) == 0
+    assert len(engine.manager.scheduler) == 0
     assert [type(event) for event in other.events] == [Final]
 
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maskserve_core.triton.control import OPERATIONS, parse_operation
 from maskserve_core.config import Config, LimitsConfig, ModelConfig
+from maskserve_core.contracts.settings import dump_settings, parse_settings
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
-from maskserve_core.contracts.settings import dump_settings, parse_settings
+from maskserve_core.triton.control import OPERATIONS, parse_operation
 from tests.fakes.corpus.case import Case, Either, Refused, Works
 from tests.fakes.corpus.collection import edit_cases, sample
 from tests.fakes.corpus.settings import KEYS, good_settings

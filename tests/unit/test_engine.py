@@ -21,10 +21,10 @@ from maskserve_core.errors import (
     Overloaded,
 )
 from maskserve_core.worker.status import StatusReader
-from maskserve_engine.families.registry import Adapter, load_adapter
-from maskserve_engine.stages.encode import Encoder
 from maskserve_engine.engine import Engine
-from maskserve_engine.requests.job import EditJob, EngineEvent, Failed, Final, Preview, Progress
+from maskserve_engine.families.registry import Adapter, load_adapter
+from maskserve_engine.job import EditJob, EngineEvent, Failed, Final, Preview, Progress
+from maskserve_engine.stages.encode import Encoder
 from tests.eventually import eventually
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 
@@ -79,8 +79,8 @@ def engine(config: Config, encoder: Encoder) -> Any:
     yield engine
     engine.close(5.0)
     engine.cache.store.check_integrity()
-    engine.desk.scheduler.check_integrity()
-    assert len(engine.desk.scheduler) == 0
+    engine.manager.scheduler.check_integrity()
+    assert len(engine.manager.scheduler) == 0
 
 
 def job(encoder: Encoder, seed: int, name: str = "", **settings: Any) -> EditJob:
@@ -323,15 +323,18 @@ def test_an_edit_that_waits_is_not_shown_as_one_of_its_name_before_it(
 ) -> None:
     engine = Engine.load(replace(config, engine=replace(config.engine, max_rows=1)))
     engine.start()
-    desk, settings = engine.desk, {"num_inference_steps": 1000, "strength": 1.0, "cache": "off"}
+    manager, settings = (
+        engine.manager,
+        {"num_inference_steps": 1000, "strength": 1.0, "cache": "off"},
+    )
     engine.submit(job(encoder, 0, "running", **settings), Sink())
     engine.submit(job(encoder, 1, "again", priority=1, **settings), Sink())
 
     def resubmit() -> list[int]:
-        before = desk.rows()[1]
-        desk.cancel("again")
-        desk.accept(job(encoder, 1, "again", priority=2, **settings), Sink())
-        return [row.priority for row in (*before, *desk.rows()[1])]
+        before = manager.rows()[1]
+        manager.cancel("again")
+        manager.accept(job(encoder, 1, "again", priority=2, **settings), Sink())
+        return [row.priority for row in (*before, *manager.rows()[1])]
 
     assert engine.ask(resubmit).result(60) == [1, 2]
     engine.close(0.1)

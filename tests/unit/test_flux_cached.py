@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from maskserve_core.config import Config
-from maskserve_engine.families.registry import load_adapter
-from maskserve_engine.stages.encode import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.forward import Packed, forward
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
-from maskserve_engine.requests.job import EditJob
+from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.job import EditJob
+from maskserve_engine.stages.encode import Encoder
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 
 NOISE_SEED = 1234

@@ -8,10 +8,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskserve_core.errors import EngineFailed
 from maskserve_core.contracts.meta import TIMINGS, event_meta, failed_meta, final_meta, with_timing
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.errors import EngineFailed
 
 NAMES = st.text(max_size=40) | st.just('"decode":0.0') | st.just('x","postprocess":0.0,"y":"')
 

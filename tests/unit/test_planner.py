@@ -16,7 +16,15 @@ from maskserve_core.planning.flops import KINDS, flux_work
 from maskserve_core.planning.flops_unet import unet_work
 from maskserve_core.planning.planner import TOLERANCE, plan
 from maskserve_core.planning.step_costs import StepCosts, step_costs
-from maskserve_core.planning.two_stream import Plan, actions, ahead_of, evaluate, items_of, period, run
+from maskserve_core.planning.two_stream import (
+    Plan,
+    actions,
+    ahead_of,
+    evaluate,
+    items_of,
+    period,
+    run,
+)
 from tests.unit.model_configs import TINY_SDXL
 from tests.unit.planning import INF, algorithm_1, costs_of, random_costs
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.imaging.validation import steps_run
 from maskserve_core.config import CacheConfig, Config, LimitsConfig, ModelConfig
-from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_core.contracts.facts import ModelFacts
-from maskserve_core.imaging.images import decode_image, encode_image
 from maskserve_core.contracts.keys import template_id
-from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.contracts.request import EditRequest
+from maskserve_core.errors import InvalidRequest, TemplateNotFound
+from maskserve_core.imaging.images import decode_image, encode_image
+from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.imaging.validation import steps_run
 from maskserve_core.worker.templates import TemplateFolder
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.hostile import SIZE, good_inputs, hostile_cases
@@ -39,7 +39,7 @@ def prepare(
         given["SETTINGS"],
         facts,
         config,
-        templates,
+        None if templates is None else templates.get,
     )
 
 

@@ -23,8 +23,8 @@ from maskserve_core.routing import (
     make_policy,
     predicted_seconds,
 )
-from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 from maskserve_core.worker.status import RowStatus, WorkerStatus
+from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 
 FULL = 1024
 PRICING = Pricing(
@@ -264,4 +264,4 @@ def test_pricing_as_json_and_its_limits():
     for bad in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="active_token"):
             replace(PRICING, active_token=bad)
-    assert PRICING.row(FULL, FULL, cached=True) == (0.2, 0.0)  # above the crossover: dense
+    assert PRICING.row(FULL, FULL, cached=True) == (0.2, 0.0)  # above dense_above_ratio

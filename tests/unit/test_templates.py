@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maskserve_core.errors import Overloaded
 from maskserve_core.contracts.keys import template_id
+from maskserve_core.errors import Overloaded
 from maskserve_core.worker.templates import TemplateFolder
 from tests.fakes.pictures import scene
 

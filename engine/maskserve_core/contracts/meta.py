@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from maskserve_core.errors import MaskserveError
 from maskserve_core.contracts.request import EditRequest
+from maskserve_core.errors import MaskserveError
 
 TIMINGS = ("queue", "preprocess", "encode", "denoise", "decode", "postprocess", "load_stall")
 

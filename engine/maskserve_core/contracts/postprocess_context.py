@@ -1,4 +1,4 @@
-"""The CARRIED tensor: what postprocess needs of an edit's beginning.
+"""The CONTEXT tensor: what postprocess needs of an edit's beginning.
 
 An ensemble step after a decoupled model cannot take inputs from before it, so this travels with
 every image through denoiser and decoder, which do not look into it: as one tensor, because every
@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 NOTHING: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
-"""CARRIED of events without an image."""
+"""CONTEXT of events without an image."""
 _LENGTHS = struct.Struct("<II")
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class PostprocessContext:
     request: bytes
     """REQUEST."""
     source: bytes
@@ -33,7 +33,7 @@ class Carried:
         return np.frombuffer(b"".join((lengths, self.request, self.source, self.paste)), np.uint8)
 
     @classmethod
-    def unpack(cls, packed: npt.NDArray[np.uint8]) -> Carried:
+    def unpack(cls, packed: npt.NDArray[np.uint8]) -> PostprocessContext:
         raw = packed.tobytes()
         request, source = _LENGTHS.unpack_from(raw)
         begin = _LENGTHS.size + request

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from maskserve_core.errors import InvalidRequest
 from maskserve_core.contracts.keys import TEMPLATE_ID
+from maskserve_core.errors import InvalidRequest
 
 MASK_MODES = ("auto", "white", "alpha")
 OUTPUT_FORMATS = ("png", "jpeg", "webp")

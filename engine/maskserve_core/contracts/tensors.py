@@ -38,10 +38,10 @@ SETTINGS = text("SETTINGS")
 EDITED = text("EDITED")  # IMAGE, as it leaves the ensemble: inputs and outputs share one namespace
 META = text("META")
 
-# The checked request as JSON: `maskserve_core.contracts.request.EditRequest`; or {"op": …} from `control`.
+# The checked request as JSON (`contracts.request.EditRequest`); or {"op": …} from `control`.
 REQUEST = text("REQUEST")
-# What postprocess needs of all that: `maskserve_core.contracts.postprocess_context`; empty on plain progress.
-CARRIED = Tensor("CARRIED", "UINT8", (-1,))
+# What postprocess needs of all that (`postprocess_context`); empty on plain progress.
+CONTEXT = Tensor("CONTEXT", "UINT8", (-1,))
 
 PIXELS = Tensor("PIXELS", "UINT8", (-1, -1, 3))  # [H, W, RGB] at model resolution
 EDIT_MASK = Tensor("EDIT_MASK", "UINT8", (-1, -1))  # [H, W] at model resolution, 255 = edit
@@ -65,7 +65,7 @@ CONTRACTS: dict[str, Contract] = {
     "edit": Contract(_CLIENT_IN, _CLIENT_OUT),
     "edit_stream": Contract(_CLIENT_IN, _CLIENT_OUT, decoupled=True),
     "edit_pipeline": Contract(_CLIENT_IN, (EDITED, META), decoupled=True),
-    "preprocess": Contract(_CLIENT_IN, (PIXELS, EDIT_MASK, REQUEST, CARRIED)),
+    "preprocess": Contract(_CLIENT_IN, (PIXELS, EDIT_MASK, REQUEST, CONTEXT)),
     "encoder": Contract(
         (PIXELS, EDIT_MASK, REQUEST),
         (MOMENTS, MASKED_MOMENTS, PROMPT_EMBEDS, POOLED_EMBEDS, ENCODE_MS),
@@ -81,13 +81,13 @@ CONTRACTS: dict[str, Contract] = {
                 PROMPT_EMBEDS,
                 POOLED_EMBEDS,
                 ENCODE_MS,
-                CARRIED,
+                CONTEXT,
             ),
         ),
-        (LATENTS, META, CARRIED),
+        (LATENTS, META, CONTEXT),
         decoupled=True,
     ),
-    "decoder": Contract((LATENTS, META, CARRIED), (PIXELS, META, CARRIED)),
-    "postprocess": Contract((PIXELS, META, CARRIED), _CLIENT_OUT),
+    "decoder": Contract((LATENTS, META, CONTEXT), (PIXELS, META, CONTEXT)),
+    "postprocess": Contract((PIXELS, META, CONTEXT), _CLIENT_OUT),
     "control": Contract((text("OP"),), (text("RESULT"),)),
 }

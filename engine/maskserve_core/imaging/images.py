@@ -21,6 +21,7 @@ import numpy.typing as npt
 from PIL import Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from maskserve_core.config import LimitsConfig
+from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.containers import (
     ACCEPTED,
     BadContainer,
@@ -28,7 +29,6 @@ from maskserve_core.imaging.containers import (
     is_container,
     read_container,
 )
-from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.geometry import Size
 from maskserve_core.imaging.png import encode_png
 

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from maskserve_core.contracts.request import EditRequest
 from maskserve_core.imaging.geometry import resize_part
 from maskserve_core.imaging.images import NO_LIMITS, decode_raster, encode_image, to_base64
-from maskserve_core.contracts.request import EditRequest
 
 
 def finish_edit(

@@ -6,29 +6,32 @@ Everything that can be refused without running the model is refused here.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from maskserve_core.config import Config
+from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.contracts.keys import template_id
+from maskserve_core.contracts.request import EditRequest
+from maskserve_core.contracts.settings import EditSettings, parse_settings
+from maskserve_core.errors import InvalidRequest, TemplateNotFound
+from maskserve_core.imaging.geometry import model_size, resize
+from maskserve_core.imaging.images import Decoded, decode_image, decode_mask
+from maskserve_core.imaging.masks import build_masks
+from maskserve_core.imaging.png import encode_png
 from maskserve_core.imaging.validation import (
     check_output,
     check_prompt,
     check_settings,
     with_defaults,
 )
-from maskserve_core.config import Config
-from maskserve_core.errors import InvalidRequest, TemplateNotFound
-from maskserve_core.contracts.facts import ModelFacts
-from maskserve_core.imaging.geometry import model_size, resize
-from maskserve_core.imaging.images import Decoded, decode_image, decode_mask
-from maskserve_core.contracts.keys import template_id
-from maskserve_core.imaging.masks import build_masks
-from maskserve_core.imaging.png import encode_png
-from maskserve_core.contracts.request import EditRequest
-from maskserve_core.contracts.settings import EditSettings, parse_settings
-from maskserve_core.worker.templates import TemplateLookup
+
+FindTemplate = Callable[[str], bytes | None]
+"""Reads the encoded image that was registered under an id; None when the id names nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ def prepare_edit(
     settings: bytes,
     facts: ModelFacts,
     config: Config,
-    templates: TemplateLookup | None = None,
+    find_template: FindTemplate | None = None,
     accepted_ns: int = 0,
 ) -> PreparedEdit:
     """Check one edit and bring it to the model's resolution.
@@ -66,7 +69,7 @@ def prepare_edit(
         settings: SETTINGS.
         facts: of the served model.
         config: of this worker.
-        templates: registered templates; None when the worker keeps none.
+        find_template: reads a registered template; None when the worker keeps none.
         accepted_ns: time.time_ns() when a front took the edit; 0: now.
 
     Raises:
@@ -77,7 +80,7 @@ def prepare_edit(
     asked = parse_settings(settings)
     check_settings(asked, facts, config)
     text = check_prompt(prompt, config)
-    source, source_id = _source(image, asked, config, templates)
+    source, source_id = _source(image, asked, config, find_template)
     check_output(asked, source.size)
     size, pixels = _at_model_size(source, facts)
     masks = build_masks(
@@ -171,7 +174,7 @@ def _for_model(edit: npt.NDArray[np.uint8], facts: ModelFacts) -> npt.NDArray[np
 
 
 def _source(
-    image: bytes, settings: EditSettings, config: Config, templates: TemplateLookup | None
+    image: bytes, settings: EditSettings, config: Config, find_template: FindTemplate | None
 ) -> tuple[Decoded, str]:
     """The source and its template id: from IMAGE, or from the template that the settings name."""
     named = settings.template_id
@@ -187,7 +190,7 @@ def _source(
                 "SETTINGS.template_id", "is not the digest of IMAGE", f"{found}, or IMAGE empty"
             )
         return source, found
-    kept = templates.get(named) if templates is not None else None
+    kept = find_template(named) if find_template is not None else None
     if kept is None:
         raise TemplateNotFound(f"SETTINGS.template_id: {named} is not registered here")
     return decode_image(kept, "IMAGE", config.limits), named

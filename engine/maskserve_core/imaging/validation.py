@@ -11,11 +11,11 @@ import uuid
 from dataclasses import replace
 
 from maskserve_core.config import Config, model_name
-from maskserve_core.errors import InvalidRequest
 from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.geometry import Size
 from maskserve_core.imaging.images import MAX_OUTPUT_SIDE
-from maskserve_core.contracts.settings import EditSettings
 
 _SEED_BITS = 32
 """Drawn seeds are short enough to read out, and exact in clients whose numbers are doubles."""

@@ -25,7 +25,16 @@ from typing import Any, NamedTuple
 from maskserve_core.planning.flops import DENSE, KV, PROJECT
 from maskserve_core.planning.plan_bounds import Sort, counted, sorts_of
 from maskserve_core.planning.step_costs import StepCosts
-from maskserve_core.planning.two_stream import INF, Plan, actions, ahead_of, items_of, period, plan_of, run
+from maskserve_core.planning.two_stream import (
+    INF,
+    Plan,
+    actions,
+    ahead_of,
+    items_of,
+    period,
+    plan_of,
+    run,
+)
 
 TOLERANCE = 1e-3
 """Share of the optimum a served plan may give away; costs are not known that well."""

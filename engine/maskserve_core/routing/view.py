@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
+from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
 from maskserve_core.routing.pricing import Pricing
 from maskserve_core.routing.profile import Profile, RowLoad, build_profile
-from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
 
 TIERS = ("device", "host", "disk", "remote")
 """From near to far."""

@@ -1,13 +1,13 @@
-"""Receipts: a front tells the denoiser which event it has taken, so that the next may be sent.
+"""AckSender: a front tells the denoiser which event it has taken, so that the next may be sent.
 
 Triton's stub (2.51) locks up for good when two responses of one call come close upon each other,
 both after the first. A thread that waits for responses wakes up holding their lock and waits for
 Python's; the stub's thread that brings the second waits for the former lock, holding one of all
 calls; and a thread that holds Python's lock and comes back from a new call waits for the latter
-(docs/adr/0011-receipts.md). So of a call that has more responses than one, the next is sent only
+(docs/adr/0011-acks.md). So of a call that has more responses than one, the next is sent only
 when the last was taken.
 
-Receipts are lines in a named pipe of the worker's runtime folder: each names a call by its key.
+AckSender are lines in a named pipe of the worker's runtime folder: each names a call by its key.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Protocol
 
 log = logging.getLogger("maskserve")
 
-RECEIPTS = "receipts"
-"""Parameter of a request to the pipeline: the key under which receipts for its events come."""
+ACKS = "acks"
+"""Parameter of a request to the pipeline: the key under which acks for its events come."""
 
-_NAME = "receipts"
+_NAME = "acks"
 _READ_BYTES = 65536
 _OVER = " over"
 _CLOSE = b"\n"
@@ -36,7 +36,7 @@ _LOOK_EVERY_S = 1.0
 _LOST_S = 30.0
 
 
-class Receipts:
+class AckSender:
     """What a front says of one call."""
 
     def __init__(self, runtime_dir: str | os.PathLike[str]) -> None:
@@ -68,15 +68,15 @@ class Receipts:
 
 
 class Taken(Protocol):
-    """What a ReceiptDesk tells of receipts (paced.py)."""
+    """What an AckReceiver tells of acks (flow_control.py)."""
 
     def taken(self) -> None: ...
     def waits_s(self) -> float: ...
     def release(self) -> None: ...
 
 
-class ReceiptDesk:
-    """The denoiser's end: tells what is kept under a receipt's key, in a thread of its own."""
+class AckReceiver:
+    """The denoiser's end: tells what is kept under an ack's key, in a thread of its own."""
 
     def __init__(self, runtime_dir: str | os.PathLike[str]) -> None:
         path = Path(runtime_dir) / _NAME
@@ -86,11 +86,11 @@ class ReceiptDesk:
         # Open for both ways, it has no end when no front has it open.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._kept: dict[str, Taken] = {}
-        self._thread = threading.Thread(target=self._run, name="receipts", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="acks", daemon=True)
         self._thread.start()
 
     def keep(self, key: str, call: Taken) -> None:
-        """Tell `call` of each receipt for `key`, until it is dropped."""
+        """Tell `call` of each ack for `key`, until it is dropped."""
         self._kept[key] = call
 
     def drop(self, key: str) -> None:

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from maskserve_core.triton.tensor_io import error_response, output_tensors
 from maskserve_core.errors import EngineFailed, MaskserveError
+from maskserve_core.triton.tensor_io import error_response, output_tensors
 
 log = logging.getLogger("maskserve")
 

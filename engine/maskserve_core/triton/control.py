@@ -13,25 +13,25 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.pipeline import ask_denoiser, encode_template
-from maskserve_core.triton.tensor_io import guarded, read_bytes
 from maskserve_core.config import Config, ConfigError, templates_folder
+from maskserve_core.contracts.facts import load_facts
+from maskserve_core.contracts.keys import TEMPLATE_ID, template_id
+from maskserve_core.contracts.settings import no_duplicates
 from maskserve_core.errors import (
     EngineFailed,
     InvalidRequest,
     MaskserveError,
     TemplateNotFound,
 )
-from maskserve_core.contracts.facts import load_facts
-from maskserve_core.worker.admission import OPEN, Gate
 from maskserve_core.imaging.images import decode_image
-from maskserve_core.contracts.keys import TEMPLATE_ID, template_id
 from maskserve_core.imaging.preprocess import prepare_template
-from maskserve_core.contracts.settings import no_duplicates
+from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.pipeline import ask_denoiser, encode_template
+from maskserve_core.triton.tensor_io import guarded, read_bytes
+from maskserve_core.worker.admission import OPEN, Admission
+from maskserve_core.worker.liveness import silence_limit_s, unwell
 from maskserve_core.worker.status import StatusReader
 from maskserve_core.worker.templates import TemplateFolder
-from maskserve_core.worker.liveness import silence_limit_s, unwell
 
 log = logging.getLogger("maskserve")
 
@@ -105,7 +105,7 @@ class Control:
         self._api = api
         self._config = config
         self._status = StatusReader(f"{config.runtime_dir}/status")
-        self._gate = Gate(config.runtime_dir)
+        self._admission = Admission(config.runtime_dir)
         self._templates = TemplateFolder(templates_folder(config), config.limits.max_template_bytes)
         self._pool = ThreadPoolExecutor(_THREADS, "control")
 
@@ -130,8 +130,8 @@ class Control:
             case "status":
                 return self._read_status()
             case "drain":
-                self._gate.drain()
-                return {"draining": True, "in_flight": self._gate.in_flight()}
+                self._admission.drain()
+                return {"draining": True, "in_flight": self._admission.in_flight()}
         raise AssertionError(operation)
 
     def _asking(self, operation: dict[str, str]) -> dict[str, Any]:
@@ -152,20 +152,20 @@ class Control:
                 return ask_denoiser(self._api, operation)
 
     def _read_status(self) -> dict[str, Any]:
-        """The engine's record, with what the record cannot say: its age and the gate."""
+        """The engine's record, with what the record cannot say: its age and the admission."""
         status = self._status.read()
         if status is None:
             raise EngineFailed("the engine has not started")
         values: dict[str, Any] = json.loads(status.to_json())
         age = status.age_s()
-        if self._gate.state() != OPEN and values["state"] == "ready":
+        if self._admission.state() != OPEN and values["state"] == "ready":
             values["state"] = "draining"
         alive = age <= silence_limit_s(status, self._config.engine.heartbeat_timeout_s)
         return {
             **values,
             "age_s": round(age, 4),
             "alive": alive and unwell(self._config.runtime_dir) is None,
-            "in_flight": self._gate.in_flight(),
+            "in_flight": self._admission.in_flight(),
         }
 
     def _register(self, image: str) -> dict[str, Any]:

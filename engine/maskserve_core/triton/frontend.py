@@ -23,15 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.request_log import Ending
-from maskserve_core.triton.health import Health
-from maskserve_core.triton.metrics import FrontMetrics, MetricsThread
-from maskserve_core.triton.pipeline import ask_denoiser, run_edit
-from maskserve_core.triton.acks import Receipts
-from maskserve_core.triton.tracing import TRACEPARENT, Tracer, make_tracer
-from maskserve_core.triton.tensor_io import guarded, read_bytes
 from maskserve_core.config import Config
+from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -40,10 +33,17 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
-from maskserve_core.worker.admission import OPEN, Gate, InFlight
+from maskserve_core.triton.acks import AckSender
+from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.health import Health
+from maskserve_core.triton.metrics import FrontMetrics, MetricsThread
+from maskserve_core.triton.pipeline import ask_denoiser, run_edit
+from maskserve_core.triton.request_log import RequestLog
+from maskserve_core.triton.tensor_io import guarded, read_bytes
+from maskserve_core.triton.tracing import TRACEPARENT, Tracer, make_tracer
+from maskserve_core.worker.admission import OPEN, Admission, InFlight
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations
-from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
 
 log = logging.getLogger("maskserve")
 
@@ -107,7 +107,7 @@ class Front:
         self._config = config
         self._name = name
         self._streaming = streaming
-        self._gate = Gate(config.runtime_dir)
+        self._admission = Admission(config.runtime_dir)
         self._in_flight = InFlight(config.runtime_dir, name)
         self._health = Health(config)
         self._problem: MaskserveError | None = None
@@ -129,12 +129,12 @@ class Front:
         for request in requests:
             self._in_flight.enter()
             span = self._tracer.open("pipeline", request)
-            ending = Ending(self._name, self._observations, self._in_flight.leave, span)
-            answer = Answer(self._api, request.get_response_sender(), ending.answered)
+            request_log = RequestLog(self._name, self._observations, self._in_flight.leave, span)
+            answer = Answer(self._api, request.get_response_sender(), request_log.answered)
             try:
-                self._accept(request, answer, ending)
+                self._accept(request, answer, request_log)
             except Exception as error:
-                answer.fail(guarded(ending.request_id, error))
+                answer.fail(guarded(request_log.request_id, error))
 
     def close(self) -> None:
         """Stop the threads; edits still in flight are answered."""
@@ -148,11 +148,11 @@ class Front:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._cancels.shutdown(wait=False, cancel_futures=True)
 
-    def _accept(self, request: Any, answer: Answer, ending: Ending) -> None:
+    def _accept(self, request: Any, answer: Answer, request_log: RequestLog) -> None:
         inputs = {name: read_bytes(self._api, request, name) for name in _CLIENT_INPUTS}
         settings = parse_settings(read_bytes(self._api, request, "SETTINGS"))
         # Drawn here, so that a repeated try of the same edit gives the same picture.
-        request_id = ending.request_id = settings.request_id or uuid.uuid4().hex
+        request_id = request_log.request_id = settings.request_id or uuid.uuid4().hex
         seed = settings.seed if settings.seed is not None else secrets.randbits(_SEED_BITS)
         settings = replace(
             settings,
@@ -163,7 +163,7 @@ class Front:
             preview_every=settings.preview_every if self._streaming else 0,
         )
         inputs["SETTINGS"] = dump_settings(settings)
-        if self._gate.state() != OPEN:
+        if self._admission.state() != OPEN:
             raise Overloaded("the worker is draining and takes no new edits")
         if self._problem is not None:
             # What the watcher last saw may be over, as after the start.
@@ -171,7 +171,7 @@ class Front:
             if problem is not None:
                 answer.fail(problem)
                 return
-        call = _Call(request_id, inputs, settings, answer, ending.span.traceparent)
+        call = _Call(request_id, inputs, settings, answer, request_log.span.traceparent)
         with self._lock:
             held = self._calls.get(request_id)
             # A client may send the id again as soon as it has its answer.
@@ -200,8 +200,8 @@ class Front:
     def _relay(self, call: _Call) -> None:
         parameters = {"accepted_ns": str(call.accepted_ns), TRACEPARENT: call.traceparent}
         more = call.settings.progress or call.settings.preview_every
-        receipts = Receipts(self._config.runtime_dir) if more else None
-        events = run_edit(self._api, call.inputs, parameters, call.request_id, receipts)
+        acks = AckSender(self._config.runtime_dir) if more else None
+        events = run_edit(self._api, call.inputs, parameters, call.request_id, acks)
         for event in events:
             call.heard = time.monotonic()
             if event.kind == "final":

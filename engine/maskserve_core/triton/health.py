@@ -8,21 +8,21 @@ from collections.abc import Callable
 
 from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
-from maskserve_core.worker.admission import STOPPED, Gate
-from maskserve_core.worker.status import StatusReader
+from maskserve_core.worker.admission import STOPPED, Admission
 from maskserve_core.worker.liveness import Processes, Silence, mean_step_s
+from maskserve_core.worker.status import StatusReader
 
 _PROCESSES_EVERY_S = 0.5
 
 
 class Health:
-    """Reads the worker's status record, process list and gate."""
+    """Reads the worker's status record, process list and admission."""
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._clock = clock
         self._reader = StatusReader(f"{config.runtime_dir}/status")
-        self._gate = Gate(config.runtime_dir)
+        self._admission = Admission(config.runtime_dir)
         self._silence = Silence(clock)
         self._processes = Processes(config.runtime_dir)
         self._next_processes = 0.0
@@ -44,7 +44,7 @@ class Health:
             self._processes.close()
 
     def _look(self) -> MaskserveError | None:
-        if self._gate.state() == STOPPED:
+        if self._admission.state() == STOPPED:
             return Overloaded("the worker is stopping and its time to finish edits is over")
         status = self._reader.read()
         if status is None:

@@ -18,7 +18,7 @@ _KEPT_S = 2.0
 """The stub's thread needs milliseconds; on a busy machine it may be hundreds."""
 
 
-class Keeper:
+class KeepAlive:
     """Holds on to things for some time, then lets go of them in a thread of Python's.
 
     Args:
@@ -45,11 +45,11 @@ class Keeper:
             del thing
 
 
-_KEEPER = Keeper(_KEPT_S)
+_KEEPER = KeepAlive(_KEPT_S)
 """Of this process, as the stub is."""
 
 
-def responses_of(call: Any, keeper: Keeper = _KEEPER) -> Iterator[Any]:
+def responses_of(call: Any, keeper: KeepAlive = _KEEPER) -> Iterator[Any]:
     """The responses of `call` (a pb_utils.InferenceRequest), one after the other. Blocks."""
     responses = call.exec(decoupled=True)
     try:

@@ -135,7 +135,7 @@ class FrontMetrics:
         self._page.take(self._observations)
 
 
-class Publisher(Protocol):
+class MetricsPublisher(Protocol):
     """What a MetricsThread calls."""
 
     def publish(self) -> None: ...
@@ -144,7 +144,7 @@ class Publisher(Protocol):
 class MetricsThread:
     """Publishes every quarter of a second until closed, or its server is gone."""
 
-    def __init__(self, metrics: Publisher) -> None:
+    def __init__(self, metrics: MetricsPublisher) -> None:
         self._metrics = metrics
         self._server = os.getppid()
         self._closing = threading.Event()

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maskserve_core.triton.acks import RECEIPTS, Receipts
-from maskserve_core.triton.keepalive import responses_of
-from maskserve_core.triton.tensor_io import output, relayed, tensor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.imaging.preprocess import PreparedTemplate
+from maskserve_core.triton.acks import ACKS, AckSender
+from maskserve_core.triton.keepalive import responses_of
+from maskserve_core.triton.tensor_io import output, relayed, tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ def run_edit(
     inputs: dict[str, bytes],
     parameters: dict[str, str],
     request_id: str,
-    receipts: Receipts | None = None,
+    acks: AckSender | None = None,
 ) -> Iterator[Event]:
     """Run one edit through the ensemble, event by event. Blocks; never call it in `execute`.
 
@@ -41,13 +41,13 @@ def run_edit(
         inputs: tensors of one bytes element each.
         parameters: of the request; every model of the pipeline sees them.
         request_id: for error messages.
-        receipts: given for each response, if more than one is to come.
+        acks: given for each response, if more than one is to come.
 
     Raises:
         MaskserveError: what a model of the pipeline answered.
     """
-    if receipts is not None:
-        parameters = {**parameters, RECEIPTS: receipts.key}
+    if acks is not None:
+        parameters = {**parameters, ACKS: acks.key}
     call = api.InferenceRequest(
         model_name="edit_pipeline",
         requested_output_names=["EDITED", "META"],
@@ -58,8 +58,8 @@ def run_edit(
     answers = responses_of(call)
     try:
         for answer in answers:
-            if receipts is not None:
-                receipts.taken()
+            if acks is not None:
+                acks.taken()
             if answer.has_error():
                 raise relayed(answer.error().message(), request_id)
             meta = output(api, answer, "META")
@@ -73,8 +73,8 @@ def run_edit(
                     failed = ""  # it was a preview that could not be made
                 yield Event(output(api, answer, "EDITED"), meta, values["event"])
     finally:
-        if receipts is not None:
-            receipts.over()
+        if acks is not None:
+            acks.over()
     if failed:
         # Made here: an error that its own frame holds is a cycle, and keeps the edit's pictures.
         raise relayed(failed, request_id)

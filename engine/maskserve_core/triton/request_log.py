@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from maskserve_core.errors import MaskserveError, Overloaded
 from maskserve_core.triton.metric_table import OK, outcome_of
 from maskserve_core.triton.tracing import OpenSpan
-from maskserve_core.errors import MaskserveError, Overloaded
 from maskserve_core.worker.observations import Observations
 
 log = logging.getLogger("maskserve.edit")
@@ -28,7 +28,7 @@ _LEVELS = {
 }
 
 
-class Ending:
+class RequestLog:
     """Waits for the end of one edit that a front has taken in.
 
     Args:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from maskserve_core.triton.tensor_io import error_response, guarded, read_bytes, response
 from maskserve_core.contracts.meta import failed_meta
+from maskserve_core.triton.tensor_io import error_response, guarded, read_bytes, response
 
 Outputs = dict[str, Any]
 
@@ -33,7 +33,7 @@ def failed_event(api: Any, request: Any, error: Exception) -> bytes:
     """META that says so where an event of the denoiser's could not be turned into pixels.
 
     An error of Triton's would not arrive before the edit's last event has gone, and that may be
-    held back until this one arrives (receipts.py).
+    held back until this one arrives (acks.py).
     """
     try:
         request_id = str(json.loads(read_bytes(api, request, "META"))["request_id"])

@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from maskserve_core.triton.tensor_io import parameters
 from maskserve_core.config import Config, TraceConfig
 from maskserve_core.errors import MaskserveError
+from maskserve_core.triton.tensor_io import parameters
 
 log = logging.getLogger(__name__)
 

@@ -1,13 +1,13 @@
-"""The gate of a worker: whether it takes edits, and how many it has taken and not answered.
+"""Admission to a worker: whether it takes edits, and how many it has taken and not answered.
 
 The fronts are processes of their own, and so is whoever stops the worker; they meet in files of
 the worker's runtime folder:
 
-    gate              absent: open;  "draining": new edits are refused;
+    admission              absent: open;  "draining": new edits are refused;
                       "stopped": accepted ones are answered with an error too
     fronts/<name>     edits in flight in one front, 8 bytes
 
-A front counts an edit in before it looks at the gate, and a drain closes the gate before it
+A front counts an edit in before it looks at the state, and a drain changes the state before it
 looks at the counts. So an edit is either refused or waited for.
 """
 
@@ -22,11 +22,11 @@ OPEN, DRAINING, STOPPED = "open", "draining", "stopped"
 _BYTES = 8
 
 
-class Gate:
-    """The gate, seen by anybody."""
+class Admission:
+    """The state, seen by anybody."""
 
     def __init__(self, runtime_dir: str | os.PathLike[str]) -> None:
-        self._file = Path(runtime_dir) / "gate"
+        self._file = Path(runtime_dir) / "admission"
         self._fronts = Path(runtime_dir) / "fronts"
 
     def state(self) -> str:
@@ -56,7 +56,7 @@ class Gate:
         return sum(int.from_bytes(_read(path), "little") for path in counters)
 
     def _set(self, state: str) -> None:
-        scratch = self._file.with_name(f".gate.{os.getpid()}.{threading.get_ident()}")
+        scratch = self._file.with_name(f".admission.{os.getpid()}.{threading.get_ident()}")
         scratch.write_text(state, encoding="ascii")
         scratch.replace(self._file)
 

@@ -7,18 +7,9 @@ import os
 import tempfile
 import threading
 from pathlib import Path
-from typing import Protocol
 
-from maskserve_core.errors import Overloaded
 from maskserve_core.contracts.keys import TEMPLATE_ID
-
-
-class TemplateLookup(Protocol):
-    """Where registered templates are found."""
-
-    def get(self, template_id: str) -> bytes | None:
-        """The image as it was registered, encoded; None when the id names nothing."""
-        ...
+from maskserve_core.errors import Overloaded
 
 
 class TemplateFolder:

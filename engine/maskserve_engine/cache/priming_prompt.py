@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from maskserve_engine.requests.job import PromptEmbedding
+from maskserve_engine.job import PromptEmbedding
 
 PRIMING_PROMPT = ""
 

@@ -13,7 +13,7 @@ from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.contracts.facts import ModelFacts, load_facts
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.requests.job import EditJob, PromptEmbedding
+from maskserve_engine.job import EditJob, PromptEmbedding
 
 
 class Row(Protocol):

@@ -1,4 +1,4 @@
-"""The desk: takes edits in, decides how each runs, and sees that each gets one final answer.
+"""The manager: takes edits in, decides how each runs, and sees that each gets one final answer.
 
 Plain bookkeeping between the scheduler, the cache and the rows; used by the engine thread only.
 """
@@ -18,33 +18,33 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
-from maskserve_core.worker.logs import about
 from maskserve_core.imaging.masks import active_tokens
-from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from maskserve_core.worker.logs import about
 from maskserve_core.worker.status import RowStatus
+from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 from maskserve_engine.families.registry import Adapter
-from maskserve_engine.cache.templates import TemplateCache
-from maskserve_engine.requests.state import Edit, PrimingEdit
-from maskserve_engine.requests.job import EditJob, Failed, Final, Sink
-from maskserve_engine.output_thread import Replies
+from maskserve_engine.job import EditJob, Failed, Final, Sink
+from maskserve_engine.output_thread import OutputThread
+from maskserve_engine.requests.state import PrimingState, RequestState
+from maskserve_engine.requests.templates import TemplateCache
 
 _log = logging.getLogger(__name__)
 
 
-class Desk:
+class RequestManager:
     """Every accepted edit and every template being primed, from acceptance to its end."""
 
     def __init__(
-        self, config: Config, adapter: Adapter, cache: TemplateCache, replies: Replies
+        self, config: Config, adapter: Adapter, cache: TemplateCache, output: OutputThread
     ) -> None:
-        self.config, self.adapter, self.cache, self.replies = config, adapter, cache, replies
+        self.config, self.adapter, self.cache, self.output = config, adapter, cache, output
         self.scheduler = StepScheduler(
             config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
         )
-        self.edits: dict[str, Edit] = {}
-        self.primings: dict[str, PrimingEdit] = {}  # by ticket id
+        self.edits: dict[str, RequestState] = {}
+        self.primings: dict[str, PrimingState] = {}  # by ticket id
         self.draining = False
-        self._listed: list[Edit | PrimingEdit | None] = []
+        self._listed: list[RequestState | PrimingState | None] = []
         """What was held and what ran when `_waiting` was made."""
         self._waiting: tuple[RowStatus, ...] = ()
 
@@ -53,12 +53,12 @@ class Desk:
         try:
             self._enter(self._make_edit(job, sink))
         except MaskserveError as error:
-            self.replies.send(sink, Failed(error))
+            self.output.send(sink, Failed(error))
         except Exception:
             _log.exception("an edit could not be accepted", extra=about(job.request.request_id))
-            self.replies.send(sink, Failed(EngineFailed("the edit could not be prepared")))
+            self.output.send(sink, Failed(EngineFailed("the edit could not be prepared")))
 
-    def running(self) -> list[Edit | PrimingEdit]:
+    def running(self) -> list[RequestState | PrimingState]:
         """Decide the next step: tell the expired, make rows for the admitted."""
         now = time.monotonic()
         late = [r for r, e in self.edits.items() if e.how == "wait" and e.late(now)]
@@ -69,7 +69,7 @@ class Desk:
             self.end(ticket.request_id, DeadlineExceeded("settings.deadline_ms has passed"))
         for ticket in decision.admitted:
             self._admit(ticket)
-        held: list[Edit | PrimingEdit | None] = [
+        held: list[RequestState | PrimingState | None] = [
             self.edits.get(t.request_id) or self.primings.get(t.request_id)
             for t in decision.running
         ]
@@ -90,13 +90,13 @@ class Desk:
             self._prime(job, urgent=False)
         return self.cache.wants(job)
 
-    def finish(self, edit: Edit) -> None:
+    def finish(self, edit: RequestState) -> None:
         """The row has taken its last step: answer."""
         latents = self.adapter.result(edit.row)
         meta = edit.final_meta(self.config.worker, model_name(self.config))
         self.scheduler.finish(edit.request_id)
         self.edits.pop(edit.request_id)
-        self.replies.send(edit.sink, Final(latents, meta, edit.course()))
+        self.output.send(edit.sink, Final(latents, meta, edit.timeline()))
 
     def end(self, request_id: str, error: MaskserveError) -> None:
         """Answer an edit that will not finish; its row and entries are let go."""
@@ -108,7 +108,7 @@ class Desk:
                 if priming is not None:
                     priming.waiting.remove(request_id)
             self.scheduler.cancel(request_id)
-            self.replies.send(edit.sink, Failed(error, edit.course()))
+            self.output.send(edit.sink, Failed(error, edit.timeline()))
 
     def end_all(self, error: MaskserveError) -> None:
         for request_id in list(self.edits):
@@ -116,14 +116,14 @@ class Desk:
         for priming in list(self.primings.values()):
             self.end_priming(priming, complete=False)
 
-    def keep_anchor(self, edit: PrimingEdit) -> None:
+    def keep_anchor(self, edit: PrimingState) -> None:
         """A priming row has taken a step: store what it recorded."""
         if not self.cache.keep(edit.priming, edit.row.done.pop()):
             self.end_priming(edit, complete=False, unfit=True)
         elif edit.row.step == edit.row.steps:
             self.end_priming(edit, complete=True)
 
-    def end_priming(self, edit: PrimingEdit, *, complete: bool, unfit: bool = False) -> None:
+    def end_priming(self, edit: PrimingState, *, complete: bool, unfit: bool = False) -> None:
         """The template is in the store or will not be; those who waited go on either way."""
         self.primings.pop(edit.request_id)
         self.scheduler.cancel(edit.request_id)
@@ -137,7 +137,7 @@ class Desk:
         """Status of what runs and of what waits; the latter is the same object for as long as the
         same edits wait.
         """
-        held: dict[str, Edit | PrimingEdit] = {**self.edits, **self.primings}
+        held: dict[str, RequestState | PrimingState] = {**self.edits, **self.primings}
         running = [held[t.request_id] for t in self.scheduler.running if t.request_id in held]
         listed = [*held.values(), None, *running]
         if listed != self._listed:
@@ -146,7 +146,7 @@ class Desk:
             self._waiting = tuple(e.status() for name, e in held.items() if name not in names)
         return tuple([edit.status() for edit in running]), self._waiting
 
-    def _make_edit(self, job: EditJob, sink: Sink) -> Edit:
+    def _make_edit(self, job: EditJob, sink: Sink) -> RequestState:
         request, now = job.request, time.monotonic()
         deadline = None
         if request.settings.deadline_ms is not None:
@@ -154,7 +154,7 @@ class Desk:
             deadline = now + left_s + request.settings.deadline_ms / 1e3
         token = self.adapter.facts.token_pixels
         height, width = job.edit_mask.shape
-        return Edit(
+        return RequestState(
             job=job,
             sink=sink,
             total_tokens=(height // token) * (width // token),
@@ -164,7 +164,7 @@ class Desk:
             deadline=deadline,
         )
 
-    def _enter(self, edit: Edit) -> None:
+    def _enter(self, edit: RequestState) -> None:
         """Decide how the edit runs and queue it.
 
         Raises:
@@ -190,19 +190,19 @@ class Desk:
             edit.waited = True
             self.edits[edit.request_id] = edit
 
-    def _queue(self, edit: Edit) -> None:
+    def _queue(self, edit: RequestState) -> None:
         self._check_id(edit)
         self.scheduler.submit(edit.make_ticket())
         edit.queued = time.monotonic()
         self.edits[edit.request_id] = edit
 
-    def _check_id(self, edit: Edit) -> None:
+    def _check_id(self, edit: RequestState) -> None:
         if edit.request_id in self.edits:
             raise InvalidRequest(
                 "SETTINGS.request_id", f"{edit.request_id!r} is still being served", "a new id"
             )
 
-    def _without_cache(self, edit: Edit) -> Edit:
+    def _without_cache(self, edit: RequestState) -> RequestState:
         """An edit that wanted to wait for a template that cannot be primed."""
         if edit.job.request.settings.cache == "require":
             raise EngineFailed(
@@ -212,7 +212,7 @@ class Desk:
         edit.how, edit.cache = "dense", "miss"
         return edit
 
-    def _resume(self, edit: Edit, *, complete: bool) -> None:
+    def _resume(self, edit: RequestState, *, complete: bool) -> None:
         """Queue an edit that has waited for its template."""
         try:
             if complete:
@@ -220,7 +220,7 @@ class Desk:
                 edit.how, edit.cache, edit.entries = route.how, route.outcome, route.entries
             self._queue(self._without_cache(edit) if edit.how == "wait" else edit)
         except MaskserveError as error:
-            self.replies.send(edit.sink, Failed(error, edit.course()))
+            self.output.send(edit.sink, Failed(error, edit.timeline()))
 
     def _prime(self, job: EditJob, *, urgent: bool) -> None:
         """Queue a template's priming; beside live rows as one of them when an edit waits for it."""
@@ -241,7 +241,7 @@ class Desk:
         )
         try:
             self.scheduler.submit(ticket)
-            self.primings[row_id] = PrimingEdit(priming, ticket, tokens)
+            self.primings[row_id] = PrimingState(priming, ticket, tokens)
         except Overloaded:
             self.cache.end(priming, complete=False)
 
@@ -263,13 +263,13 @@ class Desk:
             else:
                 self.end(ticket.request_id, EngineFailed("the edit could not be prepared"))
 
-    def _make_row(self, edit: Edit) -> Any:
+    def _make_row(self, edit: RequestState) -> Any:
         if edit.how == "cached":
             seed = self.cache.noise_seed(edit.job)
             return self.adapter.cached_row(edit.job, edit.entries, seed)
         return self.adapter.dense_row(edit.job)
 
-    def _admit_priming(self, edit: PrimingEdit) -> None:
+    def _admit_priming(self, edit: PrimingState) -> None:
         prompt = self.cache.prompt()
         assert prompt is not None, "priming began without its prompt"
         edit.row = self.adapter.priming_row(

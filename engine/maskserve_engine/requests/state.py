@@ -7,15 +7,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_core.worker.status import RowStatus
-from maskserve_engine.cache.templates import Priming
-from maskserve_engine.requests.timeline import Course
-from maskserve_engine.requests.job import EditJob, Sink
+from maskserve_core.worker.step_scheduler import Ticket
+from maskserve_engine.job import EditJob, Sink
+from maskserve_engine.requests.templates import Priming
+from maskserve_engine.timeline import RequestTimeline
 
 
 @dataclass(slots=True, eq=False)
-class Edit:
+class RequestState:
     """One accepted edit. Times are time.monotonic() seconds."""
 
     job: EditJob
@@ -158,10 +158,10 @@ class Edit:
             "batch_mean": round(self.rows_seen / done, 3) if done else 0.0,
         }
 
-    def course(self) -> Course:
+    def timeline(self) -> RequestTimeline:
         """What it went through, now that it ends."""
         done = 0 if self.row is None else self.row.step
-        return Course(
+        return RequestTimeline(
             accepted=self.submitted,
             queued=self.queued,
             admitted=self.admitted,
@@ -182,7 +182,7 @@ class Edit:
 
 
 @dataclass(slots=True, eq=False)
-class PrimingEdit:
+class PrimingState:
     """A template in the batch: its ticket and row, and what waits for it is in `priming`."""
 
     priming: Priming

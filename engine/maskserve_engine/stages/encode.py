@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.facts import ModelFacts, load_facts
-from maskserve_engine.requests.job import PromptEmbedding
+from maskserve_engine.job import PromptEmbedding
 from maskserve_engine.stages.loader import limit_threads, load_part, load_plain
 
 

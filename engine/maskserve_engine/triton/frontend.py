@@ -1,4 +1,4 @@
-"""The denoiser model's desk: Triton requests in, the engine's events out.
+"""The denoiser model's Triton side: Triton requests in, the engine's events out.
 
 Takes Triton's API as `api` (maskserve_core.triton), so it needs no Triton to be tested.
 """
@@ -13,18 +13,17 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.flow_control import Events, Paced, Straight
-from maskserve_core.triton.acks import RECEIPTS, ReceiptDesk
-from maskserve_core.triton.tracing import Tracer, parent_of
-from maskserve_core.triton.tensor_io import guarded, parameters, read_array, read_bytes
-from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.config import Config, model_name
-from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.contracts.meta import event_meta, failed_meta, final_meta
+from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.contracts.request import EditRequest
-from maskserve_engine.requests.timeline import Course, stages
-from maskserve_engine.requests.job import (
+from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_core.triton.acks import ACKS, AckReceiver
+from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.flow_control import Events, FlowControl, Straight
+from maskserve_core.triton.tensor_io import guarded, parameters, read_array, read_bytes
+from maskserve_core.triton.tracing import Tracer, parent_of
+from maskserve_engine.job import (
     EditJob,
     EngineEvent,
     Failed,
@@ -34,13 +33,14 @@ from maskserve_engine.requests.job import (
     PromptEmbedding,
     Sink,
 )
+from maskserve_engine.timeline import RequestTimeline, stages
 
 T = TypeVar("T")
 _NO_LATENTS = np.zeros((0, 0, 0), np.float32)
 
 
 class EngineLike(Protocol):
-    """What the desk needs of an engine."""
+    """What the frontend needs of an engine."""
 
     def submit(self, job: EditJob, sink: Sink) -> None: ...
     def cancel(self, request_id: str) -> bool: ...
@@ -51,7 +51,7 @@ class EngineLike(Protocol):
     def pin(self, template_id: str, *, pinned: bool) -> Future[bool]: ...
 
 
-class Reception:
+class DenoiserFrontend:
     """Submits edits to the engine and sends its events; answers operations of `control`."""
 
     def __init__(
@@ -62,11 +62,11 @@ class Reception:
         self._engine = engine
         self._config = config
         self._model = model_name(config)
-        self._receipts = ReceiptDesk(config.runtime_dir)
+        self._acks = AckReceiver(config.runtime_dir)
 
     def close(self) -> None:
-        """Once the engine has ended: what still waits for a receipt is not sent."""
-        self._receipts.close()
+        """Once the engine has ended: what still waits for an ack is not sent."""
+        self._acks.close()
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; each is answered later, its final answer exactly once."""
@@ -85,21 +85,21 @@ class Reception:
         edit = EditRequest.from_values(values)
         job = self._job(edit, request)
         encode_ms = float(self._array(request, "ENCODE_MS", np.float32, 1)[0])
-        carried = self._array(request, "CARRIED", np.uint8, 1)
-        key = parameters(request).get(RECEIPTS, "")
-        events = self._paced(answer, key) if key else Straight(answer)
+        carried = self._array(request, "CONTEXT", np.uint8, 1)
+        key = parameters(request).get(ACKS, "")
+        events = self._flow(answer, key) if key else Straight(answer)
         sink = self._sink(edit, encode_ms, carried, events, parent_of(request))
         try:
             self._engine.submit(job, sink)
         except Exception:
-            self._receipts.drop(key)
+            self._acks.drop(key)
             raise
 
-    def _paced(self, answer: Answer, key: str) -> Paced:
-        """Events for a front that gives receipts for them."""
-        paced = Paced(answer, ended=lambda: self._receipts.drop(key))
-        self._receipts.keep(key, paced)
-        return paced
+    def _flow(self, answer: Answer, key: str) -> FlowControl:
+        """Events for a front that gives acks for them."""
+        flow = FlowControl(answer, ended=lambda: self._acks.drop(key))
+        self._acks.keep(key, flow)
+        return flow
 
     def _job(self, edit: EditRequest, request: Any) -> EditJob:
         embeds = self._array(request, "PROMPT_EMBEDS", np.float32, 3)
@@ -133,28 +133,30 @@ class Reception:
             match event:
                 case Progress(step, steps):
                     meta = event_meta("progress", step, steps, edit.request_id)
-                    nothing = {"LATENTS": _NO_LATENTS, "META": meta, "CARRIED": NOTHING}
+                    nothing = {"LATENTS": _NO_LATENTS, "META": meta, "CONTEXT": NOTHING}
                     events.event("progress", nothing)
                 case Preview(step, steps, latents):
                     meta = event_meta("preview", step, steps, edit.request_id)
-                    shown = {"LATENTS": latents, "META": meta, "CARRIED": carried}
+                    shown = {"LATENTS": latents, "META": meta, "CONTEXT": carried}
                     events.event("preview", shown)
-                case Final(latents, engine_meta, course):
+                case Final(latents, engine_meta, timeline):
                     meta = final_meta(
                         edit, self._config.worker, self._model, engine_meta, encode_ms
                     )
-                    events.finish({"LATENTS": latents, "META": meta, "CARRIED": carried})
-                    self._record(parent, course, None)
-                case Failed(error, course):
+                    events.finish({"LATENTS": latents, "META": meta, "CONTEXT": carried})
+                    self._record(parent, timeline, None)
+                case Failed(error, timeline):
                     meta = failed_meta(guarded(edit.request_id, error), edit.request_id)
-                    events.finish({"LATENTS": _NO_LATENTS, "META": meta, "CARRIED": NOTHING})
-                    self._record(parent, course, error)
+                    events.finish({"LATENTS": _NO_LATENTS, "META": meta, "CONTEXT": NOTHING})
+                    self._record(parent, timeline, error)
 
         return sink
 
-    def _record(self, parent: str, course: Course | None, error: MaskserveError | None) -> None:
-        if course is not None:
-            self._tracer.record(parent, stages(course, error))
+    def _record(
+        self, parent: str, timeline: RequestTimeline | None, error: MaskserveError | None
+    ) -> None:
+        if timeline is not None:
+            self._tracer.record(parent, stages(timeline, error))
 
     def _operate(self, values: dict[str, Any], request: Any, answer: Answer) -> None:
         match values:
@@ -200,4 +202,4 @@ def _reply_when_done(
 
 def _reply(answer: Answer, result: dict[str, Any]) -> None:
     meta = json.dumps(result).encode()
-    answer.finish({"LATENTS": _NO_LATENTS, "META": meta, "CARRIED": NOTHING})
+    answer.finish({"LATENTS": _NO_LATENTS, "META": meta, "CONTEXT": NOTHING})

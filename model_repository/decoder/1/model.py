@@ -5,14 +5,14 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.triton.sync_execute import failed_event, respond
-from maskserve_core.triton.tracing import make_tracer
-from maskserve_core.triton.tensor_io import read_array, read_bytes
-from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.config import beside_denoiser, load_config
-from maskserve_core.worker.logs import start_log
 from maskserve_core.contracts.meta import with_timing
+from maskserve_core.contracts.postprocess_context import NOTHING
+from maskserve_core.triton.sync_execute import failed_event, respond
+from maskserve_core.triton.tensor_io import read_array, read_bytes
+from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
+from maskserve_core.worker.logs import start_log
 from maskserve_engine.stages.decode import Decoder
 
 _NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
@@ -44,9 +44,9 @@ class TritonPythonModel:
         return {
             "PIXELS": pixels,
             "META": with_timing(read_bytes(pb_utils, request, "META"), "decode", taken_ms),
-            "CARRIED": read_array(pb_utils, request, "CARRIED", np.uint8, ndim=1),
+            "CONTEXT": read_array(pb_utils, request, "CONTEXT", np.uint8, ndim=1),
         }
 
     def _failed(self, request, error):
         meta = failed_event(pb_utils, request, error)
-        return {"PIXELS": _NO_PIXELS, "META": meta, "CARRIED": NOTHING}
+        return {"PIXELS": _NO_PIXELS, "META": meta, "CONTEXT": NOTHING}

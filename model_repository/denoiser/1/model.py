@@ -2,13 +2,13 @@
 
 import triton_python_backend_utils as pb_utils
 
+from maskserve_core.config import load_config
 from maskserve_core.triton.metrics import EngineMetrics, MetricsThread
 from maskserve_core.triton.tracing import make_tracer
-from maskserve_core.config import load_config
-from maskserve_core.worker.logs import start_log
 from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
+from maskserve_core.worker.logs import start_log
 from maskserve_engine.engine import Engine
-from maskserve_engine.triton.frontend import Reception
+from maskserve_engine.triton.frontend import DenoiserFrontend
 
 # A drain has come before; what is still in flight is told that it failed.
 _CLOSE_GRACE_S = 5.0
@@ -22,7 +22,7 @@ class TritonPythonModel:
         self._engine = Engine.load(self._config)
         self._engine.start()
         self._tracer = make_tracer(self._config, "denoiser")
-        self._reception = Reception(pb_utils, self._engine, self._config, self._tracer)
+        self._reception = DenoiserFrontend(pb_utils, self._engine, self._config, self._tracer)
         metrics = EngineMetrics(
             pb_utils, self._config.worker, self._engine.observations, self._config.runtime_dir
         )

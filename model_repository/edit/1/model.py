@@ -2,10 +2,10 @@
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.triton.frontend import Front
 from maskserve_core.config import load_config
-from maskserve_core.worker.logs import start_log
+from maskserve_core.triton.frontend import Front
 from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
+from maskserve_core.worker.logs import start_log
 
 
 class TritonPythonModel:

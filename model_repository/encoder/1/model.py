@@ -5,15 +5,15 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.triton.sync_execute import respond
-from maskserve_core.triton.tracing import make_tracer
-from maskserve_core.triton.tensor_io import read_array, read_bytes
 from maskserve_core.config import beside_denoiser, load_config
-from maskserve_core.worker.logs import start_log
 from maskserve_core.contracts.request import EditRequest
+from maskserve_core.triton.sync_execute import respond
+from maskserve_core.triton.tensor_io import read_array, read_bytes
+from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
-from maskserve_engine.stages.encode import Encoder, warm
+from maskserve_core.worker.logs import start_log
 from maskserve_engine.cache.priming_prompt import write_priming_prompt
+from maskserve_engine.stages.encode import Encoder, warm
 
 
 class TritonPythonModel:

@@ -5,16 +5,16 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.triton.sync_execute import failed_event, respond
-from maskserve_core.triton.tracing import make_tracer
-from maskserve_core.triton.tensor_io import read_array, read_bytes
-from maskserve_core.contracts.postprocess_context import Carried
 from maskserve_core.config import load_config
-from maskserve_core.worker.logs import start_log
 from maskserve_core.contracts.meta import with_timing
-from maskserve_core.imaging.postprocess import finish_edit
+from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.contracts.request import EditRequest
+from maskserve_core.imaging.postprocess import finish_edit
+from maskserve_core.triton.sync_execute import failed_event, respond
+from maskserve_core.triton.tensor_io import read_array, read_bytes
+from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
+from maskserve_core.worker.logs import start_log
 
 
 class TritonPythonModel:
@@ -40,9 +40,11 @@ class TritonPythonModel:
         pixels = read_array(pb_utils, request, "PIXELS", np.uint8, ndim=3)
         if not pixels.size:
             return {"IMAGE": b"", "META": meta}
-        carried = Carried.unpack(read_array(pb_utils, request, "CARRIED", np.uint8, ndim=1))
-        edit = EditRequest.from_json(carried.request)
-        image = finish_edit(pixels, carried.source, carried.paste, edit)
+        context = PostprocessContext.unpack(
+            read_array(pb_utils, request, "CONTEXT", np.uint8, ndim=1)
+        )
+        edit = EditRequest.from_json(context.request)
+        image = finish_edit(pixels, context.source, context.paste, edit)
         taken_ms = (time.perf_counter() - start) * 1e3
         return {"IMAGE": image, "META": with_timing(meta, "postprocess", taken_ms)}
 

@@ -2,16 +2,16 @@
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.triton.sync_execute import respond
-from maskserve_core.triton.tracing import make_tracer
-from maskserve_core.triton.tensor_io import parameters, read_bytes
-from maskserve_core.contracts.postprocess_context import Carried
 from maskserve_core.config import load_config, templates_folder
 from maskserve_core.contracts.facts import load_facts
-from maskserve_core.worker.logs import start_log
+from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.imaging.preprocess import prepare_edit
-from maskserve_core.worker.templates import TemplateFolder
+from maskserve_core.triton.sync_execute import respond
+from maskserve_core.triton.tensor_io import parameters, read_bytes
+from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
+from maskserve_core.worker.logs import start_log
+from maskserve_core.worker.templates import TemplateFolder
 
 
 class TritonPythonModel:
@@ -42,7 +42,7 @@ class TritonPythonModel:
             read_bytes(pb_utils, request, "SETTINGS"),
             self._facts,
             self._config,
-            self._templates,
+            self._templates.get,
             accepted_ns,
         )
         raw = prepared.request.to_json()
@@ -50,5 +50,5 @@ class TritonPythonModel:
             "PIXELS": prepared.pixels,
             "EDIT_MASK": prepared.edit_mask,
             "REQUEST": raw,
-            "CARRIED": Carried(raw, prepared.source, prepared.paste).pack(),
+            "CONTEXT": PostprocessContext(raw, prepared.source, prepared.paste).pack(),
         }

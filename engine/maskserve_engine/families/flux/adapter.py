@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.imaging.validation import steps_run
 from maskserve_core.config import Config
 from maskserve_core.contracts.entry_key import Anchor, cover
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.imaging.masks import active_tokens
+from maskserve_core.imaging.validation import steps_run
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.flux.batch import Batch
 from maskserve_engine.families.flux.blocks import Parts
@@ -30,7 +30,7 @@ from maskserve_engine.families.flux.conditioning import (
 from maskserve_engine.families.flux.latents import PATCH, Posterior
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, check_sampler, make_schedule
-from maskserve_engine.requests.job import EditJob, PromptEmbedding
+from maskserve_engine.job import EditJob, PromptEmbedding
 from maskserve_engine.stages.loader import limit_threads, load_part, load_plain
 
 _KEEP = {"kv": frozenset({"kv"}), "h": frozenset({"h"}), "both": frozenset({"h", "kv"})}

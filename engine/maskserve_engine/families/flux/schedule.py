@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskserve_core.imaging.validation import steps_run
 from maskserve_core.config import ConfigError
+from maskserve_core.imaging.validation import steps_run
 
 
 class Walk(NamedTuple):

@@ -5,39 +5,39 @@ import threading
 
 import triton_python_backend_utils as pb_utils
 
+from maskserve_core.triton.acks import AckReceiver
 from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.flow_control import Paced, Straight
-from maskserve_core.triton.acks import ReceiptDesk
+from maskserve_core.triton.flow_control import FlowControl, Straight
 from maskserve_core.triton.tensor_io import read_bytes
 
 
 class TritonPythonModel:
     def initialize(self, args):
-        self._receipts = None
+        self._acks = None
 
     def execute(self, requests):
         for request in requests:
             asked = json.loads(read_bytes(pb_utils, request, "ASKED"))
             answer = Answer(pb_utils, request.get_response_sender())
-            if asked["paced"] and self._receipts is None:
-                self._receipts = ReceiptDesk(asked["runtime_dir"])
-            work = self._paced if asked["paced"] else straight
+            if asked["flow"] and self._acks is None:
+                self._acks = AckReceiver(asked["runtime_dir"])
+            work = self._flow if asked["flow"] else straight
             threading.Thread(target=work, args=(answer, asked), daemon=True).start()
 
     def finalize(self):
-        if self._receipts is not None:
-            self._receipts.close()
+        if self._acks is not None:
+            self._acks.close()
 
-    def _paced(self, answer, asked):
-        events = Arriving(answer, lambda: self._receipts.drop(asked["key"]))
-        self._receipts.keep(asked["key"], events)
+    def _flow(self, answer, asked):
+        events = Arriving(answer, lambda: self._acks.drop(asked["key"]))
+        self._acks.keep(asked["key"], events)
         for _ in range(asked["events"]):
             events.event("progress", {"META": b"event"})
             events.arrived.acquire()
         events.finish({"META": b"final"})
 
 
-class Arriving(Paced):
+class Arriving(FlowControl):
     def __init__(self, answer, ended):
         super().__init__(answer, ended)
         self.arrived = threading.Semaphore(0)

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton_python_backend_utils as pb_utils
 
+from maskserve_core.triton.acks import AckSender
 from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.acks import Receipts
 from maskserve_core.triton.keepalive import responses_of
 from maskserve_core.triton.tensor_io import output, read_bytes, tensor
 
@@ -34,15 +34,15 @@ def load(answer, asked):
 
 def call(asked):
     """How many events came before the final one."""
-    receipts = Receipts(asked["runtime_dir"])
-    inputs = [tensor(pb_utils, "ASKED", json.dumps({**asked, "key": receipts.key}).encode())]
+    acks = AckSender(asked["runtime_dir"])
+    inputs = [tensor(pb_utils, "ASKED", json.dumps({**asked, "key": acks.key}).encode())]
     request = pb_utils.InferenceRequest(
         model_name="burst", requested_output_names=["META"], inputs=inputs
     )
     events = 0
     for response in responses_of(request):
         if asked["paced"]:
-            receipts.taken()
+            acks.taken()
         events += output(pb_utils, response, "META") == b"event"
     return events
 

@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskserve_core.contracts.postprocess_context import Carried
+from maskserve_core.contracts.postprocess_context import PostprocessContext
 
 
 @given(st.binary(max_size=50), st.binary(max_size=50), st.binary(max_size=50))
 def test_every_part_comes_back(request: bytes, source: bytes, paste: bytes) -> None:
-    carried = Carried(request, source, paste)
-    packed = carried.pack()
+    context = PostprocessContext(request, source, paste)
+    packed = context.pack()
     assert packed.dtype == np.uint8
     assert packed.ndim == 1
-    assert Carried.unpack(packed) == carried
+    assert PostprocessContext.unpack(packed) == context

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maskserve_engine.requests.state import Edit
+from maskserve_engine.requests.state import RequestState
 from maskserve_engine.stages.encode import Encoder
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 
@@ -21,7 +21,7 @@ def test_a_negative_prompt_counts_its_pass_of_the_model_too(
     rng = np.random.default_rng(0)
     for settings, passes in (({}, 1), (guided(rng), 2)):
         job = encode_case(encoder, random_case(rng, **settings), "edit")
-        edit = Edit(
+        edit = RequestState(
             job,
             sink=print,
             total_tokens=16,

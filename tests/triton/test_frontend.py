@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.triton.frontend import Front
-from maskserve_core.triton.acks import ReceiptDesk
 from maskserve_core.config import Config
-from maskserve_core.worker.admission import Gate
 from maskserve_core.contracts.status_record import RowStatus
+from maskserve_core.triton.acks import AckReceiver
+from maskserve_core.triton.frontend import Front
+from maskserve_core.worker.admission import Admission
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 
 pytestmark = pytest.mark.usefixtures("beat")
@@ -44,11 +44,11 @@ def error_of(request: Request) -> tuple[str, int]:
 
 def becomes_idle(config: Config) -> bool:
     """Whether the count returns to zero: it does so just after the final answer is sent."""
-    gate = Gate(config.runtime_dir)
+    admission = Admission(config.runtime_dir)
     end = time.monotonic() + 2
-    while gate.in_flight() and time.monotonic() < end:
+    while admission.in_flight() and time.monotonic() < end:
         time.sleep(0.001)
-    return gate.in_flight() == 0
+    return admission.in_flight() == 0
 
 
 class Stuck:
@@ -113,7 +113,7 @@ def test_stream_sends_every_event_in_order(api: FakeTriton, fronts: Callable[...
 
 
 class Arrived(threading.Semaphore):
-    """Counts receipts."""
+    """Counts acks."""
 
     def taken(self) -> None:
         self.release()
@@ -127,11 +127,11 @@ def test_a_stream_gives_a_receipt_for_each_response(
     api: FakeTriton, fronts: Callable[..., Front], config: Config, settings: dict[str, Any]
 ) -> None:
     """The pipeline sends the next only then."""
-    receipts = ReceiptDesk(config.runtime_dir)
+    acks = AckReceiver(config.runtime_dir)
 
     def events(call: Call) -> Iterator[InferenceResponse]:
         arrived = Arrived(0)
-        receipts.keep(call.parameters["receipts"], arrived)
+        acks.keep(call.parameters["acks"], arrived)
         for event, step in (("progress", 1), ("preview", 2), ("final", 3)):
             yield reply(EDITED=b"", META=meta(event, step))
             assert arrived.acquire(timeout=5)
@@ -141,20 +141,20 @@ def test_a_stream_gives_a_receipt_for_each_response(
     fronts("edit_stream").execute([request])
     assert not request.sender.wait().has_error()
     assert len(request.sender.sent) == 3
-    receipts.close()
+    acks.close()
 
 
 @pytest.mark.parametrize(
     ("name", "settings"), [("edit", {"progress": True, "preview_every": 2}), ("edit_stream", {})]
 )
-def test_of_a_single_response_there_are_no_receipts(
+def test_of_a_single_response_there_are_no_acks(
     api: FakeTriton, fronts: Callable[..., Front], name: str, settings: dict[str, Any]
 ) -> None:
     api.models["edit_pipeline"] = final
     request = edit(api, settings)
     fronts(name).execute([request])
     request.sender.wait()
-    assert "receipts" not in api.calls_of("edit_pipeline")[0].parameters
+    assert "acks" not in api.calls_of("edit_pipeline")[0].parameters
 
 
 def test_pipeline_gets_seed_and_id(api: FakeTriton, front: Front) -> None:
@@ -381,7 +381,7 @@ def test_a_failed_engine_is_noticed(
 def test_draining_refuses_new_edits_and_finishes_old_ones(
     api: FakeTriton, config: Config, front: Front
 ) -> None:
-    go, gate = threading.Event(), Gate(config.runtime_dir)
+    go, admission = threading.Event(), Admission(config.runtime_dir)
 
     def slow(call: Call) -> Iterator[InferenceResponse]:
         assert go.wait(5)
@@ -390,13 +390,13 @@ def test_draining_refuses_new_edits_and_finishes_old_ones(
     api.models["edit_pipeline"] = slow
     old, new = edit(api), edit(api)
     front.execute([old])
-    assert gate.in_flight() == 1
-    gate.drain()
+    assert admission.in_flight() == 1
+    admission.drain()
     front.execute([new])
     text, code = error_of(new)
     assert text.startswith("[OVERLOADED] the worker is draining")
     assert code == api.TritonError.UNAVAILABLE
-    assert gate.in_flight() == 1
+    assert admission.in_flight() == 1
     go.set()
     assert old.sender.wait().text("IMAGE") == b"picture"
     assert becomes_idle(config)
@@ -408,7 +408,7 @@ def test_past_the_grace_the_rest_is_refused(
     api.models["edit_pipeline"] = stuck
     request = edit(api)
     front.execute([request])
-    Gate(config.runtime_dir).stop()
+    Admission(config.runtime_dir).stop()
     assert error_of(request)[0].startswith("[OVERLOADED] the worker is stopping")
     assert becomes_idle(config)
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.flow_control import Paced
+from maskserve_core.triton.flow_control import FlowControl
 from tests.fakes.pb_utils import FakeTriton, Sender
 
 
@@ -32,114 +32,116 @@ def ends() -> Ends:
 
 
 @pytest.fixture
-def paced(api: FakeTriton, sender: Sender, ends: Ends) -> Paced:
-    return Paced(Answer(api, sender), ends)
+def flow(api: FakeTriton, sender: Sender, ends: Ends) -> FlowControl:
+    return FlowControl(Answer(api, sender), ends)
 
 
 def said(sender: Sender) -> list[str]:
     return [response.text("META").decode() for response in sender.sent]
 
 
-def show(paced: Paced, *events: str) -> None:
+def show(flow: FlowControl, *events: str) -> None:
     """Events such as `progress 3`."""
     for event in events:
-        paced.event(event.split()[0], {"META": event.encode()})
+        flow.event(event.split()[0], {"META": event.encode()})
 
 
-def test_the_next_goes_when_the_last_was_taken(paced: Paced, sender: Sender) -> None:
-    show(paced, "progress 1", "preview 1", "progress 2")
+def test_the_next_goes_when_the_last_was_taken(flow: FlowControl, sender: Sender) -> None:
+    show(flow, "progress 1", "preview 1", "progress 2")
     assert said(sender) == ["progress 1"]
-    paced.taken()
+    flow.taken()
     assert said(sender) == ["progress 1", "preview 1"]
-    paced.taken()
+    flow.taken()
     assert said(sender) == ["progress 1", "preview 1", "progress 2"]
 
 
-def test_a_newer_event_replaces_one_of_its_kind_that_waits(paced: Paced, sender: Sender) -> None:
-    show(paced, "progress 1", "progress 2", "preview 2", "progress 3", "preview 4", "progress 5")
+def test_a_newer_event_replaces_one_of_its_kind_that_waits(
+    flow: FlowControl, sender: Sender
+) -> None:
+    show(flow, "progress 1", "progress 2", "preview 2", "progress 3", "preview 4", "progress 5")
     for _ in range(5):
-        paced.taken()
+        flow.taken()
     assert said(sender) == ["progress 1", "preview 4", "progress 5"]
 
 
 def test_the_final_event_replaces_all_and_the_end_comes_after_it(
-    paced: Paced, sender: Sender, ends: Ends
+    flow: FlowControl, sender: Sender, ends: Ends
 ) -> None:
-    show(paced, "progress 1", "preview 2", "progress 2")
-    paced.finish({"META": b"final"})
-    paced.taken()
+    show(flow, "progress 1", "preview 2", "progress 2")
+    flow.finish({"META": b"final"})
+    flow.taken()
     assert said(sender) == ["progress 1", "final"]
     # Triton would send the end right behind it.
     assert not sender.finished.is_set()
-    paced.taken()
+    flow.taken()
     assert sender.finished.is_set()
     assert ends.count == 1
 
 
 def test_an_edit_without_events_ends_like_one_with(
-    paced: Paced, sender: Sender, ends: Ends
+    flow: FlowControl, sender: Sender, ends: Ends
 ) -> None:
-    paced.finish({"META": b"final"})
+    flow.finish({"META": b"final"})
     assert said(sender) == ["final"]
-    paced.taken()
+    flow.taken()
     assert sender.finished.is_set()
     assert ends.count == 1
 
 
-def test_nothing_follows_the_final_event(paced: Paced, sender: Sender, ends: Ends) -> None:
-    paced.finish({"META": b"final"})
-    show(paced, "progress 9")
-    paced.finish({"META": b"another"})
+def test_nothing_follows_the_final_event(flow: FlowControl, sender: Sender, ends: Ends) -> None:
+    flow.finish({"META": b"final"})
+    show(flow, "progress 9")
+    flow.finish({"META": b"another"})
     for _ in range(4):
-        paced.taken()
+        flow.taken()
     assert said(sender) == ["final"]
     assert ends.count == 1
 
 
-def test_a_receipt_for_nothing_is_ignored(paced: Paced, sender: Sender) -> None:
-    paced.taken()
-    show(paced, "progress 1")
-    paced.taken()
-    paced.taken()
-    show(paced, "progress 2", "progress 3")
+def test_a_receipt_for_nothing_is_ignored(flow: FlowControl, sender: Sender) -> None:
+    flow.taken()
+    show(flow, "progress 1")
+    flow.taken()
+    flow.taken()
+    show(flow, "progress 2", "progress 3")
     assert said(sender) == ["progress 1", "progress 2"]
 
 
-def test_how_long_an_event_was_not_taken(paced: Paced) -> None:
-    assert paced.waits_s() == 0.0
-    show(paced, "progress 1")
+def test_how_long_an_event_was_not_taken(flow: FlowControl) -> None:
+    assert flow.waits_s() == 0.0
+    show(flow, "progress 1")
     time.sleep(0.02)
-    assert 0.02 <= paced.waits_s() < 5
-    paced.taken()
-    assert paced.waits_s() == 0.0
-    show(paced, "progress 2")
-    paced.release()
-    assert paced.waits_s() == 0.0
+    assert 0.02 <= flow.waits_s() < 5
+    flow.taken()
+    assert flow.waits_s() == 0.0
+    show(flow, "progress 2")
+    flow.release()
+    assert flow.waits_s() == 0.0
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_once_released_nothing_waits(
-    paced: Paced, sender: Sender, ends: Ends, before: bool
+    flow: FlowControl, sender: Sender, ends: Ends, before: bool
 ) -> None:
     """The final event may have come before, or come later."""
-    show(paced, "progress 1", "progress 2")
+    show(flow, "progress 1", "progress 2")
     if before:
-        paced.finish({"META": b"final"})
-    paced.release()
+        flow.finish({"META": b"final"})
+    flow.release()
     assert said(sender) == ["progress 1", "final" if before else "progress 2"]
     if not before:
-        show(paced, "progress 3", "progress 4")
-        paced.finish({"META": b"final"})
+        show(flow, "progress 3", "progress 4")
+        flow.finish({"META": b"final"})
         assert said(sender)[2:] == ["progress 3", "progress 4", "final"]
     assert sender.finished.is_set()
-    paced.taken()
-    paced.release()
+    flow.taken()
+    flow.release()
     assert ends.count == 1
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_two_are_never_under_way(api: FakeTriton, seed: int) -> None:
-    """With events from one thread and receipts from another."""
+    """With events from one thread and acks from another."""
     dice, gone, taken = random.Random(seed), threading.Semaphore(0), 0
 
     class Watched(Sender):
@@ -149,7 +151,7 @@ def test_two_are_never_under_way(api: FakeTriton, seed: int) -> None:
             gone.release()
 
     sender, ends = Watched(api.violations), Ends()
-    paced = Paced(Answer(api, sender), ends)
+    flow = FlowControl(Answer(api, sender), ends)
 
     def front() -> None:
         nonlocal taken
@@ -157,14 +159,14 @@ def test_two_are_never_under_way(api: FakeTriton, seed: int) -> None:
             gone.acquire()
             time.sleep(dice.random() * 1e-3)
             taken += 1
-            paced.taken()
+            flow.taken()
 
     thread = threading.Thread(target=front)
     thread.start()
     for step in range(60):
-        show(paced, f"{dice.choice(('progress', 'preview'))} {step}")
+        show(flow, f"{dice.choice(('progress', 'preview'))} {step}")
         time.sleep(dice.random() * 1e-3)
-    paced.finish({"META": b"final"})
+    flow.finish({"META": b"final"})
     sender.wait()
     gone.release()
     thread.join(5)

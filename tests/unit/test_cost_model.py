@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maskserve_core.planning.cost_model import DEVICE_CLASSES, CostModel, Line, estimate, fit, from_json
+from maskserve_core.planning.cost_model import (
+    DEVICE_CLASSES,
+    CostModel,
+    Line,
+    estimate,
+    fit,
+    from_json,
+)
 
 finite = st.floats(0, 1e3, allow_nan=False)
 

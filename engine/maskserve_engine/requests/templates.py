@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from maskserve_core.config import CacheConfig
 from maskserve_core.contracts.entry_key import Anchor, TemplateKey, nearest_anchor
-from maskserve_engine.families.registry import Adapter
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.requests.job import EditJob, PromptEmbedding
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import MemoryStore
+from maskserve_engine.families.registry import Adapter
+from maskserve_engine.job import EditJob, PromptEmbedding
 
 _REMEMBERED_SIGHTS = 4096
 
@@ -112,7 +112,7 @@ class TemplateCache:
         settings = job.request.settings
         if settings.cache == "off" or not self.config.enabled:
             return Route("dense", "off")
-        if settings.cache != "require" and mask_ratio >= self.config.crossover:
+        if settings.cache != "require" and mask_ratio >= self.config.dense_above_ratio:
             # Computing nearly everything is faster than loading the rest.
             return Route("dense", "off")
         key = self.key_of(job)

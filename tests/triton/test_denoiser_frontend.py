@@ -1,4 +1,4 @@
-"""The denoiser's desk: jobs in, every event out, one final answer each."""
+"""The denoiser's frontend: jobs in, every event out, one final answer each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.triton.acks import Receipts
 from maskserve_core.config import Config
-from maskserve_core.errors import Cancelled, Overloaded
 from maskserve_core.contracts.meta import TIMINGS
-from maskserve_engine.requests.job import EditJob, Failed, Final, Preview, Progress, Sink
-from maskserve_engine.triton.frontend import Reception
+from maskserve_core.errors import Cancelled, Overloaded
+from maskserve_core.triton.acks import AckSender
+from maskserve_engine.job import EditJob, Failed, Final, Preview, Progress, Sink
+from maskserve_engine.triton.frontend import DenoiserFrontend
 from tests.eventually import eventually
 from tests.fakes.pb_utils import FakeTriton, Request
 from tests.fakes.scripted_engine import EDIT, ScriptedEngine, tensors
@@ -26,22 +26,24 @@ def engine() -> ScriptedEngine:
 
 
 @pytest.fixture
-def desk(api: FakeTriton, config: Config, engine: ScriptedEngine) -> Iterator[Reception]:
-    reception = Reception(api, engine, config)
+def frontend(api: FakeTriton, config: Config, engine: ScriptedEngine) -> Iterator[DenoiserFrontend]:
+    reception = DenoiserFrontend(api, engine, config)
     yield reception
     reception.close()
 
 
-def submit(api: FakeTriton, desk: Reception, **changed: Any) -> Request:
+def submit(api: FakeTriton, frontend: DenoiserFrontend, **changed: Any) -> Request:
     given = {**tensors(), **changed}
     request = api.request(**{name: value for name, value in given.items() if value is not None})
-    desk.execute([request])
+    frontend.execute([request])
     return request
 
 
-def test_the_job_is_a_copy(api: FakeTriton, desk: Reception, engine: ScriptedEngine) -> None:
+def test_the_job_is_a_copy(
+    api: FakeTriton, frontend: DenoiserFrontend, engine: ScriptedEngine
+) -> None:
     moments = np.ones((8, 16, 12), np.float32)
-    submit(api, desk, MOMENTS=moments)
+    submit(api, frontend, MOMENTS=moments)
     moments[:] = 5  # Triton reuses its memory once execute has returned
     job, _ = engine.jobs[0]
     assert job.request == EDIT
@@ -51,12 +53,12 @@ def test_the_job_is_a_copy(api: FakeTriton, desk: Reception, engine: ScriptedEng
 
 
 def test_a_second_prompt_is_the_negative_one(
-    api: FakeTriton, desk: Reception, engine: ScriptedEngine
+    api: FakeTriton, frontend: DenoiserFrontend, engine: ScriptedEngine
 ) -> None:
     embeds, pooled = np.zeros((2, 4, 32), np.float32), np.zeros((2, 32), np.float32)
     embeds[1], pooled[1] = 1, 2
-    submit(api, desk)
-    submit(api, desk, PROMPT_EMBEDS=embeds, POOLED_EMBEDS=pooled)
+    submit(api, frontend)
+    submit(api, frontend, PROMPT_EMBEDS=embeds, POOLED_EMBEDS=pooled)
     (plain, _), (led, _) = engine.jobs
     assert plain.negative is None
     assert led.negative is not None
@@ -65,8 +67,10 @@ def test_a_second_prompt_is_the_negative_one(
     assert (led.negative.pooled == 2).all()
 
 
-def test_every_event_is_sent(api: FakeTriton, desk: Reception, engine: ScriptedEngine) -> None:
-    request = submit(api, desk)
+def test_every_event_is_sent(
+    api: FakeTriton, frontend: DenoiserFrontend, engine: ScriptedEngine
+) -> None:
+    request = submit(api, frontend)
     _, sink = engine.jobs[0]
     latents = np.full((4, 16, 12), 3, np.float32)
     sink(Progress(1, 3))
@@ -76,7 +80,7 @@ def test_every_event_is_sent(api: FakeTriton, desk: Reception, engine: ScriptedE
     progress, preview, final = request.sender.sent
 
     def carried(response: Any) -> list[int]:
-        return api.get_output_tensor_by_name(response, "CARRIED").as_numpy().tolist()
+        return api.get_output_tensor_by_name(response, "CONTEXT").as_numpy().tolist()
 
     assert json.loads(progress.text("META")) == {
         "event": "progress", "step": 1, "steps": 3, "request_id": "mine",
@@ -94,11 +98,11 @@ def test_every_event_is_sent(api: FakeTriton, desk: Reception, engine: ScriptedE
 
 
 def test_with_receipts_an_event_waits_for_that_of_the_last(
-    api: FakeTriton, config: Config, desk: Reception, engine: ScriptedEngine
+    api: FakeTriton, config: Config, frontend: DenoiserFrontend, engine: ScriptedEngine
 ) -> None:
-    receipts = Receipts(config.runtime_dir)
-    request = api.request(parameters=json.dumps({"receipts": receipts.key}), **tensors())
-    desk.execute([request])
+    acks = AckSender(config.runtime_dir)
+    request = api.request(parameters=json.dumps({"acks": acks.key}), **tensors())
+    frontend.execute([request])
     _, sink = engine.jobs[0]
     sink(Progress(1, 3))
     sink(Progress(2, 3))
@@ -106,15 +110,17 @@ def test_with_receipts_an_event_waits_for_that_of_the_last(
     assert len(request.sender.sent) == 1
     for _ in range(2):
         assert not request.sender.finished.is_set()
-        receipts.taken()
+        acks.taken()
         eventually("it is sent", lambda: len(request.sender.sent) == 2)
     request.sender.wait()
     events = [json.loads(response.text("META"))["event"] for response in request.sender.sent]
     assert events == ["progress", "failed"]
 
 
-def test_a_failure_keeps_its_code(api: FakeTriton, desk: Reception, engine: ScriptedEngine) -> None:
-    request = submit(api, desk)
+def test_a_failure_keeps_its_code(
+    api: FakeTriton, frontend: DenoiserFrontend, engine: ScriptedEngine
+) -> None:
+    request = submit(api, frontend)
     _, sink = engine.jobs[0]
     sink(Failed(Cancelled("the edit was cancelled")))
     sink(Progress(1, 3))  # a broken engine's late event is dropped
@@ -136,12 +142,12 @@ def test_a_failure_keeps_its_code(api: FakeTriton, desk: Reception, engine: Scri
 )
 def test_broken_tensors_are_refused(
     api: FakeTriton,
-    desk: Reception,
+    frontend: DenoiserFrontend,
     engine: ScriptedEngine,
     changed: dict[str, Any],
     message: str,
 ) -> None:
-    request = submit(api, desk, **changed)
+    request = submit(api, frontend, **changed)
     assert request.sender.wait().error().message().startswith(message)
     assert engine.jobs == []
 
@@ -151,7 +157,7 @@ def test_a_refusing_engine_is_relayed(api: FakeTriton, config: Config) -> None:
         def submit(self, job: EditJob, sink: Sink) -> None:
             raise Overloaded("9 edits are waiting already")
 
-    reception = Reception(api, Full(), config)
+    reception = DenoiserFrontend(api, Full(), config)
     request = submit(api, reception)
     assert request.sender.wait().error().message() == "[OVERLOADED] 9 edits are waiting already"
     reception.close()
@@ -167,18 +173,18 @@ def test_a_refusing_engine_is_relayed(api: FakeTriton, config: Config) -> None:
     ],
 )
 def test_operations(
-    api: FakeTriton, desk: Reception, operation: dict[str, str], result: dict[str, Any]
+    api: FakeTriton, frontend: DenoiserFrontend, operation: dict[str, str], result: dict[str, Any]
 ) -> None:
     request = api.request(REQUEST=json.dumps(operation).encode())
-    desk.execute([request])
+    frontend.execute([request])
     assert json.loads(request.sender.wait().text("META")) == result
 
 
-def test_an_operation_that_fails_is_answered(api: FakeTriton, desk: Reception) -> None:
+def test_an_operation_that_fails_is_answered(api: FakeTriton, frontend: DenoiserFrontend) -> None:
     request = api.request(REQUEST=b'{"op": "evict", "template_id": "0"}')
-    desk.execute([request])
+    frontend.execute([request])
     answer = request.sender.wait().error().message()
     assert answer == "[ENGINE_FAILED] internal error (request unknown)"
     unknown = api.request(REQUEST=b'{"op": "explode"}')
-    desk.execute([unknown])
+    frontend.execute([unknown])
     assert unknown.sender.wait().error().message().startswith("[INVALID_REQUEST] REQUEST.op")

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.triton.request_log import Ending
-from maskserve_core.triton.frontend import Front
-from maskserve_core.triton.tracing import OpenSpan
 from maskserve_core.config import Config
 from maskserve_core.errors import (
     Cancelled,
@@ -22,6 +19,9 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
+from maskserve_core.triton.frontend import Front
+from maskserve_core.triton.request_log import RequestLog
+from maskserve_core.triton.tracing import OpenSpan
 from maskserve_core.worker.observations import Observations
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 
@@ -45,8 +45,8 @@ def left() -> list[None]:
 
 
 @pytest.fixture
-def ending(left: list[None]) -> Ending:
-    made = Ending("edit", Observations(), lambda: left.append(None))
+def request_log(left: list[None]) -> RequestLog:
+    made = RequestLog("edit", Observations(), lambda: left.append(None))
     made.request_id = "mine"
     return made
 
@@ -56,10 +56,10 @@ def edit_lines(caplog: pytest.LogCaptureFixture) -> list[Any]:
 
 
 def test_a_done_edit_says_what_was_done(
-    ending: Ending, left: list[None], caplog: pytest.LogCaptureFixture
+    request_log: RequestLog, left: list[None], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    ending.answered(None, {"IMAGE": b"picture", "META": json.dumps(META).encode()})
+    request_log.answered(None, {"IMAGE": b"picture", "META": json.dumps(META).encode()})
     [record] = edit_lines(caplog)
     assert (record.levelname, record.request_id) == ("INFO", "mine")
     fields = record.fields
@@ -75,7 +75,7 @@ def test_a_done_edit_says_what_was_done(
         "denoise_ms": 20.0,
     }
     assert len(left) == 1
-    ends, seconds = ending._observations.take()
+    ends, seconds = request_log._observations.take()
     assert ends == ("edit_ends_total", 1.0, ("edit", "done", "OK"))
     assert (seconds[0], seconds[2]) == ("edit_seconds", ("edit",))
 
@@ -91,7 +91,7 @@ def test_a_done_edit_says_what_was_done(
     ],
 )
 def test_errors_have_their_outcome_and_level(
-    ending: Ending,
+    request_log: RequestLog,
     left: list[None],
     caplog: pytest.LogCaptureFixture,
     error: MaskserveError,
@@ -99,12 +99,12 @@ def test_errors_have_their_outcome_and_level(
     outcome: str,
 ) -> None:
     caplog.set_level(logging.INFO)
-    ending.answered(error, {})
+    request_log.answered(error, {})
     [record] = edit_lines(caplog)
     assert record.levelname == level
     assert record.fields["error"] == error.message
     assert (record.fields["outcome"], record.fields["code"]) == (outcome, error.code)
-    assert list(ending._observations.take()) == [
+    assert list(request_log._observations.take()) == [
         ("edit_ends_total", 1.0, ("edit", outcome, error.code))
     ]
     assert len(left) == 1
@@ -116,18 +116,18 @@ class Traced(OpenSpan):
 
 def test_a_traced_edit_names_its_trace(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    Ending("edit", Observations(), lambda: None, Traced()).answered(Cancelled("withdrawn"), {})
+    RequestLog("edit", Observations(), lambda: None, Traced()).answered(Cancelled("withdrawn"), {})
     [record] = edit_lines(caplog)
     assert record.fields["trace_id"] == "a" * 32
 
 
 def test_below_its_level_only_the_count_is_kept(
-    ending: Ending, caplog: pytest.LogCaptureFixture
+    request_log: RequestLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    ending.answered(None, {"META": b"never read"})
+    request_log.answered(None, {"META": b"never read"})
     assert edit_lines(caplog) == []
-    assert len(list(ending._observations.take())) == 2
+    assert len(list(request_log._observations.take())) == 2
 
 
 # Through a front

@@ -1,4 +1,4 @@
-"""Receipts on their way from a front to the denoiser."""
+"""AckSender on their way from a front to the denoiser."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.triton.acks import ReceiptDesk, Receipts
+from maskserve_core.triton.acks import AckReceiver, AckSender
 
 
 class Call:
@@ -44,23 +44,23 @@ def told() -> queue.SimpleQueue[str]:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[ReceiptDesk]:
-    desk = ReceiptDesk(tmp_path / "runtime")
-    yield desk
-    desk.close()
+def receiver(tmp_path: Path) -> Iterator[AckReceiver]:
+    receiver = AckReceiver(tmp_path / "runtime")
+    yield receiver
+    receiver.close()
 
 
 @pytest.fixture
-def receipts(desk: ReceiptDesk, tmp_path: Path) -> tuple[Receipts, Receipts]:
-    return Receipts(tmp_path / "runtime"), Receipts(tmp_path / "runtime")
+def acks(receiver: AckReceiver, tmp_path: Path) -> tuple[AckSender, AckSender]:
+    return AckSender(tmp_path / "runtime"), AckSender(tmp_path / "runtime")
 
 
 def test_each_receipt_arrives_where_it_belongs(
-    desk: ReceiptDesk, receipts: tuple[Receipts, Receipts], told: queue.SimpleQueue[str]
+    receiver: AckReceiver, acks: tuple[AckSender, AckSender], told: queue.SimpleQueue[str]
 ) -> None:
-    for name, given in zip("ab", receipts, strict=True):
-        desk.keep(given.key, Call(name, told))
-    a, b = receipts
+    for name, given in zip("ab", acks, strict=True):
+        receiver.keep(given.key, Call(name, told))
+    a, b = acks
     a.taken()
     b.taken()
     b.over()
@@ -70,12 +70,12 @@ def test_each_receipt_arrives_where_it_belongs(
 
 
 def test_a_dropped_key_is_forgotten(
-    desk: ReceiptDesk, receipts: tuple[Receipts, Receipts], told: queue.SimpleQueue[str]
+    receiver: AckReceiver, acks: tuple[AckSender, AckSender], told: queue.SimpleQueue[str]
 ) -> None:
-    old, new = receipts
-    desk.keep(old.key, Call("old", told))
-    desk.keep(new.key, Call("new", told))
-    desk.drop(old.key)
+    old, new = acks
+    receiver.keep(old.key, Call("old", told))
+    receiver.keep(new.key, Call("new", told))
+    receiver.drop(old.key)
     for given in (old, new):
         given.taken()
     assert told.get(timeout=5) == "new taken"
@@ -83,24 +83,24 @@ def test_a_dropped_key_is_forgotten(
 
 
 def test_more_than_a_pipe_holds(
-    desk: ReceiptDesk, receipts: tuple[Receipts, Receipts], told: queue.SimpleQueue[str]
+    receiver: AckReceiver, acks: tuple[AckSender, AckSender], told: queue.SimpleQueue[str]
 ) -> None:
-    desk.keep(receipts[0].key, Call("a", told))
+    receiver.keep(acks[0].key, Call("a", told))
     for _ in range(5000):
-        receipts[0].taken()
+        acks[0].taken()
     for _ in range(5000):
         told.get(timeout=5)
 
 
 def test_a_call_that_fails_is_nobody_elses_trouble(
-    desk: ReceiptDesk,
-    receipts: tuple[Receipts, Receipts],
+    receiver: AckReceiver,
+    acks: tuple[AckSender, AckSender],
     told: queue.SimpleQueue[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    broken, good = receipts
-    desk.keep(broken.key, Broken())
-    desk.keep(good.key, Call("good", told))
+    broken, good = acks
+    receiver.keep(broken.key, Broken())
+    receiver.keep(good.key, Call("good", told))
     with caplog.at_level(logging.ERROR):
         broken.taken()
         good.taken()
@@ -109,20 +109,20 @@ def test_a_call_that_fails_is_nobody_elses_trouble(
 
 
 def test_a_receipt_without_a_denoiser_is_lost(tmp_path: Path) -> None:
-    receipts = Receipts(tmp_path)
-    receipts.taken()  # there is no pipe
-    desk = ReceiptDesk(tmp_path)
-    desk.close()
-    receipts.taken()  # nobody reads it
+    acks = AckSender(tmp_path)
+    acks.taken()  # there is no pipe
+    receiver = AckReceiver(tmp_path)
+    receiver.close()
+    acks.taken()  # nobody reads it
 
 
 def test_a_killed_denoisers_pipe_is_replaced(tmp_path: Path, told: queue.SimpleQueue[str]) -> None:
-    (tmp_path / "receipts").write_text("left behind", encoding="ascii")
-    desk, receipts = ReceiptDesk(tmp_path), Receipts(tmp_path)
-    desk.keep(receipts.key, Call("a", told))
-    receipts.taken()
+    (tmp_path / "acks").write_text("left behind", encoding="ascii")
+    receiver, acks = AckReceiver(tmp_path), AckSender(tmp_path)
+    receiver.keep(acks.key, Call("a", told))
+    acks.taken()
     told.get(timeout=5)
-    desk.close()
+    receiver.close()
 
 
 def test_an_event_that_never_arrives_is_not_waited_for(
@@ -133,8 +133,8 @@ def test_an_event_that_never_arrives_is_not_waited_for(
             return 31.0
 
     monkeypatch.setattr("maskserve_core.triton.acks._LOOK_EVERY_S", 0.01)
-    desk = ReceiptDesk(tmp_path)
-    desk.keep("well", Call("well", told))
-    desk.keep("lost", Waiting("lost", told))
+    receiver = AckReceiver(tmp_path)
+    receiver.keep("well", Call("well", told))
+    receiver.keep("lost", Waiting("lost", told))
     assert told.get(timeout=5) == "lost over"
-    desk.close()
+    receiver.close()

@@ -1,4 +1,4 @@
-"""An edit's course through the engine, told as spans when it ends (docs/adr/0008-traces.md)."""
+"""An edit's timeline through the engine, told as spans when it ends (docs/adr/0008-traces.md)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from maskserve_core.triton.tracing import Stage
 from maskserve_core.errors import MaskserveError
+from maskserve_core.triton.tracing import Stage
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RequestTimeline:
     """When an edit came to what, in time.monotonic() seconds; 0.0: it never did."""
 
     accepted: float
@@ -30,12 +30,12 @@ class Course:
     """What its steps did."""
 
 
-def stages(course: Course, error: MaskserveError | None = None) -> list[Stage]:
+def stages(timeline: RequestTimeline, error: MaskserveError | None = None) -> list[Stage]:
     """What the edit went through, one after the other; the last stage is where `error` ended it.
 
     accepted ── wait_prime ── queued ── queue ── admitted ── denoise ── ended
     """
-    c = course
+    c = timeline
     reached = []
     if c.waited:
         reached.append(("wait_prime", c.accepted, c.queued or c.ended))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_core.errors import MaskserveError
 from maskserve_core.contracts.request import EditRequest
-from maskserve_engine.requests.timeline import Course
+from maskserve_core.errors import MaskserveError
+from maskserve_engine.timeline import RequestTimeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class Final:
     latents: NDArray[np.float32]
     """[C, h, w]"""
     meta: dict[str, Any]
-    course: Course | None = None
+    timeline: RequestTimeline | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     error: MaskserveError
-    course: Course | None = None
+    timeline: RequestTimeline | None = None
     """None if it was refused."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.triton.keepalive import Keeper, responses_of
+from maskserve_core.triton.keepalive import KeepAlive, responses_of
 from tests.eventually import eventually
 
 
@@ -52,7 +52,7 @@ def read_one_and_fail(responses: Iterator[Any]) -> None:
 @pytest.mark.parametrize("read", [read_all, read_one_and_fail])
 def test_they_are_kept_for_a_while_and_not_longer(read: Any) -> None:
     call = Call()
-    read(responses_of(call, Keeper(2.0)))
+    read(responses_of(call, KeepAlive(2.0)))
     assert call.responses is not None
     assert call.responses() is not None
     kept = call.responses
