@@ -1,0 +1,40 @@
+"""Compares two records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], where: str = "") -> list[str]:
+    """A line for each value that is not in both records alike.
+
+    A slow client receives only the latest event of a stream: events that one record lacks are
+    no difference, as long as the two share one of each kind.
+    """
+    lines = []
+    for key in [*before, *(key for key in after if key not in before)]:
+        path = f"{where}{key}"
+        old, new = before.get(key), after.get(key)
+        if key == "events" and isinstance(old, dict) and isinstance(new, dict):
+            lines += _event_differences(old, new, path)
+        elif isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{path}: ")
+        elif key not in before or key not in after or old != new:
+            lines.append(f"{path}: {_shown(before, key)} before, {_shown(after, key)} now")
+    return lines
+
+
+def _event_differences(old: dict[str, Any], new: dict[str, Any], path: str) -> list[str]:
+    shared = [event for event in old if event in new]
+    kinds = {event.split()[0] for event in (*old, *new)}
+    missed = sorted(kinds - {event.split()[0] for event in shared})
+    lines = [f"{path}: no {kind} that both records have" for kind in missed]
+    for event in shared:
+        lines += differences(old[event], new[event], f"{path}: {event}: ")
+    return lines
+
+
+def _shown(record: Mapping[str, Any], key: str) -> str:
+    return json.dumps(record[key])[:200] if key in record else "nothing"
