@@ -120,6 +120,13 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     files.add_argument(
         "--feather", dest="mask_feather", type=int, metavar="PX", help="fade out beyond the mask"
     )
+    files.add_argument(
+        "--ring",
+        dest="mask_ring",
+        type=int,
+        metavar="TOKENS",
+        help="compute so many tokens round the mask too; what is pasted stays the mask's",
+    )
 
     model = edit.add_argument_group("what to paint", "Without an option the server's default.")
     model.add_argument("--prompt", required=True, metavar="TEXT")

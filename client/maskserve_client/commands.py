@@ -22,6 +22,7 @@ _SETTINGS = (
     "mask_mode",
     "mask_dilate",
     "mask_feather",
+    "mask_ring",
     "negative_prompt",
     "seed",
     "num_inference_steps",

@@ -54,6 +54,9 @@ class ModelConfig:
     max_sequence_length: int = _opt(512, "Text tokens of the T5 prompt.", low=1, high=4096)
     num_inference_steps: int = _opt(28, "Default steps.", low=1, high=1000)
     guidance_scale: float = _opt(30.0, "Default embedded guidance.", low=0.0, high=1000.0)
+    mask_ring: int = _opt(
+        0, "Default tokens round the mask that a cached edit computes too.", low=0, high=64
+    )
     torch_threads: int = _opt(0, "CPU threads of the denoiser; 0: all.", low=0, high=1024)
 
 

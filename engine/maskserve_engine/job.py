@@ -38,6 +38,13 @@ class EditJob:
     negative: PromptEmbedding | None = None
     """Of the negative prompt, where there is one: every step then runs the model twice."""
 
+    @property
+    def mask_ring(self) -> int:
+        """Tokens round the mask that a cached row computes too."""
+        ring = self.request.settings.mask_ring
+        assert ring is not None, "preprocess fills in the model's default"
+        return ring
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:

@@ -57,7 +57,7 @@ class Rig:
 
     def _job(self, edit: Edit, seed: int) -> EditJob:
         mask = edit.mask * np.uint8(255)
-        settings = EditSettings(num_inference_steps=self.steps)
+        settings = EditSettings(num_inference_steps=self.steps, mask_ring=0)
         if self.adapter.facts.guidance_embeds:
             settings = replace(settings, guidance_scale=self.config.model.guidance_scale)
         request = request_of(edit.source, edit.prompt, settings, seed, str(seed))

@@ -19,7 +19,8 @@ from tests.fakes.pictures import blob_mask, scene
 
 FINAL_KEYS = {
     "event", "step", "steps", "request_id", "seed", "worker", "model", "template_id",
-    "mask_ratio", "active_tokens", "total_tokens", "cache", "timings_ms", "batch_mean",
+    "mask_ratio", "mask_ring", "active_tokens", "total_tokens", "cache", "timings_ms",
+    "batch_mean",
 }  # fmt: skip
 
 

@@ -46,6 +46,7 @@ def random_case(rng: np.random.Generator, **settings: Any) -> Case:
         "num_inference_steps": int(rng.integers(1, 8)),
         "guidance_scale": float(np.round(rng.uniform(1, 30), 2)),
         "strength": float(rng.choice([1.0, 1.0, 0.8, 0.55])),
+        "mask_ring": 0,
         **settings,
     }
     values["strength"] = max(values["strength"], 1.0 / values["num_inference_steps"])

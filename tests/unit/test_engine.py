@@ -20,6 +20,7 @@ from maskserve_core.errors import (
     InvalidRequest,
     Overloaded,
 )
+from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.worker.status import StatusReader
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.registry import Adapter, load_adapter
@@ -116,7 +117,7 @@ def test_many_edits_at_once_each_get_their_own_result(
 
 def test_meta_says_what_was_done(engine: Engine, encoder: Encoder) -> None:
     sink = Sink()
-    each = job(encoder, 1, num_inference_steps=4, strength=1.0, cache="off")
+    each = job(encoder, 1, num_inference_steps=4, strength=1.0, cache="off", mask_ring=1)
     engine.submit(each, sink)
     meta = sink.final().meta
     assert meta["event"] == "final"
@@ -125,6 +126,9 @@ def test_meta_says_what_was_done(engine: Engine, encoder: Encoder) -> None:
     assert meta["cache"] == "off"
     assert meta["kinds"] == {"dense": 4 * engine.adapter.blocks}
     assert 0 < meta["mask_ratio"] <= 1
+    assert meta["mask_ring"] == 1
+    token = engine.adapter.facts.token_pixels
+    assert meta["active_tokens"] == len(active_tokens(each.edit_mask, token, ring=1))
     assert meta["batch_mean"] == 1.0
     assert {"queue", "denoise", "load_stall"} <= set(meta["timings_ms"])
 

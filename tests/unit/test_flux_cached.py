@@ -94,6 +94,21 @@ def test_with_all_tokens_active_cached_equals_dense(
     assert np.abs(adapter.result(row) - expected).max() <= tolerance(expected)
 
 
+@pytest.mark.parametrize("kind", ["dense", "project", "kv"])
+def test_with_a_ring_over_the_whole_picture_cached_equals_dense(
+    adapter: FluxAdapter, encoder: Encoder, kind: str
+) -> None:
+    """The ring's tokens take the inputs of the dense row, whose mask is the small one."""
+    job = make_job(encoder, 2, mask_ring=64)
+    job = replace(job, edit_mask=np.zeros_like(job.edit_mask))
+    job.edit_mask[-3:, :5] = 255
+    row, dense = cached(adapter, job, prime(adapter, encoder, job)), adapter.dense_row(job)
+    run(adapter, [row], (kind,) * adapter.blocks)
+    run(adapter, [dense], ())
+    expected = adapter.result(dense)
+    assert np.abs(adapter.result(row) - expected).max() <= tolerance(expected)
+
+
 def as_primed(adapter: FluxAdapter, job: EditJob, primed: PrimingRow, anchor: int) -> FluxRow:
     """A cached row whose every model input is that of the priming forward at an anchor."""
     row = cached(adapter, job, primed)

@@ -224,6 +224,25 @@ def test_tokens_are_counted_row_by_row_by_any_overlap(edit: np.ndarray, side: in
     assert mask_ratio(len(ids), edit.shape, side) == len(expected) * side**2 / edit.size
 
 
+@given(
+    hnp.arrays(
+        np.uint8, st.sampled_from([(32, 48), (8, 64)]), elements=st.sampled_from([0] * 60 + [1])
+    ),
+    st.integers(0, 9),
+)
+def test_a_ring_adds_every_token_so_near_a_masked_one(edit: np.ndarray, ring: int) -> None:
+    down, across = edit.shape[0] // 8, edit.shape[1] // 8
+    masked = {(y // 8, x // 8) for y, x in np.argwhere(edit)}
+    expected = [
+        row * across + column
+        for row in range(down)
+        for column in range(across)
+        if any(max(abs(row - y), abs(column - x)) <= ring for y, x in masked)
+    ]
+    assert active_tokens(edit, 8, ring).tolist() == expected
+    assert active_tokens_per_level(edit, 8, (0,), ring)[0].tolist() == expected
+
+
 def test_token_sizes_that_do_not_fit_are_a_bug() -> None:
     with pytest.raises(ValueError, match="multiple"):
         active_tokens(np.zeros((20, 16), np.uint8), 16)

@@ -21,6 +21,8 @@ MAX_SETTINGS_BYTES = 64 * 1024
 MAX_SEED = 2**63 - 1
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 PRIORITIES = (-100, 100)
+MAX_RING = 64
+"""Tokens: the whole of a 1024x1024 picture's grid from anywhere in it."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 
@@ -48,6 +50,8 @@ class EditSettings:
     """Pixels by which the mask grows, at the source's size."""
     mask_feather: int = 0
     """Pixels over which the edit fades into the source."""
+    mask_ring: int | None = None
+    """Tokens round the mask that a cached edit computes too; what is pasted stays the mask's."""
     output_format: str = "png"
     """Encoding of the answer."""
     output_encoding: str = "raw"
@@ -145,6 +149,7 @@ _CHECKS: dict[str, Check] = {
     "mask_mode": _choice(MASK_MODES),
     "mask_dilate": _integer(0, 512),
     "mask_feather": _integer(0, 512),
+    "mask_ring": _integer(0, MAX_RING),
     "output_format": _choice(OUTPUT_FORMATS),
     "output_encoding": _choice(OUTPUT_ENCODINGS),
     "progress": _boolean,

@@ -3,7 +3,7 @@
     mask image ─ rule ─► selected ─ dilate, feather ─► paste weights      at the source's size
                                                             │ > 0
                                                        edit mask          at the model's size
-                                                            │ any overlap
+                                                            │ any overlap, grown by the ring
                                                        active tokens      per token size
 
 Every pixel with a paste weight above 0 lies inside the edit mask, and every edited model pixel
@@ -171,25 +171,34 @@ def edit_mask(paste: Bytes2D, model_size: Size) -> Bytes2D:
     return _full(covered)
 
 
-def active_tokens(edit: Bytes2D, token_pixels: int) -> TokenIds:
-    """Ids of the tokens that overlap the edit mask, ascending.
+def active_tokens(edit: Bytes2D, token_pixels: int, ring: int = 0) -> TokenIds:
+    """Ids of the tokens that are computed: those that overlap the edit mask and those within
+    `ring` tokens of one of them (a square), ascending.
 
     Tokens are numbered row by row, as the model lays out its patches.
 
     Args:
         edit: [h, w], sides multiples of `token_pixels`; above 0 means edited.
         token_pixels: model pixels along one side of a token.
+        ring: tokens round the mask that are computed too; what is pasted back is the mask's alone.
     """
+    return np.flatnonzero(_token_grid(edit, token_pixels, ring))
+
+
+def _token_grid(edit: Bytes2D, side: int, ring: int) -> Bools:
+    """Whether each token is computed, bool [rows, columns]."""
     height, width = edit.shape
-    if height % token_pixels or width % token_pixels:
-        raise ValueError(f"{edit.shape} is not a multiple of {token_pixels}")
-    rows = edit.reshape(height // token_pixels, token_pixels, width).max(axis=1)
-    grid = rows.reshape(-1, width // token_pixels, token_pixels).max(axis=2)
-    return np.flatnonzero(grid)
+    if height % side or width % side:
+        raise ValueError(f"{edit.shape} is not a multiple of {side}")
+    rows = edit.reshape(height // side, side, width).max(axis=1)
+    grid: Bools = rows.reshape(-1, width // side, side).max(axis=2) > 0
+    for axis in (0, 1):
+        grid = _grow(grid, ring, ring, axis)
+    return grid
 
 
 def active_tokens_per_level(
-    edit: Bytes2D, token_pixels: int, levels: Sequence[int]
+    edit: Bytes2D, token_pixels: int, levels: Sequence[int], ring: int = 0
 ) -> dict[int, TokenIds]:
     """Active tokens of a UNet whose stacks attend at several scales.
 
@@ -198,13 +207,12 @@ def active_tokens_per_level(
         token_pixels: model pixels along one side of a token at level 0.
         levels: how often each wanted level has been halved. A side that does not halve evenly
             rounds up, as a convolution of stride 2 with padding 1 does.
+        ring: as of `active_tokens`, in tokens of level 0.
 
     Returns:
         level → ids, row-major over the level's own grid.
     """
-    side = token_pixels
-    grid = edit.reshape(edit.shape[0] // side, side, edit.shape[1]).max(axis=1)
-    grid = grid.reshape(grid.shape[0], -1, side).max(axis=2)
+    grid = _token_grid(edit, token_pixels, ring)
     found: dict[int, TokenIds] = {}
     for level in range(max(levels) + 1):
         if level in levels:

@@ -128,8 +128,8 @@ def _check_text(field: str, text: str, config: Config) -> None:
 def with_defaults(settings: EditSettings, facts: ModelFacts, config: Config) -> EditSettings:
     """`settings` with every default that is the worker's to choose filled in.
 
-    Steps are never None afterwards, nor are the seed and the request id; guidance_scale is None
-    only for models that have none.
+    Steps and ring are never None afterwards, nor are the seed and the request id; guidance_scale is
+    None only for models that have none.
     """
     guidance = settings.guidance_scale
     if guidance is None and facts.guidance_embeds:
@@ -138,6 +138,7 @@ def with_defaults(settings: EditSettings, facts: ModelFacts, config: Config) -> 
         settings,
         num_inference_steps=_steps(settings, config),
         guidance_scale=guidance,
+        mask_ring=config.model.mask_ring if settings.mask_ring is None else settings.mask_ring,
         seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
         request_id=settings.request_id or uuid.uuid4().hex,
     )

@@ -16,8 +16,8 @@ from maskserve_core.worker.observations import Observations
 log = logging.getLogger("maskserve.edit")
 
 _FROM_META = (
-    "seed", "template_id", "mask_ratio", "active_tokens", "total_tokens", "steps", "cache",
-    "batch_mean",
+    "seed", "template_id", "mask_ratio", "mask_ring", "active_tokens", "total_tokens",
+    "steps", "cache", "batch_mean",
 )  # fmt: skip
 _LEVELS = {
     "done": logging.INFO,

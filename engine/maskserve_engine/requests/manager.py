@@ -158,7 +158,7 @@ class RequestManager:
             job=job,
             sink=sink,
             total_tokens=(height // token) * (width // token),
-            active_tokens=len(active_tokens(job.edit_mask, token)),
+            active_tokens=len(active_tokens(job.edit_mask, token, job.mask_ring)),
             steps=self.adapter.steps(job),
             submitted=now,
             deadline=deadline,

@@ -57,6 +57,7 @@ class RequestState:
 
     @property
     def mask_ratio(self) -> float:
+        """Share of tokens that a cached step of it computes, the ring among them."""
         return self.active_tokens / self.total_tokens
 
     @property
@@ -152,6 +153,7 @@ class RequestState:
         return {
             "steps": self.steps,
             "mask_ratio": round(self.mask_ratio, 6),
+            "mask_ring": self.job.mask_ring,
             "active_tokens": self.active_tokens,
             "total_tokens": self.total_tokens,
             "cache": self.cache,

@@ -110,7 +110,7 @@ class FluxAdapter:
         with torch.inference_mode():
             schedule, start = self._start(job)
             row = self._row(job, schedule, start)
-            ids = active_tokens(job.edit_mask, self.facts.token_pixels)
+            ids = active_tokens(job.edit_mask, self.facts.token_pixels, job.mask_ring)
             rest = np.setdiff1d(np.arange(row.grid[0] * row.grid[1]), ids)
             active = torch.from_numpy(ids).to(self.device)
             index = torch.from_numpy(rest).to(self.device)
