@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from benchmarks.machine import machine
 from maskserve_core.config import Config
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.imaging.geometry import resize
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import prepare_edit
+from maskserve_harness.benchmarks.machine import machine
 
 PHOTO = Path(__file__).parents[1] / "assets" / "photos" / "astronaut.jpg"
 

@@ -15,9 +15,9 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.machine import machine
 from maskserve_core.imaging.images import DecodedMask
 from maskserve_core.imaging.masks import active_tokens, build_masks, mask_ratio
+from maskserve_harness.benchmarks.machine import machine
 
 TOKEN_PIXELS = 16
 

@@ -36,9 +36,6 @@ import numpy as np
 import torch
 import tritonclient.grpc as triton_grpc
 
-from benchmarks.direct import Direct, Edit
-from benchmarks.path import measure_path, timed
-from benchmarks.timing import hardware
 from demo_model.scenes import held_out_edits
 from maskserve_core.config import Config, config_of, cores
 from maskserve_core.contracts.facts import load_facts
@@ -46,7 +43,10 @@ from maskserve_core.imaging.images import encode_image
 from maskserve_core.planning.flops import flux_work
 from maskserve_engine.families.flux import batch as batch_module
 from maskserve_engine.families.flux import forward as forward_module
-from probing.calls import Answer, Grpc, answer_of, tensors
+from maskserve_harness.benchmarks.direct import Direct, Edit
+from maskserve_harness.benchmarks.path import measure_path, timed
+from maskserve_harness.benchmarks.timing import hardware
+from maskserve_harness.probing.calls import Answer, Grpc, answer_of, tensors
 from serving.command import TUNING
 from serving.files import dump_toml
 from serving.options import ServeOptions

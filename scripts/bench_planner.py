@@ -18,8 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import processor
-from benchmarks.models import FLUX_DEV
 from maskserve_core.planning.cost_model import CostModel, Line, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_core.planning.flops import RowTokens, flop_limit, flux_work
@@ -27,6 +25,8 @@ from maskserve_core.planning.plan_cache import PlanCache, plan_totals
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.step_costs import StepCosts, step_costs
 from maskserve_core.planning.two_stream import evaluate
+from maskserve_harness.benchmarks.machine import processor
+from maskserve_harness.benchmarks.models import FLUX_DEV
 
 WORK = flux_work(FLUX_DEV, 128, 128)
 TEXT, ROWS = 512, 8

@@ -17,9 +17,9 @@ import statistics
 import time
 from pathlib import Path
 
-from benchmarks.machine import processor
 from maskserve_core.routing import POLICIES, Edit, Pricing, WorkerView, make_policy
 from maskserve_core.worker.status import RowStatus, WorkerStatus
+from maskserve_harness.benchmarks.machine import processor
 
 TOTAL = 4096
 TEMPLATES = 970

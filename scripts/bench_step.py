@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_rig import PRESETS, Bench
-from benchmarks.timing import Timer, hardware
 from maskserve_engine.cache.codec import FORMATS
 from maskserve_engine.families.flux import forward as forward_module
 from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
+from maskserve_harness.benchmarks.timing import Timer, hardware
 
 
 def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) -> float:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.models import FLUX_DEV
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.planning.flops import flux_work
+from maskserve_harness.benchmarks.models import FLUX_DEV
 
 
 def main() -> int:

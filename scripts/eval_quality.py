@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.timing import hardware
 from demo_model.evaluation import run_edits
 from demo_model.scenes import held_out_edits
-from quality.metrics import Picture, compare
-from quality.published import missing, published
-from quality.report import draw_sheet, plot, table
-from quality.rivals import first_block_cache
-from quality.systems import CacheChoice, Rig
+from maskserve_harness.benchmarks.timing import hardware
+from maskserve_harness.quality.metrics import Picture, compare
+from maskserve_harness.quality.published import missing, published
+from maskserve_harness.quality.report import draw_sheet, plot, table
+from maskserve_harness.quality.rivals import first_block_cache
+from maskserve_harness.quality.systems import CacheChoice, Rig
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = CacheChoice("kv", "int8", 7)

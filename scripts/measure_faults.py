@@ -21,12 +21,17 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
-from faults.client_faults import STEPS_BAR, client_faults, full_batch, try_client_fault
-from faults.repository import sabotaged_repository
-from faults.site import Site
-from faults.table import client_table, worker_table
-from faults.worker_faults import RETURN_BAR_S, try_worker_fault, worker_faults
+from maskserve_harness.benchmarks.machine import machine
+from maskserve_harness.faults.client_faults import (
+    STEPS_BAR,
+    client_faults,
+    full_batch,
+    try_client_fault,
+)
+from maskserve_harness.faults.repository import sabotaged_repository
+from maskserve_harness.faults.site import Site
+from maskserve_harness.faults.table import client_table, worker_table
+from maskserve_harness.faults.worker_faults import RETURN_BAR_S, try_worker_fault, worker_faults
 from serving.errors import ServeError
 from serving.options import REPOSITORY, ServeOptions
 from serving.ports import free_base_port

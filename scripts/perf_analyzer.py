@@ -26,18 +26,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import machine
 from maskserve_core.contracts.settings import CACHE_MODES
-from perf.errors import PerfError
-from perf.inputs import Edit, InputOptions, find_photos, make_edits, write_edits
-from perf.load import FRONTS, PROTOCOLS, Load, parse_loads, targets
-from perf.report import HEADER, line
-from perf.run import Measurement, measure
-from perf.server import Server, own_server, running_server
-from perf.tool import Tool, find_tool
+from maskserve_harness.benchmarks.machine import machine
+from maskserve_harness.perf.errors import PerfError
+from maskserve_harness.perf.inputs import Edit, InputOptions, find_photos, make_edits, write_edits
+from maskserve_harness.perf.load import FRONTS, PROTOCOLS, Load, parse_loads, targets
+from maskserve_harness.perf.report import HEADER, line
+from maskserve_harness.perf.run import Measurement, measure
+from maskserve_harness.perf.server import Server, own_server, running_server
+from maskserve_harness.perf.tool import Tool, find_tool
+from maskserve_harness.simulator.workload import MIXES
 from serving.errors import ServeError
 from serving.options import REPOSITORY
-from simulator.workload import MIXES
 
 CACHE = REPOSITORY / ".cache" / "perf_analyzer"
 LOGS = REPOSITORY / "logs" / "perf_analyzer"

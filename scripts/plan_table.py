@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models import FLUX_DEV
 from maskserve_core.planning.cost_model import CostModel, Line, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_core.planning.flops import KINDS, ModelWork, flop_limit, flux_work
@@ -22,6 +21,7 @@ from maskserve_core.planning.flops_unet import unet_work
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.step_costs import StepCosts, step_costs
 from maskserve_core.planning.two_stream import evaluate
+from maskserve_harness.benchmarks.models import FLUX_DEV
 
 LINKS = {"PCIe 5 (50 GB/s)": 50.0, "PCIe 4 (25 GB/s)": 25.0, "NVMe (7 GB/s)": 7.0}
 BUDGET = 2e9

@@ -25,10 +25,10 @@ from tempfile import TemporaryDirectory
 
 from tritonclient.utils import InferenceServerException
 
+from maskserve_harness.perf.errors import PerfError
+from maskserve_harness.perf.server import own_server, running_server
 from maskserve_harness.recording.comparison import differences
 from maskserve_harness.recording.record import Record, Recorder
-from perf.errors import PerfError
-from perf.server import own_server, running_server
 from serving.errors import ServeError
 from serving.options import REPOSITORY
 

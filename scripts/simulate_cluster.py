@@ -17,11 +17,11 @@ from pathlib import Path
 
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.routing import POLICIES
-from simulator.capacity import at_load
-from simulator.hardware import Hardware
-from simulator.result import Result, run
-from simulator.scenario import BATCHING, Scenario, Tiers
-from simulator.workload import MIXES, Workload
+from maskserve_harness.simulator.capacity import at_load
+from maskserve_harness.simulator.hardware import Hardware
+from maskserve_harness.simulator.result import Result, run
+from maskserve_harness.simulator.scenario import BATCHING, Scenario, Tiers
+from maskserve_harness.simulator.workload import MIXES, Workload
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -128,7 +128,7 @@ def one(args: argparse.Namespace) -> int:
         report = {"rate": scenario.workload.rate, "seed": args.seed, "results": results}
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     if args.plot:
-        from simulator.plots import plot_latencies
+        from maskserve_harness.simulator.plots import plot_latencies
 
         args.plot.mkdir(parents=True, exist_ok=True)
         title = f"{args.workers} workers, {args.mix} masks, {scenario.workload.rate:.2f} edits/s"
@@ -137,13 +137,13 @@ def one(args: argparse.Namespace) -> int:
 
 
 def bars(args: argparse.Namespace) -> int:
-    from simulator.bars import run_bars
+    from maskserve_harness.simulator.bars import run_bars
 
     report = run_bars(lambda line: print(line, flush=True))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     if args.plot:
-        from simulator.plots import plot_batching, plot_residency, plot_routing
+        from maskserve_harness.simulator.plots import plot_batching, plot_residency, plot_routing
 
         args.plot.mkdir(parents=True, exist_ok=True)
         plot_routing(report["routing"], args.plot / "routing_p95.png")

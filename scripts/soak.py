@@ -24,9 +24,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from maskserve_harness.soaking.run import Report, SoakOptions, soak, summary
 from serving.errors import ServeError
 from serving.options import REPOSITORY
-from soaking.run import Report, SoakOptions, soak, summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.table import client_table, worker_table
+from maskserve_harness.faults.table import client_table, worker_table
 from measure_faults import missed_bars
 from module_index import DOCUMENT, updated
 

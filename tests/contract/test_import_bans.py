@@ -50,7 +50,7 @@ def test_the_probe_sees_torch() -> None:
 def test_only_models_import_tritons_python_api() -> None:
     sources = [
         path
-        for folder in ("engine", "router", "client", "scripts")
+        for folder in ("engine", "router", "client", "harness", "scripts")
         for path in (ROOT / folder).rglob("*.py")
     ]
     assert len(sources) > 20

@@ -11,8 +11,17 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.utils import InferenceServerException
 
-from probing.calls import TIMEOUT_S, Answer, Grpc, Http, Pending, Stream, tensors, texts
-from probing.calls import decode as pixels
+from maskserve_harness.probing.calls import (
+    TIMEOUT_S,
+    Answer,
+    Grpc,
+    Http,
+    Pending,
+    Stream,
+    tensors,
+    texts,
+)
+from maskserve_harness.probing.calls import decode as pixels
 from tests.eventually import eventually
 from tests.fakes.pictures import blob_mask, encode, scene
 

@@ -16,7 +16,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 
 from maskserve_core.config import Config
-from probing.calls import tensors
+from maskserve_harness.probing.calls import tensors
 from serving.command import command, environment
 from serving.leftovers import region_prefix, remove_regions
 from serving.options import ServeOptions

@@ -11,12 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from faults.client_faults import ClientFault, client_faults, full_batch, try_client_fault
-from faults.repository import sabotaged_repository
-from faults.sabotage import PREVIEWS
-from faults.site import Site
-from faults.worker_faults import RETURN_BAR_S, WorkerFault, try_worker_fault, worker_faults
-from probing.calls import Stream
+from maskserve_harness.faults.client_faults import (
+    ClientFault,
+    client_faults,
+    full_batch,
+    try_client_fault,
+)
+from maskserve_harness.faults.repository import sabotaged_repository
+from maskserve_harness.faults.sabotage import PREVIEWS
+from maskserve_harness.faults.site import Site
+from maskserve_harness.faults.worker_faults import (
+    RETURN_BAR_S,
+    WorkerFault,
+    try_worker_fault,
+    worker_faults,
+)
+from maskserve_harness.probing.calls import Stream
 from serving.options import ServeOptions
 from serving.ports import free_base_port
 from serving.supervisor import Supervisor

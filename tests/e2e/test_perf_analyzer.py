@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from perf.errors import PerfError
-from perf.tool import NAME, find_tool
+from maskserve_harness.perf.errors import PerfError
+from maskserve_harness.perf.tool import NAME, find_tool
 from serving.options import REPOSITORY
 from serving.worker import Worker
 from tests.e2e.calls import Grpc, eventually

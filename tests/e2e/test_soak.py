@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from soaking.load import MIX
-from soaking.run import Report, SoakOptions, soak, summary
+from maskserve_harness.soaking.load import MIX
+from maskserve_harness.soaking.run import Report, SoakOptions, soak, summary
 
 
 def run(model: Path, out: Path, minutes: float, sample_s: float) -> Report:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from faults.client_faults import ClientFault, ClientTrial, try_client_fault
 from maskserve_core.worker.status import RowStatus
+from maskserve_harness.faults.client_faults import ClientFault, ClientTrial, try_client_fault
 
 
 @dataclass

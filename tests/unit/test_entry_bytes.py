@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.models import FLUX_DEV
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, end_bytes, entry_bytes
 from maskserve_core.planning.flops import flux_work
 from maskserve_core.planning.flops_unet import unet_work
+from maskserve_harness.benchmarks.models import FLUX_DEV
 from tests.unit.model_configs import TINY_SDXL
 
 

@@ -12,9 +12,9 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.models import FLUX_DEV
 from maskserve_core.planning.flops import KINDS, ModelWork, RowTokens, flop_limit, flux_work
 from maskserve_core.planning.flops_unet import unet_work
+from maskserve_harness.benchmarks.models import FLUX_DEV
 from tests.unit.model_configs import REAL_SD21, REAL_SDXL, TINY_FLUX, TINY_SD21, TINY_SDXL
 
 

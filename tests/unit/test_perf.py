@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from maskserve_core.contracts.settings import parse_settings
-from perf import tool
-from perf.errors import PerfError
-from perf.inputs import (
+from maskserve_harness.perf import tool
+from maskserve_harness.perf.errors import PerfError
+from maskserve_harness.perf.inputs import (
     TENSORS,
     InputOptions,
     draw_mask,
@@ -31,11 +31,11 @@ from perf.inputs import (
     pack,
     write_edits,
 )
-from perf.load import Load, Target, draw_gaps, parse_loads, targets
-from perf.results import parse_errors, parse_report, parse_stamps
-from perf.run import Measurement, measure
-from perf.server import running_server
-from simulator.workload import MIXES
+from maskserve_harness.perf.load import Load, Target, draw_gaps, parse_loads, targets
+from maskserve_harness.perf.results import parse_errors, parse_report, parse_stamps
+from maskserve_harness.perf.run import Measurement, measure
+from maskserve_harness.perf.server import running_server
+from maskserve_harness.simulator.workload import MIXES
 
 ROOT = Path(__file__).parents[2]
 PHOTOS = find_photos(ROOT / "assets")

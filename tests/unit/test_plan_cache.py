@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.models import FLUX_DEV
 from maskserve_core.planning.flops import flux_work
 from maskserve_core.planning.plan_cache import PlanCache, plan_totals
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.step_costs import StepCosts
 from maskserve_core.planning.two_stream import evaluate
+from maskserve_harness.benchmarks.models import FLUX_DEV
 from tests.unit.test_planner import flux_costs
 
 

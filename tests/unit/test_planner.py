@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.models import FLUX_DEV
 from maskserve_core.planning.cost_model import CostModel, Line, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_core.planning.flops import KINDS, flux_work
@@ -25,6 +24,7 @@ from maskserve_core.planning.two_stream import (
     period,
     run,
 )
+from maskserve_harness.benchmarks.models import FLUX_DEV
 from tests.unit.model_configs import TINY_SDXL
 from tests.unit.planning import INF, algorithm_1, costs_of, random_costs
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from maskserve_core.routing import POLICIES
+from maskserve_harness.simulator.capacity import at_load, capacity
+from maskserve_harness.simulator.cluster import Cluster
+from maskserve_harness.simulator.hardware import Hardware
+from maskserve_harness.simulator.result import NotConserved, check_conserved, run, simulate
+from maskserve_harness.simulator.scenario import BATCHING, Scenario, Tiers
+from maskserve_harness.simulator.workload import MIXES, Workload, draw, mean_ratio
 from simulate_cluster import main
-from simulator.capacity import at_load, capacity
-from simulator.cluster import Cluster
-from simulator.hardware import Hardware
-from simulator.result import NotConserved, check_conserved, run, simulate
-from simulator.scenario import BATCHING, Scenario, Tiers
-from simulator.workload import MIXES, Workload, draw, mean_ratio
 
 HARDWARE = Hardware()
 PUBLIC = Workload(150, 4.0, steps=(8, 20))

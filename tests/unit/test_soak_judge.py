@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from soaking.judge import Bar, judge_answers, judge_growth, judge_rest, steady
-from soaking.ledger import Window
-from soaking.sampler import ProcessSample, Sample, rollup
+from maskserve_harness.soaking.judge import Bar, judge_answers, judge_growth, judge_rest, steady
+from maskserve_harness.soaking.ledger import Window
+from maskserve_harness.soaking.sampler import ProcessSample, Sample, rollup
 
 HOUR_S = 3600.0
 EVERY_S = 5.0

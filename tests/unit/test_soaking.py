@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from maskserve_core.config import Config, config_of
+from maskserve_harness.soaking.ledger import Ledger
+from maskserve_harness.soaking.load import Load
+from maskserve_harness.soaking.pictures import Album
+from maskserve_harness.soaking.run import SoakOptions, soak, template_bytes, write_config
+from maskserve_harness.soaking.visitor import Visitor
 from serving import source
 from serving.errors import ServeError
 from serving.options import REPOSITORY
-from soaking.ledger import Ledger
-from soaking.load import Load
-from soaking.pictures import Album
-from soaking.run import SoakOptions, soak, template_bytes, write_config
-from soaking.visitor import Visitor
 
 DEMO = REPOSITORY / "assets" / "models" / "demo"
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from soaking.bad_input import BAD_REQUESTS
-from soaking.pictures import Picture, draw
+from maskserve_harness.soaking.bad_input import BAD_REQUESTS
+from maskserve_harness.soaking.pictures import Picture, draw
 
 Way = Literal["grpc", "http", "stream"]
 PROMPT = "a red star"

@@ -16,9 +16,9 @@ import numpy as np
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
+from maskserve_harness.perf.server import Server
+from maskserve_harness.probing.calls import Answer, Grpc, Http, Stream
 from maskserve_harness.recording.edits import TEMPLATES, Case, cases
-from perf.server import Server
-from probing.calls import Answer, Grpc, Http, Stream
 
 Record: TypeAlias = dict[str, dict[str, Any]]
 """Name of an edit or operation → what was answered, as JSON values."""

@@ -1,0 +1,159 @@
+"""A transformer of true width with random weights, and synthetic rows and entries for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.planning.flops import flux_work
+from maskserve_engine.cache.codec import encode
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.blocks import Parts
+from maskserve_engine.families.flux.conditioning import TemplateInputs
+from maskserve_engine.families.flux.rows import FluxRow, Inactive
+from maskserve_engine.families.flux.schedule import Schedule, Walk
+
+ROOT = Path(__file__).resolve().parents[3]
+PRESETS: dict[str, dict[str, Any]] = {
+    "flux-1024": {"grid": (64, 64), "text": 512},
+    "demo": {"grid": (16, 16), "text": 16},
+}
+
+
+class Bench:
+    """A transformer and synthetic rows of it.
+
+    Args:
+        preset: a key of PRESETS.
+        blocks: (double, single) blocks to keep; None keeps all.
+        dtype: of weights, activations and entries in model format.
+        device: where it runs.
+        format: storage format of entries.
+        kind: `kv` or `project`.
+    """
+
+    def __init__(
+        self,
+        preset: str,
+        blocks: tuple[int, int] | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: str,
+    ) -> None:
+        self.grid, self.text = PRESETS[preset]["grid"], PRESETS[preset]["text"]
+        self.device, self.dtype, self.format = device, dtype, format
+        self.model = _model(preset, blocks, dtype, device)
+        self.config, self.parts = dict(self.model.config), Parts.of(self.model)
+        self.blocks = len(self.parts.double_blocks) + len(self.parts.single_blocks)
+        self.work = flux_work(self.config, 2 * self.grid[0], 2 * self.grid[1])
+        self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
+        self.batch: Batch | None = None
+
+    def fill_entry(self, kind: str) -> None:
+        """Random entries of one template for all blocks."""
+        tokens, width = self.grid[0] * self.grid[1], self.model.inner_dim
+
+        def coded() -> Any:
+            return encode(self._random(tokens, width), self.format)
+
+        blocks = []
+        for _ in range(self.blocks):
+            keys_values = kind == "kv"
+            blocks.append(
+                BlockEntry(
+                    None if keys_values else coded(),
+                    coded() if keys_values else None,
+                    coded() if keys_values else None,
+                )
+            )
+        self.entry = AnchorEntry(Anchor(0.5, 500.0), tuple(blocks))
+
+    def row(self, mask_ratio: float | None, seed: int) -> FluxRow:
+        """A dense row (None), or a cached one with random active tokens."""
+        tokens, channels = self.grid[0] * self.grid[1], self.config["in_channels"]
+        out = self.config.get("out_channels") or channels
+        cis = self._cis()
+        extra = channels - out
+        condition = self._random(tokens, extra) if extra else None
+        row = FluxRow(
+            request_id=str(seed),
+            schedule=Schedule(
+                torch.tensor([0.5, 0.45], device=self.device), (Walk(500.0, 0.5, -0.05),)
+            ),
+            grid=self.grid,
+            text=self._random(self.text, self.model.inner_dim),
+            pooled=self._random(self.config["pooled_projection_dim"]),
+            guidance=3.5 if self.config["guidance_embeds"] else None,
+            cis=cis,
+            latents=self._random(tokens, out),
+            condition=condition,
+            blend=None,
+        )
+        if mask_ratio is None:
+            return row
+        order = np.random.default_rng(seed).permutation(tokens)
+        count = max(1, round(mask_ratio * tokens))
+        active = torch.from_numpy(np.sort(order[:count])).to(self.device)
+        index = torch.from_numpy(np.sort(order[count:])).to(self.device)
+        template = TemplateInputs(row.latents, self._random(tokens, out), condition)
+        row.inactive = Inactive(
+            active, index, template.take(index), cis[self.text :][index], (self.entry,)
+        )
+        row.cis = torch.cat((cis[: self.text], cis[self.text :][active]))
+        row.latents = row.latents[active]
+        row.condition = None if condition is None else condition[active]
+        return row
+
+    def step(self, rows: Sequence[FluxRow], kind: str) -> None:
+        """What the engine does with a batch at one step."""
+        with torch.inference_mode():
+            for row in rows:
+                row.step = 0
+                row.load()
+            self.batch = Batch.of(rows, self.batch)
+            self.batch.step(self.parts, (kind,) * self.blocks)
+
+    def limit(self, ratios: Sequence[float], kind: str) -> float:
+        """Dense FLOPs over cached FLOPs of a batch with these mask ratios."""
+        cached = [self.work.row_at(m, self.text) for m in ratios]
+        dense = self.work.step_flops(cached, "dense")
+        return dense / self.work.step_flops(cached, kind)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def _cis(self) -> torch.Tensor:
+        gh, gw = self.grid
+        ids = torch.zeros(self.text + gh * gw, 3, device=self.device)
+        ids[self.text :, 1] = torch.arange(gh, device=self.device).repeat_interleave(gw)
+        ids[self.text :, 2] = torch.arange(gw, device=self.device).repeat(gh)
+        cos, sin = self.model.pos_embed(ids)
+        return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
+
+
+def _model(
+    preset: str, blocks: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
+) -> Any:
+    from diffusers import FluxTransformer2DModel
+
+    if preset == "demo":
+        folder = ROOT / "assets" / "models" / "demo" / "transformer"
+        config = FluxTransformer2DModel.load_config(folder)
+    else:  # FLUX.1-dev is the class's own default configuration
+        config = {"guidance_embeds": True}
+    if blocks is not None:
+        config = {**config, "num_layers": blocks[0], "num_single_layers": blocks[1]}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = FluxTransformer2DModel.from_config(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,196 @@
+"""Clients that leave: how many steps their rows go on for."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tritonclient.utils import InferenceServerException
+
+from maskserve_harness.faults.site import Site, until
+from maskserve_harness.probing.calls import CLIENT_TIMEOUT, Grpc, Stream, reason, texts
+
+STEPS_BAR = 2
+_PATIENCE_S = 60.0
+# Far beyond the first step of an edit, and far before its last.
+_DEADLINE_S = 1.5
+_HARNESS = Path(__file__).parents[2]
+_CHILD = """
+import json, sys, time
+from maskserve_harness.probing.calls import Grpc, Stream
+url, front, texts = json.load(sys.stdin)
+inputs = {name: text.encode() for name, text in texts.items()}
+if front == "edit":
+    Grpc(url).edit(inputs)
+opened = Stream(url)
+opened.send(inputs)
+time.sleep(600)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFault:
+    """A way for a client to leave: starts an edit, yields, and leaves when asked to go on."""
+
+    name: str
+    leave: Callable[[Site, str, ExitStack], Callable[[], object]]
+    """Starts the edit of this name and returns what makes the client leave it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTrial:
+    """What came of it, beside seven other edits."""
+
+    fault: str
+    steps: int
+    """Steps that the row took after the client had left."""
+    freed_s: float
+    step_ms: float
+    """Mean time of a step meanwhile."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def client_faults() -> list[ClientFault]:
+    """Every way that Triton lets a server see."""
+    return [
+        ClientFault("gRPC call cancelled", _cancel_unary),
+        ClientFault("gRPC deadline passes", _deadline),
+        ClientFault("gRPC client killed", _kill_unary),
+        ClientFault("stream cancelled", _cancel_stream),
+        ClientFault("streaming client killed", _kill_stream),
+        ClientFault("`/generate_stream` with progress closed", _close_events),
+        ClientFault("`control` cancel", _control_cancel),
+    ]
+
+
+@contextmanager
+def full_batch(site: Site, rows: int) -> Iterator[None]:
+    """`rows` long edits beside, so that a step is a step of a full batch."""
+    with closing(Grpc(site.worker.grpc_url)) as client:
+        names = [f"beside-{i}-{time.monotonic_ns()}" for i in range(rows)]
+        edits = [client.begin(site.inputs(name)) for name in names]
+        until("the batch is full", lambda: all(site.row(name) for name in names), _PATIENCE_S)
+        yield
+        for edit in edits:
+            edit.call.cancel()
+    until("the batch is empty", lambda: not site.status().running, _PATIENCE_S)  # type: ignore[union-attr]
+
+
+def try_client_fault(site: Site, fault: ClientFault) -> ClientTrial:
+    """Start an edit among others, have its client leave, and follow its row in the record.
+
+    Raises:
+        LookupError: the edit ended by itself, so nothing was seen of what its client did.
+        TimeoutError: its row did not come, or was not freed.
+    """
+    name = f"left-{time.monotonic_ns()}"
+    with ExitStack() as stack:
+        leave = fault.leave(site, name, stack)
+        until("the edit runs", lambda: site.row(name), _PATIENCE_S)
+        until("it has taken a step", lambda: _has_stepped(site, name), _PATIENCE_S)
+        leave()
+        began, before = time.monotonic(), site.row(name)
+        counters = site.status().counters  # type: ignore[union-attr]
+        last = before
+        while (row := site.row(name)) is not None:
+            last = row
+            if time.monotonic() - began > _PATIENCE_S:
+                raise TimeoutError(f"{fault.name}: the row was not freed")
+            time.sleep(0.001)
+        freed_s = time.monotonic() - began
+        if last is not None and last.steps_left <= 1:
+            raise LookupError(f"{fault.name}: the row ran to its end")
+        after = site.status().counters  # type: ignore[union-attr]
+    taken = after["steps_total"] - counters["steps_total"]
+    seconds = after["step_seconds_total"] - counters["step_seconds_total"]
+    return ClientTrial(
+        fault=fault.name,
+        # The record is written before each step: the last one seen was still to be taken.
+        steps=before.steps_left - last.steps_left + 1 if before and last else 0,
+        freed_s=round(freed_s, 3),
+        step_ms=round(1e3 * seconds / taken, 1) if taken else 0.0,
+    )
+
+
+def _has_stepped(site: Site, name: str) -> bool:
+    row = site.row(name)
+    if row is None:
+        raise LookupError(f"the row of {name} is gone")
+    return row.steps_left < site.steps
+
+
+def _grpc(site: Site, stack: ExitStack) -> Grpc:
+    return stack.enter_context(closing(Grpc(site.worker.grpc_url)))
+
+
+def _cancel_unary(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
+    edit = _grpc(site, stack).begin(site.inputs(name))
+    return lambda: edit.call.cancel()
+
+
+def _deadline(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
+    edit = _grpc(site, stack).begin(site.inputs(name), timeout_s=_DEADLINE_S)
+
+    def leave() -> None:
+        try:
+            edit.wait(_PATIENCE_S)
+        except InferenceServerException as error:
+            if reason(error) == CLIENT_TIMEOUT:
+                return
+            raise
+        raise LookupError("the edit was done before its deadline")
+
+    return leave
+
+
+def _cancel_stream(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
+    opened = stack.enter_context(closing(Stream(site.worker.grpc_url)))
+    opened.send(site.inputs(name))
+    return opened.cancel
+
+
+def _kill_unary(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
+    return _child(site, name, stack, "edit")
+
+
+def _kill_stream(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
+    return _child(site, name, stack, "edit_stream")
+
+
+def _child(site: Site, name: str, stack: ExitStack, front: str) -> Callable[[], None]:
+    """A client in a process of its own, to be killed."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD], cwd=_HARNESS, stdin=subprocess.PIPE, text=True
+    )
+    stack.callback(child.wait)
+    stack.callback(child.kill)
+    assert child.stdin is not None
+    json.dump((site.worker.grpc_url, front, texts(site.inputs(name))), child.stdin)
+    child.stdin.close()
+    return child.kill
+
+
+def _close_events(site: Site, name: str, stack: ExitStack) -> Callable[[], None]:
+    host = site.worker.http_url.removeprefix("http://")
+    connection = http.client.HTTPConnection(host, timeout=_PATIENCE_S)
+    stack.callback(connection.close)
+    # Triton looks at the connection when it writes to it: without progress it would see nothing.
+    body = json.dumps(texts(site.inputs(name, progress=True)))
+    connection.request("POST", "/v2/models/edit_stream/generate_stream", body)
+    return connection.close
+
+
+def _control_cancel(site: Site, name: str, stack: ExitStack) -> Callable[[], object]:
+    client = _grpc(site, stack)
+    client.begin(site.inputs(name))
+    return lambda: client.control("cancel", request_id=name)

@@ -1,0 +1,202 @@
+"""A worker's process dies, stops or fails under load: who is told what, and when it is back."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from geventhttpclient.response import HTTPConnectionClosed
+from tritonclient.utils import InferenceServerException
+
+from maskserve_harness.faults.sabotage import ORDER
+from maskserve_harness.faults.site import Site, until
+from maskserve_harness.probing.calls import Grpc, Http, Stream
+from serving.supervisor import STEADY_S
+from serving.worker import says_ready
+
+RETURN_BAR_S = 15.0
+"""Beyond the worker's load time."""
+_PATIENCE_S = 60.0
+_LOAD_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFault:
+    """Harm to one process of a worker."""
+
+    name: str
+    inject: Callable[[Site], None]
+    code: str = "[ENGINE_FAILED]"
+    """What clients' messages hold; empty where nobody of ours is left to answer."""
+    answer_bar_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTrial:
+    """What came of a fault. Seconds from the fault."""
+
+    fault: str
+    clients: int
+    seen: tuple[str, ...]
+    """Different messages that clients got."""
+    answered_s: float
+    """Until the last waiting client had its answer."""
+    not_well_s: float
+    """Until `control` stopped saying that the engine is well."""
+    not_ready_s: float
+    """Until Triton stopped saying that it is ready."""
+    serves_s: float
+    """Until an edit was done again."""
+    load_s: float
+    """What the restarted worker took to load."""
+    as_told: bool
+    """Whether every client was told what the fault's clients are to be told, in time."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def worker_faults() -> list[WorkerFault]:
+    """Every fault that is tried."""
+    kill, stop = signal.SIGKILL, signal.SIGSTOP
+    return [
+        WorkerFault("denoiser killed", _signal("denoiser", kill)),
+        WorkerFault("denoiser stopped", _signal("denoiser", stop)),
+        WorkerFault("engine raises at every step", _sabotage("raise")),
+        # Nothing but patience tells a step that hangs from one that takes long.
+        WorkerFault("engine hangs in a step", _sabotage("hang"), answer_bar_s=12.0),
+        WorkerFault("encoder killed", _signal("encoder", kill)),
+        WorkerFault("encoder stopped", _signal("encoder", stop)),
+        WorkerFault("decoder killed", _signal("decoder", kill)),
+        WorkerFault("decoder stopped", _signal("decoder", stop)),
+        WorkerFault("preprocess killed", _signal("preprocess", kill)),
+        WorkerFault("postprocess killed", _signal("postprocess", kill)),
+        WorkerFault("control killed", _signal("control", kill)),
+        WorkerFault("front `edit` killed", _signal("edit", kill), code=""),
+        WorkerFault("front `edit_stream` killed", _signal("edit_stream", kill), code=""),
+        WorkerFault("tritonserver killed", _signal("tritonserver", kill), code=""),
+    ]
+
+
+def try_worker_fault(site: Site, fault: WorkerFault) -> WorkerTrial:
+    """Run five long edits, do the harm, and watch until an edit is done again.
+
+    Raises:
+        TimeoutError: a client was never answered, or the worker did not return.
+    """
+    calls = [_unary, _unary, _unary, _over_http, _stream]
+    harm = threading.Event()
+    restarts = site.worker.restarts
+    if restarts:
+        time.sleep(STEADY_S + 1.0)  # what fails sooner is restarted later
+    with ThreadPoolExecutor(len(calls)) as pool:
+        answers = [
+            pool.submit(_visit, call, site, f"doomed-{number}-{time.monotonic_ns()}", harm)
+            for number, call in enumerate(calls)
+        ]
+        until("the edits run", lambda: _all_run(site, answers), _PATIENCE_S)
+        harm.set()
+        began = time.monotonic()
+        fault.inject(site)
+        not_well = _when(lambda: not site.says_well())
+        not_ready = _when(lambda: not says_ready(site.worker.http_url, 1.0))
+        ends = [answer.result(_PATIENCE_S) for answer in answers]
+    # Asked all along: an engine gives itself up when steps of one client after another fail.
+    serves = until(
+        "it serves again", lambda: site.serves() and site.worker.restarts > restarts, _LOAD_S
+    )
+    messages = [message for _, message in ends]
+    answered_s = max(at for at, _ in ends) - began
+    return WorkerTrial(
+        fault=fault.name,
+        clients=len(ends),
+        seen=tuple(sorted(set(messages))),
+        answered_s=round(answered_s, 2),
+        not_well_s=round(not_well.result(_PATIENCE_S) - began, 2),
+        not_ready_s=round(not_ready.result(_PATIENCE_S) - began, 2),
+        serves_s=round(serves - began, 2),
+        load_s=round(site.worker.loaded_in_s, 2),
+        as_told=answered_s <= fault.answer_bar_s
+        # An edit may be done in the moment before its worker is found unwell.
+        and all(said == "done" or fault.code in said for said in messages),
+    )
+
+
+def _signal(model: str, number: signal.Signals) -> Callable[[Site], None]:
+    return lambda site: site.process(model).send_signal(number)
+
+
+def _sabotage(how: str) -> Callable[[Site], None]:
+    def inject(site: Site) -> None:
+        scratch = site.worker.spec.files.runtime / f".{ORDER}"
+        scratch.write_text(how)
+        scratch.rename(scratch.with_name(ORDER))
+
+    return inject
+
+
+def _when(check: Callable[[], bool]) -> Future[float]:
+    """The time.monotonic() at which `check` first holds, watched on a thread of its own."""
+    future: Future[float] = Future()
+
+    def watch() -> None:
+        try:
+            future.set_result(until("it is seen", check, _PATIENCE_S))
+        except TimeoutError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return future
+
+
+def _all_run(site: Site, answers: list[Future[tuple[float, str]]]) -> bool:
+    """Whether every client's edit has a row. Raises what a client failed with."""
+    for answer in answers:
+        if answer.done():
+            raise LookupError(f"a client ended before the fault: {answer.result()[1]}")
+    status = site.status()
+    return status is not None and len(status.running) == len(answers)
+
+
+def _visit(
+    call: Callable[[Site, str], str], site: Site, name: str, harm: threading.Event
+) -> tuple[float, str]:
+    """Edit after edit until the harm is done; when the last one was answered, and what with."""
+    number, message = 0, "done"
+    while message == "done" and not harm.is_set():
+        number += 1
+        message = call(site, f"{name}-{number}").replace(f"{name}-{number}", "…")
+    return time.monotonic(), message
+
+
+def _unary(site: Site, name: str) -> str:
+    with closing(Grpc(site.worker.grpc_url)) as client:
+        return _told(lambda: client.edit(site.inputs(name), _PATIENCE_S))
+
+
+def _over_http(site: Site, name: str) -> str:
+    with closing(Http(site.worker.http_url, _PATIENCE_S)) as client:
+        try:
+            return _told(lambda: client.edit(site.inputs(name)))
+        except (OSError, HTTPConnectionClosed) as error:
+            return f"HTTP: {error}"
+
+
+def _stream(site: Site, name: str) -> str:
+    with closing(Stream(site.worker.grpc_url)) as opened:
+        opened.send(site.inputs(name))
+        return _told(lambda: opened.next(_PATIENCE_S))
+
+
+def _told(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except InferenceServerException as error:
+        return str(error.message())
+    return "done"

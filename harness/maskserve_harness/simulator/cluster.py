@@ -1,0 +1,112 @@
+"""The events of a run, from arrival to answer."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from maskserve_core.routing import Edit, NoWorkerAvailable, make_policy, predicted_seconds
+from maskserve_harness.simulator.hardware import Hardware
+from maskserve_harness.simulator.residency import Host
+from maskserve_harness.simulator.scenario import Scenario, Tiers
+from maskserve_harness.simulator.worker import Job, Worker
+from maskserve_harness.simulator.workload import Request
+
+
+class Cluster:
+    """Workers, a policy, and a clock that jumps from event to event."""
+
+    def __init__(self, scenario: Scenario, hardware: Hardware, seed: int = 0) -> None:
+        self.scenario = scenario
+        self.hardware = hardware
+        self.policy = make_policy(scenario.policy)
+        self.hosts = _hosts(scenario, hardware)
+        per_host = scenario.tiers.workers_per_host if scenario.tiers else 1
+        self.workers = {
+            worker.name: worker
+            for worker in (
+                Worker(
+                    f"w{i:03d}",
+                    hardware,
+                    scenario,
+                    self.hosts[i // per_host] if self.hosts else None,
+                    self._at,
+                    self._ended,
+                    seed * 1000 + i,
+                )
+                for i in range(scenario.workers)
+            )
+        }
+        self.jobs: list[Job] = []
+        self.refused: list[Request] = []
+        self.answers = 0
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], object]] = []
+        self._number = 0
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """Serve `requests` to the last."""
+        for request in requests:
+            self._at(request.arrival, self._arrive, request)
+        while self._events:
+            when, _, method, argument = heapq.heappop(self._events)
+            if when < self.now:
+                raise RuntimeError(f"an event of {when} at {self.now}")
+            self.now = when
+            method(when, argument)
+        for worker in self.workers.values():
+            worker.check_empty()
+
+    def _at(self, when: float, method: Callable[..., None], argument: object) -> None:
+        heapq.heappush(self._events, (when, self._number, method, argument))
+        self._number += 1
+
+    def _arrive(self, now: float, request: object) -> None:
+        assert isinstance(request, Request)
+        edit = Edit(
+            request.steps,
+            request.active,
+            self.hardware.tokens,
+            request.template,
+            cache=self.hardware.cacheable(request.active),
+        )
+        views = [worker.view(now) for worker in self.workers.values()]
+        try:
+            chosen = self.policy.choose(edit, views, now)
+        except NoWorkerAvailable:
+            self.refused.append(request)
+            return
+        view = next(view for view in views if view.worker == chosen)
+        predicted = predicted_seconds(edit, view, now)
+        self.jobs.append(self.workers[chosen].send(request, edit, predicted, now))
+
+    def _ended(self, job: Job, when: float) -> None:
+        self.answers += 1
+
+
+def _hosts(scenario: Scenario, hardware: Hardware) -> list[Host]:
+    tiers = scenario.tiers
+    if tiers is None:
+        return []
+    fetch = hardware.pricing.fetch_s("disk")
+    hosts = [
+        Host(f"h{i}", tiers.host_templates, tiers.disk_templates, fetch)
+        for i in range(-(-scenario.workers // tiers.workers_per_host))
+    ]
+    if tiers.warm:
+        _warm(hosts, tiers, scenario.workload.templates)
+    return hosts
+
+
+def _warm(hosts: list[Host], tiers: Tiers, templates: int) -> None:
+    """Half of each memory has the most popular templates, the other half its share of the rest,
+    dealt in turn; disks have as much of what is left, by popularity, as they hold.
+    """
+    half = tiers.host_templates // 2
+    for i, host in enumerate(hosts):
+        dealt = range(half + i, templates, len(hosts))[: tiers.host_templates - half]
+        kept = [*range(min(half, templates)), *dealt]
+        rest = [t for t in range(templates) if t not in set(kept)][: tiers.disk_templates]
+        # t00000 is the most popular; the last one in is the most recently used.
+        host.disk.update((f"t{t:05d}", None) for t in reversed(rest))
+        host.memory.update((f"t{t:05d}", None) for t in reversed(kept))

@@ -1,0 +1,302 @@
+"""One worker's step loop in virtual time, around the production scheduler."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from maskserve_core.routing import Edit, RowLoad, WorkerView
+from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from maskserve_harness.simulator.hardware import Hardware
+from maskserve_harness.simulator.residency import Host
+from maskserve_harness.simulator.scenario import Scenario
+from maskserve_harness.simulator.workload import Request
+
+At = Callable[[float, Callable[..., None], object], None]
+"""Run a method at a time, with an argument."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A request at its worker, and what became of it."""
+
+    request: Request
+    edit: Edit
+    worker: str
+    cached: bool
+    row: RowLoad
+    """As the policy counts it."""
+    sent: float
+    left: int
+    started: float = math.nan
+    denoised: float = math.nan
+    ended: float = math.nan
+    outcome: str = ""
+    """`done`, `expired`; empty on the way."""
+    predicted: float = math.nan
+    """Seconds from `sent` until the denoising ends, as predicted when the worker was chosen."""
+    tokens_done: int = 0
+
+
+@dataclass(slots=True)
+class _Prime:
+    """A priming row: one anchor per step."""
+
+    template: str
+    left: int
+
+
+class Worker:
+    """Steps rows, tells the cluster what ended, counts what must be conserved."""
+
+    def __init__(
+        self,
+        name: str,
+        hardware: Hardware,
+        scenario: Scenario,
+        host: Host | None,
+        at: At,
+        ended: Callable[[Job, float], None],
+        seed: int,
+    ) -> None:
+        self.name = name
+        self.hardware = hardware
+        self.scenario = scenario
+        self.host = host
+        self.scheduler = StepScheduler(
+            scenario.max_rows, scenario.max_waiting, scenario.priming_share
+        )
+        self.busy_seconds = 0.0
+        self.steps = 0
+        self.row_steps = 0
+        self.prime_steps = 0
+        self.loaded_bytes = 0.0
+        self.dense_misses = 0
+        self.primed = 0
+        self.intervals: list[tuple[float, float]] = []
+        """(start, end) of every busy time between idle ones."""
+        self._at = at
+        self._ended = ended
+        self._random = random.Random(seed)
+        self._assigned: dict[str, Job] = {}
+        self._primes: dict[str, _Prime] = {}
+        self._gate: list[Job] = []
+        """Static batching: ready, and waiting for the batch to end."""
+        self._held: list[Job] = []
+        """Static batching: done, and waiting for the batch to end."""
+        self._stepping: tuple[Ticket, ...] | None = None
+        self._step_began = 0.0
+        self._debt = 0.0
+        """Strawman: seconds of post-processing that the loop does before its next step."""
+        self._view: WorkerView | None = None
+
+    # What routing sees.
+
+    def view(self, now: float) -> WorkerView:
+        """As of the last step boundary, like a status record, with all that was sent since."""
+        if self._view is None:
+            jobs = self._assigned.values()
+            running = [job for job in jobs if not math.isnan(job.started) and job.left]
+            waiting = [job for job in jobs if math.isnan(job.started)]
+            tiers = self.host.tiers() if self.host is not None else None
+            hidden = self.scenario.tiers is not None and not self.scenario.tiers.known
+            self._view = WorkerView(
+                self.name,
+                self.hardware.pricing,
+                self.scenario.max_rows,
+                self.scenario.max_waiting,
+                running=tuple(job.row._replace(steps=job.left) for job in running),
+                waiting=tuple(job.row for job in waiting),
+                templates=None if hidden else tiers,
+                as_of=self._step_began,
+            )
+        if self._stepping is None:
+            return replace(self._view, as_of=now)
+        return self._view
+
+    # An edit's way through the worker.
+
+    def send(self, request: Request, edit: Edit, predicted: float, now: float) -> Job:
+        """Take an edit; it reaches the batch when it is prepared and its entries are at hand."""
+        row, fetch = self._admission(edit)
+        cached = row.tokens < edit.total_tokens
+        job = Job(request, edit, self.name, cached, row, now, edit.steps, predicted=predicted)
+        self._assigned[str(request.number)] = job
+        self._view = None
+        inline = self.scenario.batching == "strawman"
+        prepared = now + (0.0 if inline else self.scenario.pre_seconds)
+        if self.host is not None and edit.cache:
+            if not cached:
+                self._missed(edit.template_id, now)
+            elif fetch:
+                arrives = self.host.fetch(edit.template_id, now)
+                self._at(arrives, self._fetched, edit.template_id)
+                prepared = max(prepared, arrives)
+            else:
+                self.host.use(edit.template_id)
+        self._at(prepared, self._ready, job)
+        return job
+
+    def _admission(self, edit: Edit) -> tuple[RowLoad, float]:
+        """How the worker runs the edit, by what it really has, and the seconds of a fetch."""
+        tiers = self.host.tiers() if self.host is not None else None
+        bare = WorkerView(self.name, self.hardware.pricing, 1, 1, templates=tiers)
+        return bare.row(edit), bare.price(edit)[2]
+
+    def _fetched(self, now: float, template: object) -> None:
+        assert self.host is not None
+        self.host.fetched(str(template))
+
+    def _missed(self, template: str, now: float) -> None:
+        self.dense_misses += 1
+        assert self.host is not None
+        if self.host.wants_priming(template):
+            name, tokens = f"prime:{template}", self.hardware.tokens
+            steps = self.hardware.anchors
+            self.scheduler.submit(Ticket(name, steps, tokens, tokens, now, background=True))
+            self._primes[name] = _Prime(template, steps)
+            if self._stepping is None:
+                self._at(now, self._begin, None)
+
+    def _ready(self, now: float, job: object) -> None:
+        assert isinstance(job, Job)
+        if self.scenario.batching == "static":
+            self._gate.append(job)
+        else:
+            self._submit(job)
+        if self._stepping is None:
+            self._begin(now)
+
+    def _submit(self, job: Job) -> None:
+        request = job.request
+        deadline = self.scenario.deadline
+        self.scheduler.submit(
+            Ticket(
+                str(request.number),
+                request.steps,
+                self.hardware.tokens,
+                job.row.tokens,
+                request.arrival,
+                deadline=None if deadline is None else request.arrival + deadline,
+            )
+        )
+
+    # The loop.
+
+    def _begin(self, now: float, _: object = None) -> None:
+        """A step boundary: decide, and run until the next."""
+        if self._stepping is not None:
+            return
+        if self.scenario.batching == "static" and not len(self.scheduler):
+            batch, self._gate = (
+                self._gate[: self.scenario.max_rows],
+                self._gate[self.scenario.max_rows :],
+            )
+            for job in batch:
+                self._submit(job)
+        decision = self.scheduler.schedule(now)
+        if len(decision.running) > self.scenario.max_rows:
+            raise RuntimeError(f"{self.name}: {len(decision.running)} rows")
+        for ticket in decision.expired:
+            self._end(self._assigned[ticket.request_id], "expired", now)
+        self._view = None
+        self._step_began = now
+        admitted = [t for t in decision.admitted if not t.background]
+        for ticket in admitted:
+            self._assigned[ticket.request_id].started = now
+        if not decision.running:
+            return
+        self._stepping = decision.running
+        stall, self._debt = self._debt, 0.0
+        if self.scenario.batching == "strawman":
+            stall += self.scenario.pre_seconds * len(admitted)
+        seconds = stall + self._step_seconds(decision.running)
+        self.busy_seconds += seconds
+        if self.intervals and self.intervals[-1][1] == now:
+            self.intervals[-1] = (self.intervals[-1][0], now + seconds)
+        else:
+            self.intervals.append((now, now + seconds))
+        self._at(now + seconds, self._stepped, None)
+
+    def _step_seconds(self, running: tuple[Ticket, ...]) -> float:
+        cached = active = dense = 0
+        for ticket in running:
+            if ticket.active_tokens < ticket.total_tokens:
+                cached += 1
+                active += ticket.active_tokens
+                self.loaded_bytes += self.hardware.load_bytes(ticket.active_tokens)
+            else:
+                dense += 1
+        seconds = self.hardware.step_seconds(cached, active, dense)
+        if self.scenario.noise:
+            seconds *= math.exp(self._random.gauss(0.0, self.scenario.noise))
+        return seconds
+
+    def _stepped(self, now: float, _: object) -> None:
+        assert self._stepping is not None
+        self.steps += 1
+        for ticket in self._stepping:
+            if ticket.background:
+                self._prime_stepped(ticket.request_id)
+                continue
+            job = self._assigned[ticket.request_id]
+            job.left -= 1
+            job.tokens_done += job.row.tokens
+            self.row_steps += 1
+            if not job.left:
+                self.scheduler.finish(ticket.request_id)
+                job.denoised = now
+                if self.scenario.batching == "static":
+                    self._held.append(job)
+                else:
+                    self._finish(job, now)
+        self._stepping = None
+        if self._held and not len(self.scheduler):
+            for job in self._held:
+                self._finish(job, now)
+            self._held = []
+        self._begin(now)
+
+    def _prime_stepped(self, name: str) -> None:
+        prime = self._primes[name]
+        prime.left -= 1
+        self.prime_steps += 1
+        if not prime.left:
+            self.scheduler.finish(name)
+            del self._primes[name]
+            self.primed += 1
+            assert self.host is not None
+            self.host.primed(prime.template)
+
+    def _finish(self, job: Job, now: float) -> None:
+        post = self.scenario.post_seconds
+        if self.scenario.batching == "strawman":
+            # The loop itself does it, one after the other, before its next step.
+            self._debt += post
+            self._end(job, "done", now + self._debt)
+        else:
+            self._end(job, "done", now + post)
+
+    def _end(self, job: Job, outcome: str, when: float) -> None:
+        del self._assigned[str(job.request.number)]
+        self._view = None
+        if job.outcome:
+            raise RuntimeError(f"edit {job.request.number} ended twice")
+        job.outcome, job.ended = outcome, when
+        self._ended(job, when)
+
+    def check_empty(self) -> None:
+        """After the last event.
+
+        Raises:
+            RuntimeError: something was left behind.
+        """
+        self.scheduler.check_integrity()
+        if self._assigned or self._gate or self._held or len(self.scheduler):
+            raise RuntimeError(f"{self.name}: work is left: {len(self._assigned)} edits")
+        for (_, end), (start, _) in pairwise(self.intervals):
+            if start < end:
+                raise RuntimeError(f"{self.name}: busy twice at {start}")

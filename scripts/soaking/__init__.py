@@ -1,4 +1,0 @@
-"""A worker under mixed load for a long time, and whether it stays as it was.
-
-`scripts/soak.py` is the command; tests use `soaking.run.soak`.
-"""
