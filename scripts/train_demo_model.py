@@ -7,16 +7,18 @@ encoders, the drawn samples, the transformer (resumes from its checkpoints). The
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, FluxTransformer2DModel
 from diffusers.utils import logging
 
 from demo_model import data
 from demo_model.export import assemble, export
+from demo_model.sampler import Sampler, encode_prompts
 from demo_model.text import train_text
 from demo_model.training import Plan, merged_ema, train
 from demo_model.transformer import build_transformer
@@ -30,6 +32,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--work", type=Path, default=ROOT / ".cache/demo-train", help="work folder")
     add("--out", type=Path, default=ROOT / "assets/models/demo", help="folder to export to")
+    add("--start", type=Path, default=None, help="diffusers folder to train on from")
     add("--resolution", type=int, default=128, help="native picture side in pixels")
     add("--factor", type=int, default=4, choices=(4, 8), help="pixels per latent side")
     add("--latent-channels", type=int, default=8, help="channels of the VAE's latents")
@@ -53,18 +56,15 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     vae = _vae(args)
     if not (args.work / "text/tokenizer_2").exists():
-        train_text(args.work / "text")
-    torch.manual_seed(0)
-    transformer = build_transformer(
-        args.latent_channels, args.factor, args.heads, args.layers, args.single_layers
-    )
+        train_text(args.work / "text", start=args.start)
+    transformer = _transformer(args)
     pipe = assemble(vae, args.work / "text", transformer)
     if not args.export_only:
         parts = [data.read_part(folder) for folder in _data(args, vae)]
         helpers = [] if args.worker is not None else _start_helpers(args.workers)
         worker = args.worker or 0
         plan = Plan(args.work, args.minutes * 60, args.rate, worker, args.workers)
-        sampler = data.Sampler(parts, data.encode_prompts(pipe), plan.worker)
+        sampler = Sampler(parts, encode_prompts(pipe), plan.worker)
         train(transformer, sampler, 4 * args.factor**2, plan)
         if args.worker is not None:
             return 0
@@ -80,10 +80,21 @@ def main() -> int:
 
 def _vae(args: argparse.Namespace) -> AutoencoderKL:
     folder = args.work / "vae"
+    if not (folder / "config.json").exists() and args.start is not None:
+        shutil.copytree(args.start / "vae", folder)
     if not (folder / "config.json").exists():
         vae = build_vae(args.latent_channels, args.resolution, args.factor)
         train_decoder(vae, folder, args.vae_minutes * 60)
     return AutoencoderKL.from_pretrained(folder).eval()
+
+
+def _transformer(args: argparse.Namespace) -> FluxTransformer2DModel:
+    if args.start is not None:
+        return FluxTransformer2DModel.from_pretrained(args.start / "transformer")
+    torch.manual_seed(0)
+    return build_transformer(
+        args.latent_channels, args.factor, args.heads, args.layers, args.single_layers
+    )
 
 
 def _data(args: argparse.Namespace, vae: AutoencoderKL) -> list[Path]:
@@ -93,8 +104,9 @@ def _data(args: argparse.Namespace, vae: AutoencoderKL) -> list[Path]:
     for seed, (size, share) in enumerate(
         [((side, side), 1.0), ((short, long), 0.2), ((long, short), 0.2)]
     ):
-        folder = args.work / "data" / f"{size[0]}x{size[1]}"
-        data.write_part(vae, folder, size, int(args.scenes * share), seed)
+        for kind, part in (("plain", 1.0), ("relations", 1.0), ("structures", 0.4)):
+            folder = args.work / "data" / f"{kind}-{size[0]}x{size[1]}"
+            data.write_part(vae, folder, kind, size, int(args.scenes * share * part), seed)
     return sorted(done.parent for done in (args.work / "data").glob("*/done"))
 
 

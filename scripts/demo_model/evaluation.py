@@ -74,7 +74,8 @@ def run_edits(
 
 
 def score(edits: list[Edit], pictures: list[Picture]) -> tuple[Result, list[Verdict]]:
-    """Judge every picture."""
+    """Judge every picture; each edit says what must be seen."""
+    asked_colours, asked_shapes = [e.colour or "" for e in edits], [e.shape or "" for e in edits]
     verdicts = [
         judge(picture, edit.source, edit.mask)
         for edit, picture in zip(edits, pictures, strict=True)
@@ -95,15 +96,15 @@ def score(edits: list[Edit], pictures: list[Picture]) -> tuple[Result, list[Verd
         return table
 
     confusion = {s: dict.fromkeys([*SHAPES, "none"], 0) for s in SHAPES}
-    for edit, verdict in zip(edits, verdicts, strict=True):
-        confusion[edit.shape][verdict.shape or "none"] += 1
+    for wanted, verdict in zip(asked_shapes, verdicts, strict=True):
+        confusion[wanted][verdict.shape or "none"] += 1
     result = Result(
         edits=len(edits),
         colour=float(colour.mean()),
         shape=float(shape.mean()),
         both=float((colour & shape).mean()),
-        by_colour=rows(list(COLOURS), [e.colour for e in edits]),
-        by_shape=rows(list(SHAPES), [e.shape for e in edits]),
+        by_colour=rows(list(COLOURS), asked_colours),
+        by_shape=rows(list(SHAPES), asked_shapes),
         confusion=confusion,
     )
     return result, verdicts

@@ -46,7 +46,7 @@ class Verdict:
     scores: dict[str, float]
     """Intersection over union with every shape's template."""
 
-    def matches(self, colour: str, shape: str) -> bool:
+    def matches(self, colour: str | None, shape: str | None) -> bool:
         """Whether both are as asked."""
         return self.colour == colour and self.shape == shape
 

@@ -35,19 +35,64 @@ TEMPLATES: Final = (
     "a {c} colored {s}",
     "make it a {c} {s}",
 )
+SAME: Final = "same"  # in place of a colour or shape: as the picture's only other object has it
+SAME_BOTH: Final = (
+    "another one",
+    "one more",
+    "the same again",
+    "one more of the same",
+    "another one like it",
+    "a copy of the other one",
+    "the same thing",
+    "put another one here",
+)
+SAME_COLOUR: Final = (
+    "a {s} in the other one's colour",
+    "a {s} in the same colour",
+    "a {s} of the same colour",
+    "a {s} coloured like the other one",
+    "the same colour, but a {s}",
+    "put a {s} in the other one's colour here",
+)
+SAME_SHAPE: Final = (
+    "the same shape in {c}",
+    "the same in {c}",
+    "another one in {c}",
+    "the same, but {c}",
+    "one more, but {c}",
+    "a {c} one",
+    "a {c} copy of the other one",
+    "put the same shape in {c} here",
+)
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
+
+
+def templates(colour: str, shape: str) -> tuple[str, ...]:
+    """The wordings of a wish; either may be SAME."""
+    if colour == SAME:
+        return SAME_BOTH if shape == SAME else SAME_COLOUR
+    return SAME_SHAPE if shape == SAME else TEMPLATES
+
+
+def first_phrase(colour: str, shape: str) -> str:
+    """The plainest wording of a wish; either may be SAME."""
+    return templates(colour, shape)[0].format(c=colour, s=shape)
 
 
 def words() -> list[str]:
     """Every word the tokenizers keep whole, lower case, sorted."""
-    text = " ".join(TEMPLATES).replace("{c}", " ").replace("{s}", " ")
+    every = (*TEMPLATES, *SAME_BOTH, *SAME_COLOUR, *SAME_SHAPE)
+    text = " ".join(every).replace("{c}", " ").replace("{s}", " ")
     known = set("".join(ch if ch.isalpha() else " " for ch in text.lower()).split())
     return sorted(known | set(COLOURS) | set(SHAPES) | {s + "s" for s in SHAPES})
 
 
 def phrase(rng: np.random.Generator, colour: str, shape: str, *, noisy: bool = False) -> str:
-    """A prompt for a `colour` `shape`; `noisy` slips in words the encoders have never met."""
-    text = str(rng.choice(TEMPLATES)).format(c=colour, s=shape)
+    """A prompt for a `colour` `shape`, either may be SAME.
+
+    `noisy` slips in words the encoders have never met.
+    """
+    text = str(rng.choice(templates(colour, shape))).format(c=colour, s=shape)
     if noisy and rng.random() < 0.3:
         parts = text.split(" ")
         stranger = "".join(rng.choice(list(_LETTERS), size=rng.integers(2, 5)))
@@ -60,10 +105,10 @@ def phrase(rng: np.random.Generator, colour: str, shape: str, *, noisy: bool = F
 
 
 def every_phrase() -> list[tuple[str, str, str]]:
-    """(prompt, colour, shape) of every template with every colour and shape."""
+    """(prompt, colour, shape) of every template with every colour and shape, SAME among them."""
     return [
         (template.format(c=colour, s=shape), colour, shape)
-        for colour in COLOURS
-        for shape in SHAPES
-        for template in TEMPLATES
+        for colour in (*COLOURS, SAME)
+        for shape in (*SHAPES, SAME)
+        for template in templates(colour, shape)
     ]

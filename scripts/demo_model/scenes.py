@@ -50,8 +50,9 @@ class Edit:
     source: Picture
     mask: Mask
     prompt: str
-    colour: str
-    shape: str
+    colour: str | None
+    """Of the object the answer shows; None as the prompt is empty and nothing is added."""
+    shape: str | None
     target: Picture
 
 
@@ -59,20 +60,24 @@ def make_scene(rng: np.random.Generator, size: tuple[int, int], *, held_out: boo
     """Draw a scene of `size` (height, width); `held_out` adds the photo training never sees."""
     mask = make_mask(rng, size)
     kind = rng.choice(["gradient", "noise", "stripes", "photo"], p=[0.3, 0.2, 0.2, 0.3])
-    background, continues = _background(rng, str(kind), size, held_out)
+    background, continues = draw_background(rng, str(kind), size, held_out=held_out)
     _draw_bystanders(rng, background, mask)
     source = background.copy()
-    if not continues:
-        background = np.where(mask[..., None], fill(background, mask), background)
+    background = emptied(background, mask, continues=continues)
     if rng.random() < 0.5:  # something to replace
         colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))
         source = draw_object(source, mask, colour, shape)
-    return Scene(_to_bytes(source), mask, background)
+    return Scene(to_bytes(source), mask, background)
+
+
+def emptied(picture: Float, mask: Mask, *, continues: bool) -> Float:
+    """`picture` as an ideal edit leaves it: itself where it goes on predictably, else filled."""
+    return picture if continues else np.where(mask[..., None], fill(picture, mask), picture)
 
 
 def finish(scene: Scene, colour: str, shape: str) -> Picture:
     """The right answer to "a `colour` `shape`" in this scene."""
-    return _to_bytes(draw_object(scene.background, scene.mask, colour, shape))
+    return to_bytes(draw_object(scene.background, scene.mask, colour, shape))
 
 
 def place(mask: Mask) -> tuple[tuple[float, float], float]:
@@ -94,8 +99,12 @@ def draw_object(picture: Float, mask: Mask, colour: str, shape: str) -> Float:
 
 def contrasting_colours(scene: Scene) -> list[str]:
     """Palette colours that stand out from what lies behind the object."""
-    centre, radius = place(scene.mask)
-    behind = scene.background[coverage("circle", centre, radius, scene.mask.shape) > 0.5]
+    return contrasting_colours_at(scene.background, *place(scene.mask))
+
+
+def contrasting_colours_at(picture: Float, centre: tuple[float, float], radius: float) -> list[str]:
+    """Palette colours that stand out in `picture` within `radius` pixels of `centre` (x, y)."""
+    behind = picture[coverage("circle", centre, radius, picture.shape[:2]) > 0.5]
     return [
         name
         for name, rgb in COLOURS.items()
@@ -188,19 +197,22 @@ def _smooth(picture: Float) -> Float:
     return (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
 
 
-def _background(
-    rng: np.random.Generator, kind: str, size: tuple[int, int], held_out: bool
+def draw_background(
+    rng: np.random.Generator, kind: str, size: tuple[int, int], *, held_out: bool = False
 ) -> tuple[Float, bool]:
-    """A picture (H, W, 3) 0..255, and whether it goes on predictably behind a mask."""
+    """A picture (H, W, 3) 0..255, and whether it goes on predictably behind a mask.
+
+    `kind` is gradient, noise, stripes or photo; `held_out` adds the photo training never sees.
+    """
     height, width = size
     if kind == "photo":
         return _photo_crop(rng, size, held_out), False
-    a, b = _quiet_colour(rng), _quiet_colour(rng)
+    a, b = quiet_colour(rng), quiet_colour(rng)
     if kind == "noise":
         cells = int(rng.integers(3, 9))
         grid = rng.uniform(0, 255, (cells, cells)).astype(np.uint8)
         large = Image.fromarray(grid).resize((width, height), Image.Resampling.BICUBIC)
-        return _mix(a, b, np.asarray(large, np.float32) / 255), False
+        return mix(a, b, np.asarray(large, np.float32) / 255), False
     angle = rng.uniform(0, math.pi)
     ys, xs = np.mgrid[0:height, 0:width].astype(np.float32) / math.sqrt(height * width)
     along = xs * math.cos(angle) + ys * math.sin(angle)
@@ -208,10 +220,10 @@ def _background(
         if rng.random() < 0.3:
             along = np.hypot(xs - rng.uniform(0, 1), ys - rng.uniform(0, 1))
         ramp = (along - along.min()) / max(float(np.ptp(along)), 1e-6)
-        return _mix(a, b, ramp.astype(np.float32)), True
+        return mix(a, b, ramp.astype(np.float32)), True
     b = a + np.clip(b - a, -45, 45)  # stripes: quiet contrast
     wave = np.sin(along * 2 * math.pi * rng.uniform(3, 9) + rng.uniform(0, 6.3))
-    return _mix(a, b, np.clip(wave * 3, -1, 1) / 2 + 0.5), True
+    return mix(a, b, np.clip(wave * 3, -1, 1) / 2 + 0.5), True
 
 
 def _draw_bystanders(rng: np.random.Generator, picture: Float, mask: Mask) -> None:
@@ -247,16 +259,17 @@ def _photo(name: str) -> Image.Image:
         return image.convert("RGB")
 
 
-def _quiet_colour(rng: np.random.Generator) -> Float:
+def quiet_colour(rng: np.random.Generator) -> Float:
     """An RGB triple 0..255 of low saturation, so that palette colours stand out."""
     grey = rng.uniform(30, 235)
     return np.clip(grey + rng.uniform(-38, 38, 3), 0, 255).astype(np.float32)
 
 
-def _mix(a: Float, b: Float, share: NDArray[Any]) -> Float:
+def mix(a: Float, b: Float, share: NDArray[Any]) -> Float:
     """A where `share` (H, W) is 0, b where it is 1."""
     return (a + (b - a) * share[..., None]).astype(np.float32)
 
 
-def _to_bytes(picture: Float) -> Picture:
+def to_bytes(picture: Float) -> Picture:
+    """Rounded and clipped to 0..255."""
     return np.clip(np.rint(picture), 0, 255).astype(np.uint8)

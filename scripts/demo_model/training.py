@@ -14,11 +14,13 @@ from diffusers import FluxTransformer2DModel
 from torch import nn
 
 from demo_model.attention import MatmulAttention
-from demo_model.data import Sampler
 from demo_model.exchange import Exchange
+from demo_model.hints import WEIGHT as HINTS_WEIGHT
+from demo_model.hints import Hints
+from demo_model.sampler import Sampler
 from demo_model.transformer import loss_of, optimisers
 
-TOKENS_PER_BATCH: Final = 5120  # image and text tokens together
+TOKENS_PER_BATCH: Final = 3072  # image and text tokens together
 _WINDOWS: Final[tuple[int | None, ...]] = (8, 11, None)  # tokens a side; None = whole picture
 _MIX: Final = (  # from this progress on, the windows' shares of batches
     (0.0, (0.9, 0.1, 0.0)),
@@ -41,7 +43,7 @@ class Plan:
     workers: int = 1
     save_every: float = 120.0
     """Seconds between checkpoints."""
-    average_every: int = 20
+    average_every: int = 10
     """Steps between exchanges of weights."""
 
 
@@ -57,19 +59,22 @@ def train(
     generator = torch.Generator().manual_seed(100 + plan.worker + int(time.time()))
     rng = np.random.default_rng([plan.worker, int(time.time())])
     ema = copy.deepcopy(model).eval().requires_grad_(False)
-    opts = optimisers(model, plan.rate)
+    hints = Hints(model)
+    trained = nn.ModuleDict({"model": model, "hints": hints})
+    opts = optimisers(trained, plan.rate)
     path = checkpoint_path(plan.folder, plan.worker)
     spent, step, samples = 0.0, 0, 0
     if path.exists():
         state = torch.load(path, weights_only=True)
-        model.load_state_dict(state["model"])
+        trained.load_state_dict(state["trained"])
         ema.load_state_dict(state["ema"])
         for opt, saved in zip(opts, state["optimisers"], strict=True):
             opt.load_state_dict(saved)
         spent, step, samples = state["spent"], state["step"], state["samples"]
-    exchange = Exchange(plan.folder, plan.worker, plan.workers, model)
+    exchange = Exchange(plan.folder, plan.worker, plan.workers, trained)
     last = saved_at = time.monotonic()
     losses: list[float] = []
+    hinted: list[float] = []
     model.train()
     model.set_attn_processor(MatmulAttention())
     while spent < plan.seconds:
@@ -78,11 +83,12 @@ def train(
             for group in opt.param_groups:
                 group["lr"] = plan.rate * _rate_factor(step, progress)
         window = _pick_window(rng, progress)
-        tokens = 272 if window is None else window**2 + 16
-        batch = sampler.draw(max(1, TOKENS_PER_BATCH // tokens), window)
-        loss = loss_of(model, batch, masked_channels, generator)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        batch = sampler.draw(TOKENS_PER_BATCH, window)
+        active = batch.condition[..., -masked_channels:].amax(dim=2)
+        loss = loss_of(model, batch, active, generator)
+        hint = hints.loss(batch, active)
+        (loss + HINTS_WEIGHT * hint).backward()
+        nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         for opt in opts:
             opt.step()
             opt.zero_grad(set_to_none=True)
@@ -92,19 +98,22 @@ def train(
         if plan.workers > 1 and step % plan.average_every == 0:
             exchange.average()
         losses.append(loss.item())
+        if batch.seen.max() >= 0:
+            hinted.append(hint.item())
         now = time.monotonic()
         spent, last = spent + now - last, now
         if step % 50 == 0:
             print(
                 f"{time.strftime('%H:%M:%S')} train {progress:6.1%} step {step} samples {samples}"
-                f" loss {np.mean(losses[-200:]):.4f} last {np.mean(losses[-50:]):.4f}",
+                f" loss {np.mean(losses[-200:]):.4f} last {np.mean(losses[-50:]):.4f}"
+                f" hints {np.mean(hinted[-50:]):.3f}",
                 flush=True,
             )
         if now - saved_at > plan.save_every or spent >= plan.seconds:
             saved_at = now
             torch.save(
                 {
-                    "model": model.state_dict(),
+                    "trained": trained.state_dict(),
                     "ema": ema.state_dict(),
                     "optimisers": [opt.state_dict() for opt in opts],
                     "spent": spent,

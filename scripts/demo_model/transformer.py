@@ -28,10 +28,17 @@ class Batch:
     """(B, T, text width) T5 states."""
     pooled: torch.Tensor
     """(B, pooled width) CLIP output."""
-    grid: tuple[int, int]
-    """Rows and columns of tokens."""
-    origin: tuple[int, int]
-    """Row and column id of the first token."""
+    ids: torch.Tensor
+    """(N, 3) image ids: 0, row, column."""
+    shown: torch.Tensor
+    """(B, 2) colour and shape number of the answer's object, -1 for none."""
+    seen: torch.Tensor
+    """(B, N, 2): the same of another object, at the tokens it covers; elsewhere -1."""
+
+    @property
+    def text_ids(self) -> torch.Tensor:
+        """(T, 3): all zeros, as in FLUX."""
+        return torch.zeros(self.prompt.shape[1], 3)
 
 
 def build_transformer(
@@ -88,31 +95,26 @@ def sample_times(count: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def loss_of(
-    model: nn.Module, batch: Batch, masked_channels: int, generator: torch.Generator
+    model: nn.Module, batch: Batch, active: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
     """Flow-matching loss: the velocity is noise minus clean latents, time is the noise's share.
 
-    `masked_channels` of the condition's last channels are mask pixels.
+    `active` (B, N) is 1 where a masked pixel touches a token.
     """
     clean = batch.clean
     time = sample_times(len(clean), generator)
     noise = torch.randn(clean.shape, generator=generator)
     mixed = clean + time[:, None, None] * (noise - clean)
-    rows, columns = batch.grid
-    ids = torch.zeros(rows, columns, 3)
-    ids[..., 1] = torch.arange(rows)[:, None] + batch.origin[0]
-    ids[..., 2] = torch.arange(columns)[None, :] + batch.origin[1]
     with torch.autocast("cpu", torch.bfloat16):
         velocity = model(
             hidden_states=torch.cat([mixed, batch.condition], dim=2),
             timestep=time,
             pooled_projections=batch.pooled,
             encoder_hidden_states=batch.prompt,
-            txt_ids=torch.zeros(batch.prompt.shape[1], 3),
-            img_ids=ids.view(-1, 3),
+            txt_ids=batch.text_ids,
+            img_ids=batch.ids,
             return_dict=False,
         )[0]
-    active = batch.condition[..., -masked_channels:].amax(dim=2)
     weight = OUTSIDE_WEIGHT + (1 - OUTSIDE_WEIGHT) * active
     error = (velocity.float() - (noise - clean)).square().mean(dim=2)
     return (error * weight).sum() / weight.sum()
