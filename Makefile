@@ -43,8 +43,11 @@ test-full: $(STAMP) ## the tests, slow ones too
 check: $(STAMP) ## lint, format, types, imports
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy engine/maskserve_core engine/maskserve_engine client/maskserve_client scripts/serving
-	PYTHONPATH=engine:router:client $(VENV)/bin/lint-imports
+	$(VENV)/bin/mypy engine/maskserve_core engine/maskserve_engine client/maskserve_client \
+		scripts/serving scripts/demo_model harness/maskserve_harness scripts/*.py
+	# Triton wants a model.py in a folder of that number: each is a module `model` of its own.
+	for model in model_repository/*/1/model.py; do $(VENV)/bin/mypy $$model || exit 1; done
+	PYTHONPATH=engine:router:client:harness $(VENV)/bin/lint-imports
 
 bench: $(STAMP) ## what Triton adds to an edit
 	$(PY) scripts/bench_overhead.py

@@ -36,7 +36,7 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) ->
     loading and decoding entries, packing, embedders, final layer, sampler.
     """
     spent = {"blocks": 0.0, "fill": 0.0}
-    originals = (forward_module.double_block, forward_module.single_block)
+    originals = (forward_module.double_block, forward_module.single_block)  # type: ignore[attr-defined]
     original_fill = forward_module._State.fill
 
     def timed(function: Any) -> Any:
@@ -59,7 +59,7 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) ->
 
     forward_module.double_block = timed(originals[0])  # type: ignore[attr-defined]
     forward_module.single_block = timed(originals[1])  # type: ignore[attr-defined]
-    forward_module._State.fill = fill  # type: ignore[method-assign]
+    forward_module._State.fill = fill  # type: ignore[method-assign, assignment]
     try:
         whole = timer.ms(partial(bench.step, rows, kind))
     finally:

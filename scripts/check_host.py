@@ -6,12 +6,13 @@ library alone and nothing recent of the language.
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 
 # What the versions in constraints.txt have wheels for.
 OLDEST, NEWEST = (3, 11), (3, 12)
 
 
-def problems():
+def problems() -> Iterator[str]:
     """Yields one sentence for each thing that is missing."""
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if not OLDEST <= sys.version_info[:2] <= NEWEST:

@@ -1,6 +1,7 @@
 """decoder: latents to pixels; events without latents pass through."""
 
 import time
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -19,7 +20,7 @@ _NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 
 
 class TritonPythonModel:
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
         end_with_server()
         self._config = beside_denoiser(load_config())
         start_log(self._config, "decoder")
@@ -29,14 +30,14 @@ class TritonPythonModel:
         end_when_stuck()
         sign_in(self._config.runtime_dir, "decoder")
 
-    def execute(self, requests):
+    def execute(self, requests: list[Any]) -> list[Any]:
         return respond(pb_utils, requests, self._work, self._failed)
 
-    def finalize(self):
+    def finalize(self) -> None:
         sign_out(self._config.runtime_dir, "decoder")
         self._tracer.close()
 
-    def _decode(self, request):
+    def _decode(self, request: Any) -> dict[str, Any]:
         start = time.perf_counter()
         latents = read_array(pb_utils, request, "LATENTS", np.float32, ndim=3)
         pixels = self._decoder.decode(latents) if latents.size else _NO_PIXELS
@@ -47,6 +48,6 @@ class TritonPythonModel:
             "CONTEXT": read_array(pb_utils, request, "CONTEXT", np.uint8, ndim=1),
         }
 
-    def _failed(self, request, error):
+    def _failed(self, request: Any, error: Exception) -> dict[str, Any]:
         meta = failed_event(pb_utils, request, error)
         return {"PIXELS": _NO_PIXELS, "META": meta, "CONTEXT": NOTHING}

@@ -1,5 +1,7 @@
 """denoiser: the engine, which batches edits step by step on a thread of its own."""
 
+from typing import Any
+
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import load_config
@@ -15,7 +17,7 @@ _CLOSE_GRACE_S = 5.0
 
 
 class TritonPythonModel:
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
         end_with_server()
         self._config = load_config()
         start_log(self._config, "denoiser")
@@ -30,10 +32,10 @@ class TritonPythonModel:
         end_when_stuck()
         sign_in(self._config.runtime_dir, "denoiser")
 
-    def execute(self, requests):
+    def execute(self, requests: list[Any]) -> None:
         self._reception.execute(requests)
 
-    def finalize(self):
+    def finalize(self) -> None:
         sign_out(self._config.runtime_dir, "denoiser")
         self._metrics.close()
         self._engine.close(_CLOSE_GRACE_S)

@@ -1,5 +1,7 @@
 """edit_stream: progress, previews and the answer; for gRPC streams and HTTP /generate_stream."""
 
+from typing import Any
+
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import load_config
@@ -9,7 +11,7 @@ from maskserve_core.worker.logs import start_log
 
 
 class TritonPythonModel:
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
         end_with_server()
         self._config = load_config()
         start_log(self._config, "edit_stream")
@@ -17,9 +19,9 @@ class TritonPythonModel:
         end_when_stuck()
         sign_in(self._config.runtime_dir, "edit_stream")
 
-    def execute(self, requests):
+    def execute(self, requests: list[Any]) -> None:
         self._front.execute(requests)
 
-    def finalize(self):
+    def finalize(self) -> None:
         sign_out(self._config.runtime_dir, "edit_stream")
         self._front.close()

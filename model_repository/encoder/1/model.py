@@ -1,6 +1,7 @@
 """encoder: VAE moments of the source and embeddings of the prompt."""
 
 import time
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -17,7 +18,7 @@ from maskserve_engine.stages.encode import Encoder, warm
 
 
 class TritonPythonModel:
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
         end_with_server()
         self._config = beside_denoiser(load_config())
         start_log(self._config, "encoder")
@@ -30,14 +31,14 @@ class TritonPythonModel:
         end_when_stuck()
         sign_in(self._config.runtime_dir, "encoder")
 
-    def execute(self, requests):
+    def execute(self, requests: list[Any]) -> list[Any]:
         return respond(pb_utils, requests, self._work)
 
-    def finalize(self):
+    def finalize(self) -> None:
         sign_out(self._config.runtime_dir, "encoder")
         self._tracer.close()
 
-    def _encode(self, request):
+    def _encode(self, request: Any) -> dict[str, Any]:
         start = time.perf_counter()
         edit = EditRequest.from_json(read_bytes(pb_utils, request, "REQUEST"))
         encoded = self._encoder.encode(

@@ -1,6 +1,7 @@
 """postprocess: the edited pixels over the source, encoded; progress events carry no image."""
 
 import time
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -18,7 +19,7 @@ from maskserve_core.worker.logs import start_log
 
 
 class TritonPythonModel:
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
         end_with_server()
         self._config = load_config()
         start_log(self._config, "postprocess")
@@ -27,14 +28,14 @@ class TritonPythonModel:
         end_when_stuck()
         sign_in(self._config.runtime_dir, "postprocess")
 
-    def execute(self, requests):
+    def execute(self, requests: list[Any]) -> list[Any]:
         return respond(pb_utils, requests, self._work, self._failed)
 
-    def finalize(self):
+    def finalize(self) -> None:
         sign_out(self._config.runtime_dir, "postprocess")
         self._tracer.close()
 
-    def _finish(self, request):
+    def _finish(self, request: Any) -> dict[str, Any]:
         start = time.perf_counter()
         meta = read_bytes(pb_utils, request, "META")
         pixels = read_array(pb_utils, request, "PIXELS", np.uint8, ndim=3)
@@ -48,5 +49,5 @@ class TritonPythonModel:
         taken_ms = (time.perf_counter() - start) * 1e3
         return {"IMAGE": image, "META": with_timing(meta, "postprocess", taken_ms)}
 
-    def _failed(self, request, error):
+    def _failed(self, request: Any, error: Exception) -> dict[str, Any]:
         return {"IMAGE": b"", "META": failed_event(pb_utils, request, error)}

@@ -1,5 +1,7 @@
 """preprocess: a client's four tensors, checked and brought to the model's resolution."""
 
+from typing import Any
+
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import load_config, templates_folder
@@ -15,7 +17,7 @@ from maskserve_core.worker.templates import TemplateFolder
 
 
 class TritonPythonModel:
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
         end_with_server()
         self._config = load_config()
         start_log(self._config, "preprocess")
@@ -27,18 +29,20 @@ class TritonPythonModel:
         end_when_stuck()
         sign_in(self._config.runtime_dir, "preprocess")
 
-    def execute(self, requests):
+    def execute(self, requests: list[Any]) -> list[Any]:
         return respond(pb_utils, requests, self._work)
 
-    def finalize(self):
+    def finalize(self) -> None:
         sign_out(self._config.runtime_dir, "preprocess")
         self._tracer.close()
 
-    def _prepare(self, request):
+    def _prepare(self, request: Any) -> dict[str, Any]:
         # A front says when it took the edit: deadlines count from there.
         accepted_ns = int(parameters(request).get("accepted_ns", 0))
         prepared = prepare_edit(
-            *(read_bytes(pb_utils, request, name) for name in ("IMAGE", "MASK", "PROMPT")),
+            read_bytes(pb_utils, request, "IMAGE"),
+            read_bytes(pb_utils, request, "MASK"),
+            read_bytes(pb_utils, request, "PROMPT"),
             read_bytes(pb_utils, request, "SETTINGS"),
             self._facts,
             self._config,
