@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, Overloaded
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.families.registry import Adapter, load_adapter
 from maskserve_engine.job import EditJob, Failed, PromptEmbedding, Sink
 from maskserve_engine.output_thread import OutputThread
+from maskserve_engine.price_list import PRICED, PriceList
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.revision import model_revision
@@ -41,6 +43,7 @@ class Engine:
         prompt: reads the priming prompt's embedding; by default from the runtime folder, where
             the encoder puts it.
         revision: digest of the served weights.
+        prices: what rows cost here, published for routers.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Engine:
         adapter: Adapter,
         prompt: Callable[[], PromptEmbedding | None] | None = None,
         revision: str = "",
+        prices: PriceList | None = None,
     ) -> None:
         self.config, self.adapter = config, adapter
         runtime = Path(config.runtime_dir) if config.runtime_dir else None
@@ -63,7 +67,9 @@ class Engine:
         self._output = OutputThread()
         self.manager = RequestManager(config, adapter, self.cache, self._output)
         self.counters = new_counters()
-        self._publisher = StatusPublisher(config, self.manager, self.cache, self.counters)
+        self._publisher = StatusPublisher(
+            config, adapter.facts, prices, self.manager, self.cache, self.counters
+        )
         self.observations = Observations()
         self._step_runner = StepRunner(
             config, adapter, self.manager, self._output, self.counters, self.observations
@@ -71,7 +77,8 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._open = True
-        self._state, self._stop = "loading", False
+        self._state: State = "loading"
+        self._stop = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @classmethod
@@ -81,7 +88,9 @@ class Engine:
         Raises:
             ConfigError: the model cannot be served.
         """
-        return cls(config, load_adapter(config), revision=model_revision(config.model.path))
+        adapter = load_adapter(config)
+        prices = PriceList(config, adapter.facts) if adapter.facts.family in PRICED else None
+        return cls(config, adapter, revision=model_revision(config.model.path), prices=prices)
 
     # Called from any thread.
 
@@ -155,7 +164,7 @@ class Engine:
         self._output.close(5.0)
 
     @property
-    def state(self) -> str:
+    def state(self) -> State:
         """`loading`, `ready`, `draining`, `stopped` or `failed`."""
         if self._state == "ready" and self.manager.draining:
             return "draining"

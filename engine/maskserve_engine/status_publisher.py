@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from maskserve_core.config import Config, model_name
+from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.contracts.status_record import Served, State
 from maskserve_core.worker.status import StatusWriter, WorkerStatus
+from maskserve_engine.price_list import PriceList
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
 
@@ -29,11 +32,21 @@ class StatusPublisher:
     """Writes the record from what the engine's parts hold now; used by the engine thread only.
 
     Without a runtime folder it writes nothing.
+
+    Args:
+        config: of this worker.
+        facts: of the served model.
+        prices: of this worker; None where nothing is known of them.
+        manager: whose rows are published.
+        cache: whose templates are.
+        counters: the engine's.
     """
 
     def __init__(
         self,
         config: Config,
+        facts: ModelFacts,
+        prices: PriceList | None,
         manager: RequestManager,
         cache: TemplateCache,
         counters: dict[str, float],
@@ -41,24 +54,44 @@ class StatusPublisher:
         self._manager, self._cache, self._counters = manager, cache, counters
         folder = config.runtime_dir
         self._writer = StatusWriter(Path(folder) / "status") if folder else None
+        self._prices = prices
+        self._steps = self._seconds = 0.0
         self._status = WorkerStatus(
             worker=config.worker,
             model=model_name(config),
             state="loading",
             max_rows=config.engine.max_rows,
             max_waiting=config.engine.max_waiting,
+            served=Served(
+                native_resolution=facts.native_resolution,
+                token_pixels=facts.token_pixels,
+                num_inference_steps=config.model.num_inference_steps,
+                cache=config.cache.enabled,
+                dense_above_ratio=config.cache.dense_above_ratio,
+                mask_ring=config.model.mask_ring,
+            ),
         )
 
-    def publish(self, state: str) -> None:
+    def publish(self, state: State) -> None:
         if self._writer is None:
             return
         status, cache = self._status, self._cache
+        if self._prices is not None:
+            self._measure(self._prices)
+            status.pricing = self._prices.pricing
         status.state = state
         status.running, status.waiting = self._manager.rows()
         status.templates = {"device": cache.template_ids()}
         status.tier_bytes = {"device": cache.store.nbytes}
         status.counters = {**self._counters, **cache.counters()}
         self._writer.write(status)
+
+    def _measure(self, prices: PriceList) -> None:
+        """Price the step taken since the last record, whose running rows it was of."""
+        steps, seconds = self._counters["steps_total"], self._counters["step_seconds_total"]
+        if steps == self._steps + 1 and self._status.running:
+            prices.measured(self._status.running, seconds - self._seconds)
+        self._steps, self._seconds = steps, seconds
 
     def close(self) -> None:
         if self._writer is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from maskserve_core.config import Config, EngineConfig
 from maskserve_core.contracts.status_record import WorkerStatus

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from maskserve_core.config import CacheConfig, Config
 from maskserve_core.triton.metric_table import (
@@ -25,6 +25,7 @@ from maskserve_core.worker.observations import Observations
 from maskserve_engine.engine import Engine
 from maskserve_engine.requests.templates import TemplateCache
 from tests.eventually import eventually
+from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import FakeTriton, Metric
 from tests.triton.conftest import READY
 
@@ -147,7 +148,7 @@ def test_outcomes(code: str, outcome: str) -> None:
 
 def engine_counters() -> set[str]:
     """Names of what an engine counts, those of its cache included."""
-    adapter: Any = SimpleNamespace(facts=SimpleNamespace(), anchors=None, blocks=1)
+    adapter: Any = SimpleNamespace(facts=FILL_FACTS, anchors=None, blocks=1)
     engine = Engine(Config(), adapter, prompt=lambda: None)
     cache = TemplateCache(CacheConfig(), adapter, "", "", 4, lambda: None)
     return {*engine.counters, *cache.counters()}

@@ -53,4 +53,3 @@ def test_dense_rows_loads_and_fetches(pricing: Pricing):
     template = 5 * entry_bytes(WORK, "kv", FORMATS["bfloat16"])
     assert pricing.fetch == {"disk": pytest.approx(COSTS.load_seconds("disk", template))}
     assert pricing.fetch_s("host") == pricing.fetch_s("device") == 0.0
-    assert Pricing.from_json(pricing.to_json()) == pricing

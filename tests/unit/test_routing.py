@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as changed
 
 from maskserve_core.routing import (
     POLICIES,
@@ -253,15 +254,20 @@ def test_a_view_of_a_status_record():
     assert (view.worker, view.model, view.max_rows, view.max_waiting) == ("w", "demo", 4, 9)
     assert [view.tier_of(t) for t in ("host-one", "device-one", "c")] == ["host", "device", None]
     assert view.ready
-    assert not WorkerView.from_status(replace(status, state="draining"), pricing, 3.0).ready
+    assert not WorkerView.from_status(changed(status, state="draining"), pricing, 3.0).ready
 
 
-def test_pricing_as_json_and_its_limits():
-    assert Pricing.from_json(PRICING.to_json() | {"later": 1}) == PRICING
-    for wrong in ({}, {"step": 1.0}, PRICING.to_json() | {"fetch": None}):
-        with pytest.raises(ValueError, match="pricing"):
-            Pricing.from_json(wrong)
+def test_pricing_and_its_limits():
     for bad in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="active_token"):
             replace(PRICING, active_token=bad)
     assert PRICING.row(FULL, FULL, cached=True) == (0.2, 0.0)  # above dense_above_ratio
+
+
+def test_a_dense_row_of_a_smaller_image_costs_in_proportion():
+    priced = replace(PRICING, tokens=float(FULL))
+    assert priced.row(FULL, FULL / 4, cached=False) == (PRICING.dense_row / 4, 0.0)
+    view = replace(worker("w"), pricing=priced)
+    small = replace(EDIT, total_tokens=FULL // 4, cache=False)
+    assert view.price(small) == (PRICING.dense_row / 4, 0.0, 0.0)
+    assert view.row(small).tokens == FULL // 4

@@ -6,6 +6,7 @@ predict   when an edit would be done on a worker
 policies  the rules that choose
 """
 
+from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.routing.policies import (
     POLICIES,
     LeastRequests,
@@ -17,7 +18,6 @@ from maskserve_core.routing.policies import (
     make_policy,
 )
 from maskserve_core.routing.predict import predicted_seconds
-from maskserve_core.routing.pricing import Pricing
 from maskserve_core.routing.profile import RowLoad
 from maskserve_core.routing.view import Edit, WorkerView
 

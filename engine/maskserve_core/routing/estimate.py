@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, entry_bytes
 from maskserve_core.planning.flops import ModelWork
-from maskserve_core.routing.pricing import Pricing
 
 _KV = 1  # column of block_bytes
 
@@ -51,4 +51,5 @@ def pricing_of(
             for tier in costs.loads
             if tier not in ("device", "host")
         },
+        tokens=tokens,
     )

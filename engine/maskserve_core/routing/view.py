@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
+from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
-from maskserve_core.routing.pricing import Pricing
 from maskserve_core.routing.profile import Profile, RowLoad, build_profile
 
 TIERS = ("device", "host", "disk", "remote")
@@ -82,7 +82,7 @@ class WorkerView:
         dense at once.
         """
         pricing = self.pricing
-        dense = pricing.dense_row
+        dense = pricing.dense(edit.total_tokens)
         tier = self.tier_of(edit.template_id) if edit.cache else None
         if tier is None:
             return dense, 0.0, 0.0
@@ -97,7 +97,7 @@ class WorkerView:
     def row(self, edit: Edit) -> RowLoad:
         """`edit` as a row of this worker."""
         compute, load, _ = self.price(edit)
-        dense = compute == self.pricing.dense_row
+        dense = compute == self.pricing.dense(edit.total_tokens)
         tokens = edit.total_tokens if dense else edit.active_tokens
         return RowLoad(edit.steps, compute, load, tokens, edit.priority)
 

@@ -3,11 +3,11 @@
 The engine writes the record at each step; `control`, the fronts and probes read it from other
 processes and never wait for the engine. What it holds: `status_record`.
 
-The file is a head and two slots, written in turn, each with its lengths and checksums:
+The file is a head and two slots, written in turn, each with its length and checksum:
 
-    | magic, version, slot bytes | slot 0: head, volatile part, slow part | slot 1: the same |
+    | magic, version, slot bytes | slot 0: head, record | slot 1: the same |
 
-A reader takes the newest slot whose checksums hold, so a write in progress, or one cut short by a
+A reader takes the newest slot whose checksum holds, so a write in progress, or one cut short by a
 kill, costs nothing but that record. Both sides use positioned reads and writes of the shared page
 cache rather than a mapping: a file truncated, or a tmpfs filled up, by somebody else is then an
 error to handle, where a mapping would end the process with SIGBUS.
@@ -15,30 +15,21 @@ error to handle, where a mapping would end the process with SIGBUS.
 
 from __future__ import annotations
 
-import copy
 import os
 import struct
 import time
 import zlib
 from pathlib import Path
-from typing import Any
 
-from maskserve_core.contracts.status_record import (
-    SLOW_FIELDS,
-    VERSION,
-    RowStatus,
-    Stamp,
-    WorkerStatus,
-    rows_json,
-    slow_json,
-    volatile_json,
-)
+from msgspec.structs import replace
+
+from maskserve_core.contracts.status_record import VERSION, RowStatus, Stamp, WorkerStatus
 
 __all__ = ["RowStatus", "Stamp", "StatusReader", "StatusWriter", "WorkerStatus"]
 
 _FILE_MAGIC = b"maskstat"
 _FILE_HEAD = struct.Struct("<8sII")  # magic, version, bytes per slot
-_SLOT_HEAD = struct.Struct("<QIIII")  # sequence; bytes and CRC-32 of the volatile, the slow part
+_SLOT_HEAD = struct.Struct("<QII")  # sequence; bytes and CRC-32 of the record
 _FIRST_SLOT = 64
 _SMALLEST_SLOT = 16 * 1024
 _LARGEST_SLOT = 2**30
@@ -67,9 +58,6 @@ class StatusWriter:
         self._file: int | None = None
         self._slot_bytes = 0
         self._sequence = 0
-        self._slow: tuple[dict[str, Any], bytes, int] | None = None
-        self._waiting: tuple[RowStatus, ...] = ()
-        self._waiting_json = ""
 
     def write(self, status: WorkerStatus) -> Stamp:
         """Number and publish `status`, whose own stamps are not read; the stamps it got.
@@ -78,14 +66,9 @@ class StatusWriter:
             OSError: the file cannot be written; readers keep the previous record.
         """
         stamp = Stamp(self._sequence + 1, time.time_ns(), time.monotonic_ns())
-        if self._waiting is not status.waiting:  # a tuple, so it does not change in place
-            self._waiting, self._waiting_json = status.waiting, rows_json(status.waiting)
-        volatile = volatile_json(status, stamp, self._waiting_json).encode()
-        slow, slow_crc = self._slow_part(status)
-        head = _SLOT_HEAD.pack(
-            stamp.sequence, len(volatile), zlib.crc32(volatile), len(slow), slow_crc
-        )
-        record = b"".join((head, volatile, slow))
+        encoded = replace(status, **stamp._asdict()).to_json()
+        head = _SLOT_HEAD.pack(stamp.sequence, len(encoded), zlib.crc32(encoded))
+        record = head + encoded
         if self._file is None or len(record) > self._slot_bytes:
             self._replace_file(record, stamp.sequence)
         else:
@@ -98,15 +81,6 @@ class StatusWriter:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-    def _slow_part(self, status: WorkerStatus) -> tuple[bytes, int]:
-        """The slow part and its checksum, encoded anew only when a value differs."""
-        values = {name: getattr(status, name) for name in SLOW_FIELDS}
-        if self._slow is None or self._slow[0] != values:
-            encoded = slow_json(status)
-            # A copy, so that a caller who changes its dict in place is noticed too.
-            self._slow = (copy.deepcopy(values), encoded, zlib.crc32(encoded))
-        return self._slow[1], self._slow[2]
 
     def _replace_file(self, record: bytes, sequence: int) -> None:
         slot_bytes = _SMALLEST_SLOT
@@ -196,13 +170,10 @@ class StatusReader:
             head = os.pread(self._file, _SLOT_HEAD.size, offset)
             if len(head) == _SLOT_HEAD.size:
                 heads.append((_SLOT_HEAD.unpack(head), offset + _SLOT_HEAD.size))
-        for (_, volatile, volatile_crc, slow, slow_crc), offset in sorted(heads, reverse=True):
-            if not 0 < volatile + slow <= self._slot_bytes - _SLOT_HEAD.size:
+        for (_, size, checksum), offset in sorted(heads, reverse=True):
+            if not 0 < size <= self._slot_bytes - _SLOT_HEAD.size:
                 continue
-            raw = os.pread(self._file, volatile + slow, offset)
-            if (
-                zlib.crc32(raw[:volatile]) == volatile_crc
-                and zlib.crc32(raw[volatile:]) == slow_crc
-            ):
+            raw = os.pread(self._file, size, offset)
+            if zlib.crc32(raw) == checksum:
                 return raw
         return None

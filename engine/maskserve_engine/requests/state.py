@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from maskserve_core.worker.status import RowStatus
+from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_engine.job import EditJob, Sink
 from maskserve_engine.requests.templates import Priming
@@ -103,7 +103,7 @@ class RequestState:
 
     def status(self) -> RowStatus:
         """The one it has had since how it runs was decided, with the steps now left."""
-        kind = "cached" if self.how == "cached" else "dense"
+        kind: Kind = "cached" if self.how == "cached" else "dense"
         left = self.steps - (self.row.step if self.row is not None else 0)
         if self.said is None or self.said.kind != kind:
             self.said = RowStatus(

@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """Coefficients of one worker's model and device. All are seconds, and at least 0."""
+    """Coefficients of one worker's model and device. All but `tokens` are seconds; none is
+    negative.
+    """
 
     step: float
     """Of a step, whatever its rows."""
     dense_row: float
-    """Of a dense row's computation, per step."""
+    """Of the computation of a dense row of `tokens` tokens, per step."""
     cached_row: float
     """Of a cached row's computation, per step: its text tokens and modulation."""
     active_token: float
@@ -36,6 +37,9 @@ class Pricing:
     fetch: Mapping[str, float] = field(default_factory=dict)
     """Tier -> seconds to bring a template's entries from there to the host tier. A tier that is
     not named, `host` and `device` apart, cannot be used."""
+    tokens: float = 0.0
+    """Of the image that the coefficients are of; a dense row of another costs in proportion.
+    0: every dense row costs the same."""
 
     def __post_init__(self) -> None:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "fetch"}
@@ -43,16 +47,21 @@ class Pricing:
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"pricing: {name} is {value}")
 
+    def dense(self, total: float) -> float:
+        """Seconds per step of a dense row of `total` tokens."""
+        return self.dense_row * (total / self.tokens if self.tokens else 1.0)
+
     def row(self, active: float, total: float, *, cached: bool) -> tuple[float, float]:
         """`(compute, load)` seconds per step of a row of `total` tokens of which `active` are
         computed. A row whose mask is so large that caching costs more is dense.
         """
+        dense = self.dense(total)
         if cached:
             compute = self.cached_row + self.active_token * active
             load = self.spare_token * (total - active)
-            if compute < self.dense_row and load < self.dense_row:
+            if compute < dense and load < dense:
                 return compute, load
-        return self.dense_row, 0.0
+        return dense, 0.0
 
     def fetch_s(self, tier: str) -> float:
         """Seconds until entries from `tier` can be loaded by steps; infinite if never."""
@@ -60,18 +69,14 @@ class Pricing:
             return 0.0
         return self.fetch.get(tier, math.inf)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Pricing:
-        """Read what `to_json` gave; keys of a later writer are skipped.
-
-        Raises:
-            ValueError: a key is missing or no number.
+    def with_compute(self, fixed: float, per_unit: float) -> Pricing:
+        """Computation priced anew: `per_unit` times every coefficient of a row's computation, and
+        `fixed` seconds per step. Loads and fetches stay.
         """
-        names = {f.name for f in fields(cls)}
-        try:
-            return cls(**{name: value for name, value in values.items() if name in names})
-        except (TypeError, AttributeError) as error:
-            raise ValueError(f"pricing: {error}") from error
+        return replace(
+            self,
+            step=fixed,
+            dense_row=self.dense_row * per_unit,
+            cached_row=self.cached_row * per_unit,
+            active_token=self.active_token * per_unit,
+        )
