@@ -24,7 +24,7 @@ help: ## list the targets
 setup: $(STAMP) ## make .venv with everything that is needed
 
 $(STAMP): pyproject.toml constraints.txt
-	@PYTHONPATH=scripts $(PYTHON) scripts/check_host.py
+	@PYTHONPATH=serving $(PYTHON) scripts/check_host.py
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	# torch first and by itself: its index may be another than the rest's.
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt torch
@@ -44,16 +44,16 @@ check: $(STAMP) ## lint, format, types, imports
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy engine/maskserve_core engine/maskserve_engine client/maskserve_client \
-		scripts/serving scripts/demo_model harness/maskserve_harness scripts/*.py
+		serving/maskserve_serving scripts/demo_model harness/maskserve_harness scripts/*.py
 	# Triton wants a model.py in a folder of that number: each is a module `model` of its own.
 	for model in model_repository/*/1/model.py; do $(VENV)/bin/mypy $$model || exit 1; done
-	PYTHONPATH=engine:router:client:harness $(VENV)/bin/lint-imports
+	PYTHONPATH=engine:router:client:serving:harness $(VENV)/bin/lint-imports
 
 bench: $(STAMP) ## what Triton adds to an edit
 	$(PY) scripts/bench_overhead.py
 
 serve: $(STAMP) ## serve MODEL with WORKERS workers until Ctrl-C
-	$(PY) scripts/serve.py --model $(MODEL) --workers $(WORKERS)
+	$(VENV)/bin/maskserve serve --model $(MODEL) --workers $(WORKERS)
 
 constraints: $(STAMP) ## write the installed versions to constraints.txt
 	@head -2 constraints.txt > constraints.new

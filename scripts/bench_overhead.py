@@ -47,11 +47,11 @@ from maskserve_harness.benchmarks.direct import Direct, Edit
 from maskserve_harness.benchmarks.path import measure_path, timed
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.probing.calls import Answer, Grpc, answer_of, tensors
-from serving.command import TUNING
-from serving.files import dump_toml
-from serving.options import ServeOptions
-from serving.ports import free_base_port
-from serving.supervisor import Supervisor
+from maskserve_serving.command import TUNING
+from maskserve_serving.files import dump_toml
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -27,8 +27,8 @@ def problems() -> Iterator[str]:
             "Python's venv module is missing; on Debian and Ubuntu: "
             f"apt-get install python{here}-venv."
         )
-    from serving.errors import ServeError
-    from serving.runtime import check_machine
+    from maskserve_serving.errors import ServeError
+    from maskserve_serving.runtime import check_machine
 
     try:
         check_machine()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_harness.benchmarks.machine import machine
+from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.faults.client_faults import (
     STEPS_BAR,
     client_faults,
@@ -32,10 +33,10 @@ from maskserve_harness.faults.repository import sabotaged_repository
 from maskserve_harness.faults.site import Site
 from maskserve_harness.faults.table import client_table, worker_table
 from maskserve_harness.faults.worker_faults import RETURN_BAR_S, try_worker_fault, worker_faults
-from serving.errors import ServeError
-from serving.options import REPOSITORY, ServeOptions
-from serving.ports import free_base_port
-from serving.supervisor import Supervisor
+from maskserve_serving.errors import ServeError
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,7 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    demo = REPOSITORY / "assets" / "models" / "demo"
+    demo = CHECKOUT / "assets" / "models" / "demo"
     parser.add_argument("--model", type=Path, default=demo, help="folder in diffusers format")
     parser.add_argument("--side", type=int, default=128, help="pixels of the square source")
     parser.add_argument("--steps", type=int, default=200, help="denoising steps of a long edit")

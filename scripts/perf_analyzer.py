@@ -28,6 +28,7 @@ import numpy as np
 
 from maskserve_core.contracts.settings import CACHE_MODES
 from maskserve_harness.benchmarks.machine import machine
+from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.inputs import Edit, InputOptions, find_photos, make_edits, write_edits
 from maskserve_harness.perf.load import FRONTS, PROTOCOLS, Load, parse_loads, targets
@@ -36,11 +37,10 @@ from maskserve_harness.perf.run import Measurement, measure
 from maskserve_harness.perf.server import Server, own_server, running_server
 from maskserve_harness.perf.tool import Tool, find_tool
 from maskserve_harness.simulator.workload import MIXES
-from serving.errors import ServeError
-from serving.options import REPOSITORY
+from maskserve_serving.errors import ServeError
 
-CACHE = REPOSITORY / ".cache" / "perf_analyzer"
-LOGS = REPOSITORY / "logs" / "perf_analyzer"
+CACHE = CHECKOUT / ".cache" / "perf_analyzer"
+LOGS = CHECKOUT / "logs" / "perf_analyzer"
 DEFAULT_RATES = "1,2,4"
 
 
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--protocol", choices=PROTOCOLS, help="one protocol; default: both")
     what.add_argument("--all", action="store_true", help="every front and protocol: the default")
     where = what.add_mutually_exclusive_group()
-    demo = str(REPOSITORY / "assets" / "models" / "demo")
+    demo = str(CHECKOUT / "assets" / "models" / "demo")
     where.add_argument("--model", default=demo, help="folder or hub id that an own worker serves")
     where.add_argument("--url", metavar="HOST:PORT", help="gRPC address of a running worker")
     what.add_argument(
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
             seed=options.seed,
             settings=settings,
         ),
-        find_photos(REPOSITORY / "assets"),
+        find_photos(CHECKOUT / "assets"),
     )
     tool = find_tool(options.tool, CACHE)
     outcomes = []

@@ -25,12 +25,12 @@ from tempfile import TemporaryDirectory
 
 from tritonclient.utils import InferenceServerException
 
+from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.server import own_server, running_server
 from maskserve_harness.recording.comparison import differences
 from maskserve_harness.recording.record import Record, Recorder
-from serving.errors import ServeError
-from serving.options import REPOSITORY
+from maskserve_serving.errors import ServeError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="write the record to this JSON file")
     add("--compare", type=Path, metavar="RECORD", help="an earlier record")
     add("--url", help="host:port (gRPC) of a worker that runs; HTTP is at the port before")
-    add("--model", default=str(REPOSITORY / "assets" / "models" / "demo"), help="model folder")
+    add("--model", default=str(CHECKOUT / "assets" / "models" / "demo"), help="model folder")
     return parser.parse_args(argv)
 
 

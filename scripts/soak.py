@@ -24,9 +24,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.soaking.run import Report, SoakOptions, soak, summary
-from serving.errors import ServeError
-from serving.options import REPOSITORY
+from maskserve_serving.errors import ServeError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--minutes", type=float, default=60.0, help="how long the load lasts (default: 60)")
-    add("--model", type=Path, default=REPOSITORY / "assets" / "models" / "demo")
+    add("--model", type=Path, default=CHECKOUT / "assets" / "models" / "demo")
     add("--config", type=Path, help="configuration (TOML); its cache budget is replaced")
     add(
         "--visitors",

@@ -20,7 +20,7 @@ from maskserve_client.wire import DEFAULT_URL, ImageInput
 class AsyncClient:
     """As `Client`, for one event loop. Cancelling the awaiting task cancels the edit.
 
-        async with AsyncClient("localhost:8001") as client:
+        async with AsyncClient("localhost:9001") as client:
             async with contextlib.aclosing(
                 client.edit_stream("room.png", "mask.png", "a red sofa")
             ) as events:

@@ -24,6 +24,7 @@ from maskserve_core.errors import (
     Overloaded,
     TemplateNotFound,
 )
+from maskserve_serving import cli as serving
 
 OK, BAD_INPUT, UNAVAILABLE, SERVER_FAULT, INTERRUPTED = 0, 2, 3, 4, 130
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A polite kill withdraws the edit like Ctrl-C does.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        options.run(options)
+        return int(options.run(options) or OK)
     except KeyboardInterrupt:
         print("maskserve: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -65,14 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     finally:
         signal.signal(signal.SIGTERM, previous)
-    return OK
 
 
 def parser() -> argparse.ArgumentParser:
     """The grammar of the command line."""
     top = argparse.ArgumentParser(
         prog="maskserve",
-        description="Masked image edits on a maskserve worker or router.",
+        description="Masked image edits: ask a maskserve worker or router, or serve a model.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -82,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     _add_common(status)
     status.set_defaults(run=commands.status)
     _add_templates(subcommands)
+    _add_serve(subcommands)
     return top
 
 
@@ -138,24 +139,24 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     model.add_argument("--true-cfg", dest="true_cfg_scale", type=float, metavar="X")
     model.add_argument("--model", metavar="NAME", help="refuse any other model")
 
-    serving = edit.add_argument_group("how to serve it")
-    serving.add_argument("--cache", choices=CACHE_MODES, help="use of cached activations")
-    serving.add_argument(
+    running = edit.add_argument_group("how to serve it")
+    running.add_argument("--cache", choices=CACHE_MODES, help="use of cached activations")
+    running.add_argument(
         "--reproducible", action="store_true", default=None, help="equal pixels at any load"
     )
-    serving.add_argument("--priority", type=int, metavar="N", help="higher runs first")
-    serving.add_argument("--deadline-ms", type=int, metavar="MS", help="give up after so long")
-    serving.add_argument("--request-id", metavar="ID", help="name for cancel and logs")
-    serving.add_argument(
+    running.add_argument("--priority", type=int, metavar="N", help="higher runs first")
+    running.add_argument("--deadline-ms", type=int, metavar="MS", help="give up after so long")
+    running.add_argument("--request-id", metavar="ID", help="name for cancel and logs")
+    running.add_argument(
         "--timeout", type=float, metavar="S", help="give up waiting and cancel after so long"
     )
-    serving.add_argument(
+    running.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
         help="follow the edit step by step (default: if stderr is a terminal)",
     )
-    serving.add_argument("--previews", metavar="DIR", help="write previews there; implies --stream")
-    serving.add_argument(
+    running.add_argument("--previews", metavar="DIR", help="write previews there; implies --stream")
+    running.add_argument(
         "--preview-every", type=int, default=4, metavar="N", help="steps between (%(default)s)"
     )
     edit.set_defaults(run=commands.edit)
@@ -181,6 +182,18 @@ def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentPars
         command.add_argument("ids", nargs="+", metavar="ID")
     for command in (add, listing, remove, pin):
         _add_common(command)
+
+
+def _add_serve(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = subcommands.add_parser(
+        "serve",
+        help="serve a model on this host",
+        description=serving.DESCRIPTION,
+        epilog=serving.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    serving.add_arguments(serve)
+    serve.set_defaults(run=serving.serve)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from maskserve_core.errors import Cancelled
 class Client:
     """Edits over gRPC, from one worker or a router. Threads may share one client.
 
-        with Client("localhost:8001") as client:
+        with Client("localhost:9001") as client:
             result = client.edit("room.png", "mask.png", "a red sofa", seed=7)
             result.image.save("edited.png")
 

@@ -25,7 +25,7 @@ from maskserve_core.imaging.images import NO_LIMITS, Raster, decode_raster, to_b
 ImageInput: TypeAlias = Image.Image | str | os.PathLike[str] | bytes
 """A PIL image (sent as its pixels are), a path or encoded bytes (both sent as they are)."""
 
-DEFAULT_URL = "localhost:8001"
+DEFAULT_URL = "localhost:9001"
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from serving.worker import Worker
+from maskserve_serving.worker import Worker
 from tests.e2e.calls import Grpc, pixels, plain_edit
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from serving.options import ServeOptions
-from serving.ports import free_base_port
-from serving.supervisor import Supervisor
-from serving.worker import Worker
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+from maskserve_serving.worker import Worker
 from tests.e2e.calls import Grpc, Http
 
 

@@ -18,7 +18,7 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from tritonclient.grpc import service_pb2_grpc
 
-from serving.worker import Worker
+from maskserve_serving.worker import Worker
 from tests.e2e.beside import Beside, Processes
 from tests.e2e.calls import (
     Answer,

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from maskserve_core.worker.liveness import signed_in
-from serving.worker import Worker
+from maskserve_serving.worker import Worker
 from tests.e2e.calls import (
     Grpc,
     InferenceServerException,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from maskserve_core.contracts.meta import TIMINGS
-from serving.worker import Worker
+from maskserve_serving.worker import Worker
 from tests.e2e.calls import Grpc, Http, pixels, plain_edit, stream
 from tests.fakes.pictures import blob_mask, scene
 

@@ -27,9 +27,9 @@ from maskserve_harness.faults.worker_faults import (
     worker_faults,
 )
 from maskserve_harness.probing.calls import Stream
-from serving.options import ServeOptions
-from serving.ports import free_base_port
-from serving.supervisor import Supervisor
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
 
 SHORT = ("engine raises at every step", "encoder stopped")
 # Steps of the tiny model take a few milliseconds, so a row is not freed within two of them.

@@ -12,9 +12,9 @@ import pytest
 
 from maskserve_core.config import ModelConfig
 from maskserve_core.contracts.settings import EditSettings
-from serving.options import ServeOptions
-from serving.ports import free_base_port
-from serving.supervisor import Supervisor
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
 from tests.e2e.calls import Grpc, InferenceServerException, Pixels, edit_inputs, pixels, plain_edit
 from tests.fakes.jobs import config_of
 from tests.fakes.pictures import blob_mask, scene

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from maskserve_core.triton.metric_table import ENDS, ENGINE_METRICS, FRONT_METRICS
-from serving.worker import Worker
+from maskserve_serving.worker import Worker
 from tests.e2e.calls import (
     Grpc,
     InferenceServerException,

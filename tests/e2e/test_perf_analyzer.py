@@ -12,13 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
+from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.tool import NAME, find_tool
-from serving.options import REPOSITORY
-from serving.worker import Worker
+from maskserve_serving.worker import Worker
 from tests.e2e.calls import Grpc, eventually
 
-SCRIPT = REPOSITORY / "scripts" / "perf_analyzer.py"
+SCRIPT = CHECKOUT / "scripts" / "perf_analyzer.py"
 LATENCIES = {"mean", "p50", "p90", "p95", "p99"}
 REQUESTS = 6
 RATE = 2.0
@@ -27,7 +27,7 @@ RATE = 2.0
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> None:
     try:
-        find_tool(None, REPOSITORY / ".cache" / "perf_analyzer")
+        find_tool(None, CHECKOUT / ".cache" / "perf_analyzer")
     except PerfError as error:
         pytest.skip(str(error))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from serving.worker import Worker
+from maskserve_serving.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(

@@ -1,4 +1,4 @@
-"""scripts/serve.py as a person runs it: what it refuses, what it survives, how it stops."""
+"""`maskserve serve` as a person runs it: what it refuses, what it survives, how it stops."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from pathlib import Path
 import psutil
 import pytest
 
-from serving.leftovers import SHARED_MEMORY, region_prefix
-from serving.ports import Ports, check_free, free_base_port
+from maskserve_serving.ports import Ports, check_free, free_base_port
+from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
 from tests.e2e.calls import Grpc, InferenceServerException, Pending, pixels, plain_edit
 from tests.eventually import eventually
 
-SERVE = Path(__file__).parents[2] / "scripts" / "serve.py"
+SERVE = [sys.executable, "-m", "maskserve_client.cli", "serve"]
 # Loading takes seven seconds on a free machine, and a minute on a busy one.
 LOAD_S = 180.0
 
 
 class Serving:
-    """A running serve.py."""
+    """A running `maskserve serve`."""
 
     def __init__(self, base_port: int, *arguments: str) -> None:
         self.base_port = base_port
         self.ports = Ports.of_worker(base_port, 0)
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, str(SERVE), "--base-port", str(base_port), *arguments],
+            [*SERVE, "--base-port", str(base_port), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -93,19 +93,19 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
 
 
 def refused(serving: Serving) -> str:
-    """The one sentence of a serve.py that did not start."""
+    """The one sentence of a `maskserve serve` that did not start."""
     assert serving.wait(LOAD_S) == 1
     serving.nothing_left()
     text = "\n".join(serving.lines)
     assert "Traceback" not in text
     sentence = serving.lines[-1]
-    assert sentence.startswith("serve.py: ")
+    assert sentence.startswith("maskserve serve: ")
     return sentence
 
 
 def test_a_missing_model(serve: Callable[..., Serving]) -> None:
     serving = serve("--model", "/no/such/folder")
-    assert refused(serving) == "serve.py: --model: there is no folder /no/such/folder"
+    assert refused(serving) == "maskserve serve: --model: there is no folder /no/such/folder"
 
 
 def test_a_taken_port(serve: Callable[..., Serving], model: Path) -> None:
@@ -117,8 +117,8 @@ def test_a_taken_port(serve: Callable[..., Serving], model: Path) -> None:
         serving = serve("--model", str(model), base_port=port)
         assert serving.wait() == 1
     assert serving.lines == [
-        f"serve.py: port {port + 1} (gRPC) on 127.0.0.1 cannot be used: address already in use; "
-        "stop what uses it or choose another --base-port"
+        f"maskserve serve: port {port + 1} (gRPC) on 127.0.0.1 cannot be used: "
+        "address already in use; stop what uses it or choose another --base-port"
     ]
 
 
@@ -126,7 +126,9 @@ def test_a_bad_configuration(serve: Callable[..., Serving], model: Path, tmp_pat
     config = tmp_path / "c.toml"
     config.write_text("[engine]\nmax_rowz = 3\n")
     serving = serve("--model", str(model), "--config", str(config))
-    assert refused(serving).startswith("serve.py: [engine] has no key 'max_rowz'; it has max_rows")
+    assert refused(serving).startswith(
+        "maskserve serve: [engine] has no key 'max_rowz'; it has max_rows"
+    )
 
 
 def test_a_model_that_does_not_load(

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import tritonclient.http as triton_http
 
-from serving.options import ServeOptions
-from serving.ports import free_base_port
-from serving.supervisor import Supervisor
-from serving.worker import Worker
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+from maskserve_serving.worker import Worker
 from tests.e2e.calls import (
     TIMEOUT_S,
     Grpc,

@@ -21,7 +21,7 @@ from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.tensors import CONTRACTS
 from maskserve_core.imaging.images import encode_image
-from serving.files import dump_toml
+from maskserve_serving.files import dump_toml
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[2] / "model_repository"
 def worker(
     tmp_path: Path, tiny_fill: Path, monkeypatch: pytest.MonkeyPatch, config: Config
 ) -> Config:
-    """The environment that serve.py gives a worker's models."""
+    """The environment that maskserve serve gives a worker's models."""
     engine = asdict(config.engine)
     tables = {"runtime_dir": str(tmp_path), "model": {"path": str(tiny_fill)}, "engine": engine}
     (tmp_path / "config.toml").write_text(dump_toml(tables))

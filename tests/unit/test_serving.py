@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maskserve_client.wire import DEFAULT_URL
 from maskserve_core.config import Config
-from serving import command, files, leftovers, log, ports, runtime
-from serving.errors import ServeError
-from serving.options import REPOSITORY, ServeOptions
-from serving.source import resolve_model
-from serving.supervisor import Supervisor
+from maskserve_harness.checkout import CHECKOUT
+from maskserve_serving import command, files, ports, runtime, shm_cleanup, triton_log
+from maskserve_serving.errors import ServeError
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.source import resolve_model
+from maskserve_serving.supervisor import Supervisor
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,30 +71,33 @@ error: creating server: Internal - failed to load all models
 
 
 def test_the_models_own_sentence_is_taken_from_the_log() -> None:
-    assert log.loaded_models(LOG) == {"edit"}
-    assert log.failure(LOG) == (
+    assert triton_log.loaded_models(LOG) == {"edit"}
+    assert triton_log.failure(LOG) == (
         "model denoiser failed to load: ConfigError: [model] path: cannot load /m/transformer: "
         "it is broken"
     )
-    assert log.failure('I1120 20:20:37.8 1 x.cc:1] "all is well"\n') is None
+    assert triton_log.failure('I1120 20:20:37.8 1 x.cc:1] "all is well"\n') is None
     last = "error: creating server: Invalid argument - unknown backend\n"
-    assert log.failure(last) == "creating server: Invalid argument - unknown backend"
+    assert triton_log.failure(last) == "creating server: Invalid argument - unknown backend"
 
 
 def test_what_triton_says_of_every_machine_without_a_gpu_is_no_reason() -> None:
     start = 'E1121 16:27:58.2 24763 server.cc:241] "CudaDriverHelper has not been initialized."\n'
-    assert log.failure(start) is None
+    assert triton_log.failure(start) is None
     thrown = "boost::interprocess::lock_exception"
     aborted = f"{start}terminate called after throwing an instance of '{thrown}'\n  what(): it\n"
-    assert log.failure(aborted) == f"tritonserver aborted ({thrown})"
-    assert log.failure(f"{start}error: creating server: no port\n") == "creating server: no port"
+    assert triton_log.failure(aborted) == f"tritonserver aborted ({thrown})"
+    assert (
+        triton_log.failure(f"{start}error: creating server: no port\n")
+        == "creating server: no port"
+    )
 
 
 def test_only_the_newest_start_is_read(tmp_path: Path) -> None:
     file = tmp_path / "worker.log"
     file.write_text("old\nnew\n")
-    assert log.read_log(file, 4) == "new\n"
-    assert log.read_log(tmp_path / "none") == ""
+    assert triton_log.read_log(file, 4) == "new\n"
+    assert triton_log.read_log(tmp_path / "none") == ""
 
 
 @pytest.mark.parametrize(
@@ -140,10 +145,10 @@ def test_an_installed_server_must_be_a_program(tmp_path: Path) -> None:
 
 
 def test_leftover_regions_are_removed_by_prefix(tmp_path: Path) -> None:
-    mine, other = leftovers.region_prefix(9000), leftovers.region_prefix(90001)
+    mine, other = shm_cleanup.region_prefix(9000), shm_cleanup.region_prefix(90001)
     for name in (mine + "a", mine + "b", other + "c", "unrelated"):
         (tmp_path / name).touch()
-    assert leftovers.remove_regions(mine, tmp_path) == 2
+    assert shm_cleanup.remove_regions(mine, tmp_path) == 2
     assert {path.name for path in tmp_path.iterdir()} == {other + "c", "unrelated"}
 
 
@@ -233,7 +238,7 @@ def test_what_a_killed_supervisor_left_is_removed(
     for own in (*mine, others):
         assert own.root.parent.is_dir()
         assert own.templates.parent.is_dir()
-    with pytest.raises(ServeError, match=r"another serve\.py is starting at port 9000"):
+    with pytest.raises(ServeError, match=r"another maskserve serve is starting at port 9000"):
         files.remove_stale(9000, [])
     for file in held:
         os.close(file)
@@ -251,7 +256,7 @@ def test_what_a_living_supervisor_has_is_left(
     server.write_text("#!/bin/sh\nexec sleep 60\n")
     server.chmod(0o755)
     options = ServeOptions(
-        model=str(REPOSITORY / "assets" / "models" / "demo"),
+        model=str(CHECKOUT / "assets" / "models" / "demo"),
         base_port=ports.free_base_port(),
         log_dir=tmp_path,
         tritonserver=server,
@@ -262,7 +267,7 @@ def test_what_a_living_supervisor_has_is_left(
     supervisor.start(until=enough)
     own = supervisor.workers[0].spec.files
     try:
-        with pytest.raises(ServeError, match=r"another serve\.py"):
+        with pytest.raises(ServeError, match=r"another maskserve serve"):
             Supervisor(options).start()
         assert own.root.parent.is_dir()
         assert own.templates.parent.is_dir()
@@ -317,15 +322,15 @@ def test_a_first_start_is_tried_again_when_the_machine_stalled(
     tries: int,
     error: str | None,
 ) -> None:
-    monkeypatch.setattr("serving.supervisor._BACKOFF_S", (0.1,))
-    monkeypatch.setattr("serving.worker._UNHEARD_S", 0.3)
+    monkeypatch.setattr("maskserve_serving.supervisor._BACKOFF_S", (0.1,))
+    monkeypatch.setattr("maskserve_serving.worker._UNHEARD_S", 0.3)
     count, server = tmp_path / "tries", tmp_path / "tritonserver"
     server.write_text(
         FAKE_SERVER.format(python=sys.executable, tries=str(count), failures=failures, fail=fail)
     )
     server.chmod(0o755)
     options = ServeOptions(
-        model=str(REPOSITORY / "assets" / "models" / "demo"),
+        model=str(CHECKOUT / "assets" / "models" / "demo"),
         base_port=ports.free_base_port(),
         log_dir=tmp_path / "logs",
         tritonserver=server,
@@ -371,3 +376,8 @@ def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [command.gpu_of_worker(i, 3) for i in range(3)] == ["2", "5", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert command.gpu_of_worker(0, 2) is None
+
+
+def test_the_clients_default_address_is_the_first_worker_of_serve() -> None:
+    first = ports.Ports.of_worker(ServeOptions(model="m").base_port, 0)
+    assert f"localhost:{first.grpc}" == DEFAULT_URL

@@ -1,4 +1,4 @@
-"""What serve.py tells Triton of traces."""
+"""What maskserve serve tells Triton of traces."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from maskserve_core.config import Config, TraceConfig
-from serving import command, ports, runtime, tracing
-from serving.options import ServeOptions
+from maskserve_serving import command, ports, runtime, tracing
+from maskserve_serving.options import ServeOptions
 
 URL = "http://collector:4318/v1/traces"
 

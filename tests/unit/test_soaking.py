@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from maskserve_core.config import Config, config_of
+from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.soaking.ledger import Ledger
 from maskserve_harness.soaking.load import Load
 from maskserve_harness.soaking.pictures import Album
 from maskserve_harness.soaking.run import SoakOptions, soak, template_bytes, write_config
 from maskserve_harness.soaking.visitor import Visitor
-from serving import source
-from serving.errors import ServeError
-from serving.options import REPOSITORY
+from maskserve_serving import source
+from maskserve_serving.errors import ServeError
 
-DEMO = REPOSITORY / "assets" / "models" / "demo"
+DEMO = CHECKOUT / "assets" / "models" / "demo"
 
 
 def test_it_can_be_stopped_while_its_worker_loads(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from serving.options import REPOSITORY
+from maskserve_serving.options import ENSEMBLE, MODELS
 
 _INSTALL = "\n\nimport sabotage\n\nsabotage.install(TritonPythonModel)\n"
 
@@ -13,12 +13,10 @@ _INSTALL = "\n\nimport sabotage\n\nsabotage.install(TritonPythonModel)\n"
 def sabotaged_repository(folder: Path) -> tuple[Path, Path]:
     """Both of Triton's repositories, the first copied into `folder`; for ServeOptions."""
     copy = folder / "model_repository"
-    shutil.copytree(
-        REPOSITORY / "model_repository", copy, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(MODELS, copy, ignore=shutil.ignore_patterns("__pycache__"))
     for model in ("denoiser", "decoder"):
         version = copy / model / "1"
         shutil.copy(Path(__file__).with_name("sabotage.py"), version)
         with (version / "model.py").open("a", encoding="utf-8") as source:
             source.write(_INSTALL)
-    return copy, REPOSITORY / "ensemble"
+    return copy, ENSEMBLE

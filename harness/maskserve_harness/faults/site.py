@@ -16,7 +16,7 @@ from maskserve_core.imaging.images import encode_image
 from maskserve_core.worker.liveness import signed_in
 from maskserve_core.worker.status import RowStatus, StatusReader, WorkerStatus
 from maskserve_harness.probing.calls import Grpc
-from serving.worker import Worker
+from maskserve_serving.worker import Worker
 
 _POLL_S = 0.01
 

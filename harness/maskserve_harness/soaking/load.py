@@ -12,7 +12,7 @@ from maskserve_harness.soaking.bad_input import bad_input, bad_operation
 from maskserve_harness.soaking.ledger import Ledger
 from maskserve_harness.soaking.pictures import Album
 from maskserve_harness.soaking.visitor import Keepsakes, Unexpected, Visitor
-from serving.worker import Worker
+from maskserve_serving.worker import Worker
 
 Visit = Callable[[Visitor], str]
 

@@ -28,14 +28,14 @@ from maskserve_harness.soaking.load import Load
 from maskserve_harness.soaking.pictures import Album
 from maskserve_harness.soaking.plots import plot
 from maskserve_harness.soaking.sampler import Sample, Sampler
-from serving.errors import ServeError
-from serving.files import checked, dump_toml, read_tables, with_values
-from serving.leftovers import SHARED_MEMORY, region_prefix
-from serving.options import ServeOptions
-from serving.ports import free_base_port
-from serving.source import with_model
-from serving.supervisor import Supervisor
-from serving.worker import Worker
+from maskserve_serving.errors import ServeError
+from maskserve_serving.files import checked, dump_toml, read_tables, with_values
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
+from maskserve_serving.source import with_model
+from maskserve_serving.supervisor import Supervisor
+from maskserve_serving.worker import Worker
 
 _END_OF_VISITS_S = 60.0
 _CROWD_S = 60.0

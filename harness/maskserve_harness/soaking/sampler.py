@@ -15,8 +15,8 @@ import psutil
 
 from maskserve_harness.probing.calls import Grpc
 from maskserve_harness.soaking.ledger import Ledger, Window
-from serving.leftovers import SHARED_MEMORY, region_prefix
-from serving.worker import Worker
+from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
+from maskserve_serving.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)

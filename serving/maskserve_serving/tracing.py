@@ -8,8 +8,8 @@ import urllib.request
 from typing import Any
 
 from maskserve_core.config import TraceConfig
-from serving.files import with_values
-from serving.options import ServeOptions
+from maskserve_serving.files import with_values
+from maskserve_serving.options import ServeOptions
 
 # `control` is asked many times a second by whoever watches a worker: that is nothing to trace,
 # and where one request in so many is traced, it would be one of those most of the time.

@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from serving.errors import ServeError
+from maskserve_serving.errors import ServeError
 
 STRIDE = 10  # ports set aside per worker
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from maskserve_core.config import Config, LogConfig
-from serving.errors import ServeError
-from serving.files import WorkerFiles
-from serving.journal import Journal
-from serving.options import ServeOptions
-from serving.runtime import Runtime
-from serving.worker import Spec
+from maskserve_serving.errors import ServeError
+from maskserve_serving.files import WorkerFiles
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.runtime import Runtime
+from maskserve_serving.supervisor_log import SupervisorLog
+from maskserve_serving.worker import Spec
 
 
 def spec(log_dir: Path) -> Spec:
@@ -44,14 +44,14 @@ def test_each_worker_has_a_file_unless_told_otherwise(
 
 def test_the_supervisors_lines(tmp_path: Path) -> None:
     file = tmp_path / "worker-0.jsonl"
-    journal = Journal()
-    journal.write(logging.ERROR, "unheard", "failed")
+    log = SupervisorLog()
+    log.write(logging.ERROR, "unheard", "failed")
     config = Config(log=LogConfig(file=str(file)))
     for _ in range(2):  # as after a restart
-        journal.open(config)
-        journal.write(logging.INFO, "ready", "ready", after_s=1.5)
-    journal.close()
-    journal.write(logging.INFO, "unheard", "stopped")
+        log.open(config)
+        log.write(logging.INFO, "ready", "ready", after_s=1.5)
+    log.close()
+    log.write(logging.INFO, "unheard", "stopped")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(lines) == 2
     assert lines[0]["model"] == "supervisor"
@@ -59,13 +59,13 @@ def test_the_supervisors_lines(tmp_path: Path) -> None:
 
 
 def test_without_a_file_there_is_no_journal(capfd: pytest.CaptureFixture[str]) -> None:
-    journal = Journal()
-    journal.open(Config())
-    journal.write(logging.ERROR, "unheard", "failed")
+    log = SupervisorLog()
+    log.open(Config())
+    log.write(logging.ERROR, "unheard", "failed")
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_file_that_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:
     config = Config(log=LogConfig(file=str(tmp_path)))
     with pytest.raises(ServeError, match=r"\[log\] file: cannot open .*: Is a directory"):
-        Journal().open(config)
+        SupervisorLog().open(config)

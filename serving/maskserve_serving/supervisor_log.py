@@ -7,15 +7,15 @@ from typing import Any
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.worker.logs import log_handler
-from serving.errors import ServeError
+from maskserve_serving.errors import ServeError
 
 
-class Journal:
+class SupervisorLog:
     """One worker's. Without a log file nothing is written: standard output has it for people."""
 
     def __init__(self) -> None:
         self._handler: logging.Handler = logging.NullHandler()
-        # Apart from the logging tree: several workers' journals lie in one process.
+        # Apart from the logging tree: one process has the logs of several workers.
         self._logger = logging.Logger("maskserve.supervisor")
         self._logger.addHandler(self._handler)
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maskserve_core.config import Config
-from serving.options import ServeOptions
-from serving.ports import Ports
-from serving.runtime import Runtime
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import Ports
+from maskserve_serving.runtime import Runtime
 
 # Seconds that Triton waits for requests after SIGTERM. The drain comes before and is bounded by
 # the configuration, so nothing is in flight any more.

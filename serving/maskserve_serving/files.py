@@ -18,7 +18,7 @@ else:
     import tomli as tomllib
 
 from maskserve_core.config import Config, ConfigError, config_of, load_config
-from serving.errors import ServeError
+from maskserve_serving.errors import ServeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def remove_stale(base_port: int, own: list[WorkerFiles]) -> None:
         for folder in Path(parent).glob(_prefix(base_port) + "*"):
             if folder not in spared and not _removed_unless_held(folder):
                 raise ServeError(
-                    f"another serve.py is starting at port {base_port}; "
+                    f"another maskserve serve is starting at port {base_port}; "
                     "wait for it, stop it or choose another --base-port"
                 )
 

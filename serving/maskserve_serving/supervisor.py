@@ -9,13 +9,13 @@ import time
 from dataclasses import dataclass
 from types import TracebackType
 
-from serving.errors import ServeError
-from serving.files import WorkerFiles, folders_of, hold, read_tables, remove_stale
-from serving.options import ServeOptions
-from serving.runtime import find_runtime
-from serving.source import with_model
-from serving.tracing import with_trace
-from serving.worker import Worker, check_ports, make_workers
+from maskserve_serving.errors import ServeError
+from maskserve_serving.files import WorkerFiles, folders_of, hold, read_tables, remove_stale
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.runtime import check_packages, find_runtime
+from maskserve_serving.source import with_model
+from maskserve_serving.tracing import with_trace
+from maskserve_serving.worker import Worker, check_ports, make_workers
 
 _TICK_S = 0.2
 _PROGRESS_S = 5.0
@@ -86,6 +86,7 @@ class Supervisor:
         if options.workers < 1:
             raise ServeError(f"--workers: {options.workers} is not at least 1")
         tables = with_trace(with_model(read_tables(options.config), options.model), options)
+        check_packages()
         runtime = find_runtime(options.tritonserver, options.cache_dir)
         self.workers = make_workers(options, runtime, tables)
         self._watches = [_Watch(worker, start_at=1e-9) for worker in self.workers]
@@ -117,7 +118,7 @@ class Supervisor:
             grace = worker.config.engine.drain_grace_s if grace_s is None else grace_s
             finished[index] = worker.finish_edits(grace)
             worker.terminate()
-            worker.journal.write(logging.INFO, "stopped", "stopped", finished=finished[index])
+            worker.log.write(logging.INFO, "stopped", "stopped", finished=finished[index])
 
         stoppers = [
             threading.Thread(target=stop, args=pair, daemon=True)
@@ -204,7 +205,7 @@ class Supervisor:
         if problem is not None:
             self._say(watch, problem)
         self._say(watch, f"ready after {after_s:.0f} s")
-        watch.worker.journal.write(logging.INFO, "ready", "ready", after_s=round(after_s, 1))
+        watch.worker.log.write(logging.INFO, "ready", "ready", after_s=round(after_s, 1))
         with self._changed:
             watch.ready = True
             self._changed.notify_all()
@@ -228,13 +229,13 @@ class Supervisor:
         if not never_served:
             watch.worker.restarts += 1
         watch.start_at = time.monotonic() + pause
-        journal = watch.worker.journal
+        log = watch.worker.log
         if given_up:
-            journal.write(logging.ERROR, "failed to start", "failed", reason=reason)
+            log.write(logging.ERROR, "failed to start", "failed", reason=reason)
         else:
             self._say(watch, f"failed: {reason}; restarting in {pause:g} s")
             fields = {"reason": reason, "restart_in_s": pause}
-            journal.write(logging.ERROR, "failed; restarting", "failed", **fields)
+            log.write(logging.ERROR, "failed; restarting", "failed", **fields)
 
     # The rest
 
@@ -262,7 +263,7 @@ class Supervisor:
     def _remove_files(self) -> None:
         for worker in self.workers:
             worker.remove_files()
-            worker.journal.close()
+            worker.log.close()
         for folder in folders_of(self._files()):
             try:
                 folder.rmdir()

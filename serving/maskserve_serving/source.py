@@ -8,8 +8,8 @@ from typing import Any
 
 from maskserve_core.config import ConfigError
 from maskserve_core.contracts.facts import load_facts
-from serving.errors import ServeError
-from serving.files import with_values
+from maskserve_serving.errors import ServeError
+from maskserve_serving.files import with_values
 
 # "owner/name"; a path is written with a dot or slash in front, or exists.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

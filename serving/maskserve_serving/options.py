@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parent
+# An installed package carries Triton's models; in a checkout they lie at its root.
+_CARRIED = (_PACKAGE / "model_repository").is_dir()
+_MODELS_ROOT = _PACKAGE if _CARRIED else _PACKAGE.parents[1]
+MODELS, ENSEMBLE = _MODELS_ROOT / "model_repository", _MODELS_ROOT / "ensemble"
+"""Triton's model repositories: the models, and the ensemble that joins them."""
+DEFAULT_BASE_PORT = 9000
+"""The client's default address is the first worker's gRPC port, one above."""
+
+
+def default_cache_dir() -> Path:
+    """The user's folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maskserve"
 
 
 def _say(line: str) -> None:
@@ -22,14 +35,14 @@ class ServeOptions:
     workers: int = 1
     host: str = "127.0.0.1"
     """Address that the workers listen on."""
-    base_port: int = 9000
+    base_port: int = DEFAULT_BASE_PORT
     """Worker i listens at base + 10·i + {0 HTTP, 1 gRPC, 2 metrics}."""
     config: Path | None = None
     """TOML file; its `[model] path`, `runtime_dir` and `worker` are set for each worker."""
     log_dir: Path = field(default_factory=lambda: Path("logs"))
     tritonserver: Path | None = None
     """An installed server to use in place of the one from pip."""
-    cache_dir: Path = REPOSITORY / ".cache" / "triton"
+    cache_dir: Path = field(default_factory=default_cache_dir)
     """Where the server from pip is laid out, once per version."""
     load_timeout_s: float = 900.0
     """How long a worker may take to load its model."""
@@ -41,6 +54,6 @@ class ServeOptions:
     """One request in so many is traced; laid over `[trace]`."""
     triton_args: tuple[str, ...] = ()
     """Further arguments for tritonserver."""
-    repositories: tuple[Path, ...] = (REPOSITORY / "model_repository", REPOSITORY / "ensemble")
+    repositories: tuple[Path, ...] = (MODELS, ENSEMBLE)
     say: Callable[[str], None] = _say
     """Where progress goes, a line at a time."""

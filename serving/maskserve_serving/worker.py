@@ -15,15 +15,15 @@ from maskserve_core.config import Config, cores
 from maskserve_core.worker.admission import Admission
 from maskserve_core.worker.liveness import Processes, Silence, signed_in_for_s
 from maskserve_core.worker.status import StatusReader
-from serving.command import EXIT_TIMEOUT_S, command, environment, gpu_of_worker
-from serving.files import WorkerFiles, with_values, worker_files
-from serving.journal import Journal
-from serving.leftovers import region_prefix, remove_regions
-from serving.log import failure, loaded_models, read_log
-from serving.options import ServeOptions
-from serving.ports import Ports, check_free
-from serving.runtime import Runtime
-from serving.tracing import trace_arguments, untrace
+from maskserve_serving.command import EXIT_TIMEOUT_S, command, environment, gpu_of_worker
+from maskserve_serving.files import WorkerFiles, with_values, worker_files
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import Ports, check_free
+from maskserve_serving.runtime import Runtime
+from maskserve_serving.shm_cleanup import region_prefix, remove_regions
+from maskserve_serving.supervisor_log import SupervisorLog
+from maskserve_serving.tracing import trace_arguments, untrace
+from maskserve_serving.triton_log import failure, loaded_models, read_log
 
 # A model's process signs in as the last thing it does to load; Triton hears of it at once.
 _UNHEARD_S = 30.0
@@ -69,7 +69,7 @@ class Worker:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.config = Config()
-        self.journal = Journal()
+        self.log = SupervisorLog()
         self.restarts = 0
         """Since it was first ready."""
         self.loaded_in_s = 0.0
@@ -135,7 +135,7 @@ class Worker:
         self._status, self._silence = StatusReader(spec.files.status), Silence()
         gpu = gpu_of_worker(spec.index, spec.options.workers)
         trace = trace_arguments(self.config.trace, self.name)
-        self.journal.open(self.config)
+        self.log.open(self.config)
         with spec.log.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
 """Running maskserve's workers on this host: one Triton each, started, watched, drained, stopped.
 
-`scripts/serve.py` is the command; tests and other scripts use `serving.supervisor.Supervisor`.
+`maskserve serve` is the command; code uses `maskserve_serving.supervisor.Supervisor`.
 """

@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving.errors import ServeError
+from maskserve_serving.errors import ServeError
 
 OLDEST_GLIBC = (2, 35)
 _PACKAGE = "nvidia-pytriton"
@@ -35,6 +35,20 @@ class Runtime:
     libraries: tuple[Path, ...]
     """Folders for LD_LIBRARY_PATH."""
     version: str
+
+
+def check_packages() -> None:
+    """Raise unless what a worker's models import is installed.
+
+    Raises:
+        ServeError: it names the package and how to install it.
+    """
+    for module in ("torch", "diffusers", "transformers"):
+        if importlib.util.find_spec(module) is None:
+            raise ServeError(
+                f"the package {module} is not installed, which workers need "
+                "(pip install 'maskserve[engine,server]')"
+            )
 
 
 def find_runtime(tritonserver: Path | None, cache_dir: Path) -> Runtime:
@@ -63,8 +77,9 @@ def pip_runtime(cache_dir: Path) -> Runtime:
     found = importlib.util.find_spec("pytriton")
     if found is None or not found.submodule_search_locations:
         raise ServeError(
-            f"no Triton server: the package {_PACKAGE} is not installed (pip install "
-            "'maskserve[server]'), --tritonserver was not given, and tritonserver is not on PATH"
+            f"no Triton server: the package {_PACKAGE} is not installed "
+            "(pip install 'maskserve[engine,server]'), --tritonserver was not given, and "
+            "tritonserver is not on PATH"
         )
     package = Path(next(iter(found.submodule_search_locations))) / "tritonserver"
     version = importlib.metadata.version(_PACKAGE)
@@ -134,7 +149,13 @@ def find_libpython(python: tuple[int, int]) -> Path | None:
 
 def _lay_out(package: Path, stub: Path, tree: Path) -> None:
     """Copy the server beside its stub; whole or not at all, as several may do it at once."""
-    tree.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        tree.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ServeError(
+            f"cannot lay out Triton in {tree.parent}: {error.strerror}; set XDG_CACHE_HOME to a "
+            "folder that can be written"
+        ) from error
     with tempfile.TemporaryDirectory(dir=tree.parent) as scratch:
         copy = Path(scratch) / "tree"
         for part in ("bin", "backends", "caches"):

@@ -1,0 +1,135 @@
+"""The command `maskserve serve`: its arguments, and a supervisor until a signal ends it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from maskserve_serving.errors import ServeError
+from maskserve_serving.options import DEFAULT_BASE_PORT, ServeOptions
+
+if TYPE_CHECKING:
+    from maskserve_serving.supervisor import Supervisor
+
+DESCRIPTION = f"""\
+Serve a model with Triton on this host: one server for each worker, watched and restarted.
+
+Worker i listens at base + 10*i + {{0 HTTP, 1 gRPC, 2 metrics}}; the base is {DEFAULT_BASE_PORT}.
+Ctrl-C or SIGTERM finishes the edits that were accepted and stops; a second one stops at once.
+"""
+EPILOG = """\
+exit codes:
+  0    stopped; every accepted edit was finished
+  1    could not start, or stopped with edits unfinished
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help="folder in diffusers format, or a hub id")
+    add("--workers", type=int, default=1, metavar="N", help="Triton servers (default %(default)s)")
+    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    add(
+        "--base-port",
+        type=int,
+        default=DEFAULT_BASE_PORT,
+        metavar="PORT",
+        help="where the workers' ports begin (default %(default)s)",
+    )
+    add("--config", type=Path, metavar="FILE", help="configuration file (TOML)")
+    add(
+        "--log-dir",
+        type=Path,
+        default=Path("logs"),
+        metavar="DIR",
+        help="folder for the workers' logs (default %(default)s)",
+    )
+    add(
+        "--tritonserver",
+        type=Path,
+        metavar="FILE",
+        help="an installed tritonserver in place of the one from pip",
+    )
+    add(
+        "--load-timeout",
+        type=float,
+        default=900.0,
+        metavar="S",
+        help="time to load the model (default %(default)g)",
+    )
+    add(
+        "--drain-grace",
+        type=float,
+        metavar="S",
+        help="time to finish edits when stopping (default: the configuration's)",
+    )
+    add(
+        "--otlp-url",
+        default="",
+        metavar="URL",
+        help="send OpenTelemetry spans there, as http://localhost:4318/v1/traces",
+    )
+    add("--trace-rate", type=int, metavar="N", help="trace one request in N (default 1)")
+    add("triton_args", nargs="*", metavar="-- ARG", help="further arguments for tritonserver")
+
+
+def serve(given: argparse.Namespace) -> int:
+    """Serve until a signal; returns the exit code."""
+    # Only here: the other commands of `maskserve` have no use for it.
+    from maskserve_serving.supervisor import Supervisor
+
+    stop = threading.Event()
+    supervisor = Supervisor(_options(given))
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            print("stopping at once", flush=True)
+            supervisor.abort()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    try:
+        supervisor.start(until=stop)
+    except ServeError as error:
+        print(f"maskserve serve: {error}", file=sys.stderr)
+        return 1
+    if not stop.is_set():
+        _announce(supervisor)
+        stop.wait()
+    print(f"stopping; {supervisor.in_flight()} edits in flight", flush=True)
+    finished = supervisor.stop()
+    print("stopped" if finished else "stopped; not every accepted edit was finished", flush=True)
+    return 0 if finished else 1
+
+
+def _options(given: argparse.Namespace) -> ServeOptions:
+    return ServeOptions(
+        model=given.model,
+        workers=given.workers,
+        host=given.host,
+        base_port=given.base_port,
+        config=given.config,
+        log_dir=given.log_dir,
+        tritonserver=given.tritonserver,
+        load_timeout_s=given.load_timeout,
+        drain_grace_s=given.drain_grace,
+        otlp_url=given.otlp_url,
+        trace_rate=given.trace_rate,
+        triton_args=tuple(given.triton_args),
+    )
+
+
+def _announce(supervisor: Supervisor) -> None:
+    for worker in supervisor.workers:
+        print(
+            f"{worker.name}: HTTP {worker.http_url}  gRPC {worker.grpc_url}  "
+            f"metrics {worker.metrics_url}  log {worker.spec.log}",
+            flush=True,
+        )
+    print("ready; Ctrl-C finishes accepted edits and stops", flush=True)
