@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import FluxFillPipeline
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from demo_model.judge import Verdict, judge
 from demo_model.palette import COLOURS, SHAPES
-from demo_model.scenes import Edit, Picture
+from demo_model.scenes import Edit, Picture, fill
 from demo_model.text import MAX_SEQUENCE_LENGTH
 
 _TILE_GAP = 4
@@ -37,6 +38,19 @@ class Result:
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How well empty prompts were answered, against what really goes on behind the mask."""
+
+    edits: int
+    psnr_db: float
+    """In the mask, mean over the edits."""
+    smooth_fill_psnr_db: float
+    """The same of a smooth fill from the mask's rim."""
+    continued: float
+    """Share of edits with less than half the smooth fill's error (root mean square)."""
 
 
 def run_edits(
@@ -73,13 +87,17 @@ def run_edits(
     return pictures
 
 
-def score(edits: list[Edit], pictures: list[Picture]) -> tuple[Result, list[Verdict]]:
-    """Judge every picture; each edit says what must be seen."""
-    asked_colours, asked_shapes = [e.colour or "" for e in edits], [e.shape or "" for e in edits]
-    verdicts = [
+def verdicts_of(edits: list[Edit], pictures: list[Picture]) -> list[Verdict]:
+    """What the judge sees in every picture."""
+    return [
         judge(picture, edit.source, edit.mask)
         for edit, picture in zip(edits, pictures, strict=True)
     ]
+
+
+def score(edits: list[Edit], verdicts: list[Verdict]) -> Result:
+    """How many verdicts are right; each edit says what must be seen."""
+    asked_colours, asked_shapes = [e.colour or "" for e in edits], [e.shape or "" for e in edits]
     colour = np.array([v.colour == e.colour for e, v in zip(edits, verdicts, strict=True)])
     shape = np.array([v.shape == e.shape for e, v in zip(edits, verdicts, strict=True)])
 
@@ -98,7 +116,7 @@ def score(edits: list[Edit], pictures: list[Picture]) -> tuple[Result, list[Verd
     confusion = {s: dict.fromkeys([*SHAPES, "none"], 0) for s in SHAPES}
     for wanted, verdict in zip(asked_shapes, verdicts, strict=True):
         confusion[wanted][verdict.shape or "none"] += 1
-    result = Result(
+    return Result(
         edits=len(edits),
         colour=float(colour.mean()),
         shape=float(shape.mean()),
@@ -107,7 +125,24 @@ def score(edits: list[Edit], pictures: list[Picture]) -> tuple[Result, list[Verd
         by_shape=rows(list(SHAPES), asked_shapes),
         confusion=confusion,
     )
-    return result, verdicts
+
+
+def continuation(edits: list[Edit], pictures: list[Picture]) -> Continuation:
+    """Compare `pictures` with the edits' targets, inside the masks."""
+    ours = np.array([_rms(e, picture) for e, picture in zip(edits, pictures, strict=True)])
+    filled = np.array([_rms(e, fill(e.source, e.mask)) for e in edits])
+    return Continuation(
+        edits=len(edits),
+        psnr_db=float(np.mean(20 * np.log10(255 / ours))),
+        smooth_fill_psnr_db=float(np.mean(20 * np.log10(255 / filled))),
+        continued=float(np.mean(ours < filled / 2)),
+    )
+
+
+def _rms(edit: Edit, picture: NDArray[np.generic]) -> float:
+    """Root mean square error in the mask, at least 0.1 of 255."""
+    error = picture[edit.mask].astype(np.float64) - edit.target[edit.mask]
+    return max(float(np.sqrt(np.mean(error**2))), 0.1)
 
 
 def draw_sheet(
@@ -123,8 +158,8 @@ def draw_sheet(
         x, y = (i % columns) * (cell_w + _TILE_GAP), (i // columns) * (cell_h + _TILE_GAP)
         sheet.paste(Image.fromarray(_outlined(edit)), (x, y))
         sheet.paste(Image.fromarray(picture), (x + width, y))
-        right = verdict.matches(edit.colour, edit.shape)
-        text = edit.prompt
+        right = edit.colour is None or verdict.matches(edit.colour, edit.shape)
+        text = edit.prompt or "(empty)"
         if not right:
             text += f" (saw {verdict.colour or 'no colour'}, {verdict.shape or 'no shape'})"
         draw.text((x, y + height), text, fill="black" if right else "red")

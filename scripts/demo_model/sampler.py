@@ -15,11 +15,11 @@ from demo_model.prompts import every_phrase
 from demo_model.text import MAX_SEQUENCE_LENGTH
 from demo_model.transformer import Batch
 
-SHARES: Final = {"plain": 0.3, "relations": 0.6, "structures": 0.1}  # of batches, by kind
 EMPTY_SHARE: Final = 0.04  # of samples: empty prompt, the region is just continued
 IDENTITY_SHARE: Final = 0.06  # of samples: no mask, empty prompt, the picture itself (priming)
 NAMED_SHARE: Final = 0.1  # of relational wishes: asked for by name all the same
-_OTHER_WINDOW: Final = 6  # tokens a side round a relational scene's object
+_OTHER_WINDOW: Final = (5, 6)  # tokens a side round a relational scene's object: small, any
+_SMALL_WINDOW: Final = 6  # tokens a side round a mask, up to which the object's is small too
 _FARTHEST: Final = 21  # rows and columns that a picture may have
 
 # Per (colour, shape) number, (-1, -1) for the empty prompt: the wordings' T5 states
@@ -68,12 +68,12 @@ class Sampler:
         self._spans = [
             np.maximum(p.box[:, 1] - p.box[:, 0], p.box[:, 3] - p.box[:, 2]) for p in parts
         ]
-        scenes = {k: sum(len(p.masked) for p in parts if p.kind == k) for k in SHARES}
-        shares = np.array([SHARES[p.kind] * len(p.masked) / scenes[p.kind] for p in parts])
-        self._shares = shares / shares.sum()
+        self._other_spans = [
+            np.maximum(p.other[:, 1] - p.other[:, 0], p.other[:, 3] - p.other[:, 2]) for p in parts
+        ]
 
-    def draw(self, tokens: int, window: int | None) -> Batch:
-        """Samples of about `tokens` tokens in all, text included, of scenes of one part.
+    def draw(self, tokens: int, kind: str, window: int | None) -> Batch:
+        """Samples of about `tokens` tokens in all, text included, of scenes of one size.
 
         They are whole pictures, or windows of `window` x `window` tokens round their masks; a
         relational scene brings a second window round its object. Only scenes whose mask fits
@@ -81,7 +81,7 @@ class Sampler:
         could hold them, so that all positions are learnt.
         """
         rng = self._rng
-        number = int(rng.choice(len(self._parts), p=self._shares))
+        number = self._pick_part(kind)
         part = self._parts[number]
         rows, columns = part.masked.shape[1:3]
         if window is None:
@@ -89,16 +89,18 @@ class Sampler:
             fitting = np.arange(len(part.masked))
         else:
             size = (min(window, rows), min(window, columns))
-            ids = self._window_ids(size, part.kind == "relations")
-            fitting = np.flatnonzero(self._spans[number] <= min(size))
+            other_side = min(_OTHER_WINDOW[window > _SMALL_WINDOW], rows, columns)
+            other = (other_side, other_side)
+            ids = self._window_ids(size, other if kind == "relations" else None)
+            fits = (self._spans[number] <= min(size)) & (self._other_spans[number] <= other_side)
+            fitting = np.flatnonzero(fits)
         count = max(1, tokens // (len(ids) + MAX_SEQUENCE_LENGTH))
         samples = []
         for i in np.sort(rng.choice(fitting, size=count)):
             at = [(slice(0, rows), slice(0, columns))]
             if window is not None:
                 at = [self._window_at(part.box[i], size, (rows, columns))]
-                if part.kind == "relations":
-                    other = (min(_OTHER_WINDOW, rows), min(_OTHER_WINDOW, columns))
+                if kind == "relations":
                     at.append(self._window_at(part.other[i], other, (rows, columns)))
             samples.append(self._sample(part, int(i), at))
         texts = [self._wording(s.prompt) for s in samples]
@@ -141,12 +143,16 @@ class Sampler:
         choice = 0 if self._rng.random() < 0.4 else int(self._rng.integers(len(states)))
         return states[choice], pooled[choice]
 
-    def _window_ids(self, size: tuple[int, int], relational: bool) -> torch.Tensor:
-        """Ids (N, 3) of a window of `size` and, apart from it, of an object's window."""
+    def _pick_part(self, kind: str) -> int:
+        """The number of a part of `kind`, as often as it has scenes."""
+        sizes = np.array([len(p.masked) if p.kind == kind else 0 for p in self._parts], np.float64)
+        return int(self._rng.choice(len(sizes), p=sizes / sizes.sum()))
+
+    def _window_ids(self, size: tuple[int, int], other: tuple[int, int] | None) -> torch.Tensor:
+        """Ids (N, 3) of a window of `size` and, apart from it, of one of size `other`."""
         first = self._origin(size)
-        if not relational:
+        if other is None:
             return _ids(first, size)
-        other = (_OTHER_WINDOW, _OTHER_WINDOW)
         while True:
             second = self._origin(other)
             gaps = [

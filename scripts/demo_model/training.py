@@ -14,6 +14,7 @@ from diffusers import FluxTransformer2DModel
 from torch import nn
 
 from demo_model.attention import MatmulAttention
+from demo_model.data import KINDS
 from demo_model.exchange import Exchange
 from demo_model.hints import WEIGHT as HINTS_WEIGHT
 from demo_model.hints import Hints
@@ -21,11 +22,11 @@ from demo_model.sampler import Sampler
 from demo_model.transformer import loss_of, optimisers
 
 TOKENS_PER_BATCH: Final = 3072  # image and text tokens together
-_WINDOWS: Final[tuple[int | None, ...]] = (8, 11, None)  # tokens a side; None = whole picture
-_MIX: Final = (  # from this progress on, the windows' shares of batches
-    (0.0, (0.9, 0.1, 0.0)),
-    (0.45, (0.5, 0.4, 0.1)),
-    (0.75, (0.25, 0.4, 0.35)),
+_WINDOWS: Final[tuple[int | None, ...]] = (6, 8, 11, None)  # tokens a side; None = whole picture
+_MIX: Final = (  # from this progress on, the shares of batches by window, and by kind of KINDS
+    (0.0, (0.7, 0.25, 0.05, 0.0), (0.12, 0.8, 0.08)),
+    (0.5, (0.25, 0.4, 0.25, 0.1), (0.3, 0.58, 0.12)),
+    (0.8, (0.0, 0.3, 0.35, 0.35), (0.35, 0.5, 0.15)),
 )
 
 
@@ -82,8 +83,7 @@ def train(
         for opt in opts:
             for group in opt.param_groups:
                 group["lr"] = plan.rate * _rate_factor(step, progress)
-        window = _pick_window(rng, progress)
-        batch = sampler.draw(TOKENS_PER_BATCH, window)
+        batch = sampler.draw(TOKENS_PER_BATCH, *_pick(rng, progress))
         active = batch.condition[..., -masked_channels:].amax(dim=2)
         loss = loss_of(model, batch, active, generator)
         hint = hints.loss(batch, active)
@@ -137,13 +137,15 @@ def merged_ema(folder: Path) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def _rate_factor(step: int, progress: float) -> float:
-    """Warm-up over 200 steps, flat, then linear decay over the last 45 %."""
-    return min(1.0, (step + 1) / 200) * max(0.01, min(1.0, (1 - progress) / 0.45))
+    """Warm-up over 50 steps, flat, then linear decay over the last 45 %."""
+    return min(1.0, (step + 1) / 50) * max(0.01, min(1.0, (1 - progress) / 0.45))
 
 
-def _pick_window(rng: np.random.Generator, progress: float) -> int | None:
-    shares = next(mix for begin, mix in reversed(_MIX) if progress >= begin)
-    return _WINDOWS[int(rng.choice(len(_WINDOWS), p=shares))]
+def _pick(rng: np.random.Generator, progress: float) -> tuple[str, int | None]:
+    """A kind of scenes and a window for the next batch."""
+    _, windows, kinds = next(mix for mix in reversed(_MIX) if progress >= mix[0])
+    kind = KINDS[int(rng.choice(len(KINDS), p=kinds))]
+    return kind, _WINDOWS[int(rng.choice(len(_WINDOWS), p=windows))]
 
 
 @torch.no_grad()
