@@ -19,16 +19,16 @@ class TritonPythonModel:
         for request in requests:
             asked = json.loads(read_bytes(pb_utils, request, "ASKED"))
             answer = Answer(pb_utils, request.get_response_sender())
-            if asked["flow"] and self._acks is None:
+            if asked["paced"] and self._acks is None:
                 self._acks = AckReceiver(asked["runtime_dir"])
-            work = self._flow if asked["flow"] else straight
+            work = self._paced if asked["paced"] else straight
             threading.Thread(target=work, args=(answer, asked), daemon=True).start()
 
     def finalize(self):
         if self._acks is not None:
             self._acks.close()
 
-    def _flow(self, answer, asked):
+    def _paced(self, answer, asked):
         events = Arriving(answer, lambda: self._acks.drop(asked["key"]))
         self._acks.keep(asked["key"], events)
         for _ in range(asked["events"]):
