@@ -185,7 +185,7 @@ def flop_limit(config: Config, side: int, steps: int) -> dict[str, float]:
     """Edits per second if the denoiser ran at a large float32 matrix product's rate."""
     facts = load_facts(config.model.path)
     h = min(side, facts.native_resolution) // facts.vae_scale_factor
-    work = flux_work(facts.transformer, h, h)
+    work = flux_work(facts.denoiser, h, h)
     row = work.row_at(1.0, config.model.max_sequence_length)
     flops = steps * work.step_flops([row], "dense")
     n = 2048

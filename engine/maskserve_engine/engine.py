@@ -20,8 +20,9 @@ from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, Overloaded
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.cache.priming_prompt import PromptFile
-from maskserve_engine.families.registry import Adapter, load_adapter
-from maskserve_engine.job import EditJob, Failed, PromptEmbedding, Sink
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.job import Conditioning, EditJob, Failed, Sink
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.price_list import PRICED, PriceList
 from maskserve_engine.requests.manager import RequestManager
@@ -50,7 +51,7 @@ class Engine:
         self,
         config: Config,
         adapter: Adapter,
-        prompt: Callable[[], PromptEmbedding | None] | None = None,
+        prompt: Callable[[], Conditioning | None] | None = None,
         revision: str = "",
         prices: PriceList | None = None,
     ) -> None:

@@ -13,13 +13,19 @@ from maskserve_core.contracts.request import EditRequest
 from maskserve_core.errors import MaskserveError
 from maskserve_engine.timeline import RequestTimeline
 
+Conditioning = dict[str, NDArray[np.float32]]
+"""What a family's text encoders say of a prompt, by name. `prompt_embeds` [T, width] is always
+there; `pooled` [width] where the family has it.
+"""
+
 
 @dataclass(frozen=True, slots=True)
-class PromptEmbedding:
-    prompt_embeds: NDArray[np.float32]
-    """[T, width] T5's hidden states."""
-    pooled: NDArray[np.float32]
-    """[width] CLIP's pooled output."""
+class TokenCounts:
+    """Tokens of an edit at the finest level of the model."""
+
+    active: int
+    """Computed by a cached row."""
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +39,9 @@ class EditJob:
     """[2C, h, w] VAE posterior of the source: mean, log-variance."""
     masked_moments: NDArray[np.float32]
     """The same with the masked area blanked; size 0 for models that do not take it."""
-    text: PromptEmbedding
+    conditioning: Conditioning
     """Of the prompt."""
-    negative: PromptEmbedding | None = None
+    negative: Conditioning | None = None
     """Of the negative prompt, where there is one: every step then runs the model twice."""
 
     @property

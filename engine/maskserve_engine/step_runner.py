@@ -9,7 +9,7 @@ from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.families.registry import Adapter
+from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import Preview, Progress
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.manager import RequestManager
@@ -141,7 +141,7 @@ class StepRunner:
     def _tell_progress(self, edit: RequestState) -> None:
         settings, step = edit.job.request.settings, edit.row.step
         if settings.preview_every and step % settings.preview_every == 0:
-            latents = self.adapter.estimate(edit.row)
+            latents = edit.row.estimate()
             self.output.send(edit.sink, Preview(step, edit.steps, latents))
         elif settings.progress:
             self.output.send(edit.sink, Progress(step, edit.steps))

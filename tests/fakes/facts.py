@@ -11,8 +11,9 @@ FILL_FACTS = ModelFacts(
     latent_channels=4,
     patch=2,
     native_resolution=128,
-    guidance_embeds=True,
+    size_multiple=8,
+    guidance="embedded",
     true_cfg=False,
-    transformer={},
+    denoiser={},
 )
 """A small FLUX.1 Fill."""

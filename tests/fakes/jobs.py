@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from maskserve_core import config as configuration
 from maskserve_core.config import Config, apply
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_engine.families.registry import Encoder
 from maskserve_engine.job import EditJob
-from maskserve_engine.stages.encode import Encoder
 from maskserve_harness.benchmarks.direct import job_of, request_of
 
 WORDS = ("a red star", "blue circle", "", "A green square, please", "étoile", "two cats")

@@ -189,8 +189,7 @@ def test_a_registered_template_is_encoded_and_primed(
     encoded = {
         "MOMENTS": np.zeros((8, 16, 16), np.float32),
         "MASKED_MOMENTS": np.zeros((8, 16, 16), np.float32),
-        "PROMPT_EMBEDS": np.zeros((1, 16, 32), np.float32),
-        "POOLED_EMBEDS": np.zeros((1, 32), np.float32),
+        "CONDITIONING": np.zeros(16, np.uint8),
     }
 
     def denoiser(call: Call) -> list[InferenceResponse]:

@@ -13,7 +13,8 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.meta import TIMINGS
 from maskserve_core.errors import Cancelled, Overloaded
 from maskserve_core.triton.acks import AckSender
-from maskserve_engine.job import EditJob, Failed, Final, Preview, Progress, Sink
+from maskserve_engine.job import Conditioning, EditJob, Failed, Final, Preview, Progress, Sink
+from maskserve_engine.stages.encoded import pack_conditioning
 from maskserve_engine.triton.frontend import DenoiserFrontend
 from tests.eventually import eventually
 from tests.fakes.pb_utils import FakeTriton, Request
@@ -55,16 +56,18 @@ def test_the_job_is_a_copy(
 def test_a_second_prompt_is_the_negative_one(
     api: FakeTriton, frontend: DenoiserFrontend, engine: ScriptedEngine
 ) -> None:
-    embeds, pooled = np.zeros((2, 4, 32), np.float32), np.zeros((2, 32), np.float32)
-    embeds[1], pooled[1] = 1, 2
+    def said(value: float) -> Conditioning:
+        states = np.full((4, 32), value, np.float32)
+        return {"prompt_embeds": states, "pooled": states[0]}
+
     submit(api, frontend)
-    submit(api, frontend, PROMPT_EMBEDS=embeds, POOLED_EMBEDS=pooled)
+    submit(api, frontend, CONDITIONING=pack_conditioning(said(0), said(1)))
     (plain, _), (led, _) = engine.jobs
     assert plain.negative is None
     assert led.negative is not None
-    assert (led.text.prompt_embeds == 0).all()
-    assert (led.negative.prompt_embeds == 1).all()
-    assert (led.negative.pooled == 2).all()
+    assert (led.conditioning["prompt_embeds"] == 0).all()
+    assert (led.negative["prompt_embeds"] == 1).all()
+    assert (led.negative["pooled"] == 1).all()
 
 
 def test_every_event_is_sent(

@@ -16,8 +16,8 @@ from maskserve_core.contracts.entry_key import Anchor, TemplateKey, cover, neare
 from maskserve_core.errors import EngineFailed
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.engine import Engine
+from maskserve_engine.families.registry import Encoder, load_encoder
 from maskserve_engine.job import EditJob, Final
-from maskserve_engine.stages.encode import Encoder
 from tests.eventually import eventually
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.unit.test_engine import Sink
@@ -80,7 +80,7 @@ def test_covering_anchors_leave_no_sigma_out_of_reach(tolerance: float, seed: in
 
 @pytest.fixture(scope="module")
 def encoder(tiny_fill: Path) -> Encoder:
-    return Encoder.load(config_of(tiny_fill))
+    return load_encoder(config_of(tiny_fill))
 
 
 def make_engine(folder: Path, encoder: Encoder, **cache: Any) -> Engine:

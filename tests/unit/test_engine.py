@@ -23,9 +23,9 @@ from maskserve_core.errors import (
 from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.worker.status import StatusReader
 from maskserve_engine.engine import Engine
-from maskserve_engine.families.registry import Adapter, load_adapter
+from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.registry import Adapter, Encoder, load_adapter, load_encoder
 from maskserve_engine.job import EditJob, EngineEvent, Failed, Final, Preview, Progress
-from maskserve_engine.stages.encode import Encoder
 from tests.eventually import eventually
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 
@@ -61,7 +61,7 @@ class Sink:
 
 @pytest.fixture(scope="module")
 def encoder(tiny_fill: Path) -> Encoder:
-    return Encoder.load(config_of(tiny_fill))
+    return load_encoder(config_of(tiny_fill))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def alone(oracle: Adapter, job: EditJob) -> np.ndarray:
     row = oracle.dense_row(job)
     while row.step < row.steps:
         oracle.step([row], ())
-    return oracle.result(row)
+    return row.result()
 
 
 def test_many_edits_at_once_each_get_their_own_result(
@@ -241,25 +241,23 @@ def test_a_row_that_fails_beside_its_step_is_answered_and_its_mates_finish(
     def broken(*_: Any) -> Any:
         raise out_of_memory
 
-    made, result = engine.adapter.dense_row, engine.adapter.result
+    made = engine.adapter.dense_row
 
-    class Greedy:
+    class NoEntries(FluxRow):
         """A row whose entries do not fit."""
 
         uses_entries, load = True, broken
 
-        def __init__(self, row: Any) -> None:
-            self.request_id, self.step, self.steps = row.request_id, row.step, row.steps
+    class NoResult(FluxRow):
+        result = broken
 
     def dense_row(each: EditJob) -> Any:
         row = made(each)
-        return Greedy(row) if part == "load" and row.request_id == "bad" else row
-
-    def result_of(row: Any) -> Any:
-        return broken() if row.request_id == "bad" else result(row)
+        if row.request_id == "bad":
+            row.__class__ = NoEntries if part == "load" else NoResult
+        return row
 
     engine.adapter.dense_row = dense_row  # type: ignore[method-assign]
-    engine.adapter.result = result_of  # type: ignore[method-assign]
     good = job(encoder, 13, "good", num_inference_steps=10, cache="off")
     sinks = Sink(), Sink()
     engine.submit(good, sinks[0])

@@ -17,9 +17,8 @@ from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.forward import Packed, forward
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
-from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.families.registry import Encoder, load_adapter, load_encoder
 from maskserve_engine.job import EditJob
-from maskserve_engine.stages.encode import Encoder
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 
 NOISE_SEED = 1234
@@ -32,7 +31,7 @@ def config(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) 
 
 @pytest.fixture(scope="module")
 def encoder(config: Config) -> Encoder:
-    return Encoder.load(config)
+    return load_encoder(config)
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +89,8 @@ def test_with_all_tokens_active_cached_equals_dense(
     row, dense = cached(adapter, job, prime(adapter, encoder, job)), adapter.dense_row(job)
     run(adapter, [row], (kind,) * adapter.blocks)
     run(adapter, [dense], ())
-    expected = adapter.result(dense)
-    assert np.abs(adapter.result(row) - expected).max() <= tolerance(expected)
+    expected = dense.result()
+    assert np.abs(row.result() - expected).max() <= tolerance(expected)
 
 
 @pytest.mark.parametrize("kind", ["dense", "project", "kv"])
@@ -185,8 +184,8 @@ def test_a_mixed_batch_equals_each_row_alone(
     run(adapter, rest, kinds)
     for one, other in zip(alone, together, strict=True):
         if other.step == other.steps:
-            expected = adapter.result(one)
-            assert np.abs(adapter.result(other) - expected).max() <= tolerance(expected)
+            expected = one.result()
+            assert np.abs(other.result() - expected).max() <= tolerance(expected)
 
 
 def test_a_step_without_an_anchor_computes_the_pinned_tokens(
@@ -200,8 +199,8 @@ def test_a_step_without_an_anchor_computes_the_pinned_tokens(
     without.inactive.entries = (None,) * without.steps
     run(adapter, [with_plan], ("dense",) * adapter.blocks)
     run(adapter, [without], ("kv",) * adapter.blocks)
-    expected = adapter.result(with_plan)
-    assert np.abs(adapter.result(without) - expected).max() <= tolerance(expected)
+    expected = with_plan.result()
+    assert np.abs(without.result() - expected).max() <= tolerance(expected)
 
 
 def test_inactive_tokens_come_back_as_the_template(adapter: FluxAdapter, encoder: Encoder) -> None:
@@ -212,7 +211,7 @@ def test_inactive_tokens_come_back_as_the_template(adapter: FluxAdapter, encoder
     assert row.inactive is not None
     from maskserve_engine.families.flux.latents import pack_latents
 
-    out = pack_latents(torch.from_numpy(adapter.result(row)))
+    out = pack_latents(torch.from_numpy(row.result()))
     assert torch.equal(out[row.inactive.index], primed.template.clean[row.inactive.index])
 
 
@@ -224,7 +223,7 @@ def test_a_one_token_mask_runs(adapter: FluxAdapter, encoder: Encoder) -> None:
     row = cached(adapter, job, prime(adapter, encoder, job))
     assert len(row.latents) == 1
     run(adapter, [row], ("kv",) * adapter.blocks)
-    assert np.isfinite(adapter.result(row)).all()
+    assert np.isfinite(row.result()).all()
 
 
 def test_entries_are_never_written_by_rows(adapter: FluxAdapter, encoder: Encoder) -> None:
@@ -260,6 +259,6 @@ def test_stored_formats_stay_close_to_the_model_dtype(
     for each in ("model", format):
         row = cached(adapter, job, prime(adapter, encoder, job, "kv", each))
         run(adapter, [row], ("kv",) * adapter.blocks)
-        results.append(adapter.result(row))
+        results.append(row.result())
     spread = results[0].std()
     assert 0 < np.abs(results[0] - results[1]).max() < 0.2 * spread

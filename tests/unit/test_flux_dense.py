@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from maskserve_engine.families.registry import load_adapter
-from maskserve_engine.stages.encode import Encoder
+from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case, tolerance
 from tests.fakes.pipelines import diffusers_edit
 
@@ -26,7 +25,7 @@ class Model:
         self.pipeline: Any = cls.from_pretrained(folder)
         self.pipeline.set_progress_bar_config(disable=True)
         config = config_of(folder)
-        self.encoder, self.adapter = Encoder.load(config), load_adapter(config)
+        self.encoder, self.adapter = load_encoder(config), load_adapter(config)
         self.text_length = config.model.max_sequence_length
 
     def case(self, rng: np.random.Generator) -> Case:
@@ -57,7 +56,7 @@ class Model:
         row = self.row(case)
         while row.step < row.steps:
             self.adapter.step([row], ())
-        return self.adapter.result(row)
+        return row.result()
 
 
 @pytest.fixture(scope="module", params=["fill", "inpaint"])
@@ -92,7 +91,7 @@ def test_rows_that_join_and_leave_at_any_step_do_not_change_one_another(
         if running:
             model.adapter.step(running, ())
         for row in [r for r in running if r.step == r.steps]:
-            results[row.request_id] = model.adapter.result(row)
+            results[row.request_id] = row.result()
         running = [r for r in running if r.step < r.steps]
         tick += 1
     for number, case in enumerate(cases):
@@ -131,4 +130,4 @@ def test_the_estimate_after_the_last_step_is_the_result(model: Model) -> None:
     row = model.row(case)
     while row.step < row.steps:
         model.adapter.step([row], ())
-    assert np.abs(model.adapter.estimate(row) - model.adapter.result(row)).max() <= 1e-5
+    assert np.abs(row.estimate() - row.result()).max() <= 1e-5

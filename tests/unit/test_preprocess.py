@@ -68,7 +68,7 @@ def test_an_ordinary_edit() -> None:
 def test_defaults_are_filled_in_from_the_configuration() -> None:
     filled = prepare(SETTINGS=b"").request.settings
     assert (filled.num_inference_steps, filled.guidance_scale) == (20, 30.0)
-    without = prepare(facts=replace(FILL_FACTS, guidance_embeds=False), SETTINGS=b"{}")
+    without = prepare(facts=replace(FILL_FACTS, guidance="none"), SETTINGS=b"{}")
     assert without.request.settings.guidance_scale is None
 
 
@@ -142,7 +142,7 @@ def test_the_corpus_starts_from_a_request_that_works() -> None:
 @pytest.mark.parametrize(
     ("facts", "config", "asked", "field"),
     [
-        ({"guidance_embeds": False}, {}, {"guidance_scale": 3.5}, "guidance_scale"),
+        ({"guidance": "none"}, {}, {"guidance_scale": 3.5}, "guidance_scale"),
         ({}, {}, {"negative_prompt": ""}, "negative_prompt"),
         ({}, {}, {"true_cfg_scale": 1.5}, "true_cfg_scale"),
         ({"true_cfg": True}, {}, {"negative_prompt": "a\0b"}, "negative_prompt"),

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.requests.state import RequestState
-from maskserve_engine.stages.encode import Encoder
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 
 
@@ -17,7 +17,7 @@ def test_a_negative_prompt_counts_its_pass_of_the_model_too(
     tiny_inpaint: Path, how: str, computed: int
 ) -> None:
     """Scheduler, status record and patience go by the work that a step is."""
-    encoder = Encoder.load(config_of(tiny_inpaint))
+    encoder = load_encoder(config_of(tiny_inpaint))
     rng = np.random.default_rng(0)
     for settings, passes in (({}, 1), (guided(rng), 2)):
         job = encode_case(encoder, random_case(rng, **settings), "edit")

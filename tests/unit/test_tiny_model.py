@@ -48,4 +48,4 @@ def test_facts_name_its_sizes(tiny_fill: Path, tiny_inpaint: Path) -> None:
     assert (fill.semantics, inpaint.semantics) == ("fill", "inpaint")
     assert fill.native_resolution == 64
     assert fill.token_pixels == 8
-    assert fill.guidance_embeds
+    assert fill.guidance == "embedded"

@@ -7,9 +7,10 @@ read from the folder (`model_index.json`), never from a name.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from maskserve_core.config import ConfigError
 
@@ -21,6 +22,12 @@ _PIPELINES = {
     "FluxPipeline": ("flux", "inpaint"),
     "FluxImg2ImgPipeline": ("flux", "inpaint"),
 }
+
+
+Guidance = Literal["embedded", "cfg", "none"]
+"""`embedded`: an input of the model; `cfg`: classifier-free, each step above 1 runs the model a
+second time with the negative prompt; `none`: the model has no such thing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +45,18 @@ class ModelFacts:
     """Latents per token, along one side."""
     native_resolution: int
     """Side of the square whose area bounds the model's input, in pixels."""
-    guidance_embeds: bool
-    """Whether `guidance_scale` is a model input."""
+    size_multiple: int
+    """Sides of the model's input are multiples of it, in pixels."""
+    guidance: Guidance
+    """What `guidance_scale` is."""
     true_cfg: bool
-    """Whether negative prompts and `true_cfg_scale` are served."""
-    transformer: dict[str, Any]
-    """The transformer's config.json, for FLOP counting."""
+    """Whether `true_cfg_scale` is served: a second pass, beside embedded guidance."""
+    denoiser: dict[str, Any]
+    """The transformer's or UNet's config.json, for FLOP counting."""
 
     @property
     def token_pixels(self) -> int:
-        """Pixels per token along one side; model sizes are multiples of it."""
+        """Pixels per token along one side, at the finest level."""
         return self.vae_scale_factor * self.patch
 
 
@@ -82,19 +91,27 @@ def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:
             f"[model] path: {pipeline} is not served; served: {', '.join(_PIPELINES)}"
         )
     family, semantics = _PIPELINES[pipeline]
+    return _READERS[family](folder, semantics, native_resolution)
+
+
+def _flux(folder: Path, semantics: str, native_resolution: int) -> ModelFacts:
     vae = _json(folder / "vae" / "config.json")
     transformer = _json(folder / "transformer" / "config.json")
-    scale = 2 ** (len(vae["block_out_channels"]) - 1)
-    # diffusers' Flux pipelines assume 128 latents a side unless the model says otherwise.
-    native = native_resolution or int(vae.get("sample_size") or 128 * scale)
+    scale, patch = 2 ** (len(vae["block_out_channels"]) - 1), 2
     return ModelFacts(
-        family=family,
+        family="flux",
         semantics=semantics,
         vae_scale_factor=scale,
         latent_channels=int(vae["latent_channels"]),
-        patch=2,
-        native_resolution=native,
-        guidance_embeds=bool(transformer.get("guidance_embeds", False)),
+        patch=patch,
+        # diffusers' Flux pipelines assume 128 latents a side unless the model says otherwise.
+        native_resolution=native_resolution or int(vae.get("sample_size") or 128 * scale),
+        size_multiple=scale * patch,
+        guidance="embedded" if transformer.get("guidance_embeds", False) else "none",
         true_cfg=semantics == "inpaint",
-        transformer=transformer,
+        denoiser=transformer,
     )
+
+
+_READERS: dict[str, Callable[[Path, str, int], ModelFacts]] = {"flux": _flux}
+"""By family: reads (folder, semantics, native resolution or 0)."""

@@ -47,9 +47,8 @@ PIXELS = Tensor("PIXELS", "UINT8", (-1, -1, 3))  # [H, W, RGB] at model resoluti
 EDIT_MASK = Tensor("EDIT_MASK", "UINT8", (-1, -1))  # [H, W] at model resolution, 255 = edit
 MOMENTS = Tensor("MOMENTS", "FP32", (-1, -1, -1))  # VAE mean and log-variance [2C, h, w]
 MASKED_MOMENTS = Tensor("MASKED_MOMENTS", "FP32", (-1, -1, -1))  # same, masked area blanked; Fill
-# The prompt's, and after it the negative prompt's where one is given.
-PROMPT_EMBEDS = Tensor("PROMPT_EMBEDS", "FP32", (-1, -1, -1))  # [prompts, text tokens, width]
-POOLED_EMBEDS = Tensor("POOLED_EMBEDS", "FP32", (-1, -1))  # [prompts, width]
+# Named arrays of the prompt and, where one is given, of the negative prompt: safetensors bytes.
+CONDITIONING = Tensor("CONDITIONING", "UINT8", (-1,))
 ENCODE_MS = Tensor("ENCODE_MS", "FP32", (1,))
 LATENTS = Tensor("LATENTS", "FP32", (-1, -1, -1))  # [C, h, w]; [0, 0, 0] on plain progress
 
@@ -68,7 +67,7 @@ CONTRACTS: dict[str, Contract] = {
     "preprocess": Contract(_CLIENT_IN, (PIXELS, EDIT_MASK, REQUEST, CONTEXT)),
     "encoder": Contract(
         (PIXELS, EDIT_MASK, REQUEST),
-        (MOMENTS, MASKED_MOMENTS, PROMPT_EMBEDS, POOLED_EMBEDS, ENCODE_MS),
+        (MOMENTS, MASKED_MOMENTS, CONDITIONING, ENCODE_MS),
     ),
     # `control` sends REQUEST alone, so the rest is optional.
     "denoiser": Contract(
@@ -78,8 +77,7 @@ CONTRACTS: dict[str, Contract] = {
                 EDIT_MASK,
                 MOMENTS,
                 MASKED_MOMENTS,
-                PROMPT_EMBEDS,
-                POOLED_EMBEDS,
+                CONDITIONING,
                 ENCODE_MS,
                 CONTEXT,
             ),

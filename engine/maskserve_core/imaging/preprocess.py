@@ -153,7 +153,7 @@ def _at_model_size(
     source: Decoded, facts: ModelFacts
 ) -> tuple[tuple[int, int], npt.NDArray[np.uint8]]:
     """The model's size for this source, and the source's pixels at it."""
-    size = model_size(source.size, facts.native_resolution, facts.token_pixels)
+    size = model_size(source.size, facts.native_resolution, facts.size_multiple)
     if source.size == size:
         return size, source.pixels
     return size, np.asarray(resize(Image.fromarray(source.pixels), size))

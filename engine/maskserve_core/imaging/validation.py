@@ -43,10 +43,34 @@ def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) ->
 
 
 def _check_guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
-    if settings.guidance_scale is not None and not facts.guidance_embeds:
+    if settings.guidance_scale is not None and facts.guidance == "none":
         raise InvalidRequest(
             "SETTINGS.guidance_scale", "is no input of this model", "no guidance_scale"
         )
+    if facts.guidance == "cfg":
+        _check_cfg(settings, config)
+    else:
+        _check_true_cfg(settings, facts, config)
+
+
+def _check_cfg(settings: EditSettings, config: Config) -> None:
+    """`guidance_scale` is the scale of classifier-free guidance."""
+    if settings.true_cfg_scale is not None and settings.true_cfg_scale > 1:
+        raise InvalidRequest(
+            "SETTINGS.true_cfg_scale", "is called guidance_scale with this model", "1"
+        )
+    if settings.negative_prompt is not None:
+        _check_text("SETTINGS.negative_prompt", settings.negative_prompt, config)
+        if _guidance(settings, config) <= 1:
+            raise InvalidRequest(
+                "SETTINGS.negative_prompt",
+                "has no effect at this guidance_scale",
+                "a guidance_scale above 1 beside it",
+            )
+
+
+def _check_true_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
+    """A second scale, beside embedded guidance or none."""
     if settings.negative_prompt is not None:
         if not facts.true_cfg:
             raise InvalidRequest(
@@ -86,6 +110,11 @@ def _check_steps(settings: EditSettings, config: Config) -> None:
 def _steps(settings: EditSettings, config: Config) -> int:
     given = settings.num_inference_steps
     return config.model.num_inference_steps if given is None else given
+
+
+def _guidance(settings: EditSettings, config: Config) -> float:
+    given = settings.guidance_scale
+    return config.model.guidance_scale if given is None else given
 
 
 def check_output(settings: EditSettings, size: Size) -> None:
@@ -131,11 +160,13 @@ def with_defaults(settings: EditSettings, facts: ModelFacts, config: Config) -> 
     Steps and ring are never None afterwards, nor are the seed and the request id; guidance_scale is
     None only for models that have none.
     """
-    guidance = settings.guidance_scale
-    if guidance is None and facts.guidance_embeds:
-        guidance = config.model.guidance_scale
+    guidance = None if facts.guidance == "none" else _guidance(settings, config)
+    negative = settings.negative_prompt
+    if negative is None and facts.guidance == "cfg" and _guidance(settings, config) > 1:
+        negative = ""  # classifier-free guidance leads away from it
     return replace(
         settings,
+        negative_prompt=negative,
         num_inference_steps=_steps(settings, config),
         guidance_scale=guidance,
         mask_ring=config.model.mask_ring if settings.mask_ring is None else settings.mask_ring,

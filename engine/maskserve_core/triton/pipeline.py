@@ -80,7 +80,7 @@ def run_edit(
         raise relayed(failed, request_id)
 
 
-_ENCODED = ("MOMENTS", "MASKED_MOMENTS", "PROMPT_EMBEDS", "POOLED_EMBEDS")
+_ENCODED = ("MOMENTS", "MASKED_MOMENTS", "CONDITIONING")
 
 
 def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:

@@ -5,7 +5,8 @@ the simulator run the same code. It is not thread-safe: one thread owns it.
 
 Order of live tickets: higher priority first; within a priority the earliest deadline first, those
 without a deadline last; then first come, first served. Rows join and leave at any step boundary
-and a live row that runs is never held back.
+and a live row that runs is never held back, but for rows that cannot share a step (`batch_key`):
+those take turns.
 
 Background tickets (priming) are rows of a second class:
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from maskserve_core.errors import InvalidRequest, Overloaded
@@ -47,6 +49,8 @@ class Ticket:
     deadline: float | None = None
     background: bool = False
     """Priming: gives way to live edits."""
+    batch_key: Hashable = None
+    """Rows of equal keys may share a step."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not 0 <= self.active_tokens <= self.total_tokens:
@@ -112,6 +116,8 @@ class StepScheduler:
         self._background: dict[str, Ticket] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, number); may hold stale
         self._credit = 0.0  # active tokens that priming may compute beside live rows
+        self._step = 0
+        self._turns: dict[Hashable, int] = {}  # batch key -> step of its last turn
 
     @property
     def running(self) -> tuple[Ticket, ...]:
@@ -185,8 +191,28 @@ class StepScheduler:
             self._background_waiting, self._background, turn - len(self._background)
         )
         background = tuple(self._background.values())[:turn]
+        live, background = self._one_batch(live, background)
         self._settle(live, background)
         return Decision((*admitted, *started), (*live, *background), expired)
+
+    def _one_batch(
+        self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]
+    ) -> tuple[tuple[Ticket, ...], tuple[Ticket, ...]]:
+        """Of these rows those that may share a step: of several keys the one whose turn is longest
+        ago, so that each moves on in turn.
+        """
+        keys = dict.fromkeys(ticket.batch_key for ticket in (*live, *background))
+        if len(keys) < 2:
+            self._turns = dict.fromkeys(keys, self._step)
+            return live, background
+        self._step += 1
+        self._turns = {key: self._turns.get(key, 0) for key in keys}
+        chosen = min(keys, key=self._turns.__getitem__)
+        self._turns[chosen] = self._step
+        return (
+            tuple(ticket for ticket in live if ticket.batch_key == chosen),
+            tuple(ticket for ticket in background if ticket.batch_key == chosen),
+        )
 
     def _expire(self, now: float) -> tuple[Ticket, ...]:
         expired = []

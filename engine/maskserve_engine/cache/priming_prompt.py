@@ -12,13 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
-from maskserve_engine.job import PromptEmbedding
+from maskserve_engine.job import Conditioning
 
 PRIMING_PROMPT = ""
 
 
 class EncodesPrompts(Protocol):
-    def encode_prompt(self, prompt: str) -> PromptEmbedding: ...
+    def encode_prompt(self, prompt: str) -> Conditioning: ...
 
 
 def write_priming_prompt(encoder: EncodesPrompts, runtime: str | os.PathLike[str]) -> None:
@@ -27,7 +27,7 @@ def write_priming_prompt(encoder: EncodesPrompts, runtime: str | os.PathLike[str
     embedding = encoder.encode_prompt(PRIMING_PROMPT)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
-        np.savez(file, prompt_embeds=embedding.prompt_embeds, pooled=embedding.pooled)
+        np.savez(file, **embedding)
     temporary.replace(path)
 
 
@@ -42,14 +42,14 @@ class PromptFile:
 
     def __init__(self, runtime: Path | None) -> None:
         self._path = runtime / self.NAME if runtime else None
-        self._held: PromptEmbedding | None = None
+        self._held: Conditioning | None = None
 
-    def read(self) -> PromptEmbedding | None:
+    def read(self) -> Conditioning | None:
         """The embedding, or None while there is no whole file."""
         if self._held is None and self._path is not None:
             try:
                 with np.load(self._path) as held:
-                    self._held = PromptEmbedding(held["prompt_embeds"], held["pooled"])
+                    self._held = {name: held[name] for name in held.files}
             except (OSError, ValueError, KeyError, EOFError):
                 return None
         return self._held

@@ -1,120 +1,96 @@
-"""What the engine asks of a model family, and the registry of families."""
+"""The registry of model families: facts in (`contracts/facts.py`), the three stages out.
+
+A family is what a model folder names. Its entry says how its encoder, denoiser and decoder are
+loaded; nothing else in the engine or the models knows which family is served.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.contracts.facts import ModelFacts, load_facts
-from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.job import EditJob, PromptEmbedding
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.job import Conditioning
+from maskserve_engine.stages.decode import Decoder
+from maskserve_engine.stages.encoded import Encoded
 
 
-class Row(Protocol):
-    """State of one row between steps; the adapter made it and the engine counts its steps."""
+class Encoder(Protocol):
+    """From pixels and prompts to what the denoiser takes."""
 
-    request_id: str
-    step: int
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def uses_entries(self) -> bool:
-        """Whether the next step reads entries."""
-        ...
-
-    def load(self) -> None:
-        """Bring in what the next step reads."""
-        ...
-
-
-class Adapter(Protocol):
-    """Runs one family's model over explicit per-row state; the model itself holds none."""
-
-    facts: ModelFacts
-    blocks: int
-    """Transformer blocks a plan speaks of."""
-    anchor_tolerance: float
-    """How far, in sigma, a step may be from the anchor it uses."""
-
-    def steps(self, job: EditJob) -> int:
-        """Model calls of the edit."""
-        ...
-
-    def sigmas(self, job: EditJob) -> list[tuple[float, float]]:
-        """(sigma, timestep) of each of the edit's model calls."""
-        ...
-
-    def anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
-        """Timesteps to prime for an image of so many tokens."""
-        ...
-
-    def dense_row(self, job: EditJob) -> Any:
-        """A row that computes all tokens, exactly as the diffusers pipeline does."""
-        ...
-
-    def cached_row(
-        self, job: EditJob, entries: Sequence[AnchorEntry | None], noise_seed: int
-    ) -> Any:
-        """A row that computes the active tokens and reads `entries` (per step) for the rest."""
-        ...
-
-    def priming_row(
+    def encode(
         self,
-        job: EditJob,
-        anchors: Sequence[Anchor],
-        prompt: PromptEmbedding,
-        noise_seed: int,
-        kind: str,
-        format: str,
-    ) -> Any:
-        """A row that computes the template's entries at `anchors`, one per step."""
+        pixels: NDArray[np.uint8],
+        edit_mask: NDArray[np.uint8],
+        prompt: str,
+        negative_prompt: str | None = None,
+    ) -> Encoded:
+        """Encode one edit.
+
+        Args:
+            pixels: [H, W, 3] source at model resolution.
+            edit_mask: [H, W], above 127 = edit.
+            prompt: any text; what exceeds the text encoders is cut, as diffusers does.
+            negative_prompt: what to lead away from, as `prompt`; None where nothing is.
+        """
         ...
 
-    def step(self, rows: Sequence[Any], kinds: Sequence[str]) -> None:
-        """One model call for all rows; `kinds` per block, for rows that use entries."""
-        ...
-
-    def session(self) -> AbstractContextManager[object]:
-        """What a thread that makes rows and steps them is inside of all the while."""
-        ...
-
-    def release(self) -> None:
-        """Let go of what was kept of the last step's rows; there is nothing to step."""
-        ...
-
-    def result(self, row: Any) -> NDArray[np.float32]:
-        """[C, h, w] latents of a finished row."""
-        ...
-
-    def estimate(self, row: Any) -> NDArray[np.float32]:
-        """[C, h, w] latents as they would end, judged by the last step."""
-        ...
+    def encode_prompt(self, prompt: str) -> Conditioning: ...
 
 
-def _flux(facts: ModelFacts, config: Config) -> Adapter:
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the stages of a family are loaded; each raises ConfigError when a part is missing."""
+
+    load_encoder: Callable[[ModelFacts, Config], Encoder]
+    load_adapter: Callable[[ModelFacts, Config], Adapter]
+    load_decoder: Callable[[ModelFacts, Config], Decoder]
+
+
+def _flux() -> Family:
     from maskserve_engine.families.flux.adapter import FluxAdapter
+    from maskserve_engine.families.flux.encode import FluxEncoder
 
-    return FluxAdapter.load(facts, config)
+    return Family(FluxEncoder.load, FluxAdapter.load, Decoder.load)
 
 
-FAMILIES: dict[str, Callable[[ModelFacts, Config], Adapter]] = {"flux": _flux}
+FAMILIES: dict[str, Callable[[], Family]] = {"flux": _flux}
+"""By the name in ModelFacts.family; imported when first asked for."""
+
+
+def _of(config: Config) -> tuple[ModelFacts, Family]:
+    facts = load_facts(config.model.path, config.model.native_resolution)
+    if facts.family not in FAMILIES:
+        raise ConfigError(f"[model] path: family {facts.family} has no adapter")
+    return facts, FAMILIES[facts.family]()
 
 
 def load_adapter(config: Config) -> Adapter:
-    """The adapter of the family that the model folder names.
+    """The denoiser of the folder that `[model] path` names.
 
     Raises:
         ConfigError: no such folder, family or part.
     """
-    facts = load_facts(config.model.path, config.model.native_resolution)
-    if facts.family not in FAMILIES:
-        raise ConfigError(f"[model] path: family {facts.family} has no adapter")
-    return FAMILIES[facts.family](facts, config)
+    facts, family = _of(config)
+    return family.load_adapter(facts, config)
+
+
+def load_encoder(config: Config) -> Encoder:
+    """The same folder's encoder, run once so that the first edit does not pay for it."""
+    facts, family = _of(config)
+    encoder = family.load_encoder(facts, config)
+    side = 4 * facts.size_multiple
+    encoder.encode(np.zeros((side, side, 3), np.uint8), np.full((side, side), 255, np.uint8), "")
+    return encoder
+
+
+def load_decoder(config: Config) -> Decoder:
+    """The same folder's decoder."""
+    facts, family = _of(config)
+    return family.load_decoder(facts, config)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 from maskserve_core.config import Config, model_name
 from maskserve_core.errors import (
@@ -18,11 +17,10 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
-from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.status import RowStatus
 from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
-from maskserve_engine.families.registry import Adapter
+from maskserve_engine.families.adapter import Adapter, EditRow
 from maskserve_engine.job import EditJob, Failed, Final, Sink
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.state import PrimingState, RequestState
@@ -73,7 +71,7 @@ class RequestManager:
             self.edits.get(t.request_id) or self.primings.get(t.request_id)
             for t in decision.running
         ]
-        return [edit for edit in held if edit is not None and edit.row is not None]
+        return [edit for edit in held if edit is not None and edit.made is not None]
 
     def cancel(self, request_id: str) -> None:
         self.end(request_id, Cancelled("the edit was cancelled"))
@@ -92,7 +90,7 @@ class RequestManager:
 
     def finish(self, edit: RequestState) -> None:
         """The row has taken its last step: answer."""
-        latents = self.adapter.result(edit.row)
+        latents = edit.row.result()
         meta = edit.final_meta(self.config.worker, model_name(self.config))
         self.scheduler.finish(edit.request_id)
         self.edits.pop(edit.request_id)
@@ -118,7 +116,7 @@ class RequestManager:
 
     def keep_anchor(self, edit: PrimingState) -> None:
         """A priming row has taken a step: store what it recorded."""
-        if not self.cache.keep(edit.priming, edit.row.done.pop()):
+        if not self.cache.keep(edit.priming, edit.row.take_entry()):
             self.end_priming(edit, complete=False, unfit=True)
         elif edit.row.step == edit.row.steps:
             self.end_priming(edit, complete=True)
@@ -152,14 +150,14 @@ class RequestManager:
         if request.settings.deadline_ms is not None:
             left_s = (request.accepted_ns - time.time_ns()) / 1e9
             deadline = now + left_s + request.settings.deadline_ms / 1e3
-        token = self.adapter.facts.token_pixels
-        height, width = job.edit_mask.shape
+        tokens = self.adapter.tokens(job)
         return RequestState(
             job=job,
             sink=sink,
-            total_tokens=(height // token) * (width // token),
-            active_tokens=len(active_tokens(job.edit_mask, token, job.mask_ring)),
+            total_tokens=tokens.total,
+            active_tokens=tokens.active,
             steps=self.adapter.steps(job),
+            batch_key=self.adapter.batch_key(job),
             submitted=now,
             deadline=deadline,
         )
@@ -228,8 +226,7 @@ class RequestManager:
         if priming is None:
             return
         row_id = f"prime:{priming.key}"
-        _, height, width = job.moments.shape
-        tokens = height * width // self.adapter.facts.patch**2
+        tokens = self.adapter.tokens(job).total
         ticket = Ticket(
             request_id=row_id,
             steps=len(priming.anchors),
@@ -238,6 +235,7 @@ class RequestManager:
             arrival=time.monotonic(),
             priority=job.request.settings.priority,
             background=not urgent,
+            batch_key=self.adapter.batch_key(job),
         )
         try:
             self.scheduler.submit(ticket)
@@ -251,7 +249,7 @@ class RequestManager:
         try:
             if edit is not None:
                 edit.admitted = time.monotonic()
-                edit.row = self._make_row(edit)
+                edit.made = self._make_row(edit)
             else:
                 self._admit_priming(self.primings[ticket.request_id])
         except Exception as error:
@@ -263,7 +261,7 @@ class RequestManager:
             else:
                 self.end(ticket.request_id, EngineFailed("the edit could not be prepared"))
 
-    def _make_row(self, edit: RequestState) -> Any:
+    def _make_row(self, edit: RequestState) -> EditRow:
         if edit.how == "cached":
             seed = self.cache.noise_seed(edit.job)
             return self.adapter.cached_row(edit.job, edit.entries, seed)
@@ -272,7 +270,7 @@ class RequestManager:
     def _admit_priming(self, edit: PrimingState) -> None:
         prompt = self.cache.prompt()
         assert prompt is not None, "priming began without its prompt"
-        edit.row = self.adapter.priming_row(
+        edit.made = self.adapter.priming_row(
             edit.priming.job,
             edit.priming.anchors,
             prompt,

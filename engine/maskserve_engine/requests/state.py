@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.worker.step_scheduler import Ticket
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.families.adapter import EditRow, PrimingRow
 from maskserve_engine.job import EditJob, Sink
 from maskserve_engine.requests.templates import Priming
 from maskserve_engine.timeline import RequestTimeline
@@ -23,14 +26,17 @@ class RequestState:
     total_tokens: int
     active_tokens: int
     steps: int
+    batch_key: Hashable
     submitted: float
     deadline: float | None
     how: str = "dense"
     """`dense`, `cached` or `wait`."""
     cache: str = "off"
     """What META says of the cache."""
-    entries: tuple[Any, ...] = ()
-    row: Any = None
+    entries: tuple[AnchorEntry | None, ...] = ()
+    """Per step, of a cached row."""
+    made: EditRow | None = None
+    """Its row, from admission on."""
     ticket: Ticket | None = None
     waited: bool = False
     """For its template."""
@@ -49,6 +55,12 @@ class RequestState:
     @property
     def request_id(self) -> str:
         return self.job.request.request_id
+
+    @property
+    def row(self) -> EditRow:
+        """Once admitted."""
+        assert self.made is not None
+        return self.made
 
     @property
     def passes(self) -> int:
@@ -79,6 +91,7 @@ class RequestState:
             arrival=self.submitted,
             priority=self.job.request.settings.priority,
             deadline=self.deadline,
+            batch_key=self.batch_key,
         )
         return self.ticket
 
@@ -104,7 +117,7 @@ class RequestState:
     def status(self) -> RowStatus:
         """The one it has had since how it runs was decided, with the steps now left."""
         kind: Kind = "cached" if self.how == "cached" else "dense"
-        left = self.steps - (self.row.step if self.row is not None else 0)
+        left = self.steps - (self.made.step if self.made is not None else 0)
         if self.said is None or self.said.kind != kind:
             self.said = RowStatus(
                 request_id=self.request_id,
@@ -121,7 +134,6 @@ class RequestState:
     def final_meta(self, worker: str, model: str) -> dict[str, Any]:
         """META of the finished edit, without what the models after the denoiser add."""
         now, request = time.monotonic(), self.job.request
-        inactive = getattr(self.row, "inactive", None)
         return {
             "event": "final",
             "step": self.steps,
@@ -130,7 +142,7 @@ class RequestState:
             "worker": worker,
             "model": model,
             "template_id": request.template_id,
-            "cache_bytes": {"device": inactive.loaded_bytes if inactive else 0},
+            "cache_bytes": {"device": self.row.loaded_bytes},
             "kinds": self.kinds(),
             **self._work(self.steps),
             "timings_ms": {
@@ -162,7 +174,7 @@ class RequestState:
 
     def timeline(self) -> RequestTimeline:
         """What it went through, now that it ends."""
-        done = 0 if self.row is None else self.row.step
+        done = 0 if self.made is None else self.made.step
         return RequestTimeline(
             accepted=self.submitted,
             queued=self.queued,
@@ -190,12 +202,19 @@ class PrimingState:
     priming: Priming
     ticket: Ticket
     total_tokens: int
-    row: Any = None
+    made: PrimingRow | None = None
+    """Its row, from admission on."""
     load_stall: float = 0.0
 
     @property
     def request_id(self) -> str:
         return self.ticket.request_id
+
+    @property
+    def row(self) -> PrimingRow:
+        """Once admitted."""
+        assert self.made is not None
+        return self.made
 
     @property
     def step_tokens(self) -> int:
@@ -208,7 +227,7 @@ class PrimingState:
             kind="prime",
             active_tokens=self.total_tokens,
             total_tokens=self.total_tokens,
-            steps_left=self.ticket.steps - (self.row.step if self.row is not None else 0),
+            steps_left=self.ticket.steps - (self.made.step if self.made is not None else 0),
             template_id=self.priming.template_id,
         )
 

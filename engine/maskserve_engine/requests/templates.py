@@ -15,8 +15,8 @@ from maskserve_core.contracts.entry_key import Anchor, TemplateKey, nearest_anch
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import MemoryStore
-from maskserve_engine.families.registry import Adapter
-from maskserve_engine.job import EditJob, PromptEmbedding
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.job import Conditioning, EditJob
 
 _REMEMBERED_SIGHTS = 4096
 
@@ -68,7 +68,7 @@ class TemplateCache:
         model_revision: str,
         dtype: str,
         default_steps: int,
-        prompt: Callable[[], PromptEmbedding | None],
+        prompt: Callable[[], Conditioning | None],
     ) -> None:
         self.config, self.adapter = config, adapter
         self.model_revision, self.dtype = model_revision, dtype
@@ -89,7 +89,7 @@ class TemplateCache:
     def key_of(self, job: EditJob) -> str:
         """The name of the entries that fit this edit."""
         settings = job.request.settings
-        guidance = settings.guidance_scale if self.adapter.facts.guidance_embeds else None
+        guidance = settings.guidance_scale if self.adapter.facts.guidance == "embedded" else None
         return TemplateKey(
             model_revision=self.model_revision,
             adapters=(),
@@ -97,7 +97,7 @@ class TemplateCache:
             noise_seed=self.noise_seed(job),
             priming_prompt=PRIMING_PROMPT,
             guidance=guidance,
-            text_tokens=len(job.text.prompt_embeds),
+            text_tokens=len(job.conditioning["prompt_embeds"]),
             dtype=self.dtype,
             entry_kind=self.config.entry_kind,
             entry_format=self.config.entry_format,
@@ -133,8 +133,7 @@ class TemplateCache:
         if self.prompt() is None:
             return None
         key = self.key_of(job)
-        _, height, width = job.moments.shape
-        tokens = height * width // self.adapter.facts.patch**2
+        tokens = self.adapter.tokens(job).total
         anchors = self.adapter.anchors(tokens, self.default_steps, self.config.stride)
         priming = Priming(key, job.request.template_id, anchors, job, self.noise_seed(job))
         self.priming[key] = priming

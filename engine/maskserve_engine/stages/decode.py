@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.facts import ModelFacts
 from maskserve_engine.stages.loader import limit_threads, load_part
 
 
@@ -19,7 +20,7 @@ class Decoder:
         self.vae = vae
 
     @classmethod
-    def load(cls, config: Config) -> Decoder:
+    def load(cls, _: ModelFacts, config: Config) -> Decoder:
         """Raises ConfigError when the VAE cannot be loaded."""
         from diffusers import AutoencoderKL
 
@@ -31,6 +32,6 @@ class Decoder:
         config = self.vae.config
         with torch.inference_mode():
             x = torch.from_numpy(latents)[None].to(self.vae.device, self.vae.dtype)
-            image = self.vae.decode(x / config.scaling_factor + config.shift_factor)[0][0]
+            image = self.vae.decode(x / config.scaling_factor + (config.shift_factor or 0.0))[0][0]
             image = (image * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0).float().cpu().numpy()
         return (image * 255).round().astype(np.uint8)

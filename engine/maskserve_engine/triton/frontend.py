@@ -30,9 +30,9 @@ from maskserve_engine.job import (
     Final,
     Preview,
     Progress,
-    PromptEmbedding,
     Sink,
 )
+from maskserve_engine.stages.encoded import unpack_conditioning
 from maskserve_engine.timeline import RequestTimeline, stages
 
 T = TypeVar("T")
@@ -102,15 +102,15 @@ class DenoiserFrontend:
         return flow
 
     def _job(self, edit: EditRequest, request: Any) -> EditJob:
-        embeds = self._array(request, "PROMPT_EMBEDS", np.float32, 3)
-        pooled = self._array(request, "POOLED_EMBEDS", np.float32, 2)
+        packed = self._array(request, "CONDITIONING", np.uint8, 1)
+        conditioning, negative = unpack_conditioning(packed)
         return EditJob(
             request=edit,
             edit_mask=self._array(request, "EDIT_MASK", np.uint8, 2),
             moments=self._array(request, "MOMENTS", np.float32, 3),
             masked_moments=self._array(request, "MASKED_MOMENTS", np.float32, 3),
-            text=PromptEmbedding(embeds[0], pooled[0]),
-            negative=PromptEmbedding(embeds[1], pooled[1]) if len(embeds) > 1 else None,
+            conditioning=conditioning,
+            negative=negative,
         )
 
     def _array(self, request: Any, name: str, dtype: type[np.generic], ndim: int) -> NDArray[Any]:

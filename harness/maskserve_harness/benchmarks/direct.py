@@ -21,9 +21,8 @@ from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import prepare_edit
 from maskserve_engine.engine import Engine
+from maskserve_engine.families.registry import Encoder, load_decoder, load_encoder
 from maskserve_engine.job import EditJob, EngineEvent, Failed, Final
-from maskserve_engine.stages.decode import Decoder
-from maskserve_engine.stages.encode import Encoder
 
 Edit = tuple[bytes, bytes, str]
 """Encoded image, encoded mask, prompt."""
@@ -35,7 +34,7 @@ class Direct:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.facts = load_facts(config.model.path)
-        self.encoder, self.decoder = Encoder.load(config), Decoder.load(config)
+        self.encoder, self.decoder = load_encoder(config), load_decoder(config)
         self._status = tempfile.TemporaryDirectory()
         self.engine = Engine.load(replace(config, runtime_dir=self._status.name))
         self.engine.start()
@@ -94,7 +93,7 @@ def job_of(
         edit_mask,
         encoded.moments,
         encoded.masked_moments,
-        encoded.text,
+        encoded.conditioning,
         encoded.negative,
     )
 

@@ -18,9 +18,8 @@ from maskserve_engine.cache.codec import Coded, encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.job import EditJob
-from maskserve_engine.stages.decode import Decoder
-from maskserve_engine.stages.encode import Encoder
 from maskserve_harness.benchmarks.direct import job_of, request_of
 
 Picture = NDArray[np.uint8]
@@ -47,7 +46,7 @@ class Rig:
     def __init__(self, folder: Path, steps: int) -> None:
         self.config = config_of({"model": {"path": str(folder)}})
         self.steps = steps
-        self.encoder, self.decoder = Encoder.load(self.config), Decoder.load(self.config)
+        self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
         self.adapter = FluxAdapter.load(load_facts(folder), self.config)
         self.prompt = self.encoder.encode_prompt("")
 
@@ -58,7 +57,7 @@ class Rig:
     def _job(self, edit: Edit, seed: int) -> EditJob:
         mask = edit.mask * np.uint8(255)
         settings = EditSettings(num_inference_steps=self.steps, mask_ring=0)
-        if self.adapter.facts.guidance_embeds:
+        if self.adapter.facts.guidance == "embedded":
             settings = replace(settings, guidance_scale=self.config.model.guidance_scale)
         request = request_of(edit.source, edit.prompt, settings, seed, str(seed))
         return job_of(self.encoder, request, edit.source, mask)
@@ -139,16 +138,13 @@ class Rig:
             _, h, w = job.moments.shape
             work = flux_work(dict(model.config), h, w)
             active = len(np.flatnonzero(_token_mask(job, self.adapter.facts.token_pixels)))
-            row = RowTokens((float(active),), float(len(job.text.prompt_embeds)))
+            row = RowTokens((float(active),), float(len(job.conditioning["prompt_embeds"])))
             dense += work.step_flops([row], "dense")
             cached += work.step_flops([row], kind)
         return dense / cached
 
     def _finish_all(self, edits: Sequence[Edit], rows: Sequence[FluxRow]) -> list[Picture]:
-        return [
-            self.finish(edit, self.adapter.result(row))
-            for edit, row in zip(edits, rows, strict=True)
-        ]
+        return [self.finish(edit, row.result()) for edit, row in zip(edits, rows, strict=True)]
 
 
 def _recode(entry: AnchorEntry, choice: CacheChoice) -> AnchorEntry:

@@ -135,7 +135,7 @@ def template_bytes(config: Config) -> int:
         from maskserve_engine.stages.loader import dtype_of  # torch is needed for nothing else
 
         stored = str(dtype_of(config)).removeprefix("torch.")
-    work = flux_work(facts.transformer, side, side)
+    work = flux_work(facts.denoiser, side, side)
     # The engine adds an anchor or two where a step of another schedule would be out of reach.
     anchors = math.ceil(config.model.num_inference_steps / config.cache.stride) + 1
     return int(anchors * entry_bytes(work, config.cache.entry_kind, FORMATS[stored]))

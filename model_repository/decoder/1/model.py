@@ -14,7 +14,7 @@ from maskserve_core.triton.tensor_io import read_array, read_bytes
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
 from maskserve_core.worker.logs import start_log
-from maskserve_engine.stages.decode import Decoder
+from maskserve_engine.families.registry import load_decoder
 
 _NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 
@@ -24,7 +24,7 @@ class TritonPythonModel:
         end_with_server()
         self._config = beside_denoiser(load_config())
         start_log(self._config, "decoder")
-        self._decoder = Decoder.load(self._config)
+        self._decoder = load_decoder(self._config)
         self._tracer = make_tracer(self._config, "decoder")
         self._work = self._tracer.recorded("decode", self._decode, output="PIXELS")
         end_when_stuck()

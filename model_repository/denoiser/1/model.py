@@ -24,7 +24,7 @@ class TritonPythonModel:
         self._engine = Engine.load(self._config)
         self._engine.start()
         self._tracer = make_tracer(self._config, "denoiser")
-        self._reception = DenoiserFrontend(pb_utils, self._engine, self._config, self._tracer)
+        self._frontend = DenoiserFrontend(pb_utils, self._engine, self._config, self._tracer)
         metrics = EngineMetrics(
             pb_utils, self._config.worker, self._engine.observations, self._config.runtime_dir
         )
@@ -33,11 +33,11 @@ class TritonPythonModel:
         sign_in(self._config.runtime_dir, "denoiser")
 
     def execute(self, requests: list[Any]) -> None:
-        self._reception.execute(requests)
+        self._frontend.execute(requests)
 
     def finalize(self) -> None:
         sign_out(self._config.runtime_dir, "denoiser")
         self._metrics.close()
         self._engine.close(_CLOSE_GRACE_S)
-        self._reception.close()
+        self._frontend.close()
         self._tracer.close()

@@ -14,7 +14,8 @@ from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
 from maskserve_core.worker.logs import start_log
 from maskserve_engine.cache.priming_prompt import write_priming_prompt
-from maskserve_engine.stages.encode import Encoder, warm
+from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.stages.encoded import pack_conditioning
 
 
 class TritonPythonModel:
@@ -22,8 +23,7 @@ class TritonPythonModel:
         end_with_server()
         self._config = beside_denoiser(load_config())
         start_log(self._config, "encoder")
-        self._encoder = Encoder.load(self._config)
-        warm(self._encoder)
+        self._encoder = load_encoder(self._config)
         # The denoiser has no text encoders; priming needs the embedding of an empty prompt.
         write_priming_prompt(self._encoder, self._config.runtime_dir)
         self._tracer = make_tracer(self._config, "encoder")
@@ -47,12 +47,10 @@ class TritonPythonModel:
             edit.prompt,
             edit.settings.negative_prompt,
         )
-        texts = [encoded.text, *([encoded.negative] if encoded.negative else ())]
         taken_ms = (time.perf_counter() - start) * 1e3
         return {
             "MOMENTS": encoded.moments,
             "MASKED_MOMENTS": encoded.masked_moments,
-            "PROMPT_EMBEDS": np.stack([text.prompt_embeds for text in texts]),
-            "POOLED_EMBEDS": np.stack([text.pooled for text in texts]),
+            "CONDITIONING": pack_conditioning(encoded.conditioning, encoded.negative),
             "ENCODE_MS": np.array([taken_ms], np.float32),
         }

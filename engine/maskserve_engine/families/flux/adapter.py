@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.imaging.validation import steps_run
 from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.families.adapter import Row
 from maskserve_engine.families.flux.batch import Batch
 from maskserve_engine.families.flux.blocks import Parts
 from maskserve_engine.families.flux.conditioning import (
@@ -30,7 +31,7 @@ from maskserve_engine.families.flux.conditioning import (
 from maskserve_engine.families.flux.latents import PATCH, Posterior
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, check_sampler, make_schedule
-from maskserve_engine.job import EditJob, PromptEmbedding
+from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.stages.loader import limit_threads, load_part, load_plain
 
 _KEEP = {"kv": frozenset({"kv"}), "h": frozenset({"h"}), "both": frozenset({"h", "kv"})}
@@ -86,6 +87,14 @@ class FluxAdapter:
         assert settings.num_inference_steps is not None
         return steps_run(settings.num_inference_steps, settings.strength)
 
+    def tokens(self, job: EditJob) -> TokenCounts:
+        active = active_tokens(job.edit_mask, self.facts.token_pixels, job.mask_ring)
+        gh, gw = self._grid(job)
+        return TokenCounts(len(active), gh * gw)
+
+    def batch_key(self, job: EditJob) -> Hashable:
+        return None  # rows are packed without padding: any may share a step
+
     def sigmas(self, job: EditJob) -> list[tuple[float, float]]:
         schedule = self._schedule(job)
         return [(step.sigma, step.timestep) for step in schedule.walk]
@@ -132,7 +141,7 @@ class FluxAdapter:
         self,
         job: EditJob,
         anchors: Sequence[Anchor],
-        prompt: PromptEmbedding,
+        prompt: Conditioning,
         noise_seed: int,
         kind: str,
         format: str,
@@ -144,18 +153,19 @@ class FluxAdapter:
                 template=self._template(job, noise_seed),
                 anchors=tuple(anchors),
                 text=text,
-                pooled=self._tensor(prompt.pooled),
+                pooled=self._tensor(prompt["pooled"]),
                 guidance=self._guidance(job),
                 cis=self._cis(*self._grid(job), len(text)),
                 kinds=(_KEEP[kind],) * self.blocks,
                 format=format,
             )
 
-    def step(self, rows: Sequence[FluxRow | PrimingRow], kinds: Sequence[str]) -> None:
+    def step(self, rows: Sequence[Row], kinds: Sequence[str]) -> None:
+        own = cast(Sequence[FluxRow | PrimingRow], rows)
         # Entered anew it costs more than the rest of this; the engine's thread is in it for good.
         with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
             last, self._batch = self._batch, None  # one whose step fails is not stepped again
-            batch = Batch.of(rows, last)
+            batch = Batch.of(own, last)
             del last
             batch.step(self.parts, kinds)
             self._batch = batch
@@ -165,12 +175,6 @@ class FluxAdapter:
 
     def release(self) -> None:
         self._batch = None
-
-    def result(self, row: FluxRow) -> NDArray[np.float32]:
-        return row.result().float().cpu().numpy()
-
-    def estimate(self, row: FluxRow) -> NDArray[np.float32]:
-        return row.estimate().float().cpu().numpy()
 
     def _start(self, job: EditJob) -> tuple[Schedule, Start]:
         """Draw everything random of the edit, in the pipeline's own order, on the CPU."""
@@ -185,7 +189,7 @@ class FluxAdapter:
         return schedule, start
 
     def _row(self, job: EditJob, schedule: Schedule, start: Start) -> FluxRow:
-        text = self._text(job.text)
+        text = self._text(job.conditioning)
         grid = self._grid(job)
         blend = start.blend
         return FluxRow(
@@ -193,7 +197,7 @@ class FluxAdapter:
             schedule=schedule.to(self.device),
             grid=grid,
             text=text,
-            pooled=self._tensor(job.text.pooled),
+            pooled=self._tensor(job.conditioning["pooled"]),
             guidance=self._guidance(job),
             cis=self._cis(*grid, len(text)),
             latents=start.latents.to(self.device),
@@ -212,7 +216,7 @@ class FluxAdapter:
         return h // PATCH, w // PATCH
 
     def _guidance(self, job: EditJob) -> float | None:
-        return job.request.settings.guidance_scale if self.facts.guidance_embeds else None
+        return job.request.settings.guidance_scale if self.facts.guidance == "embedded" else None
 
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
         return Posterior(moments, self.vae_shift, self.vae_scale, self.dtype)
@@ -229,16 +233,16 @@ class FluxAdapter:
     def _tensor(self, array: NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(array).to(self.device, self.dtype)
 
-    def _text(self, prompt: PromptEmbedding) -> Tensor:
+    def _text(self, prompt: Conditioning) -> Tensor:
         """[T, width]; the same at every step, so embedded once per row."""
-        return self.model.context_embedder(self._tensor(prompt.prompt_embeds))
+        return self.model.context_embedder(self._tensor(prompt["prompt_embeds"]))
 
     def _negative(self, job: EditJob) -> Negative | None:
         if job.negative is None:
             return None
         scale = job.request.settings.true_cfg_scale
-        assert scale is not None, "a negative prompt comes with its scale (capabilities)"
-        return Negative(self._text(job.negative), self._tensor(job.negative.pooled), scale)
+        assert scale is not None, "a negative prompt comes with its scale (validation)"
+        return Negative(self._text(job.negative), self._tensor(job.negative["pooled"]), scale)
 
     def _make_cis(self, gh: int, gw: int, text: int) -> Tensor:
         """[T + gh·gw, head_dim / 2] rotary factors of text and image tokens."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.contracts.entry_key import Anchor
@@ -199,23 +201,27 @@ class FluxRow:
         self.moves = moves
         self.step += 1
 
-    def estimate(self) -> Tensor:
+    @property
+    def loaded_bytes(self) -> int:
+        return 0 if self.inactive is None else self.inactive.loaded_bytes
+
+    def estimate(self) -> NDArray[np.float32]:
         """[C, h, w] latents as the last step's velocity would finish them."""
         assert self.moves is not None, "no step was taken yet"
         share = self.sigma / self.schedule.walk[self.step - 1].change
         return self._image(self.latents.float() - share * self.moves[self.place].float())
 
-    def result(self) -> Tensor:
+    def result(self) -> NDArray[np.float32]:
         """[C, h, w] latents."""
         return self._image(self.latents)
 
-    def _image(self, computed: Tensor) -> Tensor:
+    def _image(self, computed: Tensor) -> NDArray[np.float32]:
         tokens = computed
         if self.inactive is not None:
             tokens = computed.new_empty(self.grid[0] * self.grid[1], computed.shape[1])
             tokens[self.inactive.active] = computed
             tokens[self.inactive.index] = self.inactive.template.clean.to(computed.dtype)
-        return unpack_latents(tokens, self.grid)
+        return unpack_latents(tokens, self.grid).float().cpu().numpy()
 
 
 @dataclass(slots=True)
@@ -247,6 +253,9 @@ class PrimingRow:
 
     def load(self) -> None:
         """Priming reads nothing."""
+
+    def take_entry(self) -> AnchorEntry:
+        return self.done.pop()
 
     @property
     def channels(self) -> int:

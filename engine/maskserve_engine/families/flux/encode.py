@@ -1,8 +1,7 @@
-"""From pixels and prompt to what the denoiser takes: VAE moments and text embeddings."""
+"""From pixels and prompt to what FLUX takes: VAE moments, T5 states and CLIP's pooled vector."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,24 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.facts import ModelFacts, load_facts
-from maskserve_engine.job import PromptEmbedding
+from maskserve_core.contracts.facts import ModelFacts
+from maskserve_engine.job import Conditioning
+from maskserve_engine.stages.encoded import Encoded
 from maskserve_engine.stages.loader import limit_threads, load_part, load_plain
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    moments: NDArray[np.float32]
-    """[2C, h, w]"""
-    masked_moments: NDArray[np.float32]
-    """[2C, h, w] for Fill; [0, 0, 0] for models that do not take it."""
-    text: PromptEmbedding
-    """Of the prompt."""
-    negative: PromptEmbedding | None = None
-    """Of the negative prompt, where there is one."""
-
-
-class Encoder:
+class FluxEncoder:
     """VAE encoder and the two text encoders of a Flux folder.
 
     The posterior's moments are returned, not a sample: every random number of an edit is drawn in
@@ -51,14 +39,14 @@ class Encoder:
         self.max_sequence_length = max_sequence_length
 
     @classmethod
-    def load(cls, config: Config) -> Encoder:
+    def load(cls, facts: ModelFacts, config: Config) -> FluxEncoder:
         """Raises ConfigError when a part cannot be loaded."""
         from diffusers import AutoencoderKL
         from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
         limit_threads(config)
         return cls(
-            load_facts(config.model.path, config.model.native_resolution),
+            facts,
             load_part(config, "vae", AutoencoderKL),
             load_part(config, "text_encoder", CLIPTextModel),
             load_part(config, "text_encoder_2", T5EncoderModel),
@@ -93,10 +81,13 @@ class Encoder:
             away = None if negative_prompt is None else self.encode_prompt(negative_prompt)
             return Encoded(moments, masked, text, away)
 
-    def encode_prompt(self, prompt: str) -> PromptEmbedding:
+    def encode_prompt(self, prompt: str) -> Conditioning:
         """T5's hidden states and CLIP's pooled output of a prompt."""
         with torch.inference_mode():
-            return PromptEmbedding(self._t5_states(prompt), self._clip_pooled(prompt))
+            return {
+                "prompt_embeds": self._t5_states(prompt),
+                "pooled": self._clip_pooled(prompt),
+            }
 
     def _image(self, pixels: NDArray[np.uint8]) -> Tensor:
         """[1, 3, H, W] in [-1, 1]; float32 until the VAE, as VaeImageProcessor does."""
@@ -126,9 +117,3 @@ class Encoder:
             return_tensors="pt",
         ).input_ids
         return self.clip(ids.to(self.clip.device)).pooler_output[0].float().cpu().numpy()
-
-
-def warm(encoder: Encoder) -> None:
-    """Run once at load, so that the first edit does not pay for it."""
-    side = 4 * encoder.facts.token_pixels
-    encoder.encode(np.zeros((side, side, 3), np.uint8), np.full((side, side), 255, np.uint8), "")

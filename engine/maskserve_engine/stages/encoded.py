@@ -1,0 +1,42 @@
+"""What the encoder hands to the denoiser, and how a prompt's named arrays travel in one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load, save
+
+from maskserve_engine.job import Conditioning
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One edit, encoded. No random number is drawn here (design §4)."""
+
+    moments: NDArray[np.float32]
+    """[2C, h, w] VAE posterior of the source: mean, log-variance."""
+    masked_moments: NDArray[np.float32]
+    """The same with the masked area blanked; [0, 0, 0] for models that do not take it."""
+    conditioning: Conditioning
+    """Of the prompt."""
+    negative: Conditioning | None = None
+    """Of the negative prompt, where there is one."""
+
+
+def pack_conditioning(prompt: Conditioning, negative: Conditioning | None) -> NDArray[np.uint8]:
+    """The CONDITIONING tensor: safetensors bytes, names behind `prompt.` and `negative.`."""
+    arrays = {f"prompt.{name}": array for name, array in prompt.items()}
+    arrays |= {f"negative.{name}": array for name, array in (negative or {}).items()}
+    return np.frombuffer(save(arrays), np.uint8)
+
+
+def unpack_conditioning(packed: NDArray[np.uint8]) -> tuple[Conditioning, Conditioning | None]:
+    """`pack_conditioning` read back; the arrays are copies."""
+    prompt: Conditioning = {}
+    negative: Conditioning = {}
+    for name, array in load(packed.tobytes()).items():
+        whose, _, name = name.partition(".")
+        (prompt if whose == "prompt" else negative)[name] = array
+    return prompt, negative or None
