@@ -211,7 +211,7 @@ def test_a_registered_template_is_encoded_and_primed(
     template = json.loads(seen[0]["request"])
     assert template["template_id"] == answer["template_id"]
     assert template["prompt"] == ""
-    assert seen[0]["tensors"] == ["EDIT_MASK", *sorted(encoded), "REQUEST"]
+    assert seen[0]["tensors"] == sorted([*encoded, "EDIT_MASK", "REQUEST"])
     served.close()
 
 

@@ -220,8 +220,8 @@ def test_a_row_whose_step_fails_is_answered_and_its_mates_finish(
     engine: Engine, encoder: Encoder, oracle: Adapter
 ) -> None:
     bad = job(encoder, 12, "bad", num_inference_steps=10, cache="off")
-    narrow = replace(bad.text, pooled=bad.text.pooled[:-1])
-    bad = replace(bad, text=narrow)  # the model call raises
+    narrow = {**bad.conditioning, "pooled": bad.conditioning["pooled"][:-1]}
+    bad = replace(bad, conditioning=narrow)  # the model call raises
     good = job(encoder, 13, "good", num_inference_steps=10, cache="off")
     sinks = Sink(), Sink()
     engine.submit(good, sinks[0])

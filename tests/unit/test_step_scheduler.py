@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -448,3 +449,23 @@ def test_cost_does_not_grow_with_the_queue():
     small = min(median_step(16) for _ in range(3))
     large = min(median_step(2048) for _ in range(3))
     assert large < 6 * small  # a scan of 2048 tickets would be some thirty times as much
+
+
+def test_rows_that_cannot_share_a_step_take_turns() -> None:
+    loop = Loop(StepScheduler(max_rows=4, max_waiting=8))
+    wide = [replace(ticket(f"wide-{i}", steps=6), batch_key="wide") for i in range(2)]
+    tall = replace(ticket("tall", steps=6), batch_key="tall")
+    for each in (*wide, tall):
+        loop.scheduler.submit(each)
+    ran = [names(loop.run()) for _ in range(6)]
+    assert ran == [["wide-0", "wide-1"], ["tall"]] * 3
+
+
+def test_priming_of_another_shape_takes_its_turn_apart() -> None:
+    loop = Loop(StepScheduler(max_rows=4, max_waiting=8, priming_share=1.0))
+    loop.scheduler.submit(replace(ticket("live", steps=40, active=FULL), batch_key="wide"))
+    loop.scheduler.submit(replace(ticket("prime", background=True), batch_key="tall"))
+    ran = [names(loop.run()) for _ in range(12)]
+    assert all(len(step) == 1 for step in ran)
+    assert ["prime"] in ran
+    assert ran.count(["live"]) >= 6

@@ -26,9 +26,10 @@ class RequestState:
     total_tokens: int
     active_tokens: int
     steps: int
-    batch_key: Hashable
     submitted: float
     deadline: float | None
+    batch_key: Hashable = None
+    """Rows of equal keys may share a step."""
     how: str = "dense"
     """`dense`, `cached` or `wait`."""
     cache: str = "off"
