@@ -43,7 +43,7 @@ class PriceList:
         side = facts.native_resolution // facts.vae_scale_factor
         cache = config.cache
         self._flops = pricing_of(
-            PRICED[facts.family](facts.transformer, side, side),
+            PRICED[facts.family](facts.denoiser, side, side),
             CostModel("FLOPs", Line(0.0, 1.0), costs.loads),
             FORMATS[dtype if cache.entry_format == "model" else cache.entry_format],
             text=config.model.max_sequence_length,
