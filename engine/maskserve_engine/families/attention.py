@@ -1,19 +1,30 @@
 """Attention over packed rows: each row's queries see that row's keys and no others.
 
-Rows are packed along the first axis without padding. On CUDA one variable-length kernel takes the
-whole batch; elsewhere each row is one `scaled_dot_product_attention` call, or all rows together
-where they have equal lengths.
+Rows are packed along the first axis without padding. Which kernel runs follows from their lengths:
+
+- all rows alike and nothing but computed tokens: one `scaled_dot_product_attention` call;
+- on CUDA, anything else: one variable-length call. (cuDNN makes a plan for every new length, up to
+  0.4 s each: it would stall at every new mask.)
+- elsewhere, or where that kernel is missing: one call per row.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Span = tuple[int, int]
+
+_HALF = (torch.float16, torch.bfloat16)
+_log = logging.getLogger(__name__)
 
 
 def spans(lengths: Sequence[int]) -> tuple[Span, ...]:
@@ -25,38 +36,103 @@ def spans(lengths: Sequence[int]) -> tuple[Span, ...]:
     return tuple(out)
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, q_spans: Sequence[Span], k_spans: Sequence[Span]
-) -> Tensor:
+@dataclass(frozen=True)
+class Segments:
+    """Whose queries see which keys; made once for as long as the same rows go on."""
+
+    q_spans: tuple[Span, ...]
+    """[begin, end) of each row's queries."""
+    k_spans: tuple[Span, ...]
+    """[begin, end) of each row's keys."""
+    q_ends: Tensor
+    """[R + 1] int32, on the device: 0 and the end of each row's queries."""
+    k_ends: Tensor
+    """[R + 1] int32, of the keys."""
+    q_uniform: int
+    """Queries of each row where all have as many, else 0."""
+    k_uniform: int
+    """Keys of each row, likewise."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether all rows have the same lengths."""
+        return self.q_uniform > 0 and self.k_uniform > 0
+
+    @property
+    def q_longest(self) -> int:
+        return max(end - begin for begin, end in self.q_spans)
+
+    @property
+    def k_longest(self) -> int:
+        return max(end - begin for begin, end in self.k_spans)
+
+
+def ends(of: Sequence[Span]) -> Tensor:
+    """[R + 1] int32 on the host: 0 and the end of each span."""
+    return torch.from_numpy(np.array([0, *(end for _, end in of)], np.int32))
+
+
+def uniform(lengths: Sequence[int]) -> int:
+    """The common length of all rows, or 0."""
+    return lengths[0] if len(set(lengths)) == 1 else 0
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tensor:
     """Scaled dot-product attention, row by row.
 
     Args:
-        query: [Nq, heads, head_dim], rows packed at `q_spans`.
-        key: [Nk, heads, head_dim], rows packed at `k_spans`.
+        query: [Nq, heads, head_dim], rows packed at `rows.q_spans`.
+        key: [Nk, heads, head_dim], rows packed at `rows.k_spans`.
         value: as `key`.
-        q_spans: [begin, end) of each row's queries.
-        k_spans: [begin, end) of each row's keys.
+        rows: where each row's queries and keys lie.
 
     Returns:
         [Nq, heads, head_dim] in the order of `query`.
     """
-    if len(q_spans) == 1:
+    one_shape = rows.alike and rows.q_uniform == rows.k_uniform
+    if query.is_cuda and not one_shape and missing_varlen(query.device, query.dtype) is None:
+        return _varlen(query, key, value, rows)
+    if len(rows.q_spans) == 1:
         return _dense(query[None], key[None], value[None])[0]
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        return _varlen(query, key, value, q_spans, k_spans)
-    rows = len(q_spans)
-    q_len, k_len = q_spans[0][1] - q_spans[0][0], k_spans[0][1] - k_spans[0][0]
-    if all(e - b == q_len for b, e in q_spans) and all(e - b == k_len for b, e in k_spans):
-        out = _dense(
-            query.unflatten(0, (rows, q_len)),
-            key.unflatten(0, (rows, k_len)),
-            value.unflatten(0, (rows, k_len)),
-        )
+    if rows.alike:
+        count = len(rows.q_spans)
+        out = _dense(*(x.unflatten(0, (count, -1)) for x in (query, key, value)))
         return out.flatten(0, 1)
     out = torch.empty_like(query)
-    for (qb, qe), (kb, ke) in zip(q_spans, k_spans, strict=True):
+    for (qb, qe), (kb, ke) in zip(rows.q_spans, rows.k_spans, strict=True):
         out[qb:qe] = _dense(query[None, qb:qe], key[None, kb:ke], value[None, kb:ke])[0]
     return out
+
+
+@cache
+def missing_varlen(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the variable-length kernel cannot be used there; None if it can. Logged once."""
+    reason = None
+    major, minor = torch.cuda.get_device_capability(device)
+    if dtype not in _HALF:
+        reason = f"it takes half precision, not {dtype}"
+    elif major < 8:
+        reason = f"it needs compute capability 8.0, not {major}.{minor}"
+    elif importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        reason = f"torch {torch.__version__} has none; 2.10 has"
+    if reason is not None:
+        _log.warning("rows attend one by one, not in one variable-length call: %s", reason)
+    elif major == 9:
+        _log.info("attention: %s", _activate_flash3() or "FlashAttention 3")
+    return reason
+
+
+def _activate_flash3() -> str | None:
+    """Have torch use FlashAttention 3, made for this device; why not, if it cannot."""
+    from torch.nn import attention as kernels
+
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return "torch's own FlashAttention; the package flash-attn-3 would be faster here"
+    try:
+        kernels.activate_flash_attention_impl("FA3")
+    except (AttributeError, ImportError, RuntimeError) as error:
+        return f"torch's own FlashAttention; FlashAttention 3 failed: {error}"
+    return None
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -66,22 +142,9 @@ def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     ).transpose(1, 2)
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, q_spans: Sequence[Span], k_spans: Sequence[Span]
-) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    def cumulative(of: Sequence[Span]) -> Tensor:
-        return torch.tensor([0, *(e for _, e in of)], dtype=torch.int32, device=query.device)
-
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        cumulative(q_spans),
-        cumulative(k_spans),
-        max(e - b for b, e in q_spans),
-        max(e - b for b, e in k_spans),
-    )
+    out = varlen_attn(query, key, value, rows.q_ends, rows.k_ends, rows.q_longest, rows.k_longest)
     assert isinstance(out, Tensor)  # a tuple only with return_aux
     return out

@@ -16,7 +16,7 @@ from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
 from maskserve_engine.families.flux.batch import Batch
 from maskserve_engine.families.flux.blocks import Parts
 from maskserve_engine.families.flux.conditioning import TemplateInputs
-from maskserve_engine.families.flux.rows import FluxRow, Inactive
+from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,7 +35,7 @@ class Bench:
         dtype: of weights, activations and entries in model format.
         device: where it runs.
         format: storage format of entries.
-        kind: `kv` or `project`.
+        model: of `preset` and `blocks`; made if not given.
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class Bench:
         dtype: torch.dtype,
         device: torch.device,
         format: str,
+        model: Any = None,
     ) -> None:
         self.grid, self.text = PRESETS[preset]["grid"], PRESETS[preset]["text"]
         self.device, self.dtype, self.format = device, dtype, format
-        self.model = _model(preset, blocks, dtype, device)
+        self.model = model or build_model(preset, blocks, dtype, device)
         self.config, self.parts = dict(self.model.config), Parts.of(self.model)
         self.blocks = len(self.parts.double_blocks) + len(self.parts.single_blocks)
         self.work = flux_work(self.config, 2 * self.grid[0], 2 * self.grid[1])
@@ -56,7 +57,7 @@ class Bench:
         self.batch: Batch | None = None
 
     def fill_entry(self, kind: str) -> None:
-        """Random entries of one template for all blocks."""
+        """Random entries of one template for all blocks: `kv`, `project` (hidden) or `both`."""
         tokens, width = self.grid[0] * self.grid[1], self.model.inner_dim
 
         def coded() -> Any:
@@ -64,14 +65,9 @@ class Bench:
 
         blocks = []
         for _ in range(self.blocks):
-            keys_values = kind == "kv"
-            blocks.append(
-                BlockEntry(
-                    None if keys_values else coded(),
-                    coded() if keys_values else None,
-                    coded() if keys_values else None,
-                )
-            )
+            hidden = coded() if kind in ("project", "both") else None
+            keys, values = (coded(), coded()) if kind in ("kv", "both") else (None, None)
+            blocks.append(BlockEntry(hidden, keys, values))
         self.entry = AnchorEntry(Anchor(0.5, 500.0), tuple(blocks))
 
     def row(self, mask_ratio: float | None, seed: int) -> FluxRow:
@@ -110,14 +106,36 @@ class Bench:
         row.condition = None if condition is None else condition[active]
         return row
 
-    def step(self, rows: Sequence[FluxRow], kind: str) -> None:
-        """What the engine does with a batch at one step."""
+    def guided(self, row: FluxRow) -> FluxRow:
+        """The row with a negative prompt: it takes a second pass."""
+        text = self._random(self.text, self.model.inner_dim)
+        row.negative = Negative(text, self._random(self.config["pooled_projection_dim"]), 3.0)
+        return row
+
+    def priming_row(self) -> PrimingRow:
+        """A template whose keys, values and hidden states are recorded at one anchor."""
+        row = self.row(None, 0)
+        return PrimingRow(
+            request_id="prime",
+            template=TemplateInputs(row.latents, torch.empty_like(row.latents), row.condition),
+            anchors=(self.entry.anchor,),
+            text=row.text,
+            pooled=row.pooled,
+            guidance=row.guidance,
+            cis=row.cis,
+            kinds=(frozenset({"h", "kv"}),) * self.blocks,
+            format=self.format,
+        )
+
+    def step(self, rows: Sequence[FluxRow | PrimingRow], kind: str | Sequence[str]) -> None:
+        """What the engine does with a batch at one step; `kind` of all blocks or of each."""
+        kinds = (kind,) * self.blocks if isinstance(kind, str) else kind
         with torch.inference_mode():
             for row in rows:
                 row.step = 0
                 row.load()
             self.batch = Batch.of(rows, self.batch)
-            self.batch.step(self.parts, (kind,) * self.blocks)
+            self.batch.step(self.parts, kinds)
 
     def limit(self, ratios: Sequence[float], kind: str) -> float:
         """Dense FLOPs over cached FLOPs of a batch with these mask ratios."""
@@ -137,9 +155,10 @@ class Bench:
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
 
 
-def _model(
+def build_model(
     preset: str, blocks: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
 ) -> Any:
+    """The preset's transformer with random weights."""
     from diffusers import FluxTransformer2DModel
 
     if preset == "demo":

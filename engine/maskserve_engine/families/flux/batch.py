@@ -17,6 +17,7 @@ from torch import Tensor
 from maskserve_engine.families.flux.blocks import Parts
 from maskserve_engine.families.flux.forward import Packed, forward
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
+from maskserve_engine.families.transfer import to_device
 
 Row = FluxRow | PrimingRow
 
@@ -81,14 +82,15 @@ class Batch:
         changes = [[step.change for step in walk] for walk in walks]
         times += [times[i] for i, _ in self._guided]
         changes += [[0.0] * self.steps for _ in self._guided]  # second passes follow their rows
-        device = self.packed.tokens.device
-        self._timesteps = torch.tensor(times, device=device).T.contiguous().unbind()
+        by_step = [torch.tensor(times).T.contiguous(), torch.tensor(changes).T.contiguous()]
+        timesteps, all_changes = to_device(by_step, self.packed.tokens.device)
+        self._timesteps = timesteps.unbind()
         """Per step: [R]"""
         latents = self.packed.tokens[:, : self.rows[0].channels]
         self._latents = latents.unflatten(0, (-1, stream.uniform)) if stream.uniform else latents
         """[R, n, C] where rows are alike, else [N, C]."""
         shape = (self.steps, len(changes)) + (1,) * (self._latents.dim() - 1)
-        self._changes = torch.tensor(changes, device=device).T.reshape(shape).unbind()
+        self._changes = all_changes.view(shape).unbind()
         """Per step: [R, 1, 1] where rows are alike, else [R, 1]."""
         self._parts = latents.split(stream.lengths)
         """[n, C] of each row, then of each second pass."""

@@ -74,17 +74,14 @@ def _attend(
     """Attention of the computed tokens, in row order, over all of each row's keys: [N, width]."""
     if capture is not None:
         capture(k, v)
-    q_spans = packing.row_stream.spans
     if fill is None:
-        return attention(q, k, v, q_spans, q_spans).flatten(1)
-    keys = k.new_empty(packing.k_spans[-1][1], *k.shape[1:])
+        return attention(q, k, v, packing.computed).flatten(1)
+    keys = k.new_empty(packing.all_keys.k_spans[-1][1], *k.shape[1:])
     values = torch.empty_like(keys)
-    for row, (begin, end) in enumerate(q_spans):
-        kb, ke = packing.core_keys(row)
-        keys[kb:ke] = k[begin:end]
-        values[kb:ke] = v[begin:end]
+    packing.place(k, keys)
+    packing.place(v, values)
     fill(keys, values, packing)
-    return attention(q, keys, values, q_spans, packing.k_spans).flatten(1)
+    return attention(q, keys, values, packing.all_keys).flatten(1)
 
 
 def double_block(

@@ -21,6 +21,7 @@ from maskserve_engine.families.flux.blocks import (
     single_block,
 )
 from maskserve_engine.families.flux.packing import Packing, Widening, widening
+from maskserve_engine.families.transfer import to_device
 
 
 class Rest(Protocol):
@@ -99,7 +100,8 @@ class Packed:
         """[M, head_dim / 2]; None without cached rows."""
         self.guidance: Tensor | None = None
         if rows[0].guidance is not None:
-            guidance = torch.tensor([row.guidance for row in rows], device=self.tokens.device)
+            values = torch.tensor([row.guidance for row in rows])
+            [guidance] = to_device([values], self.tokens.device)
             self.guidance = guidance.to(self.tokens.dtype) * 1000
 
     @cached_property

@@ -15,14 +15,18 @@ and keys add, per cached row, those of the tokens that were not computed (`rest`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.families.attention import Span, spans
+from maskserve_engine.families.attention import Segments, Span, ends, spans, uniform
+from maskserve_engine.families.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,12 @@ class Packing:
     from_rows: Tensor | None
     image_in_rows: Tensor | None
     """[N_image] positions of the image stream's tokens in row order; None: all after the text."""
-    k_spans: tuple[Span, ...]
-    """Each row's keys: text, computed image tokens, rest."""
+    computed: Segments
+    """Each row's computed tokens attend to one another."""
+    all_keys: Segments
+    """They attend to text, computed image tokens and rest."""
+    core_in_keys: Tensor | None
+    """[N] positions of the computed tokens among all keys; None: the first ones."""
 
     def rows_from(self, text: Tensor, image: Tensor) -> Tensor:
         """Row order from the two streams."""
@@ -99,51 +107,89 @@ class Packing:
             return wide[:, self.text[0] :].flatten(0, 1)
         return rows.index_select(0, self.image_in_rows)
 
-    def core_keys(self, row: int) -> Span:
-        begin, end = self.k_spans[row]
-        return begin, end - self.rest[row]
+    def place(self, computed: Tensor, keys: Tensor) -> None:
+        """Write the computed tokens' keys or values [N, …] to their places among all keys."""
+        if self.core_in_keys is None:
+            keys[: len(computed)] = computed
+        else:
+            keys.index_copy_(0, self.core_in_keys, computed)
 
     def rest_keys(self, row: int) -> Span:
-        _, end = self.k_spans[row]
+        _, end = self.all_keys.k_spans[row]
         return end - self.rest[row], end
 
 
-def _stream(lengths: Sequence[int], device: torch.device) -> Stream:
-    row_of = torch.repeat_interleave(
-        torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.long)
-    )
-    common = lengths[0] if len(set(lengths)) == 1 else 0
-    return Stream(spans(lengths), row_of.to(device), tuple(lengths), common)
+def _positions(spans: Sequence[Span]) -> NDArray[np.int64]:
+    """All positions inside these spans, one after the other."""
+    return np.concatenate([np.arange(begin, end) for begin, end in spans])
 
 
-@lru_cache(maxsize=16)
-def pack(
-    text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...], device: torch.device
-) -> Packing:
-    """The packing of rows with these token counts; kept, since batches last many steps."""
+def _stream(lengths: Sequence[int]) -> Stream:
+    row_of = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    return Stream(spans(lengths), row_of, tuple(lengths), uniform(lengths))
+
+
+def _segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:
+    q_spans, k_spans = spans(queries), spans(keys)
+    return Segments(q_spans, k_spans, ends(q_spans), ends(k_spans), uniform(queries), uniform(keys))
+
+
+def _pack(text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...]) -> Packing:
+    """On the host."""
     text_spans, image_spans = spans(text), spans(image)
     n_text = sum(text)
-    order = torch.cat(
+    order = np.concatenate(
         [
-            torch.cat((torch.arange(tb, te), n_text + torch.arange(ib, ie)))
+            np.concatenate((np.arange(tb, te), n_text + np.arange(ib, ie)))
             for (tb, te), (ib, ie) in zip(text_spans, image_spans, strict=True)
         ]
     )
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order))
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
     one = len(text) == 1
+    core = [t + i for t, i in zip(text, image, strict=True)]
+    keys = [c + r for c, r in zip(core, rest, strict=True)]
+    core_keys = [(b, b + c) for (b, _), c in zip(spans(keys), core, strict=True)]
     return Packing(
         text=text,
         image=image,
         rest=rest,
-        text_stream=_stream(text, device),
-        image_stream=_stream(image, device),
-        row_stream=_stream([t + i for t, i in zip(text, image, strict=True)], device),
-        to_rows=None if one else order.to(device),
-        from_rows=None if one else inverse.to(device),
-        image_in_rows=None if one else inverse[n_text:].to(device),
-        k_spans=spans([t + i + r for t, i, r in zip(text, image, rest, strict=True)]),
+        text_stream=_stream(text),
+        image_stream=_stream(image),
+        row_stream=_stream(core),
+        to_rows=None if one else torch.from_numpy(order),
+        from_rows=None if one else torch.from_numpy(inverse),
+        image_in_rows=None if one else torch.from_numpy(inverse[n_text:]),
+        computed=_segments(core, core),
+        all_keys=_segments(core, keys),
+        core_in_keys=None if one else torch.from_numpy(_positions(core_keys)),
     )
+
+
+Tree = TypeVar("Tree")
+
+
+def _moved(tree: Tree, device: torch.device) -> Tree:
+    """A dataclass of dataclasses and tensors with every tensor on `device`, in one transfer."""
+    there = iter(to_device(list(_tensors(tree)), device))
+
+    def rebuild(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return next(there)
+        if is_dataclass(x) and not isinstance(x, type):
+            return replace(x, **{f.name: rebuild(getattr(x, f.name)) for f in fields(x)})
+        return x
+
+    moved: Tree = rebuild(tree)
+    return moved
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif is_dataclass(tree):
+        for field in fields(tree):
+            yield from _tensors(getattr(tree, field.name))
 
 
 @dataclass(frozen=True)
@@ -185,27 +231,28 @@ class Widening:
 def widening(
     text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...], device: torch.device
 ) -> Widening:
-    """Both packings of a step and the way between them; `rest[r]` is 0 for dense rows."""
+    """Both packings of a step and the way between them; `rest[r]` is 0 for dense rows. Kept, since
+    batches last many steps.
+    """
     none = (0,) * len(rest)
     all_image = tuple(i + r for i, r in zip(image, rest, strict=True))
 
     def positions(core: Sequence[int]) -> tuple[Tensor, Tensor]:
-        at_core, at_rest = [], []
-        for (begin, end), n in zip(
-            spans([c + r for c, r in zip(core, rest, strict=True)]), core, strict=True
-        ):
-            at_core.append(torch.arange(begin, begin + n))
-            at_rest.append(torch.arange(begin + n, end))
-        return torch.cat(at_core).to(device), torch.cat(at_rest).to(device)
+        both = spans([c + r for c, r in zip(core, rest, strict=True)])
+        middles = [begin + c for (begin, _), c in zip(both, core, strict=True)]
+        at_core = [(begin, middle) for (begin, _), middle in zip(both, middles, strict=True)]
+        at_rest = [(middle, end) for middle, (_, end) in zip(middles, both, strict=True)]
+        return torch.from_numpy(_positions(at_core)), torch.from_numpy(_positions(at_rest))
 
     core_in_image, rest_in_image = positions(image)
     core_in_rows, rest_in_rows = positions([t + i for t, i in zip(text, image, strict=True)])
-    return Widening(
-        narrow=pack(text, image, rest, device),
-        wide=pack(text, all_image, none, device),
-        rest_stream=_stream(rest, device),
+    both = Widening(
+        narrow=_pack(text, image, rest),
+        wide=_pack(text, all_image, none),
+        rest_stream=_stream(rest),
         core_in_image=core_in_image,
         rest_in_image=rest_in_image,
         core_in_rows=core_in_rows,
         rest_in_rows=rest_in_rows,
     )
+    return _moved(both, device)

@@ -1,0 +1,196 @@
+"""A CUDA device that computes nothing: what the engine would run on one, counted on any machine.
+
+Tensors have shapes, dtypes and the device `cuda`, but no memory (torch's FakeTensorMode), and every
+operation on them is written down: kernels with the bytes they touch, copies between host and
+device, and what would make the host wait. A tensor on the wrong device raises, as on a real GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+DEVICE = torch.device("cuda", 0)
+_CUDA, _META = 1, 14  # c10/core/DeviceType.h
+_GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
+_NO_KERNEL = ("empty", "new_empty", "detach")
+"""Beginnings of names of operations that compute nothing."""
+_ONE_KERNEL = ("linear.", "layer_norm.", "rms_norm.")
+"""Operations made of others elsewhere, and of one kernel on CUDA."""
+_GATHERS = ("index_select", "embedding", "index.Tensor")
+"""Operations that read no more of their first tensor than they write."""
+_PACKAGE = "maskserve_engine"
+
+
+@dataclass
+class Log:
+    """What was asked of the device."""
+
+    kernels: Counter[str] = field(default_factory=Counter)
+    """Launches by operation."""
+    places: Counter[str] = field(default_factory=Counter)
+    """Launches by the function of ours that asked: `module.function`."""
+    nbytes: Counter[str] = field(default_factory=Counter)
+    """Bytes read and written, by the same."""
+    copies: list[str] = field(default_factory=list)
+    """Copies between host and device, each in words."""
+
+    @property
+    def launches(self) -> int:
+        return self.kernels.total()
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake, self.log = fake, Log()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Tensors from numpy or of a list are real, and torch would compute with them for real.
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(self._fake, args), tree_map(self._fake, kwargs or {})
+        name = str(func).removeprefix("aten.")
+        if name.startswith("scaled_dot_product_attention"):
+            out = torch.empty_like(args[0])  # CUDA's kernels keep the layout of the queries
+        elif name.startswith("dropout."):
+            return args[0]  # nothing is trained here
+        else:
+            if not name.startswith(_ONE_KERNEL):
+                with self:
+                    out = func.decompose(*args, **kwargs)
+                if out is not NotImplemented:
+                    return out
+            out = func(*args, **kwargs)
+        given = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        made = [t for t in tree_iter(out) if isinstance(t, Tensor)]
+        self._write_down(name, func._schema.is_mutable, given, made, kwargs)
+        return out
+
+    def _fake(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if not isinstance(x, FakeTensor):
+            return self.fake.from_tensor(x)
+        x.constant = None
+        return x
+
+    def _write_down(
+        self,
+        name: str,
+        writes: bool,
+        given: list[Tensor],
+        made: list[Tensor],
+        kwargs: dict[str, Any],
+    ) -> None:
+        if not any(t.is_cuda for t in (*given, *made)):
+            return
+        if name.startswith(_NO_KERNEL) or (not writes and _views(given, made)):
+            return
+        place = _place(sys._getframe(2))
+        moved = {t.device.type for t in (*given, *made) if t.dim() or name.startswith("_to_copy")}
+        if len(moved) > 1:
+            words = " -> ".join(t.device.type for t in (given[-1], (*made, *given)[0]))
+            waits = "" if kwargs.get("non_blocking") else ", the host waits"
+            self.log.copies.append(f"{words} in {place} ({name}){waits}")
+            return
+        launches = 2 if "_varlen_attn" in name else 1  # it also clears a seed that it never reads
+        self.log.kernels[name] += launches
+        self.log.places[place] += launches
+        written = sum(_size(t) for t in made)
+        gathers = name.startswith(_GATHERS)
+        read = written if gathers else sum(_size(t) for t in given)
+        self.log.nbytes[place] += read + written
+
+
+def _views(given: list[Tensor], made: list[Tensor]) -> bool:
+    """Whether an operation answered with nothing but views of what it was given."""
+    held = {_storage(t) for t in given}
+    return bool(made) and all(_storage(t) in held for t in made)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost function of ours: `module.function`."""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if _PACKAGE in path.parts:
+            return f"{path.stem}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+class FakeCuda:
+    """Inside this, tensors on `cuda` are fake and what is done with them is logged. The device says
+    it is an H100.
+    """
+
+    def __init__(self) -> None:
+        _register_guard()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._recorder = _Recorder(self.fake)
+        self._capability = patch.object(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
+
+    def __enter__(self) -> FakeCuda:
+        self._capability.start()
+        self.fake.__enter__()
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._recorder.__exit__(*error)  # type: ignore[no-untyped-call]
+        self.fake.__exit__(*error)
+        self._capability.stop()
+
+    @contextmanager
+    def watch(self) -> Iterator[Log]:
+        """Log what is done inside."""
+        before, self._recorder.log = self._recorder.log, Log()
+        try:
+            yield self._recorder.log
+        finally:
+            self._recorder.log = before
+
+
+def _register_guard() -> None:
+    """Let a build of torch without CUDA index tensors that say they are on `cuda`.
+
+    A CUDA build has this in FakeTensorMode; here the guard of `meta`, which does nothing, is used.
+    It knows no current device: say DEVICE, never `cuda` alone.
+    """
+    if torch.version.cuda is not None:
+        return
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * (_META + 1)).in_dll(library, _GUARDS)
+    guards[_CUDA] = guards[_META]
+
+
+def fake_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """A model made on `meta`, with fake parameters on `cuda`; call inside FakeCuda."""
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):
+            if weight is not None:
+                data = torch.empty(weight.shape, dtype=weight.dtype, device=DEVICE)
+                module._parameters[name] = torch.nn.Parameter(data, requires_grad=False)
+    return model.eval()

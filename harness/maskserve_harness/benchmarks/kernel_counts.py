@@ -1,0 +1,119 @@
+"""How many kernels a step launches, by case: the engine's own code on a fake CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
+from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, Log, fake_weights
+from maskserve_harness.benchmarks.step_rig import Bench, build_model
+from maskserve_harness.checkout import CHECKOUT
+
+TABLE = CHECKOUT / "docs" / "benchmarks" / "kernels.json"
+"""The committed counts."""
+DOUBLE, SINGLE = 19, 38
+"""Blocks of FLUX.1-dev."""
+MIXED = (0.1, 0.2, 0.3, 0.11, 0.05, 0.35, 0.15, 0.25)
+"""Mask ratios of batches whose rows differ."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A steady step of FLUX.1-dev at 1024x1024."""
+
+    name: str
+    ratios: tuple[float | None, ...]
+    """Per row; None is a dense row."""
+    kind: str = "kv"
+    """Of all blocks; `mixed`: dense, project and kv in turn."""
+    format: str = "int8"
+    guided: bool = False
+    primes: bool = False
+    """A priming row beside the others."""
+
+
+CASES = (
+    Case("dense, 1 row", (None,)),
+    Case("dense, 4 rows", (None,) * 4),
+    *(Case(f"kv {f}, 1 row", (0.11,), format=f) for f in ("model", "int8", "float8", "int4")),
+    Case("kv int8, 4 rows, mixed", MIXED[:4]),
+    Case("kv int8, 5 rows, mixed", MIXED[:5]),
+    Case("kv int8, 8 rows, mixed", MIXED),
+    Case("kv int4, 4 rows, mixed", MIXED[:4], format="int4"),
+    Case("kv int8, 3 rows beside a dense one", (0.1, 0.2, None, 0.11)),
+    Case("project int8, 1 row", (0.11,), "project"),
+    Case("project int8, 4 rows, mixed", MIXED[:4], "project"),
+    Case("mixed plan, int8, 1 row", (0.11,), "mixed"),
+    Case("mixed plan, int8, 4 rows, mixed", MIXED[:4], "mixed"),
+    Case("dense, 1 guided row", (None,), guided=True),
+    Case("kv int8, 1 guided row", (0.11,), guided=True),
+    Case("kv int8, 2 rows beside a priming one", (0.1, 0.2), primes=True),
+)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Kernels of one step."""
+
+    double: float
+    """Per double block."""
+    single: float
+    fixed: int
+    """Outside the blocks."""
+
+    @property
+    def step(self) -> int:
+        return round(DOUBLE * self.double + SINGLE * self.single) + self.fixed
+
+    @property
+    def per_block(self) -> float:
+        """Of the whole step, what is outside the blocks included."""
+        return round(self.step / (DOUBLE + SINGLE), 1)
+
+
+def count(case: Case) -> Counts:
+    """By taking steps of models of few blocks; blocks of one sort launch the same kernels."""
+    period = 3 if case.kind == "mixed" else 1
+    base, double, single = (
+        steady_step(case, (1 + d * period, 1 + s * period)).launches
+        for d, s in ((0, 0), (1, 0), (0, 1))
+    )
+    per_double, per_single = (double - base) / period, (single - base) / period
+    return Counts(per_double, per_single, round(base - per_double - per_single))
+
+
+def steady_step(case: Case, blocks: tuple[int, int]) -> Log:
+    """Everything that the second step of the same rows asks of the device."""
+    with FakeCuda() as cuda:
+        bench = fake_bench(blocks, case.format)
+        bench.fill_entry({"mixed": "both"}.get(case.kind, case.kind))
+        rows = make_rows(bench, case)
+        bench.step(rows, kinds_of(case, bench.blocks))
+        if case.primes:
+            bench.batch = None  # each anchor has tokens of its own: such a batch is packed anew
+        with cuda.watch() as log:
+            bench.step(rows, kinds_of(case, bench.blocks))
+    return log
+
+
+def fake_bench(blocks: tuple[int, int], format: str) -> Bench:
+    """FLUX.1-dev with so many double and single blocks; call inside FakeCuda."""
+    model = fake_weights(build_model("flux-1024", blocks, torch.bfloat16, torch.device("meta")))
+    return Bench("flux-1024", blocks, torch.bfloat16, DEVICE, format, model)
+
+
+def make_rows(bench: Bench, case: Case) -> list[FluxRow | PrimingRow]:
+    rows: list[FluxRow | PrimingRow] = []
+    for seed, ratio in enumerate(case.ratios):
+        row = bench.row(ratio, seed)
+        rows.append(bench.guided(row) if case.guided else row)
+    return [*rows, bench.priming_row()] if case.primes else rows
+
+
+def kinds_of(case: Case, blocks: int) -> Sequence[str]:
+    if case.kind != "mixed":
+        return (case.kind,) * blocks
+    return [("dense", "project", "kv")[i % 3] for i in range(blocks)]
