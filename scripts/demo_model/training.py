@@ -37,7 +37,7 @@ class Plan:
     folder: Path
     """Where checkpoints and exchanged weights lie."""
     seconds: float
-    """Training time in all, of this and resumed runs."""
+    """CPU time of this worker in all, of this and resumed runs: a paused or starved one waits."""
     rate: float = 3e-3
     """Peak learning rate."""
     worker: int = 0
@@ -73,7 +73,7 @@ def train(
             opt.load_state_dict(saved)
         spent, step, samples = state["spent"], state["step"], state["samples"]
     exchange = Exchange(plan.folder, plan.worker, plan.workers, trained)
-    last = saved_at = time.monotonic()
+    last, saved_at = time.process_time(), time.monotonic()
     losses: list[float] = []
     hinted: list[float] = []
     model.train()
@@ -100,7 +100,7 @@ def train(
         losses.append(loss.item())
         if batch.seen.max() >= 0:
             hinted.append(hint.item())
-        now = time.monotonic()
+        now = time.process_time()
         spent, last = spent + now - last, now
         if step % 50 == 0:
             print(
@@ -109,8 +109,8 @@ def train(
                 f" hints {np.mean(hinted[-50:]):.3f}",
                 flush=True,
             )
-        if now - saved_at > plan.save_every or spent >= plan.seconds:
-            saved_at = now
+        if time.monotonic() - saved_at > plan.save_every or spent >= plan.seconds:
+            saved_at = time.monotonic()
             torch.save(
                 {
                     "trained": trained.state_dict(),
