@@ -1,91 +1,9 @@
-"""Time what one edit costs before and after the model: decode, masks, paste, encode.
+#!/usr/bin/env python3
+"""Time what one edit costs before and after the model: decode, masks, paste, encode."""
 
-    python scripts/bench_codec.py --json
+import sys
 
-CPU time of this thread, so that other work on the machine weighs less on the figures.
-"""
-
-from __future__ import annotations
-
-import argparse
-import io
-import json
-import time
-from collections.abc import Callable
-from pathlib import Path
-
-import numpy as np
-from PIL import Image
-
-from maskserve_core.config import Config
-from maskserve_core.contracts.facts import ModelFacts
-from maskserve_core.imaging.geometry import resize
-from maskserve_core.imaging.images import encode_image
-from maskserve_core.imaging.postprocess import finish_edit
-from maskserve_core.imaging.preprocess import prepare_edit
-from maskserve_harness.benchmarks.machine import machine
-
-PHOTO = Path(__file__).parents[1] / "assets" / "photos" / "astronaut.jpg"
-
-
-def median_ms(work: Callable[[], object], repeats: int) -> float:
-    taken = []
-    for _ in range(repeats):
-        start = time.thread_time()
-        work()
-        taken.append((time.thread_time() - start) * 1e3)
-    return round(float(np.median(taken)), 3)
-
-
-def pillow_png(image: Image.Image) -> bytes:
-    out = io.BytesIO()
-    image.save(out, "PNG", compress_level=1)
-    return out.getvalue()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--side", type=int, default=256, help="side of the source in pixels")
-    parser.add_argument("--native", type=int, default=256, help="native side of the model")
-    parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
-
-    side = options.side
-    photo = resize(Image.open(PHOTO).convert("RGB"), (side, side))
-    rows, columns = np.mgrid[:side, :side] / side - 0.5
-    blob = Image.fromarray(np.where(rows**2 + columns**2 < 0.03, 255, 0).astype(np.uint8))
-    image, mask = pillow_png(photo), pillow_png(blob)
-    facts = ModelFacts("flux", "fill", 8, 16, 2, options.native, True, False, {})
-    config = Config()
-
-    prepared = prepare_edit(image, mask, b"a red star", b"{}", facts, config)
-    pixels = np.asarray(photo)
-    answer = prepared.pixels
-    report: dict[str, object] = {
-        "side": side,
-        "native": options.native,
-        "repeats": options.repeats,
-        "machine": machine(),
-        "prepare_ms": median_ms(
-            lambda: prepare_edit(image, mask, b"a red star", b"{}", facts, config),
-            options.repeats,
-        ),
-        "finish_ms": median_ms(
-            lambda: finish_edit(answer, prepared.source, prepared.paste, prepared.request),
-            options.repeats,
-        ),
-        "encode_png_ms": median_ms(lambda: encode_image(pixels, "png"), options.repeats),
-        "encode_png_bytes": len(encode_image(pixels, "png")),
-        "pillow_png_ms": median_ms(lambda: pillow_png(photo), options.repeats),
-        "pillow_png_bytes": len(image),
-    }
-    if options.json:
-        print(json.dumps(report))
-        return
-    for name, value in report.items():
-        print(f"{name:18} {value}")
-
+from maskserve_harness.benchmarks.codec import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

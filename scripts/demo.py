@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from maskserve_client import Client, EditResult, Final, MaskserveError, Progress
-from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
-    add("--model", default=str(CHECKOUT / "assets" / "models" / "demo"), help="model folder")
+    add("--model", default=str(DEMO_MODEL), help="model folder")
     add("--image", type=Path, help="source picture; default: the one in assets/demo")
     add("--mask", type=Path, default=ASSETS / "mask.png", help="white is edited")
     add("--prompt", default="a red star")

@@ -1,96 +1,9 @@
 #!/usr/bin/env python3
-"""Load a worker for a long time with everything that users do, and see that it stays as it was.
+"""Load a worker for a long time with everything that users do, and see that it stays as it was."""
 
-Starts a worker with a small cache, and as many clients as keep its rows full (in the first minute
-twice as many): edits of hot, new and forgotten templates, streams, odd sizes, templates by name,
-edits withdrawn in every way, bad input, operations. Every answer is checked. Memory, shared memory,
-file handles, threads, rows, templates and pins are sampled; after the warm-up none may grow (memory
-by 2 % at most), and at the end nothing may be left in flight, running or pinned.
-
-    python scripts/soak.py --minutes 60 --out soak-output --json soak.json
-
-Writes samples.jsonl, summary.json, soak.png, config.toml and the worker's log into the folder. The
-exit code is 0 if every bar holds, 1 if one is missed, 2 if the worker does not start. Ctrl-C ends
-the load early and judges what there is; before the worker is ready it stops that.
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
-import signal
 import sys
-import threading
-from collections.abc import Sequence
-from pathlib import Path
 
-from maskserve_harness.checkout import CHECKOUT
-from maskserve_harness.soaking.run import Report, SoakOptions, soak, summary
-from maskserve_serving.errors import ServeError
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    given = parse(argv)
-    options = SoakOptions(
-        model=given.model,
-        minutes=given.minutes,
-        out=given.out,
-        config=given.config,
-        visitors=given.visitors,
-        templates=given.templates,
-        sample_s=given.sample_every,
-        seed=given.seed,
-        say=lambda line: print(line, flush=True),
-    )
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    try:
-        report = soak(options, stop)
-    except ServeError as error:
-        print(f"soak.py: {error}", file=sys.stderr)
-        return 2
-    written = json.dumps(summary(options, report), indent=2) + "\n"
-    for path in {options.out / "summary.json", given.json or options.out / "summary.json"}:
-        path.write_text(written, encoding="utf-8")
-    show(report)
-    print(f"written: {options.out}", flush=True)
-    return 0 if report.passed else 1
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--minutes", type=float, default=60.0, help="how long the load lasts (default: 60)")
-    add("--model", type=Path, default=CHECKOUT / "assets" / "models" / "demo")
-    add("--config", type=Path, help="configuration (TOML); its cache budget is replaced")
-    add(
-        "--visitors",
-        type=int,
-        default=12,
-        help="clients at once (default: 12; a worker has 8 rows)",
-    )
-    add("--templates", type=int, default=24, help="templates the cache has room for (default: 24)")
-    add("--sample-every", type=float, default=5.0, metavar="S", help="seconds (default: 5)")
-    add("--seed", type=int, default=0, help="of the pictures and of what visitors do")
-    add("--out", type=Path, default=Path("soak-output"), help="folder (default: soak-output)")
-    add("--json", type=Path, help="write the summary here too")
-    return parser.parse_args(argv)
-
-
-def show(report: Report) -> None:
-    """The judgement, for people."""
-    for kind, ends in report.ends.items():
-        print(f"  {kind}: " + ", ".join(f"{count} {end}" for end, count in sorted(ends.items())))
-    for bar in report.bars:
-        print(bar.line())
-    for problem in report.problems:
-        print(f"unexpected: {problem}")
-    missed = [bar.name for bar in report.bars if not bar.ok]
-    print(f"MISSED: {', '.join(missed)}" if missed else "every bar that could be judged holds")
-
+from maskserve_harness.soaking.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,5 +1,6 @@
-"""Where the checkout lies that this code belongs to."""
+"""Where things lie in the checkout that this code belongs to."""
 
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+DEMO_MODEL = CHECKOUT / "assets" / "models" / "demo"

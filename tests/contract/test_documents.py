@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from maskserve_harness.benchmarks.bytes_table import table
+from maskserve_harness.faults.bars import missed_bars
 from maskserve_harness.faults.table import client_table, worker_table
-from measure_faults import missed_bars
 from module_index import DOCUMENT, updated
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,3 +50,9 @@ def test_the_tables_of_reliability_are_those_that_were_measured() -> None:
     assert client_table(report["client_faults"]) in text
     assert report["date"] in text
     assert missed_bars(report) == []
+
+
+def test_the_table_of_bytes_is_what_the_engine_takes() -> None:
+    """Printed by `scripts/bytes_table.py`."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert table(1024, 28, (1, 2, 4, 7, 14, 28)) in text

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from maskserve_client.wire import DEFAULT_URL
 from maskserve_core.config import Config
-from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_serving import command, files, ports, runtime, shm_cleanup, triton_log
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions
@@ -256,7 +256,7 @@ def test_what_a_living_supervisor_has_is_left(
     server.write_text("#!/bin/sh\nexec sleep 60\n")
     server.chmod(0o755)
     options = ServeOptions(
-        model=str(CHECKOUT / "assets" / "models" / "demo"),
+        model=str(DEMO_MODEL),
         base_port=ports.free_base_port(),
         log_dir=tmp_path,
         tritonserver=server,
@@ -330,7 +330,7 @@ def test_a_first_start_is_tried_again_when_the_machine_stalled(
     )
     server.chmod(0o755)
     options = ServeOptions(
-        model=str(CHECKOUT / "assets" / "models" / "demo"),
+        model=str(DEMO_MODEL),
         base_port=ports.free_base_port(),
         log_dir=tmp_path / "logs",
         tritonserver=server,

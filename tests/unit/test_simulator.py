@@ -13,11 +13,11 @@ import pytest
 from maskserve_core.routing import POLICIES
 from maskserve_harness.simulator.capacity import at_load, capacity
 from maskserve_harness.simulator.cluster import Cluster
+from maskserve_harness.simulator.command import main
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_harness.simulator.result import NotConserved, check_conserved, run, simulate
 from maskserve_harness.simulator.scenario import BATCHING, Scenario, Tiers
 from maskserve_harness.simulator.workload import MIXES, Workload, draw, mean_ratio
-from simulate_cluster import main
 
 HARDWARE = Hardware()
 PUBLIC = Workload(150, 4.0, steps=(8, 20))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from maskserve_core.config import Config, config_of
-from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.soaking.ledger import Ledger
 from maskserve_harness.soaking.load import Load
 from maskserve_harness.soaking.pictures import Album
@@ -21,7 +21,7 @@ from maskserve_harness.soaking.visitor import Visitor
 from maskserve_serving import source
 from maskserve_serving.errors import ServeError
 
-DEMO = CHECKOUT / "assets" / "models" / "demo"
+DEMO = DEMO_MODEL
 
 
 def test_it_can_be_stopped_while_its_worker_loads(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from maskserve_engine.families.flux.blocks import Parts
 from maskserve_engine.families.flux.conditioning import TemplateInputs
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
+from maskserve_harness.checkout import DEMO_MODEL
 
-ROOT = Path(__file__).resolve().parents[3]
 PRESETS: dict[str, dict[str, Any]] = {
     "flux-1024": {"grid": (64, 64), "text": 512},
     "demo": {"grid": (16, 16), "text": 16},
@@ -162,7 +161,7 @@ def build_model(
     from diffusers import FluxTransformer2DModel
 
     if preset == "demo":
-        folder = ROOT / "assets" / "models" / "demo" / "transformer"
+        folder = DEMO_MODEL / "transformer"
         config = FluxTransformer2DModel.load_config(folder)
     else:  # FLUX.1-dev is the class's own default configuration
         config = {"guidance_embeds": True}

@@ -1,0 +1,70 @@
+"""Bytes that one template takes, by entry kind, format and anchor stride, as a markdown table.
+
+Counted from the model's configuration (planning/entry_bytes.py), which a test holds to what
+the engine stores, for the anchors that the engine takes.
+
+    python scripts/bytes_table.py
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+
+from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_core.planning.flops import flux_work
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_harness.benchmarks.models import FLUX_DEV, FLUX_DEV_FACTS, FLUX_DEV_SAMPLER
+
+KINDS = ("kv", "h")
+SHOWN = ("bfloat16", "int8", "int4")
+
+
+def flux_dev() -> FluxAdapter:
+    """FLUX.1-dev without weights: what it says of anchors needs none."""
+    with torch.device("meta"):
+        model = FluxTransformer2DModel(**FLUX_DEV)
+    sampler = FlowMatchEulerDiscreteScheduler(**FLUX_DEV_SAMPLER)
+    return FluxAdapter(FLUX_DEV_FACTS, model, sampler, 0.0, 1.0)
+
+
+def table(side: int, steps: int, strides: Sequence[int]) -> str:
+    """The markdown table, in GiB.
+
+    Args:
+        side: pixels of the square image.
+        steps: of the schedule whose steps are anchors.
+        strides: one column each.
+    """
+    work = flux_work(FLUX_DEV, side // 8, side // 8)
+    adapter, (tokens,) = flux_dev(), work.tokens
+    counts = [len(adapter.anchors(tokens, steps, stride)) for stride in strides]
+    lines = [
+        _row("kind", "format", "per anchor", *(f"stride {stride}" for stride in strides)),
+        "|---" * (3 + len(strides)) + "|",
+        _row("", "anchors", 1, *counts),
+    ]
+    for kind in KINDS:
+        for name in SHOWN:
+            each = entry_bytes(work, kind, FORMATS[name]) / 2**30
+            cells = (f"{each * count:.2f}" for count in counts)
+            lines.append(_row(kind, name, f"{each:.2f}", *cells))
+    return "\n".join(lines)
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--side", type=int, default=1024, help="pixels of the square image")
+    parser.add_argument("--steps", type=int, default=28, help="of the default schedule")
+    parser.add_argument("--strides", type=int, nargs="+", default=[1, 2, 4, 7, 14, 28])
+    args = parser.parse_args()
+    print(f"FLUX.1-dev, {args.side}x{args.side}, {args.steps} steps: GiB per template\n")
+    print(table(args.side, args.steps, args.strides))
+    return 0

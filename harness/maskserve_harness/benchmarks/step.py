@@ -1,0 +1,168 @@
+"""How much faster is a step of cached rows than one of dense rows, and how near the FLOP limit?
+
+Random weights at the model's true width; on a CPU the first blocks of it (`--blocks 1+1`: double +
+single). Dense and cached steps are timed in turn inside one run; medians are printed. `flop_limit`
+is the counted FLOPs of the dense step over those of the cached one (planning/flops.py), and
+`of_limit` the share of it that was reached. `rest_ms` is what of a cached step is not spent in
+blocks: loading and decoding entries, packing, filling keys, embedders, final layer, sampler.
+
+    python scripts/bench_step.py --preset flux-1024 --blocks 1+1 --json step.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maskserve_engine.cache.codec import FORMATS
+from maskserve_engine.families.flux import forward as forward_module
+from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
+from maskserve_harness.benchmarks.timing import Timer, hardware
+
+
+def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) -> float:
+    """Milliseconds of one cached step that are not spent in blocks, but for their filling of keys:
+    loading and decoding entries, packing, embedders, final layer, sampler.
+    """
+    spent = {"blocks": 0.0, "fill": 0.0}
+    originals = (forward_module.double_block, forward_module.single_block)  # type: ignore[attr-defined]
+    original_fill = forward_module._State.fill
+
+    def timed(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            out: list[Any] = []
+            spent["blocks"] += timer.ms(lambda: out.append(function(*args)))
+            return out[0]
+
+        return call
+
+    def fill(state: Any, index: int, block: Any) -> Any:
+        inner = original_fill(state, index, block)
+        if inner is None or state.kinds[index] == "project":  # projecting is the model's own work
+            return inner
+
+        def call(keys: Any, values: Any, packing: Any) -> None:
+            spent["fill"] += timer.ms(lambda: inner(keys, values, packing))
+
+        return call
+
+    forward_module.double_block = timed(originals[0])  # type: ignore[attr-defined]
+    forward_module.single_block = timed(originals[1])  # type: ignore[attr-defined]
+    forward_module._State.fill = fill  # type: ignore[method-assign, assignment]
+    try:
+        whole = timer.ms(partial(bench.step, rows, kind))
+    finally:
+        forward_module.double_block, forward_module.single_block = originals  # type: ignore[attr-defined]
+        forward_module._State.fill = original_fill  # type: ignore[method-assign]
+    return whole - spent["blocks"] + spent["fill"]
+
+
+def measure(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every kind and batch in turn."""
+    results = []
+    for kind in args.kind:
+        bench.fill_entry(kind)
+        for batch in args.batch:
+            ratios = [args.mask_ratios[i % len(args.mask_ratios)] for i in range(batch)]
+            mixes = [[m] for m in args.mask_ratios] if batch == 1 else [ratios]
+            results += measure_mixes(bench, kind, mixes, args.repeat)
+    return results
+
+
+def measure_mixes(
+    bench: Bench, kind: str, mixes: Sequence[Sequence[float]], repeat: int
+) -> list[dict[str, Any]]:
+    """A dense batch and cached batches of these mask ratios, in turn, `repeat` rounds."""
+    timer = Timer(bench.device)
+    dense = [bench.row(None, i) for i in range(len(mixes[0]))]
+    cached = [[bench.row(m, i) for i, m in enumerate(mix)] for mix in mixes]
+    rounds = [
+        [timer.ms(partial(bench.step, rows, kind)) for rows in (dense, *cached)]
+        for _ in range(repeat + 1)
+    ][1:]  # the first round warms up
+    dense_times, *times = map(list, zip(*rounds, strict=True))
+    results = []
+    for mix, rows, taken in zip(mixes, cached, times, strict=True):
+        rest = [rest_time(bench, timer, rows, kind) for _ in range(3)]
+        results.append(_result(bench, kind, mix, dense_times, taken, rest))
+        print(_line(results[-1]), flush=True)
+    return results
+
+
+def _result(
+    bench: Bench,
+    kind: str,
+    mix: Sequence[float],
+    dense: Sequence[float],
+    cached: Sequence[float],
+    rest: Sequence[float],
+) -> dict[str, Any]:
+    dense_ms, ms = statistics.median(dense), statistics.median(cached)
+    limit = bench.limit(mix, kind)
+    return {
+        "mask_ratio": mix[0] if len(mix) == 1 else list(mix),
+        "kind": kind,
+        "format": bench.format,
+        "batch": len(mix),
+        "dense_ms": round(dense_ms, 3),
+        "ms": round(ms, 3),
+        "speedup": round(dense_ms / ms, 3),
+        "flop_limit": round(limit, 3),
+        "of_limit": round(dense_ms / ms / limit, 3),
+        "rest_ms": round(statistics.median(rest), 3),
+    }
+
+
+def _line(r: dict[str, Any]) -> str:
+    ratio = f"{r['mask_ratio']:.2f}" if isinstance(r["mask_ratio"], float) else "mixed"
+    return (
+        f"{r['kind']:8} batch {r['batch']} m {ratio:>5}  dense {r['dense_ms']:9.1f} ms  "
+        f"cached {r['ms']:9.1f} ms  {r['speedup']:5.2f}x of {r['flop_limit']:5.2f}x "
+        f"= {r['of_limit']:.2f}  rest {r['rest_ms']:.2f} ms"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--preset", choices=PRESETS, default="flux-1024")
+    parser.add_argument("--blocks", help="double+single blocks to keep, such as 1+1; all if absent")
+    parser.add_argument("--mask-ratios", type=float, nargs="+", default=[0.05, 0.11, 0.2, 0.35])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--kind", nargs="+", choices=("kv", "project"), default=["kv", "project"])
+    parser.add_argument("--format", choices=FORMATS, default="model")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    blocks = None
+    if args.blocks:
+        double, _, single = args.blocks.partition("+")
+        if not (double.isdigit() and single.isdigit()):
+            parser.error("--blocks: give double+single, such as 1+1")
+        blocks = (int(double), int(single))
+    device = torch.device(args.device)
+    torch.manual_seed(0)
+    bench = Bench(args.preset, blocks, getattr(torch, args.dtype), device, args.format)
+    print(f"{args.preset}, {bench.blocks} blocks, {args.dtype}, {hardware(device)}", flush=True)
+    results = measure(bench, args)
+    if args.json:
+        report = {
+            "command": " ".join(sys.argv),
+            "hardware": hardware(device),
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "rows": results,
+        }
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0

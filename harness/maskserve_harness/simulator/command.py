@@ -1,0 +1,156 @@
+"""Simulate a cluster that serves masked edits of FLUX.1 dev, in virtual time.
+
+    python scripts/simulate_cluster.py --workers 8 --load 0.8 --mix public --json run.json
+    python scripts/simulate_cluster.py --bars --json bars.json --plot docs/images
+
+The production scheduler, planner, cost model and routing policies decide; only time, the network
+and the numbers of the device are made up. Equal arguments give equal output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from maskserve_core.planning.entry_bytes import FORMATS
+from maskserve_core.routing import POLICIES
+from maskserve_harness.simulator.capacity import at_load
+from maskserve_harness.simulator.hardware import Hardware
+from maskserve_harness.simulator.result import Result, run
+from maskserve_harness.simulator.scenario import BATCHING, Scenario, Tiers
+from maskserve_harness.simulator.workload import MIXES, Workload
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--bars", action="store_true", help="run the comparisons that must hold; exit 1 if not")
+    add("--json", type=Path, help="write all figures here")
+    add("--plot", type=Path, help="write plots into this folder")
+    add("--seed", type=int, default=1)
+    add("--policy", choices=[*POLICIES, "all"], default="all")
+    add("--workers", type=int, default=8, help="1 to 256")
+    add("--edits", type=int, default=2000)
+    add("--mix", choices=MIXES, default="public", help="distribution of mask ratios")
+    add("--steps", type=int, nargs="+", default=[28], help="equally likely")
+    rate = parser.add_mutually_exclusive_group()
+    rate.add_argument("--load", type=float, default=0.8, help="share of capacity (default: 0.8)")
+    rate.add_argument("--rate", type=float, help="edits per second instead of a load")
+    add("--burst", type=float, default=1.0, help="cv of gamma gaps; 1 is Poisson")
+    add("--zipf", type=float, default=1.0, help="exponent of the templates' popularity")
+    add("--templates", type=int, default=970)
+    add("--batching", choices=BATCHING, default="continuous")
+    add("--pre", type=float, default=0.0, help="seconds of preprocessing")
+    add("--post", type=float, default=0.0, help="seconds of postprocessing")
+    add("--max-rows", type=int, default=8)
+    add("--max-waiting", type=int, default=100_000)
+    add("--deadline", type=float, help="seconds after which edits are given up")
+    add("--noise", type=float, default=0.0, help="deviation of log(step time)")
+    add("--host-templates", type=int, help="templates a memory holds; default: all, everywhere")
+    add("--disk-templates", type=int, default=0)
+    add("--workers-per-host", type=int, default=1)
+    add("--blind", action="store_true", help="the policy does not see where templates are")
+    add("--device", default="h100", help="a device of the cost model's estimates")
+    add("--entry-format", choices=FORMATS, default="int8")
+    add("--stride", type=int, default=4, help="steps per anchor")
+    add("--overhead", type=float, help="fixed share of a dense step; default: estimated")
+    args = parser.parse_args(arguments)
+    if not 1 <= args.workers <= 256:
+        parser.error("--workers: accepted: 1 to 256")
+    for name in ("edits", "burst", "load", "max_rows", "templates", "stride", "workers_per_host"):
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')}: accepted: above 0")
+    return args
+
+
+def scenario_of(args: argparse.Namespace, hardware: Hardware) -> Scenario:
+    tiers = None
+    if args.host_templates is not None:
+        tiers = Tiers(
+            args.workers_per_host, args.host_templates, args.disk_templates, not args.blind
+        )
+    workload = Workload(
+        args.edits,
+        args.rate or 1.0,
+        args.mix,
+        tuple(args.steps),
+        args.burst,
+        args.templates,
+        args.zipf,
+    )
+    scenario = Scenario(
+        workload,
+        workers=args.workers,
+        max_rows=args.max_rows,
+        max_waiting=args.max_waiting,
+        batching=args.batching,
+        pre_seconds=args.pre,
+        post_seconds=args.post,
+        tiers=tiers,
+        deadline=args.deadline,
+        noise=args.noise,
+    )
+    return scenario if args.rate else at_load(scenario, hardware, args.load)
+
+
+def show(result: Result) -> None:
+    print(
+        f"{result.policy:15} mean {result.mean:6.2f}  P50 {result.p50:6.2f}  "
+        f"P95 {result.p95:6.2f}  P99 {result.p99:6.2f} s  goodput {result.goodput:5.2f}/s "
+        f"({result.good_share:4.0%})  utilisation {result.utilisation:4.0%}  "
+        f"rows {result.batch:4.2f}  fetches {result.fetches}  dense misses {result.dense_misses}",
+        flush=True,
+    )
+
+
+def one(args: argparse.Namespace) -> int:
+    """Run one scenario under one or all policies."""
+    hardware = Hardware(args.device, args.entry_format, args.stride, overhead=args.overhead)
+    scenario = scenario_of(args, hardware)
+    print(
+        f"{args.workers} workers ({args.device}), {args.mix} masks, {args.edits} edits at "
+        f"{scenario.workload.rate:.3f}/s, seed {args.seed}"
+    )
+    results, latencies = [], {}
+    for policy in POLICIES if args.policy == "all" else [args.policy]:
+        result, cluster = run(replace(scenario, policy=policy), hardware, args.seed)
+        show(result)
+        results.append(result.to_json())
+        latencies[policy] = [
+            job.ended - job.request.arrival for job in cluster.jobs if job.outcome == "done"
+        ]
+    if args.json:
+        report = {"rate": scenario.workload.rate, "seed": args.seed, "results": results}
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    if args.plot:
+        from maskserve_harness.simulator.plots import plot_latencies
+
+        args.plot.mkdir(parents=True, exist_ok=True)
+        title = f"{args.workers} workers, {args.mix} masks, {scenario.workload.rate:.2f} edits/s"
+        plot_latencies(latencies, title, args.plot / "simulated_latencies.png")
+    return 0
+
+
+def bars(args: argparse.Namespace) -> int:
+    from maskserve_harness.simulator.bars import run_bars
+
+    report = run_bars(lambda line: print(line, flush=True))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    if args.plot:
+        from maskserve_harness.simulator.plots import plot_batching, plot_residency, plot_routing
+
+        args.plot.mkdir(parents=True, exist_ok=True)
+        plot_routing(report["routing"], args.plot / "routing_p95.png")
+        plot_batching(report["batching"], args.plot / "batching_p95.png")
+        plot_residency(report["residency"], args.plot / "routing_residency.png")
+    return 0 if report["met"] else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    return bars(args) if args.bars else one(args)
