@@ -30,7 +30,11 @@ class PruningSender(Sender):
         super().send(response, flags)
 
 
-@pytest.mark.parametrize("send", [Answer.event, Answer.finish])
+def event(answer: Answer, outputs: dict[str, Any]) -> bool:
+    return answer.event("progress", outputs)
+
+
+@pytest.mark.parametrize("send", [event, Answer.finish])
 def test_no_tensor_is_freed_while_triton_sends(api: FakeTriton, send: Any) -> None:
     """There, Triton does not hold Python's lock."""
     sender = PruningSender()

@@ -16,6 +16,7 @@ import numpy as np
 
 VERSION = 1
 TIERS = ("device", "host", "disk", "remote")
+"""From near to far."""
 SOURCES = ("measured", "estimate")
 
 

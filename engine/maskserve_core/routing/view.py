@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
+from maskserve_core.planning.cost_model import TIERS
 from maskserve_core.routing.profile import Profile, RowLoad, build_profile
-
-TIERS = ("device", "host", "disk", "remote")
-"""From near to far."""
 
 
 @dataclass(frozen=True, slots=True)

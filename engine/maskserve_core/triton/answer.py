@@ -45,8 +45,8 @@ class Answer:
     def done(self) -> bool:
         return self._done
 
-    def event(self, outputs: dict[str, Any]) -> bool:
-        """Send an event that others follow; False when it is too late."""
+    def event(self, kind: str, outputs: dict[str, Any]) -> bool:
+        """Send an event that others follow, of whatever kind; False when it is too late."""
         tensors = output_tensors(self._api, outputs)
         message = self._api.InferenceResponse(tensors)
         with self._lock:

@@ -1,35 +1,15 @@
-"""How a request's events go out: as they come, or one at a time."""
+"""Flow control: the next event of a request goes out when the last one was taken."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from maskserve_core.triton.answer import Answer
 
 _FINAL = "final"
-
-
-class Events(Protocol):
-    """Where the events of one request go."""
-
-    def event(self, kind: str, outputs: dict[str, Any]) -> None: ...
-    def finish(self, outputs: dict[str, Any]) -> None: ...
-
-
-class Straight:
-    """Sends each event as it comes."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-
-    def event(self, kind: str, outputs: dict[str, Any]) -> None:
-        self._answer.event(outputs)
-
-    def finish(self, outputs: dict[str, Any]) -> None:
-        self._answer.finish(outputs)
 
 
 class FlowControl:
@@ -96,8 +76,8 @@ class FlowControl:
 
     def _go_on(self) -> None:
         """Send what may go: one event or, when it was released, all; and then the end."""
-        while (outputs := self._next()) is not None:
-            self._answer.event(outputs)
+        while (event := self._next()) is not None:
+            self._answer.event(*event)
         with self._lock:
             ends = self._sealed and not self._over and not self._holds()
             self._over = self._over or ends
@@ -105,12 +85,13 @@ class FlowControl:
             self._answer.end()
             self._ended()
 
-    def _next(self) -> dict[str, Any] | None:
+    def _next(self) -> tuple[str, dict[str, Any]] | None:
         with self._lock:
             if not self._waiting or (self._under_way and not self._released):
                 return None
             self._under_way, self._sent = True, time.monotonic()
-            return self._waiting.pop(next(iter(self._waiting)))
+            kind = next(iter(self._waiting))
+            return kind, self._waiting.pop(kind)
 
     def _holds(self) -> bool:
         return bool(self._waiting) or (self._under_way and not self._released)

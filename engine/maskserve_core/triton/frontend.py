@@ -207,7 +207,7 @@ class Front:
             if event.kind == "final":
                 call.answer.finish({"IMAGE": event.image, "META": event.meta})
             elif self._streaming:
-                call.answer.event({"IMAGE": event.image, "META": event.meta})
+                call.answer.event(event.kind, {"IMAGE": event.image, "META": event.meta})
 
     # The watcher
 

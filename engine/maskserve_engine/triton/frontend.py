@@ -20,7 +20,7 @@ from maskserve_core.contracts.request import EditRequest
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.triton.acks import ACKS, AckReceiver
 from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.flow_control import Events, FlowControl, Straight
+from maskserve_core.triton.flow_control import FlowControl
 from maskserve_core.triton.tensor_io import guarded, parameters, read_array, read_bytes
 from maskserve_core.triton.tracing import Tracer, parent_of
 from maskserve_engine.job import (
@@ -87,7 +87,7 @@ class DenoiserFrontend:
         encode_ms = float(self._array(request, "ENCODE_MS", np.float32, 1)[0])
         carried = self._array(request, "CONTEXT", np.uint8, 1)
         key = parameters(request).get(ACKS, "")
-        events = self._flow(answer, key) if key else Straight(answer)
+        events = self._flow(answer, key) if key else answer
         sink = self._sink(edit, encode_ms, carried, events, parent_of(request))
         try:
             self._engine.submit(job, sink)
@@ -121,7 +121,7 @@ class DenoiserFrontend:
         edit: EditRequest,
         encode_ms: float,
         carried: NDArray[np.uint8],
-        events: Events,
+        events: Answer | FlowControl,
         parent: str,
     ) -> Sink:
         """Sends a job's events, and records its spans below `parent` when it has ended.

@@ -7,7 +7,7 @@ import triton_python_backend_utils as pb_utils
 
 from maskserve_core.triton.acks import AckReceiver
 from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.flow_control import FlowControl, Straight
+from maskserve_core.triton.flow_control import FlowControl
 from maskserve_core.triton.tensor_io import read_bytes
 
 
@@ -48,7 +48,6 @@ class Arriving(FlowControl):
 
 
 def straight(answer, asked):
-    events = Straight(answer)
     for _ in range(asked["events"]):
-        events.event("progress", {"META": b"event"})
-    events.finish({"META": b"final"})
+        answer.event("progress", {"META": b"event"})
+    answer.finish({"META": b"final"})
