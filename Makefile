@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	# torch first and by itself: its index may be another than the rest's.
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt torch
-	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[engine,server,dev]'
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[engine,router,server,dev]'
 	@touch $@
 
 demo: $(STAMP) ## a masked edit through a real Triton; writes demo-output/
@@ -43,8 +43,8 @@ test-full: $(STAMP) ## the tests, slow ones too
 check: $(STAMP) ## lint, format, types, imports
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy engine/maskserve_core engine/maskserve_engine client/maskserve_client \
-		serving/maskserve_serving scripts/demo_model harness/maskserve_harness scripts/*.py
+	$(VENV)/bin/mypy engine/maskserve_core engine/maskserve_engine router/maskserve_router \
+		client/maskserve_client serving/maskserve_serving scripts/demo_model harness/maskserve_harness scripts/*.py
 	# Triton wants a model.py in a folder of that number: each is a module `model` of its own.
 	for model in model_repository/*/1/model.py; do $(VENV)/bin/mypy $$model || exit 1; done
 	PYTHONPATH=engine:router:client:serving:harness $(VENV)/bin/lint-imports

@@ -139,16 +139,28 @@ def status(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(values))
         return
+    workers = values.get("workers")
+    if workers is None:
+        _show_worker(str(values.get("worker")), values)
+        return
+    up = sum(bool(worker.get("up")) for worker in workers.values())
+    print(f"{values.get('worker')}: {up} of {len(workers)} workers answer")
+    for address, worker in sorted(workers.items()):
+        _show_worker(f"{address} {worker.get('worker', '')}".strip(), worker)
+
+
+def _show_worker(name: str, values: dict[str, Any]) -> None:
     running, waiting = values.get("running", []), values.get("waiting", [])
-    alive = "" if values.get("alive", True) else ", NOT ALIVE"
-    print(f"{values.get('worker')}: {values.get('model')}, {values.get('state')}{alive}")
-    print(f"running  {len(running)} of {values.get('max_rows')}")
+    marks = ["" if values.get("alive", values.get("up", True)) else ", NOT ALIVE"]
+    marks += [f", {mark}" for mark in ("ejected", "draining") if values.get(mark)]
+    print(f"{name}: {values.get('model', '?')}, {values.get('state')}{''.join(marks)}")
+    print(f"running  {len(running)} of {values.get('max_rows', '?')}")
     for row in running:
         print(
             f"         {row['request_id']}: {row['kind']}, {row['steps_left']} steps left, "
             f"{row['active_tokens']} of {row['total_tokens']} tokens"
         )
-    print(f"waiting  {len(waiting)} of {values.get('max_waiting')}")
+    print(f"waiting  {len(waiting)} of {values.get('max_waiting', '?')}")
     for tier, ids in sorted(values.get("templates", {}).items()):
         held = values.get("tier_bytes", {}).get(tier, 0)
         print(f"{tier:8} {len(ids)} templates, {held / 2**20:.1f} MiB")

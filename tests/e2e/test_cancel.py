@@ -13,7 +13,7 @@ import pytest
 
 from maskserve_core.worker.liveness import signed_in
 from maskserve_serving.worker import Worker
-from tests.support.calls import (
+from tests.e2e.calls import (
     Grpc,
     InferenceServerException,
     Stream,

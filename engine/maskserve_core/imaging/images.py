@@ -126,12 +126,7 @@ def decode_mask(
 
 def decode_raster(raw: bytes, field: str, limits: LimitsConfig, size: Size | None = None) -> Raster:
     """As `decode_image`, kept in Pillow: nothing is copied that is not asked for."""
-    encoded = _unwrap(raw, field, limits)
-    try:
-        container = read_container(encoded)
-    except BadContainer as problem:
-        raise InvalidRequest(field, str(problem), ACCEPTED) from None
-    _check_size(container.size, field, limits)
+    encoded, container = _read(raw, field, limits)
     if size is not None and container.upright_size != size:
         # Before decoding: a mask of another size may be a bomb.
         raise wrong_size(field, container.upright_size, size)
@@ -152,6 +147,15 @@ def decode_raster(raw: bytes, field: str, limits: LimitsConfig, size: Size | Non
         upright = upright.transpose(turn)
         alpha = alpha.transpose(turn) if alpha is not None else None
     return Raster(upright, alpha, encoded)
+
+
+def read_size(raw: bytes, field: str, limits: LimitsConfig) -> Size:
+    """(height, width) of an untrusted image as it is shown, read from its headers alone.
+
+    Raises:
+        InvalidRequest: naming `field`.
+    """
+    return _read(raw, field, limits)[1].upright_size
 
 
 def encode_image(pixels: Pixels, output_format: str) -> bytes:
@@ -175,6 +179,17 @@ def encode_image(pixels: Pixels, output_format: str) -> bytes:
 def to_base64(data: bytes) -> bytes:
     """Base64 text without line breaks, as ASCII bytes."""
     return base64.b64encode(data)
+
+
+def _read(raw: bytes, field: str, limits: LimitsConfig) -> tuple[bytes, Container]:
+    """The encoded file and its headers, within the limits."""
+    encoded = _unwrap(raw, field, limits)
+    try:
+        container = read_container(encoded)
+    except BadContainer as problem:
+        raise InvalidRequest(field, str(problem), ACCEPTED) from None
+    _check_size(container.size, field, limits)
+    return encoded, container
 
 
 def _unwrap(raw: bytes, field: str, limits: LimitsConfig) -> bytes:

@@ -90,6 +90,13 @@ class Tracer:
                     return OpenSpan(self._start(name, parent, time.time_ns()))
         return OpenSpan()
 
+    def begin(self, name: str, parent: str) -> OpenSpan:
+        """Begin a span below the one named by `parent`; without one, in a new trace."""
+        if self._tracer is not None:
+            with _harmless():
+                return OpenSpan(self._start(name, parent, time.time_ns()))
+        return OpenSpan()
+
     def record(self, parent: str, stages: Sequence[Stage]) -> None:
         """Record what was done, below the span named by `parent`; nothing if that is empty."""
         if self._tracer is None or not parent:

@@ -1,0 +1,223 @@
+"""A worker for routers to be measured against: a real gRPC server, the production step scheduler,
+and steps that take the time that the model of a device gives them. It edits nothing.
+
+Its model's picture is of as many pixels as tokens, so a mask says its tokens by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+import msgspec
+from msgspec import structs
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts.settings import EditSettings, parse_settings
+from maskserve_core.contracts.status_record import RowStatus, Served, WorkerStatus
+from maskserve_core.imaging.images import decode_mask
+from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from maskserve_harness.simulator.hardware import Hardware
+
+SERVICE = "inference.GRPCInferenceService"
+MODEL = "flux"
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Edit:
+    ticket: Ticket
+    status: RowStatus
+    left: int
+    done: asyncio.Future[None] = field(default_factory=asyncio.Future)
+
+
+class EmulatedWorker:
+    """One worker; use `start` and `stop`.
+
+    Args:
+        name: of the worker.
+        hardware: the device; None: an edit is answered at once.
+        templates: ids of the templates whose entries it has.
+        answer_bytes: size of the picture that answers.
+        max_rows: of its batch.
+        max_waiting: of its queue.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hardware: Hardware | None,
+        templates: tuple[str, ...] = (),
+        answer_bytes: int = 100,
+        max_rows: int = 8,
+        max_waiting: int = 100_000,
+    ) -> None:
+        self._hardware = hardware
+        self._scheduler = StepScheduler(max_rows, max_waiting)
+        self._edits: dict[str, _Edit] = {}
+        self._running: tuple[Ticket, ...] = ()
+        self._wake = asyncio.Event()
+        self._answer = bytes(answer_bytes)
+        side = round((hardware.tokens if hardware else 4096) ** 0.5)
+        self._status = WorkerStatus(
+            name,
+            MODEL,
+            "ready",
+            max_rows,
+            max_waiting,
+            templates={"host": templates},
+            served=Served(side, 1, 28, True, hardware.dense_above_ratio if hardware else 1.0),
+            pricing=hardware.pricing if hardware else None,
+        )
+        self._stepped_ns = time.monotonic_ns()
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_receive_message_length", -1),
+            )
+        )
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    SERVICE,
+                    {
+                        "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer),
+                        "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream),
+                    },
+                ),
+            )
+        )
+        self.port = int(self._server.add_insecure_port("127.0.0.1:0"))
+        self._loop: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        await self._server.start()
+        self._loop = asyncio.create_task(self._step_on())
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+
+    # Calls.
+
+    async def _infer(self, raw: bytes, context: Context) -> bytes:
+        message = pb.ModelInferRequest.FromString(raw)
+        inputs = {
+            tensor.name: content[4:]
+            for tensor, content in zip(message.inputs, message.raw_input_contents, strict=True)
+        }
+        if message.model_name == "control":
+            return _answer({"RESULT": self._told(msgspec.json.decode(inputs["OP"]))})
+        settings = parse_settings(inputs["SETTINGS"])
+        if self._hardware is not None:
+            await self._edit(inputs["MASK"], settings, self._hardware)
+        meta = {"event": "final", "template_id": settings.template_id or "", "seed": settings.seed}
+        return _answer({"IMAGE": self._answer, "META": msgspec.json.encode(meta)})
+
+    async def _stream(
+        self, requests: AsyncIterator[bytes], context: Context
+    ) -> AsyncIterator[bytes]:
+        async for raw in requests:
+            answer = pb.ModelInferResponse.FromString(await self._infer(raw, context))
+            yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+
+    def _told(self, operation: dict[str, Any]) -> bytes:
+        if operation["op"] != "status":
+            return b"{}"
+        running = {ticket.request_id for ticket in self._running}
+        record = structs.replace(
+            self._status,
+            running=tuple(self._edits[name].status for name in running),
+            waiting=tuple(e.status for name, e in self._edits.items() if name not in running),
+        )
+        age_s = (time.monotonic_ns() - self._stepped_ns) / 1e9 if running else 0.0
+        more = {"age_s": age_s, "alive": True, "in_flight": len(self._edits)}
+        return msgspec.json.encode({**msgspec.to_builtins(record), **more})
+
+    async def _edit(self, mask: bytes, settings: EditSettings, hardware: Hardware) -> None:
+        """Take an edit through the batch."""
+        active = int((decode_mask(mask, "MASK", LimitsConfig()).luminance > 0).sum())
+        name = settings.request_id
+        assert name is not None
+        cached = hardware.cacheable(active)
+        steps, total = settings.num_inference_steps or 28, hardware.tokens
+        computed = active if cached else total
+        ticket = Ticket(name, steps, total, computed, time.monotonic(), settings.priority)
+        row = RowStatus(
+            name,
+            "cached" if cached else "dense",
+            computed,
+            total,
+            steps,
+            settings.template_id or "",
+            settings.priority,
+        )
+        self._scheduler.submit(ticket)
+        edit = self._edits[name] = _Edit(ticket, row, steps)
+        self._wake.set()
+        try:
+            await edit.done
+        finally:
+            if self._edits.pop(name, None) is not None and not edit.done.done():
+                self._scheduler.cancel(name)
+
+    # Steps.
+
+    async def _step_on(self) -> None:
+        """Step as long as there is something to step.
+
+        A step begins when the one before was to end, not when this process noticed that it had:
+        else a machine that is late by a millisecond would make every step longer by it.
+        """
+        begins = time.monotonic()
+        while True:
+            self._running = self._scheduler.schedule(time.monotonic()).running
+            if not self._running:
+                self._wake.clear()
+                await self._wake.wait()
+                begins = time.monotonic()
+                continue
+            self._stepped_ns = int(begins * 1e9)
+            begins += self._seconds()
+            await asyncio.sleep(max(begins - time.monotonic(), 0.0))
+            for ticket in self._running:
+                edit = self._edits.get(ticket.request_id)
+                if edit is not None:
+                    self._advance(edit)
+
+    def _advance(self, edit: _Edit) -> None:
+        edit.left -= 1
+        edit.status.steps_left = edit.left
+        if not edit.left:
+            self._scheduler.finish(edit.ticket.request_id)
+            del self._edits[edit.ticket.request_id]
+            if not edit.done.done():
+                edit.done.set_result(None)
+
+    def _seconds(self) -> float:
+        assert self._hardware is not None
+        cached = [t.active_tokens for t in self._running if t.active_tokens < t.total_tokens]
+        dense = len(self._running) - len(cached)
+        return self._hardware.step_seconds(len(cached), sum(cached), dense)
+
+
+def _answer(outputs: dict[str, bytes]) -> bytes:
+    response = pb.ModelInferResponse(model_name="edit", model_version="1")
+    for name, value in outputs.items():
+        response.outputs.add(name=name, datatype="BYTES", shape=[1])
+        response.raw_output_contents.append(len(value).to_bytes(4, "little") + value)
+    encoded: bytes = response.SerializeToString()
+    return encoded

@@ -1,0 +1,115 @@
+"""The operators' listener: metrics, workers, drain, reload. It is not for clients."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from maskserve_core.config import ConfigError
+from maskserve_router.admission import Admission
+from maskserve_router.control import cluster_status
+from maskserve_router.metrics import Metrics
+from maskserve_router.pool import Pool
+from maskserve_router.room import Room
+
+_JSON = "application/json"
+_LONGEST_WAIT_S = 3600.0
+
+
+class Admin:
+    """Makes the application.
+
+    Args:
+        name: of the router.
+        pool: the workers.
+        room: edits that wait.
+        admission: counts of edits.
+        metrics: the page.
+        reload: reads the configuration anew.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: Pool,
+        room: Room,
+        admission: Admission,
+        metrics: Metrics,
+        reload: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._name, self._pool, self._room = name, pool, room
+        self._admission, self._metrics, self._reload = admission, metrics, reload
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/metrics", self._page),
+                Route("/healthz", self._live),
+                Route("/readyz", self._ready),
+                Route("/workers", self._workers),
+                Route("/workers/{address}/drain", self._drain, methods=["POST"]),
+                Route("/workers/{address}/resume", self._resume, methods=["POST"]),
+                Route("/reload", self._reloaded, methods=["POST"]),
+            ]
+        )
+
+    async def _page(self, _: Request) -> Response:
+        metrics, workers = self._metrics, self._pool.workers
+        metrics.worker_up.clear()
+        metrics.inflight.clear()
+        for address, worker in workers.items():
+            metrics.worker_up.labels(address).set(worker.ready)
+            metrics.inflight.labels(address).set(len(worker.sent))
+        metrics.waiting.set(len(self._room))
+        metrics.edits.set(self._admission.edits)
+        metrics.bytes.set(self._admission.bytes)
+        return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _live(self, _: Request) -> Response:
+        return Response()
+
+    async def _ready(self, _: Request) -> Response:
+        return Response(status_code=200 if self._pool.ready() else 503)
+
+    async def _workers(self, _: Request) -> Response:
+        status = cluster_status(self._name, self._pool.workers.values())
+        return Response(msgspec.json.encode(status), media_type=_JSON)
+
+    async def _drain(self, request: Request) -> Response:
+        """Send the worker nothing more; with `?wait=SECONDS`, wait until it is empty."""
+        worker = self._pool.workers.get(request.path_params["address"])
+        if worker is None:
+            return Response(b'{"error":"no such worker"}', 404, media_type=_JSON)
+        worker.draining = True
+        try:
+            wait = min(float(request.query_params.get("wait", "0")), _LONGEST_WAIT_S)
+        except ValueError:
+            return Response(b'{"error":"wait is not a number"}', 400, media_type=_JSON)
+        end = time.monotonic() + wait
+        while worker.sent and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        answer = {"draining": True, "in_flight": len(worker.sent)}
+        return Response(msgspec.json.encode(answer), media_type=_JSON)
+
+    async def _resume(self, request: Request) -> Response:
+        """Take a drained worker back."""
+        worker = self._pool.workers.get(request.path_params["address"])
+        if worker is None:
+            return Response(b'{"error":"no such worker"}', 404, media_type=_JSON)
+        worker.draining = False
+        self._room.dispatch()
+        return Response(b'{"draining":false}', media_type=_JSON)
+
+    async def _reloaded(self, _: Request) -> Response:
+        try:
+            await self._reload()
+        except ConfigError as error:
+            return Response(msgspec.json.encode({"error": str(error)}), 400, media_type=_JSON)
+        return Response(msgspec.json.encode(sorted(self._pool.workers)), media_type=_JSON)

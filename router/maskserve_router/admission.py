@@ -1,0 +1,107 @@
+"""What the router takes on: edits and bytes under way, per client and in all."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from maskserve_router.config import Admission as Bounds
+from maskserve_router.config import Key
+from maskserve_router.failures import Later, Unauthorized
+from maskserve_router.metrics import Metrics
+
+_RETRY_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """Whoever holds one API key; without keys, everybody."""
+
+    name: str
+    max_edits: int
+    admin: bool
+    edits: int = 0
+    """Under way."""
+
+
+class Keys:
+    """Who a caller is, by the key that it sends."""
+
+    def __init__(self, keys: tuple[Key, ...], max_edits: int) -> None:
+        self._anybody = None if keys else Client("anybody", max_edits, admin=True)
+        self._clients = [
+            (bytes.fromhex(key.sha256), Client(key.name, key.max_edits, key.admin)) for key in keys
+        ]
+
+    def client(self, headers: Mapping[str, str]) -> Client:
+        """The caller with these headers (names in lower case).
+
+        Raises:
+            Unauthorized: keys are needed, and this is none.
+        """
+        if self._anybody is not None:
+            return self._anybody
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        key = headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
+        digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
+        # Every key is compared, each in constant time: how long it takes tells nothing.
+        found = [client for known, client in self._clients if hmac.compare_digest(known, digest)]
+        if not found:
+            problem = "is not known" if key else "is missing"
+            raise Unauthorized("API key", problem, "x-api-key: KEY or Authorization: Bearer KEY")
+        return found[0]
+
+
+class Admission:
+    """Counts edits and bytes; used from the event loop only."""
+
+    def __init__(self, bounds: Bounds, metrics: Metrics) -> None:
+        self._bounds, self._metrics = bounds, metrics
+        self.edits = 0
+        self.bytes = 0
+        self.closed = False
+        """The router is stopping."""
+
+    @contextmanager
+    def edit(self, client: Client, size: int) -> Iterator[None]:
+        """An edit is under way.
+
+        Raises:
+            Later: the router, or the client, has as many as it may.
+        """
+        if self.closed:
+            self._refuse("stopping", "the router is stopping")
+        if self.edits >= self._bounds.max_edits:
+            self._refuse("edits", f"{self.edits} edits are under way already")
+        if client.edits >= client.max_edits:
+            self._refuse("key", f"key {client.name} has {client.edits} edits under way already")
+        self.edits += 1
+        client.edits += 1
+        try:
+            with self.hold(size):
+                yield
+        finally:
+            self.edits -= 1
+            client.edits -= 1
+
+    @contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        """So many bytes of a request are in memory.
+
+        Raises:
+            Later: there is no room for them.
+        """
+        if self.bytes + size > self._bounds.max_bytes:
+            self._refuse("bytes", f"requests of {self.bytes} bytes are under way already")
+        self.bytes += size
+        try:
+            yield
+        finally:
+            self.bytes -= size
+
+    def _refuse(self, reason: str, message: str) -> None:
+        self._metrics.rejections.labels(reason).inc()
+        raise Later(f"{message}; try again later", _RETRY_S)

@@ -1,0 +1,98 @@
+"""`maskserve-router`: run a router."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from maskserve_core.config import ConfigError
+from maskserve_core.worker.logs import log_handler
+from maskserve_router.config import RouterConfig, load_router_config
+from maskserve_router.router import Router
+
+log = logging.getLogger("maskserve.router")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT; SIGHUP reads the configuration's workers anew."""
+    options = _parser().parse_args(arguments)
+    try:
+        config = _config(options)
+        handler = log_handler(config.log, config.name, "router")
+    except ConfigError as error:
+        print(f"maskserve-router: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=config.log.level, handlers=[handler], force=True)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it logs each bad request of a stranger
+    try:
+        asyncio.run(_run(config, options))
+    except OSError as error:
+        print(f"maskserve-router: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+async def _run(config: RouterConfig, options: argparse.Namespace) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async with Router(config, lambda: _config(options)) as router:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopping.set)
+        reloads: set[asyncio.Task[None]] = set()
+
+        def reload() -> None:
+            task = asyncio.create_task(_reload(router))
+            reloads.add(task)
+            task.add_done_callback(reloads.discard)
+
+        loop.add_signal_handler(signal.SIGHUP, reload)
+        await stopping.wait()
+        log.info("stopping: edits under way are finished")
+
+
+async def _reload(router: Router) -> None:
+    try:
+        await router.reload()
+    except ConfigError as error:
+        log.error("the configuration was not taken on: %s", error)
+
+
+def _config(options: argparse.Namespace) -> RouterConfig:
+    listen = {
+        name: value
+        for name in ("host", "http_port", "grpc_port", "admin_host", "admin_port")
+        if (value := getattr(options, name)) is not None
+    }
+    over: dict[str, dict[str, Any]] = {"listen": listen}
+    if options.worker:
+        over["workers"] = {"addresses": options.worker}
+    if options.policy:
+        over["routing"] = {"policy": options.policy}
+    return load_router_config(options.config, **over)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="maskserve-router",
+        description="One front door for many workers: KServe v2 over HTTP and gRPC.",
+    )
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="TOML file; what follows wins over it")
+    add(
+        "--worker",
+        action="append",
+        metavar="HOST:PORT",
+        help="gRPC address of a worker, or dns:NAME:PORT; may be repeated",
+    )
+    add("--policy", help="mask_aware (default), least_requests, least_tokens, round_robin")
+    add("--host", help="address of the clients' ports (default 127.0.0.1)")
+    add("--http-port", type=int, help="default 8080")
+    add("--grpc-port", type=int, help="default 8081")
+    add("--admin-host", help="address of the operators' port (default 127.0.0.1)")
+    add("--admin-port", type=int, help="metrics, workers, drain, reload (default 8082)")
+    return parser

@@ -1,0 +1,211 @@
+"""The router's configuration: one TOML file and what the command line lays over it.
+
+Every key has a default, a range and a sentence; an unknown key or a value out of range is a
+ConfigError that names it. `[limits]`, `[log]` and `[trace]` are the worker's own tables.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from maskserve_core.config import Config, ConfigError, LimitsConfig, LogConfig, TraceConfig, apply
+from maskserve_core.routing.policies import POLICIES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1, le=10**9)]
+MIB = 2**20
+
+
+class Table(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the file."""
+
+
+class Listen(Table, frozen=True):
+    """`[listen]`: where clients and operators come in."""
+
+    host: str = "127.0.0.1"
+    """Address of the clients' ports."""
+    http_port: Port = 8080
+    grpc_port: Port = 8081
+    admin_host: str = "127.0.0.1"
+    """Address of the operators' port: metrics, drain, reload. Keep it from clients."""
+    admin_port: Port = 8082
+    tls_cert: str = ""
+    """PEM file of the certificate chain; with `tls_key`, both clients' ports speak TLS."""
+    tls_key: str = ""
+
+
+class Workers(Table, frozen=True):
+    """`[workers]`: which workers there are, and how they are watched."""
+
+    addresses: tuple[str, ...] = ()
+    """`host:port` of each worker's gRPC port; `dns:name:port` stands for every address of a name,
+    such as a Kubernetes headless service."""
+    dns_interval_s: Seconds = 5.0
+    """How often names are resolved anew."""
+    poll_interval_s: Annotated[float, Meta(ge=0.01, le=5)] = 0.06
+    """How often each worker is asked for its status."""
+    poll_timeout_s: Seconds = 1.0
+    """A status that takes longer is a miss."""
+    misses: Count = 2
+    """So many misses in a row, and the worker is down: what it held is sent to another."""
+
+
+class Routing(Table, frozen=True):
+    """`[routing]`: which worker takes an edit."""
+
+    policy: str = "mask_aware"
+    """`mask_aware`, `least_requests`, `least_tokens` or `round_robin`."""
+    default_model: str = ""
+    """Served to edits that name no model, where the workers serve several."""
+    remembered_images: Count = 65_536
+    """Images whose template is remembered, so that the next edit finds the worker that has it."""
+    decoding_threads: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Threads that decode masks."""
+
+
+class Admission(Table, frozen=True):
+    """`[admission]`: how much the router takes on. One more is refused, with a time to retry."""
+
+    max_edits: Count = 512
+    """Edits taken and not answered."""
+    max_bytes: Count = 1024 * MIB
+    """Bytes of their requests, those still being read included."""
+    waiting_per_worker: Count = 8
+    """Edits that wait at a worker; further ones wait here, the most urgent first."""
+    aging_s: Seconds = 5.0
+    """A second of waiting counts as much as 1 / `aging_s` of priority."""
+    deadline_slack: Annotated[float, Meta(ge=1, le=100)] = 1.5
+    """An edit is refused at once if its predicted time is over `deadline_ms` times this."""
+
+
+class Faults(Table, frozen=True):
+    """`[faults]`: what is done about workers that fail."""
+
+    retry_share: Share = 0.2
+    """Retries under way, as a share of the edits under way."""
+    retry_floor: Annotated[int, Meta(ge=0, le=10**6)] = 16
+    """So many retries are allowed however few edits are under way."""
+    failures_to_eject: Count = 5
+    """Edits that a worker fails in a row until it is ejected."""
+    eject_s: Seconds = 2.0
+    """How long at first; twice as long each time, until `max_eject_s`. Then one edit tries it."""
+    max_eject_s: Seconds = 60.0
+    max_ejected_share: Share = 0.5
+    """Share of the workers that may be ejected at a time."""
+    drain_grace_s: Seconds = 60.0
+    """Time that accepted edits have when the router stops."""
+
+
+class Http(Table, frozen=True):
+    """`[http]`: bounds on one HTTP connection."""
+
+    max_body_bytes: Count = 160 * MIB
+    max_header_bytes: Count = 64 * 1024
+    max_chunks: Count = 65_536
+    """Chunks of one body; a body of a million tiny ones costs more to read than to hold."""
+    header_timeout_s: Seconds = 10.0
+    """Time to send a request's headers."""
+    min_bytes_per_s: Annotated[int, Meta(ge=0, le=10**9)] = 1024
+    """A body that comes more slowly, after ten seconds' grace, is given up."""
+    max_connections: Count = 4096
+
+
+class Key(Table, frozen=True):
+    """`[[keys]]`: an API key. Without any, every client is let in."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    """Whose it is, for logs and metrics."""
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    """Digest of the key, so that this file gives none away: `printf KEY | sha256sum`."""
+    max_edits: Count = 64
+    """Edits under way with it at a time."""
+    admin: bool = False
+    """May change what all clients share: evict, pin, prime templates."""
+
+
+class RouterConfig(Table, frozen=True):
+    """The whole file."""
+
+    listen: Listen = Listen()
+    workers: Workers = Workers()
+    routing: Routing = Routing()
+    admission: Admission = Admission()
+    faults: Faults = Faults()
+    http: Http = Http()
+    keys: tuple[Key, ...] = ()
+    limits: LimitsConfig = LimitsConfig()
+    log: LogConfig = LogConfig()
+    trace: TraceConfig = TraceConfig()
+    name: str = "router"
+    """Of this router, in answers, logs and traces."""
+
+
+_WORKERS_OWN = ("limits", "log", "trace")
+
+
+def load_router_config(path: str | None, **over: dict[str, Any]) -> RouterConfig:
+    """Read the file, if any, and lay the tables of `over` over it.
+
+    Raises:
+        ConfigError: naming the file and key.
+    """
+    tables: dict[str, Any] = {}
+    if path:
+        try:
+            tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for name, values in over.items():
+        tables[name] = {**tables.get(name, {}), **values}
+    return router_config_of(tables)
+
+
+def router_config_of(tables: dict[str, Any]) -> RouterConfig:
+    """The configuration that these tables make.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    shared = {name: tables[name] for name in _WORKERS_OWN if name in tables}
+    own = {name: values for name, values in tables.items() if name not in _WORKERS_OWN}
+    common = apply(Config(), shared)
+    try:
+        config = msgspec.convert(own, RouterConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from error
+    config = msgspec.structs.replace(
+        config, limits=common.limits, log=common.log, trace=common.trace
+    )
+    _check(config)
+    return config
+
+
+def _check(config: RouterConfig) -> None:
+    if config.routing.policy not in POLICIES:
+        raise ConfigError(
+            f"[routing] policy: {config.routing.policy!r} is not one of {', '.join(POLICIES)}"
+        )
+    if bool(config.listen.tls_cert) != bool(config.listen.tls_key):
+        raise ConfigError("[listen] tls_cert and tls_key: one is given without the other")
+    for address in config.workers.addresses:
+        host, _, port = address.removeprefix("dns:").rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"[workers] addresses: {address!r} is not host:port or dns:name:port")
+    names = [key.name for key in config.keys]
+    if len(set(names)) < len(names):
+        raise ConfigError("[[keys]] name: two keys have the same")

@@ -1,0 +1,185 @@
+"""`control` of all workers: fanned out, or sent to the one that holds the edit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import grpc.aio
+import msgspec
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.errors import EngineFailed, InvalidRequest
+from maskserve_core.routing import Edit, NoWorkerAvailable
+from maskserve_core.triton.control import parse_operation
+from maskserve_router.admission import Client
+from maskserve_router.dispatch import Dispatcher
+from maskserve_router.edit_call import read_input
+from maskserve_router.failures import Blame, Failure, NotSupported, Unauthorized
+from maskserve_router.pool import Pool
+from maskserve_router.worker import Worker
+
+_ANSWER_S = 12.0
+_ENCODE_S = 75.0
+"""`register` and `prime` encode an image."""
+_SHARED = ("prime", "pin", "unpin", "evict")
+"""Operations on what all clients share."""
+
+
+class Control:
+    """Operations on the cluster."""
+
+    def __init__(self, name: str, pool: Pool, dispatcher: Dispatcher) -> None:
+        self._name, self._pool, self._dispatcher = name, pool, dispatcher
+
+    async def infer(self, message: pb.ModelInferRequest, client: Client) -> bytes:
+        """The answer to a request of the model `control`.
+
+        Raises:
+            MaskserveError: the operation is not known, or no worker does it.
+            Failure: as a worker said.
+        """
+        try:
+            operation = parse_operation(read_input(message, "OP"))
+        except LookupError:
+            raise InvalidRequest("OP", "is not one BYTES element", "a JSON object") from None
+        result = msgspec.json.encode(await self.do(operation, client))
+        answer = pb.ModelInferResponse(model_name="control", model_version="1", id=message.id)
+        answer.outputs.add(name="RESULT", datatype="BYTES", shape=[1])
+        answer.raw_output_contents.append(len(result).to_bytes(4, "little") + result)
+        encoded: bytes = answer.SerializeToString()
+        return encoded
+
+    async def do(self, operation: dict[str, str], client: Client) -> dict[str, Any]:
+        """One operation's result; raises as `infer`."""
+        name = operation["op"]
+        if name in _SHARED and not client.admin:
+            raise Unauthorized("API key", f"may not {name}", "a key with admin = true")
+        match name:
+            case "drain":
+                raise NotSupported(
+                    "OP.op", "drain is an operator's", "POST /workers/ADDRESS/drain (admin port)"
+                )
+            case "status":
+                return cluster_status(self._name, self._pool.workers.values())
+            case "cancel":
+                return await self._cancel(operation)
+            case "templates":
+                return {"templates": merged_templates(await self._everywhere(operation))}
+            case "heartbeat":
+                return {"workers": await self._everywhere(operation)}
+        answers = await self._everywhere(operation)
+        first = next(iter(answers.values()))
+        return {**first, "workers": sorted(answers)}
+
+    async def _cancel(self, operation: dict[str, str]) -> dict[str, Any]:
+        """At the worker that holds the edit; at all if this router did not send it."""
+        holder = self._dispatcher.worker_of(operation["request_id"])
+        if holder is not None:
+            return await _ask(holder, operation)
+        answers = await self._everywhere(operation)
+        cancelled = any(answer.get("cancelled") for answer in answers.values())
+        return {**next(iter(answers.values())), "cancelled": cancelled}
+
+    async def _everywhere(self, operation: dict[str, str]) -> dict[str, dict[str, Any]]:
+        """Worker -> its answer, of those that did it.
+
+        Raises:
+            Failure: what a worker said, if none did it; a worker that was in order first.
+        """
+        workers = self._pool.up()
+        if not workers:
+            raise NoWorkerAvailable(Edit(1, 1, 1), [])
+        answers = await asyncio.gather(
+            *(_ask(worker, operation) for worker in workers), return_exceptions=True
+        )
+        done: dict[str, dict[str, Any]] = {}
+        failed: list[Failure] = []
+        for worker, answer in zip(workers, answers, strict=True):
+            if isinstance(answer, Failure):
+                failed.append(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                done[worker.address] = answer
+        if not done:
+            raise min(failed, key=lambda failure: failure.blame is Blame.WORKER)
+        return done
+
+
+async def _ask(worker: Worker, operation: dict[str, str]) -> dict[str, Any]:
+    timeout = _ENCODE_S if operation["op"] in ("register", "prime") else _ANSWER_S
+    try:
+        raw = await worker.upstream.control(operation, timeout)
+        answer: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+        return answer
+    except grpc.aio.AioRpcError as error:
+        raise Failure(error.code(), error.details() or "") from None
+    except (msgspec.MsgspecError, IndexError):
+        raise EngineFailed(f"worker {worker.address} answered with something else") from None
+
+
+def cluster_status(name: str, workers: Iterable[Worker]) -> dict[str, Any]:
+    """All workers as one, in the form of a worker's status; `workers` has each one's own."""
+    each = {worker.address: _status(worker) for worker in workers}
+    up = [status for status in each.values() if status["up"]]
+    tiers = sorted({tier for status in up for tier in status.get("templates", {})})
+
+    def total(key: str) -> int:
+        return sum(status.get(key, 0) for status in up)
+
+    def rows(key: str) -> list[dict[str, Any]]:
+        return [
+            {**row, "worker": address}
+            for address, status in each.items()
+            if status["up"]
+            for row in status.get(key, ())
+        ]
+
+    return {
+        "worker": name,
+        "model": ", ".join(sorted({status["model"] for status in up})),
+        "state": "ready" if any(status["state"] == "ready" for status in up) else "loading",
+        "alive": bool(up),
+        "max_rows": total("max_rows"),
+        "max_waiting": total("max_waiting"),
+        "running": rows("running"),
+        "waiting": rows("waiting"),
+        "in_flight": total("in_flight"),
+        "templates": {
+            tier: sorted({i for status in up for i in status["templates"].get(tier, ())})
+            for tier in tiers
+        },
+        "tier_bytes": {
+            tier: sum(status["tier_bytes"].get(tier, 0) for status in up) for tier in tiers
+        },
+        "workers": each,
+    }
+
+
+def _status(worker: Worker) -> dict[str, Any]:
+    ours = {
+        "up": worker.up,
+        "ejected": worker.breaker.ejected,
+        "draining": worker.draining,
+        "sent": len(worker.sent),
+    }
+    if worker.status is None:
+        return {"state": "unknown", **ours}
+    return {**msgspec.to_builtins(worker.status), **ours}
+
+
+def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Templates of all workers by id, with the workers that have each."""
+    merged: dict[str, dict[str, Any]] = {}
+    for address, answer in answers.items():
+        for template in answer["templates"]:
+            name = template["template_id"]
+            into = merged.setdefault(
+                name, {"template_id": name, "registered": False, "entries": [], "workers": []}
+            )
+            into["registered"] |= template["registered"]
+            into["entries"] += [{**entry, "worker": address} for entry in template["entries"]]
+            into["workers"].append(address)
+    return [merged[name] for name in sorted(merged)]

@@ -1,0 +1,269 @@
+"""An edit's way through the router: admitted, measured, placed, sent, and tried once more if the
+worker failed it.
+
+    admit    bounds on edits and bytes under way, per key and in all
+    measure  the mask says how much work it is
+    place    wait for the worker that will be done first
+    send     the request as it came, its SETTINGS with seed and request id
+    retry    on another worker, the same edit, within the budget
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
+from typing import TypeAlias
+
+import grpc.aio
+import msgspec
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.errors import EngineFailed, InvalidRequest
+from maskserve_core.routing import Edit, predicted_seconds
+from maskserve_router.admission import Admission, Client
+from maskserve_router.config import RouterConfig
+from maskserve_router.edit_call import EditCall
+from maskserve_router.failures import Blame, Failure, Later
+from maskserve_router.measure import Measure
+from maskserve_router.metrics import Metrics
+from maskserve_router.pool import Pool
+from maskserve_router.retry_budget import RetryBudget
+from maskserve_router.room import Room
+from maskserve_router.worker import Sent, Worker
+
+Send: TypeAlias = Callable[[Sent, EditCall], AsyncIterator[bytes]]
+_UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+class _Final(msgspec.Struct):
+    """Of an answer's META, what the router learns from."""
+
+    event: str = ""
+    template_id: str = ""
+
+
+_read_meta = msgspec.json.Decoder(_Final).decode
+
+
+class Dispatcher:
+    """Takes edits in and answers each exactly once; used from the event loop only."""
+
+    def __init__(
+        self, config: RouterConfig, pool: Pool, room: Room, admission: Admission, metrics: Metrics
+    ) -> None:
+        self._config = config
+        self._pool, self._room, self._admission = pool, room, admission
+        self._metrics = metrics
+        self._measure = Measure(config)
+        self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
+        self._names: set[str] = set()
+
+    def close(self) -> None:
+        self._measure.close()
+
+    def worker_of(self, request_id: str) -> Worker | None:
+        """The worker that holds an edit."""
+        for worker in self._pool.workers.values():
+            if request_id in worker.sent:
+                return worker
+        return None
+
+    async def infer(self, call: EditCall, client: Client) -> bytes:
+        """The worker's answer to a unary request, as it came.
+
+        Raises:
+            MaskserveError: the router's own.
+            Failure: the worker's.
+        """
+        async with aclosing(self._run(call, client, _unary)) as answers:
+            async for answer in answers:
+                return answer
+        raise EngineFailed("the worker sent no answer")
+
+    def stream(self, call: EditCall, client: Client) -> AsyncGenerator[bytes, None]:
+        """The worker's messages to one request of a stream, as they came; raises as `infer`."""
+        return self._run(call, client, _streamed)
+
+    async def _run(self, call: EditCall, client: Client, send: Send) -> AsyncGenerator[bytes, None]:
+        with ExitStack() as held:
+            held.enter_context(self._named(call.request_id))
+            held.enter_context(self._admission.edit(client, call.size))
+            edit, digest = await self._measured(call)
+            self._check_deadline(call, edit)
+            avoid: frozenset[str] = frozenset()
+            retried = False
+            while True:
+                sent = await self._room.enter(
+                    call.request_id, edit, call.arrival, call.deadline, avoid
+                )
+                call.worker, call.tries = sent.worker.address, call.tries + 1
+                begun = False
+                try:
+                    with self._attempt(sent):
+                        answer = b""
+                        async for answer in send(sent, call):
+                            begun = True
+                            yield answer
+                        self._learn(digest, answer, send)
+                        return
+                except Failure as failure:
+                    avoid |= {sent.worker.address}
+                    if begun or not self._helps(failure, avoid, retried):
+                        raise
+                    if failure.blame is Blame.WORKER:
+                        retried = True
+                        held.enter_context(self._budget.spend())
+                    self._metrics.retries.labels(failure.blame.value).inc()
+
+    @contextmanager
+    def _named(self, request_id: str) -> Iterator[None]:
+        """No two edits of one request id: their cancels could not be told apart."""
+        if request_id in self._names:
+            raise InvalidRequest(
+                "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
+            )
+        self._names.add(request_id)
+        try:
+            yield
+        finally:
+            self._names.discard(request_id)
+
+    async def _measured(self, call: EditCall) -> tuple[Edit, bytes]:
+        """The edit and its image's digest; of a request that no worker will take, next to nothing.
+
+        Raises:
+            InvalidRequest: the mask cannot be used, or no worker serves the model.
+        """
+        if call.settings is None:
+            return Edit(1, 1, 1), b""
+        model = self._model(call.settings.model)
+        served = next(
+            (w.served for w in self._pool.workers.values() if w.model == model and w.served), None
+        )
+        if served is None:
+            return Edit(call.settings.num_inference_steps or 1, 1, 1, model=model), b""
+        return await self._measure.edit(call.image, call.mask, call.settings, served, model)
+
+    def _model(self, asked: str | None) -> str:
+        """The model that is to run the edit."""
+        models = self._pool.models()
+        chosen = asked or self._config.routing.default_model
+        if not chosen and len(models) > 1:
+            raise InvalidRequest(
+                "SETTINGS.model", "is needed where several are served", ", ".join(sorted(models))
+            )
+        if chosen and models and chosen not in models:
+            raise InvalidRequest("SETTINGS.model", "is not served here", ", ".join(sorted(models)))
+        return chosen or next(iter(models), "")
+
+    def _check_deadline(self, call: EditCall, edit: Edit) -> None:
+        """Refuse at once what would not be done in time.
+
+        Raises:
+            Later: no worker would be done with it in time.
+        """
+        if call.deadline is None:
+            return
+        now = time.monotonic()
+        views = [worker.view(now) for worker in self._pool.ready()]
+        takers = [view for view in views if view.takes(edit)]
+        if not takers:
+            return
+        soonest = min(predicted_seconds(edit, view, now) for view in takers)
+        left = call.deadline - now
+        if soonest > left * self._config.admission.deadline_slack:
+            self._metrics.rejections.labels("deadline").inc()
+            raise Later(
+                f"SETTINGS.deadline_ms: the edit would take about {soonest:.1f} s, and "
+                f"{max(left, 0):.1f} s are left",
+                soonest - left,
+            )
+
+    @contextmanager
+    def _attempt(self, sent: Sent) -> Iterator[None]:
+        """An edit at a worker: in the ledger until it ends, and what its end says of the worker."""
+        breaker, name = sent.worker.breaker, sent.request_id
+        try:
+            yield
+            breaker.succeeded(name)
+            self._metrics.answered(sent, time.monotonic() - sent.at)
+        except Failure as failure:
+            if failure.blame is Blame.WORKER:
+                may_eject = self._pool.may_eject()
+                if breaker.failed(name, time.monotonic(), may_eject=may_eject):
+                    self._metrics.ejections.labels(sent.worker.address).inc()
+            raise
+        finally:
+            breaker.gave_up(name)
+            sent.worker.remove(sent)
+            self._room.dispatch()
+
+    def _helps(self, failure: Failure, avoid: frozenset[str], retried: bool) -> bool:
+        """Whether another worker is to be tried."""
+        others = any(worker.address not in avoid for worker in self._pool.ready())
+        match failure.blame:
+            case Blame.REFUSED:
+                return others
+            case Blame.WORKER:
+                return others and not retried and self._budget.allows(len(self._names))
+        return False
+
+    def _learn(self, digest: bytes, answer: bytes, send: Send) -> None:
+        """Remember which template the image is, so that its next edit finds its entries."""
+        if self._measure.knows(digest):
+            return
+        if send is _streamed:
+            response = pb.ModelStreamInferResponse.FromString(answer).infer_response
+        else:
+            response = pb.ModelInferResponse.FromString(answer)
+        for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
+            if tensor.name == "META":
+                final = _read_meta(raw[4:])
+                self._measure.learn(digest, final.template_id)
+
+
+async def _unary(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
+    """Send a unary request; its one answer."""
+    under_way = sent.worker.upstream.infer(call.encoded(), call.left(), call.metadata)
+    sent.cancel = under_way.cancel
+    with _failures(sent):
+        try:
+            answer = await under_way
+        finally:
+            under_way.cancel()  # no effect once it is done
+    yield answer
+
+
+async def _streamed(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
+    """Send the one request of a stream; the worker's messages as they come."""
+    under_way = sent.worker.upstream.stream(call.encoded(), call.left(), call.metadata)
+    sent.cancel = under_way.cancel
+    came = False
+    with _failures(sent):
+        try:
+            async for message in under_way:
+                error = pb.ModelStreamInferResponse.FromString(message).error_message
+                if error:
+                    raise Failure(grpc.StatusCode.UNKNOWN, error, message)
+                came = True
+                yield message
+        finally:
+            under_way.cancel()
+        if not came:
+            raise Failure(_UNAVAILABLE, "[ENGINE_FAILED] the stream ended before the answer")
+
+
+@contextmanager
+def _failures(sent: Sent) -> Iterator[None]:
+    """What ends a call to a worker, as a Failure."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise Failure(error.code(), error.details() or "") from None
+    except asyncio.CancelledError:
+        if sent.abandoned:
+            why = f"[ENGINE_FAILED] worker {sent.worker.address} no longer answers"
+            raise Failure(_UNAVAILABLE, why) from None
+        raise

@@ -1,0 +1,178 @@
+"""One edit on its way through the router: what must be known of its request to route it.
+
+The message is parsed once and only its SETTINGS are ever written anew: the seed and the request id
+are drawn here, so that a second try of an edit is the same edit.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
+from maskserve_core.errors import InvalidRequest
+from maskserve_router.upstream import Metadata
+
+EDITS = ("edit", "edit_stream")
+PUBLIC = (*EDITS, "control")
+"""The models that clients may call; the others are a worker's own."""
+_SEED_BITS = 32
+
+
+@dataclass(slots=True, eq=False)
+class EditCall:
+    """An edit, from a client's request to its answer."""
+
+    message: pb.ModelInferRequest
+    settings: EditSettings | None
+    """With seed and request id; None where the request has another form than it should. A worker
+    says what is wrong with it."""
+    image: bytes
+    mask: bytes
+    request_id: str
+    size: int
+    """Bytes of the request."""
+    metadata: Metadata = ()
+    """Headers that go on to the worker."""
+    timeout: float | None = None
+    """Seconds that the client waits, from `arrival`."""
+    arrival: float = field(default_factory=time.monotonic)
+    worker: str = ""
+    """Where it was last sent."""
+    tries: int = 0
+
+    @property
+    def deadline(self) -> float | None:
+        """When nobody will want it any more, on time.monotonic's clock."""
+        limits = [self.timeout] if self.timeout is not None else []
+        if self.settings is not None and self.settings.deadline_ms is not None:
+            limits.append(self.settings.deadline_ms / 1e3)
+        return self.arrival + min(limits) if limits else None
+
+    def left(self) -> float | None:
+        """Seconds that the client still waits; None: for as long as it takes."""
+        if self.timeout is None:
+            return None
+        return max(self.timeout - (time.monotonic() - self.arrival), 0.001)
+
+    def encoded(self) -> bytes:
+        """The request to send now: its deadline counts from the client's sending."""
+        if self.settings is not None:
+            settings = self.settings
+            if settings.deadline_ms is not None:
+                passed_ms = int(1e3 * (time.monotonic() - self.arrival))
+                settings = replace(settings, deadline_ms=max(settings.deadline_ms - passed_ms, 1))
+            _write(self.message, "SETTINGS", dump_settings(settings))
+        encoded: bytes = self.message.SerializeToString()
+        return encoded
+
+
+def parse_request(raw: bytes) -> pb.ModelInferRequest:
+    """A request's message.
+
+    Raises:
+        InvalidRequest: none that a worker should be given.
+    """
+    try:
+        message = pb.ModelInferRequest.FromString(raw)
+    except DecodeError:
+        raise InvalidRequest("request", "is no ModelInferRequest") from None
+    check_request(message)
+    return message
+
+
+def check_request(message: pb.ModelInferRequest) -> None:
+    """Refuse what a worker should not be given.
+
+    Raises:
+        InvalidRequest: it names another model, or asks for what means nothing here.
+    """
+    if message.model_name not in PUBLIC:
+        raise UnknownModel(message.model_name)
+    if any("classification" in output.parameters for output in message.outputs):
+        # Triton 2.51 ends with SIGFPE when it is asked to classify text.
+        raise InvalidRequest(
+            "outputs", "ask for the classification extension", "outputs as they are"
+        )
+    tensors = (*message.inputs, *message.outputs)
+    if any("shared_memory_region" in tensor.parameters for tensor in tensors):
+        raise InvalidRequest(
+            "inputs or outputs", "are in shared memory, which ends at the host", "tensors as bytes"
+        )
+
+
+class UnknownModel(InvalidRequest):
+    """The request names a model that clients cannot call."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("model", f"there is no model {name[:60]!r}", ", ".join(PUBLIC))
+
+
+def make_edit_call(
+    message: pb.ModelInferRequest, size: int, metadata: Metadata = (), timeout: float | None = None
+) -> EditCall:
+    """The edit that a request asks for.
+
+    Raises:
+        InvalidRequest: naming the setting.
+    """
+    try:
+        image, mask, raw = (read_input(message, name) for name in ("IMAGE", "MASK", "SETTINGS"))
+    except LookupError:
+        return EditCall(message, None, b"", b"", uuid.uuid4().hex, size, metadata, timeout)
+    settings = parse_settings(raw)
+    settings = replace(
+        settings,
+        request_id=settings.request_id or uuid.uuid4().hex,
+        seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
+    )
+    assert settings.request_id is not None
+    return EditCall(message, settings, image, mask, settings.request_id, size, metadata, timeout)
+
+
+def read_input(message: pb.ModelInferRequest, name: str) -> bytes:
+    """The one element of a BYTES input.
+
+    Raises:
+        LookupError: there is no such input, or not in that form.
+    """
+    raw = _raw(message, name)
+    if raw is None:
+        contents = _input(message, name)[1].contents.bytes_contents
+        if len(contents) != 1:
+            raise LookupError(name)
+        return bytes(contents[0])
+    if int.from_bytes(raw[:4], "little") + 4 != len(raw):
+        raise LookupError(name)
+    return raw[4:]
+
+
+def _write(message: pb.ModelInferRequest, name: str, value: bytes) -> None:
+    place, tensor = _input(message, name)
+    if message.raw_input_contents:
+        message.raw_input_contents[place] = len(value).to_bytes(4, "little") + value
+    else:
+        tensor.contents.bytes_contents[0] = value
+
+
+def _raw(message: pb.ModelInferRequest, name: str) -> bytes | None:
+    """The input's raw contents; None where the message has none."""
+    if not message.raw_input_contents:
+        return None
+    if len(message.raw_input_contents) != len(message.inputs):
+        raise LookupError(name)
+    return bytes(message.raw_input_contents[_input(message, name)[0]])
+
+
+def _input(
+    message: pb.ModelInferRequest, name: str
+) -> tuple[int, pb.ModelInferRequest.InferInputTensor]:
+    found = [(i, tensor) for i, tensor in enumerate(message.inputs) if tensor.name == name]
+    if len(found) != 1 or found[0][1].datatype != "BYTES" or list(found[0][1].shape) != [1]:
+        raise LookupError(name)
+    return found[0]

@@ -1,0 +1,135 @@
+"""What both listeners serve: an inference by whoever may ask for it, logged and counted."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.errors import Cancelled, MaskserveError
+from maskserve_core.worker.logs import about
+from maskserve_router.admission import Client, Keys
+from maskserve_router.control import Control
+from maskserve_router.dispatch import Dispatcher
+from maskserve_router.edit_call import EditCall, make_edit_call
+from maskserve_router.failures import Failure, guarded, text_of
+from maskserve_router.metrics import Metrics
+from maskserve_router.tracing import Tracing
+from maskserve_router.upstream import Metadata
+
+log = logging.getLogger("maskserve.router")
+
+
+class Front:
+    """Serves inferences, unary and streamed."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        dispatcher: Dispatcher,
+        control: Control,
+        metrics: Metrics,
+        tracing: Tracing,
+    ) -> None:
+        self._keys, self._dispatcher, self._control = keys, dispatcher, control
+        self._metrics, self._tracing = metrics, tracing
+
+    def client(self, headers: Mapping[str, str]) -> Client:
+        """Who calls; see `Keys.client`."""
+        return self._keys.client(headers)
+
+    async def infer(
+        self,
+        message: pb.ModelInferRequest,
+        size: int,
+        headers: Mapping[str, str],
+        timeout: float | None,
+        route: str,
+    ) -> bytes:
+        """The answer to one request, a ModelInferResponse as bytes.
+
+        Args:
+            message: the request, as `parse_request` checked it.
+            size: its bytes.
+            headers: of the call, names in lower case.
+            timeout: seconds the client waits.
+            route: which way it came, for logs and metrics.
+
+        Raises:
+            MaskserveError: the router's own.
+            Failure: the worker's.
+        """
+        client = self._keys.client(headers)
+        if message.model_name == "control":
+            return await self._control.infer(message, client)
+        call = make_edit_call(message, size, _forwarded(headers), timeout)
+        with self._told(call, client, route):
+            return await self._dispatcher.infer(call, client)
+
+    async def stream(
+        self,
+        message: pb.ModelInferRequest,
+        size: int,
+        headers: Mapping[str, str],
+        timeout: float | None,
+        route: str,
+    ) -> AsyncGenerator[bytes, None]:
+        """The answers to one request, ModelStreamInferResponses as bytes; as `infer` otherwise."""
+        client = self._keys.client(headers)
+        if message.model_name == "control":
+            answer = pb.ModelInferResponse.FromString(await self._control.infer(message, client))
+            yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+            return
+        call = make_edit_call(message, size, _forwarded(headers), timeout)
+        with self._told(call, client, route):
+            async with aclosing(self._dispatcher.stream(call, client)) as answers:
+                async for answer_bytes in answers:
+                    yield answer_bytes
+
+    @contextmanager
+    def _told(self, call: EditCall, client: Client, route: str) -> Iterator[None]:
+        """Tell of an edit when it ends: a log line, a count, a span."""
+        span = self._tracing.open(call)
+        error: MaskserveError | Failure | None = None
+        begin = time.monotonic()
+        try:
+            yield
+        except (MaskserveError, Failure) as known:
+            error = known
+            raise
+        except Exception as surprise:
+            error = guarded(call.request_id, surprise)
+            raise error from None
+        except BaseException:
+            error = Cancelled("the client left")
+            raise
+        finally:
+            code = error.code if error is not None else "OK"
+            self._metrics.requests.labels(route, code).inc()
+            worker = call.worker
+            span.end(error if isinstance(error, MaskserveError) else None, worker=worker, code=code)
+            fields = {
+                "code": code,
+                "route": route,
+                "client": client.name,
+                "worker": worker,
+                "tries": call.tries,
+                "seconds": round(time.monotonic() - begin, 4),
+            }
+            if error is not None and code != "OK":
+                fields["error"] = text_of(error)[:300]
+            log.info(
+                "edit %s", code, extra={**about(call.request_id), "event": "edit", "fields": fields}
+            )
+
+
+def _forwarded(headers: Mapping[str, str]) -> Metadata:
+    """The headers that mean something to a worker: the trace's, and the client's own."""
+    return tuple(
+        (name, value)
+        for name, value in headers.items()
+        if name in ("traceparent", "tracestate") or (name.startswith("x-") and name != "x-api-key")
+    )

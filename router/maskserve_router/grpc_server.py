@@ -1,0 +1,273 @@
+"""The gRPC listener: KServe v2's service, in bytes where payloads pass."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.errors import MaskserveError
+from maskserve_router.config import RouterConfig
+from maskserve_router.edit_call import parse_request
+from maskserve_router.failures import Failure, grpc_status, guarded, retry_after, text_of
+from maskserve_router.front import Front
+from maskserve_router.server_calls import ServerCalls, operators_only, shared_memory_refused
+from maskserve_router.upstream import SERVICE
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+_SPARE_CALLS = 64
+"""Calls beside edits that may be under way."""
+_PER_STREAM = 64
+"""Edits of one stream that may be under way; further ones are not read."""
+
+
+class GrpcServer:
+    """Serves one address."""
+
+    def __init__(self, config: RouterConfig, front: Front, calls: ServerCalls) -> None:
+        self._front, self._calls = front, calls
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_receive_message_length", config.http.max_body_bytes),
+                ("grpc.max_metadata_size", config.http.max_header_bytes),
+                ("grpc.so_reuseport", 0),
+            ),
+            maximum_concurrent_rpcs=config.admission.max_edits + _SPARE_CALLS,
+        )
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, self._handlers()),)
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(_Health(calls), self._server)
+        self.port = self._bind(config)
+
+    def _bind(self, config: RouterConfig) -> int:
+        listen = config.listen
+        address = f"{listen.host}:{listen.grpc_port}"
+        if not listen.tls_cert:
+            return int(self._server.add_insecure_port(address))
+        with open(listen.tls_key, "rb") as key, open(listen.tls_cert, "rb") as certificate:
+            pair = (key.read(), certificate.read())
+        return int(self._server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more calls; those under way have so many seconds."""
+        await self._server.stop(grace_s)
+
+    def _handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        calls = self._calls
+        unary = grpc.unary_unary_rpc_method_handler
+
+        async def live(_: pb.ServerLiveRequest) -> Message:
+            return pb.ServerLiveResponse(live=True)
+
+        async def ready(_: pb.ServerReadyRequest) -> Message:
+            return pb.ServerReadyResponse(ready=calls.ready())
+
+        async def model_ready(request: pb.ModelReadyRequest) -> Message:
+            return pb.ModelReadyResponse(ready=calls.model_ready(request.name))
+
+        async def server_metadata(_: pb.ServerMetadataRequest) -> Message:
+            return await calls.server_metadata()
+
+        async def model_metadata(request: pb.ModelMetadataRequest) -> Message:
+            return await calls.model_metadata(request.name, request.version)
+
+        async def model_config(request: pb.ModelConfigRequest) -> Message:
+            return await calls.model_config(request.name, request.version)
+
+        async def statistics(request: pb.ModelStatisticsRequest) -> Message:
+            return await calls.statistics(request.name, request.version)
+
+        async def index(request: pb.RepositoryIndexRequest) -> Message:
+            return calls.repository_index(ready=request.ready)
+
+        async def system_status(_: pb.SystemSharedMemoryStatusRequest) -> Message:
+            return pb.SystemSharedMemoryStatusResponse()
+
+        async def cuda_status(_: pb.CudaSharedMemoryStatusRequest) -> Message:
+            return pb.CudaSharedMemoryStatusResponse()
+
+        async def system_unregister(_: pb.SystemSharedMemoryUnregisterRequest) -> Message:
+            return pb.SystemSharedMemoryUnregisterResponse()
+
+        async def cuda_unregister(_: pb.CudaSharedMemoryUnregisterRequest) -> Message:
+            return pb.CudaSharedMemoryUnregisterResponse()
+
+        async def no_shared_memory(_: bytes) -> NoReturn:
+            raise shared_memory_refused()
+
+        async def operators(_: bytes) -> NoReturn:
+            raise operators_only("this call")
+
+        told: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
+            "ServerLive": (pb.ServerLiveRequest, live),
+            "ServerReady": (pb.ServerReadyRequest, ready),
+            "ModelReady": (pb.ModelReadyRequest, model_ready),
+            "ServerMetadata": (pb.ServerMetadataRequest, server_metadata),
+            "ModelMetadata": (pb.ModelMetadataRequest, model_metadata),
+            "ModelConfig": (pb.ModelConfigRequest, model_config),
+            "ModelStatistics": (pb.ModelStatisticsRequest, statistics),
+            "RepositoryIndex": (pb.RepositoryIndexRequest, index),
+            "SystemSharedMemoryStatus": (pb.SystemSharedMemoryStatusRequest, system_status),
+            "SystemSharedMemoryUnregister": (
+                pb.SystemSharedMemoryUnregisterRequest,
+                system_unregister,
+            ),
+            "CudaSharedMemoryStatus": (pb.CudaSharedMemoryStatusRequest, cuda_status),
+            "CudaSharedMemoryUnregister": (pb.CudaSharedMemoryUnregisterRequest, cuda_unregister),
+        }
+        handlers = {
+            name: unary(
+                _answering(do),
+                request_deserializer=kind.FromString,
+                response_serializer=lambda message: message.SerializeToString(),
+            )
+            for name, (kind, do) in told.items()
+        }
+        for name in ("SystemSharedMemoryRegister", "CudaSharedMemoryRegister"):
+            handlers[name] = unary(_answering(no_shared_memory))
+        for name in (
+            "RepositoryModelLoad",
+            "RepositoryModelUnload",
+            "TraceSetting",
+            "LogSettings",
+        ):
+            handlers[name] = unary(_answering(operators))
+        handlers["ModelInfer"] = unary(self._infer)
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
+        return handlers
+
+    async def _infer(self, raw: bytes, context: Context) -> bytes:
+        try:
+            message = parse_request(raw)
+            return await self._front.infer(
+                message, len(raw), _headers(context), context.time_remaining(), "grpc"
+            )
+        except (MaskserveError, Failure) as error:
+            await _abort(context, error)
+        except Exception as error:
+            await _abort(context, guarded("", error))
+
+    async def _stream(
+        self, requests: AsyncIterator[bytes], context: Context
+    ) -> AsyncGenerator[bytes, None]:
+        answers: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=_PER_STREAM)
+        reader = asyncio.create_task(self._serve_all(requests, context, answers))
+        try:
+            while (answer := await answers.get()) is not None:
+                yield answer
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _serve_all(
+        self,
+        requests: AsyncIterator[bytes],
+        context: Context,
+        answers: asyncio.Queue[bytes | None],
+    ) -> None:
+        """Each request of the stream for itself, until the client has sent its last."""
+        places = asyncio.Semaphore(_PER_STREAM)
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def serve(raw: bytes) -> None:
+            async with aclosing(self._events(raw, context)) as events:
+                async for event in events:
+                    await answers.put(event)
+
+        def done(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            places.release()
+
+        try:
+            async for raw in requests:
+                await places.acquire()
+                task = asyncio.create_task(serve(raw))
+                tasks.add(task)
+                task.add_done_callback(done)
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await answers.put(None)
+
+    async def _events(self, raw: bytes, context: Context) -> AsyncGenerator[bytes, None]:
+        """The messages that answer one request of a stream; an error is one of them."""
+        message = pb.ModelInferRequest()
+        try:
+            message = parse_request(raw)
+            stream = self._front.stream(
+                message, len(raw), _headers(context), context.time_remaining(), "grpc_stream"
+            )
+            async with aclosing(stream) as events:
+                async for event in events:
+                    yield event
+        except (MaskserveError, Failure) as error:
+            yield _stream_error(message, error)
+        except Exception as error:
+            yield _stream_error(message, guarded("", error))
+
+
+class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """grpc.health.v1: serving as long as a worker takes edits."""
+
+    def __init__(self, calls: ServerCalls) -> None:
+        self._calls = calls
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        states = health_pb2.HealthCheckResponse
+        return states(status=states.SERVING if self._calls.ready() else states.NOT_SERVING)
+
+
+def _answering(
+    do: Callable[[Any], Awaitable[Message]],
+) -> Callable[[Any, Context], Awaitable[Message]]:
+    """A handler that answers with what `do` gives, or with its error."""
+
+    async def handle(request: Any, context: Context) -> Message:
+        try:
+            return await do(request)
+        except (MaskserveError, Failure) as error:
+            await _abort(context, error)
+        except Exception as error:
+            await _abort(context, guarded("", error))
+
+    return handle
+
+
+def _headers(context: Context) -> dict[str, str]:
+    metadata = context.invocation_metadata() or ()
+    return {str(name): value for name, value in metadata if isinstance(value, str)}
+
+
+async def _abort(context: Context, error: MaskserveError | Failure) -> NoReturn:
+    seconds = retry_after(error)
+    trailing = (("retry-after", str(seconds)),) if seconds is not None else ()
+    await context.abort(grpc_status(error), text_of(error), trailing)
+    raise AssertionError("abort raises")
+
+
+def _stream_error(message: pb.ModelInferRequest, error: MaskserveError | Failure) -> bytes:
+    """An error as Triton's streams carry it: as text, with the request's id."""
+    if isinstance(error, Failure) and error.message:
+        return error.message
+    answer = pb.ModelStreamInferResponse(error_message=text_of(error))
+    answer.infer_response.id = message.id
+    answer.infer_response.model_name = message.model_name
+    answer.infer_response.parameters["triton_final_response"].bool_param = True
+    encoded: bytes = answer.SerializeToString()
+    return encoded

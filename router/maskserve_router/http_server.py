@@ -1,0 +1,136 @@
+"""HTTP listeners: uvicorn, with bounds on what a connection may cost before it is an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from asyncio import Protocol, Transport
+from asyncio.events import TimerHandle
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from maskserve_router.config import Http
+
+_KEEP_ALIVE_S = 75
+
+
+def bounded_protocol(bounds: Http) -> type[Protocol]:
+    """Uvicorn's protocol, which ends a connection that sends its headers slowly, or too many, or
+    its body in too many chunks.
+    """
+
+    class BoundedProtocol(HttpToolsProtocol):
+        _timer: TimerHandle | None = None
+        _header_bytes = 0
+        _chunks = 0
+
+        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._expect_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._headers_came()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._timer is not None:
+                self._header_bytes += len(data)
+            elif self.timeout_keep_alive_task is not None:
+                self._expect_headers()
+            super().data_received(data)
+            if self._timer is not None and self._header_bytes > bounds.max_header_bytes:
+                self.send_400_response("The headers are too long.")
+
+        def on_headers_complete(self) -> None:
+            self._headers_came()
+            self._chunks = 0
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._chunks += 1
+            if self._chunks > bounds.max_chunks:
+                if not self.transport.is_closing():
+                    self.send_400_response("The body has too many chunks.")
+                return
+            super().on_body(body)
+
+        def _expect_headers(self) -> None:
+            self._header_bytes = 0
+            self._timer = self.loop.call_later(bounds.header_timeout_s, self._too_slow)
+
+        def _headers_came(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _too_slow(self) -> None:
+            self._timer = None
+            if not self.transport.is_closing():
+                self.transport.close()
+
+    return BoundedProtocol
+
+
+class HttpServer(uvicorn.Server):
+    """One listener, run inside the router's event loop."""
+
+    def __init__(
+        self,
+        app: Starlette,
+        bounds: Http,
+        host: str,
+        port: int,
+        certificate: str = "",
+        key: str = "",
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=bounded_protocol(bounds),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                limit_concurrency=bounds.max_connections,
+                ssl_certfile=certificate or None,
+                ssl_keyfile=key or None,
+            )
+        )
+        self._host, self._address = host, (host, port)
+        self._socket: socket.socket | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        assert self._socket is not None
+        return int(self._socket.getsockname()[1])
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the router's."""
+        yield
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the port cannot be had.
+        """
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._socket = socket.create_server(self._address, family=family, backlog=2048)
+        self._task = asyncio.create_task(self.serve([self._socket]))
+        while not self.started and not self._task.done():
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """Close the listener and idle connections; wait for answers under way."""
+        self.should_exit = True
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)

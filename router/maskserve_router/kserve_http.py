@@ -1,0 +1,267 @@
+"""KServe v2 over HTTP as gRPC's messages, and back: JSON, and the binary extension.
+
+The models that clients call have BYTES inputs and outputs of one element each, and nothing else is
+read here. JSON is read into typed structures: it can be no deeper than they are.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.errors import InvalidRequest
+from maskserve_router.edit_call import PUBLIC, UnknownModel
+from maskserve_router.failures import NotSupported
+
+Parameters = dict[str, bool | int | float | str | None]
+_FEW = Meta(max_length=64)
+
+
+class _Input(Struct):
+    name: str
+    datatype: str
+    shape: Annotated[list[int], _FEW]
+    parameters: Parameters = {}
+    data: Annotated[list[str | Annotated[list[str], _FEW]], _FEW] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )
+
+
+class _Output(Struct):
+    name: str
+    parameters: Parameters = {}
+
+
+class _Request(Struct):
+    inputs: Annotated[list[_Input], _FEW]
+    outputs: Annotated[list[_Output], _FEW] = []
+    id: str = ""
+    parameters: Parameters = {}
+
+
+_read_request = msgspec.json.Decoder(_Request).decode
+_read_object = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class Wanted(Struct):
+    """How the client wants its outputs."""
+
+    binary: dict[str, bool]
+    """By name, for outputs that were named."""
+    otherwise: bool
+    """For those that were not."""
+
+    def is_binary(self, name: str) -> bool:
+        return self.binary.get(name, self.otherwise)
+
+
+def infer_request(
+    model: str, version: str, body: bytes, header_bytes: int | None
+) -> tuple[pb.ModelInferRequest, Wanted]:
+    """The message of an inference.
+
+    Args:
+        model: its name.
+        version: empty for any.
+        body: JSON, and behind it the binary inputs.
+        header_bytes: length of the JSON; None: all of it.
+
+    Raises:
+        InvalidRequest: naming what is wrong.
+    """
+    if model not in PUBLIC:
+        raise UnknownModel(model)
+    split = len(body) if header_bytes is None else header_bytes
+    if not 0 <= split <= len(body):
+        raise InvalidRequest(
+            "Inference-Header-Content-Length", f"is {split} of a body of {len(body)} bytes"
+        )
+    view = memoryview(body)
+    request = _parsed(view[:split])
+    message = pb.ModelInferRequest(model_name=model, model_version=version, id=request.id)
+    _put_parameters(message, request.parameters, without=("binary_data_output",))
+    at = split
+    for tensor in request.inputs:
+        _check_tensor(tensor)
+        size = tensor.parameters.get("binary_data_size")
+        if size is None:
+            raw = _from_json(tensor)
+        else:
+            if type(size) is not int or not 0 <= size <= len(body) - at:
+                raise InvalidRequest(
+                    f"{tensor.name}.parameters.binary_data_size",
+                    f"is {size}",
+                    f"up to the {len(body) - at} bytes that follow",
+                )
+            raw = bytes(view[at : at + size])
+            at += size
+        added = message.inputs.add(name=tensor.name, datatype=tensor.datatype)
+        added.shape.extend(tensor.shape)
+        message.raw_input_contents.append(raw)
+    if at != len(body):
+        raise InvalidRequest("body", f"has {len(body) - at} bytes more than its inputs")
+    for output in request.outputs:
+        added_output = message.outputs.add(name=output.name)
+        rest = {k: v for k, v in output.parameters.items() if k != "binary_data"}
+        _put_parameters(added_output, rest)
+    wanted = Wanted(
+        {o.name: bool(o.parameters.get("binary_data", False)) for o in request.outputs},
+        bool(request.parameters.get("binary_data_output", False)),
+    )
+    return message, wanted
+
+
+def infer_response(answer: bytes, wanted: Wanted) -> tuple[bytes, int | None]:
+    """The body of a response, and the length of its JSON if something follows.
+
+    Raises:
+        InvalidRequest: an output is no text, and was asked for as JSON.
+    """
+    response = pb.ModelInferResponse.FromString(answer)
+    outputs = []
+    tail: list[bytes] = []
+    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        told: dict[str, Any] = {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": list(tensor.shape),
+        }
+        if wanted.is_binary(tensor.name):
+            told["parameters"] = {"binary_data_size": len(raw)}
+            tail.append(raw)
+        else:
+            told["data"] = [_text(tensor.name, raw)]
+        outputs.append(told)
+    values: dict[str, Any] = {
+        "model_name": response.model_name,
+        "model_version": response.model_version,
+        "outputs": outputs,
+    }
+    if response.id:
+        values["id"] = response.id
+    head = msgspec.json.encode(values)
+    return (b"".join((head, *tail)), len(head)) if tail else (head, None)
+
+
+def generate_request(
+    model: str, version: str, body: bytes, inputs: list[str]
+) -> pb.ModelInferRequest:
+    """The message of /generate: keys that name inputs become tensors, the others parameters.
+
+    Args:
+        model: its name.
+        version: empty for any.
+        body: a JSON object.
+        inputs: names of the model's inputs.
+
+    Raises:
+        InvalidRequest: naming the key.
+    """
+    if model not in PUBLIC:
+        raise UnknownModel(model)
+    try:
+        values = _read_object(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest("body", f"is not a JSON object ({error})") from None
+    message = pb.ModelInferRequest(model_name=model, model_version=version)
+    if isinstance(values.get("id"), str):
+        message.id = values.pop("id")
+    nested = values.pop("parameters", {})
+    if not isinstance(nested, dict):
+        raise InvalidRequest("parameters", "is not a JSON object")
+    for name in inputs:
+        if name in values:
+            value = values.pop(name)
+            if isinstance(value, list) and len(value) == 1:
+                value = value[0]
+            if not isinstance(value, str):
+                raise InvalidRequest(name, "is not a string", "a string, or a list of one")
+            tensor = message.inputs.add(name=name, datatype="BYTES")
+            tensor.shape.append(1)
+            message.raw_input_contents.append(_prefixed(value))
+    _put_parameters(message, {**values, **nested})
+    return message
+
+
+def generate_response(response: pb.ModelInferResponse) -> bytes:
+    """The JSON of one response of /generate; raises as `infer_response`."""
+    values: dict[str, Any] = {
+        "model_name": response.model_name,
+        "model_version": response.model_version,
+    }
+    if response.id:
+        values["id"] = response.id
+    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        values[tensor.name] = _text(tensor.name, raw)
+    return msgspec.json.encode(values)
+
+
+def _parsed(head: memoryview) -> _Request:
+    try:
+        return _read_request(head)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest("body", f"is no inference request: {error}") from None
+
+
+def _check_tensor(tensor: _Input) -> None:
+    if "shared_memory_region" in tensor.parameters:
+        raise NotSupported(
+            tensor.name, "is in shared memory, which ends at the host", "the tensor's bytes"
+        )
+    if tensor.datatype != "BYTES":
+        raise InvalidRequest(f"{tensor.name}.datatype", f"is {tensor.datatype[:20]}", "BYTES")
+
+
+def _from_json(tensor: _Input) -> bytes:
+    """The raw contents of a tensor whose elements stand in the JSON."""
+    if tensor.data is msgspec.UNSET:
+        raise InvalidRequest(f"{tensor.name}.data", "is missing", "a list of strings")
+    found: list[str] = []
+    for element in tensor.data:
+        found.extend([element] if isinstance(element, str) else element)
+    return b"".join(_prefixed(element) for element in found)
+
+
+def _prefixed(text: str) -> bytes:
+    try:
+        value = text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("body", "holds lone surrogates, not text", "Unicode text") from None
+    return len(value).to_bytes(4, "little") + value
+
+
+def _text(name: str, raw: bytes) -> str:
+    """The one element of a BYTES output, as text."""
+    try:
+        return raw[4:].decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidRequest(
+            f"outputs.{name}",
+            "is not text, and JSON was asked for",
+            'SETTINGS.output_encoding "base64", or binary_data_output true',
+        ) from None
+
+
+def _put_parameters(
+    message: pb.ModelInferRequest | pb.ModelInferRequest.InferRequestedOutputTensor,
+    values: dict[str, Any],
+    without: tuple[str, ...] = (),
+) -> None:
+    for name, value in values.items():
+        if name in without or value is None:
+            continue
+        parameter = message.parameters[name]
+        match value:
+            case bool():
+                parameter.bool_param = value
+            case int() if -(2**63) <= value < 2**63:
+                parameter.int64_param = value
+            case float():
+                parameter.double_param = value
+            case str():
+                parameter.string_param = value
+            case _:
+                raise InvalidRequest(f"parameters.{name[:40]}", "is no scalar", "a scalar")

@@ -1,0 +1,166 @@
+"""How much work an edit is: its mask, decoded within limits, off the event loop, once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.status_record import Served
+from maskserve_core.imaging.geometry import Size, model_size
+from maskserve_core.imaging.images import decode_mask, read_size
+from maskserve_core.imaging.masks import active_tokens, build_masks
+from maskserve_core.imaging.validation import steps_run
+from maskserve_core.routing import Edit
+from maskserve_router.config import RouterConfig
+
+_MASKS = 16_384
+"""Masks whose tokens are remembered: many edits use the same few."""
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Remembered(Generic[K, V]):
+    """The values of the keys that were last asked for."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def get(self, key: K) -> V | None:
+        value = self._values.get(key)
+        if value is not None:
+            self._values.move_to_end(key)
+        return value
+
+    def put(self, key: K, value: V) -> None:
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > self._most:
+            self._values.popitem(last=False)
+
+
+class Measure:
+    """Makes edits of requests. Used from the event loop; decoding goes on in threads."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._limits = config.limits
+        self._tokens: Remembered[bytes, tuple[int, int]] = Remembered(_MASKS)
+        self._templates: Remembered[bytes, str] = Remembered(config.routing.remembered_images)
+        threads = config.routing.decoding_threads
+        self._pool = ThreadPoolExecutor(threads, "decoding")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def edit(
+        self, image: bytes, mask: bytes, settings: EditSettings, served: Served, model: str
+    ) -> tuple[Edit, bytes]:
+        """The edit as policies see it, and its image's digest.
+
+        Args:
+            image: IMAGE's bytes; empty where the settings name a template.
+            mask: MASK's bytes.
+            settings: as the client sent them.
+            served: of the model that will run it.
+            model: its name.
+
+        Raises:
+            InvalidRequest: the mask cannot be used.
+        """
+        key = _mask_key(mask, settings, served)
+        known = self._tokens.get(key)
+        digest, tokens = await asyncio.get_running_loop().run_in_executor(
+            self._pool, _look, image, mask, settings, served, self._limits, known
+        )
+        if known is None:
+            self._tokens.put(key, tokens)
+        active, total = tokens
+        cache = served.cache and settings.cache != "off"
+        passes = 2 if settings.negative_prompt is not None else 1
+        edit = Edit(
+            steps=steps_run(
+                settings.num_inference_steps or served.num_inference_steps, settings.strength
+            ),
+            active_tokens=passes * active,
+            total_tokens=passes * total,
+            template_id=settings.template_id or self._templates.get(digest) or "",
+            priority=settings.priority,
+            model=model,
+            cache=cache and active < served.dense_above_ratio * total,
+        )
+        return edit, digest
+
+    def learn(self, digest: bytes, template_id: str) -> None:
+        """An answer has said which template an image is."""
+        if digest and template_id:
+            self._templates.put(digest, template_id)
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether the image's template is known, or there is no image."""
+        return not digest or self._templates.get(digest) is not None
+
+
+def _look(
+    image: bytes,
+    mask: bytes,
+    settings: EditSettings,
+    served: Served,
+    limits: LimitsConfig,
+    known: tuple[int, int] | None,
+) -> tuple[bytes, tuple[int, int]]:
+    """The image's digest, and the edit's active and total tokens."""
+    # Not of the pixels: that names the template, and would take decoding the image.
+    digest = hashlib.sha256(image).digest() if image else b""
+    if known is not None:
+        return digest, known
+    size = read_size(image, "IMAGE", limits) if image else None
+    return digest, count_tokens(mask, settings, served, limits, size)
+
+
+def count_tokens(
+    mask: bytes,
+    settings: EditSettings,
+    served: Served,
+    limits: LimitsConfig,
+    size: Size | None = None,
+) -> tuple[int, int]:
+    """`(active, total)` tokens of an edit with this mask.
+
+    Args:
+        mask: MASK's bytes.
+        settings: of the edit.
+        served: of the model.
+        limits: bounds, checked before decoding.
+        size: (height, width) of the image, if known, which the mask must have too.
+
+    Raises:
+        InvalidRequest: naming MASK.
+    """
+    decoded = decode_mask(mask, "MASK", limits, size)
+    height, width = decoded.luminance.shape
+    at = model_size((height, width), served.native_resolution, served.token_pixels)
+    masks = build_masks(
+        decoded,
+        (height, width),
+        at,
+        settings.mask_mode,
+        settings.mask_dilate,
+        settings.mask_feather,
+    )
+    side = served.token_pixels
+    ring = served.mask_ring if settings.mask_ring is None else settings.mask_ring
+    active = len(active_tokens(masks.edit, side, ring))
+    return active, (at[0] // side) * (at[1] // side)
+
+
+def _mask_key(mask: bytes, settings: EditSettings, served: Served) -> bytes:
+    asked = (settings.mask_mode, settings.mask_dilate, settings.mask_feather, settings.mask_ring)
+    model = (served.native_resolution, served.token_pixels, served.mask_ring)
+    return hashlib.sha256(mask + repr((asked, model)).encode()).digest()

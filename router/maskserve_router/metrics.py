@@ -1,0 +1,58 @@
+"""The router's metrics (design §7), for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from maskserve_router.worker import Sent
+
+_ROUTE = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2)
+_EDIT = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+_ERROR = (-30.0, -10.0, -3.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+class Metrics:
+    """All of one router's metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"maskserve_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"maskserve_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"maskserve_{name}", text, buckets=buckets, registry=self.registry)
+
+        self.requests = counter("requests_total", "Requests, by route and end.", "route", "code")
+        self.retries = counter("retries_total", "Edits sent to another worker, by why.", "reason")
+        self.ejections = counter("ejections_total", "Times a worker was ejected.", "worker")
+        self.rejections = counter(
+            "admission_rejections_total", "Edits that the router refused, by why.", "reason"
+        )
+        self.inflight = gauge("inflight", "Edits at a worker, sent by this router.", "worker")
+        self.worker_up = gauge("worker_up", "Whether a worker takes edits.", "worker")
+        self.waiting = gauge("router_waiting", "Edits that wait in the router for a place.")
+        self.edits = gauge("router_edits", "Edits taken and not answered.")
+        self.bytes = gauge("router_bytes", "Bytes of requests under way.")
+        self.route_seconds = histogram("route_seconds", "Seconds of one decision.", _ROUTE)
+        self.edit_seconds = histogram(
+            "routed_edit_seconds", "Seconds of an edit at its worker.", _EDIT
+        )
+        self.predicted = histogram(
+            "predicted_vs_actual_seconds",
+            "Seconds an edit took at its worker, less those predicted when it was sent.",
+            _ERROR,
+        )
+
+    def answered(self, sent: Sent, seconds: float) -> None:
+        """A worker has answered an edit."""
+        self.edit_seconds.observe(seconds)
+        self.predicted.observe(seconds - sent.predicted_s)
+
+    def page(self) -> bytes:
+        """The page that Prometheus reads."""
+        text: bytes = generate_latest(self.registry)
+        return text

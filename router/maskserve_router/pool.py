@@ -1,0 +1,155 @@
+"""The workers: found by address or name, polled, given up when they are silent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import grpc.aio
+
+from maskserve_router.config import RouterConfig
+from maskserve_router.worker import Worker, read_status
+
+log = logging.getLogger("maskserve.router")
+
+
+class Pool:
+    """All workers of the configuration.
+
+    Args:
+        config: of the router.
+        changed: called when a worker may take edits that it did not take before, or is gone.
+    """
+
+    def __init__(self, config: RouterConfig, changed: Callable[[], None]) -> None:
+        self.config = config
+        self.workers: dict[str, Worker] = {}
+        self._changed = changed
+        self._polls: dict[str, asyncio.Task[None]] = {}
+        self._resolver: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Find the workers, and ask each once."""
+        await self._resolve()
+        self._resolver = asyncio.create_task(self._keep_resolving())
+        await asyncio.gather(*(self._poll_once(worker) for worker in self.workers.values()))
+
+    async def close(self) -> None:
+        tasks = [*self._polls.values(), *([self._resolver] if self._resolver else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
+        for worker in self.workers.values():
+            await worker.upstream.close()
+
+    async def reload(self, config: RouterConfig) -> None:
+        """Take on the workers of a new configuration; those that are gone finish what they hold."""
+        self.config = config
+        await self._resolve()
+
+    def models(self) -> set[str]:
+        """Models that workers serve, as far as they have said."""
+        return {worker.model for worker in self.workers.values() if worker.model}
+
+    def ready(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.ready]
+
+    def up(self) -> list[Worker]:
+        """Those that answer, whether or not they take edits."""
+        return [worker for worker in self.workers.values() if worker.up]
+
+    def may_eject(self) -> bool:
+        """Whether one more worker may be ejected."""
+        ejected = sum(worker.breaker.ejected for worker in self.workers.values())
+        return ejected + 1 <= self.config.faults.max_ejected_share * len(self.workers)
+
+    # Which workers there are.
+
+    async def _keep_resolving(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.workers.dns_interval_s)
+            try:
+                await self._resolve()
+            except Exception:
+                log.exception("resolving the workers' names")
+
+    async def _resolve(self) -> None:
+        wanted: set[str] = set()
+        for address in self.config.workers.addresses:
+            if address.startswith("dns:"):
+                wanted.update(await self._addresses(address))
+            else:
+                wanted.add(address)
+        for address in sorted(wanted - set(self.workers)):
+            log.info("worker %s is new", address)
+            worker = self.workers[address] = Worker(address, self.config)
+            self._polls[address] = asyncio.create_task(self._keep_polling(worker))
+        for address in sorted(set(self.workers) - wanted):
+            log.info("worker %s is no longer among the workers", address)
+            task = asyncio.create_task(self._retire(self.workers.pop(address)))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _addresses(self, name: str) -> Iterable[str]:
+        """Every address of `dns:name:port`; those known so far if the name cannot be resolved."""
+        host, _, port = name.removeprefix("dns:").rpartition(":")
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=1)
+        except OSError as error:
+            log.warning("name %s: %s; the workers known so far stay", host, error)
+            return [address for address in self.workers if address.endswith(f":{port}")]
+        hosts = {str(entry[4][0]) for entry in found}
+        return [f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts]
+
+    async def _retire(self, worker: Worker) -> None:
+        """Let a worker that is no longer wanted finish what it holds."""
+        worker.draining = True
+        end = time.monotonic() + self.config.faults.drain_grace_s
+        while worker.sent and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        self._polls.pop(worker.address).cancel()
+        await worker.upstream.close()
+
+    # How they are.
+
+    async def _keep_polling(self, worker: Worker) -> None:
+        while True:
+            begin = time.monotonic()
+            try:
+                await self._poll_once(worker)
+            except Exception:
+                log.exception("asking worker %s for its status", worker.address)
+            rest = self.config.workers.poll_interval_s - (time.monotonic() - begin)
+            await asyncio.sleep(max(rest, 0.001))
+
+    async def _poll_once(self, worker: Worker) -> None:
+        timeout = self.config.workers.poll_timeout_s
+        try:
+            raw = await worker.upstream.control({"op": "status"}, timeout)
+            status = read_status(raw)
+        except (grpc.aio.AioRpcError, ValueError, IndexError) as error:
+            worker.misses += 1
+            why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        else:
+            was_ready = worker.ready
+            worker.heard(status, time.monotonic())
+            why = "its engine does not step"
+            if worker.ready and not was_ready:
+                log.info("worker %s serves %s", worker.address, status.model)
+            if worker.ready:
+                self._changed()
+        if worker.misses >= self.config.workers.misses and worker.up:
+            self._lost(worker, why or "no answer")
+
+    def _lost(self, worker: Worker, why: str) -> None:
+        """The worker is down: the calls that wait in it will not be answered."""
+        log.warning("worker %s is down: %s", worker.address, why)
+        worker.up = False
+        for sent in list(worker.sent.values()):
+            sent.abandoned = True
+            if sent.cancel is not None:
+                sent.cancel()
+        self._changed()

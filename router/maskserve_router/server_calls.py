@@ -1,0 +1,107 @@
+"""The calls of KServe v2 beside inference: what the router says of itself and of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.routing import Edit, NoWorkerAvailable
+from maskserve_router.edit_call import PUBLIC, UnknownModel
+from maskserve_router.failures import Failure, NotSupported
+from maskserve_router.pool import Pool
+from maskserve_router.statistics import summed
+
+_TIMEOUT_S = 5.0
+# What ends at a host, or is an operator's.
+_NOT_HERE = ("shared_memory", "classification", "repository", "trace", "logging", "schedule")
+
+
+class ServerCalls:
+    """Answers as one Triton would, in messages."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def ready(self) -> bool:
+        """Whether there is a worker that takes edits."""
+        return bool(self._pool.ready())
+
+    def model_ready(self, name: str) -> bool:
+        return name in PUBLIC and self.ready()
+
+    async def server_metadata(self) -> pb.ServerMetadataResponse:
+        """A worker's, without the extensions that are not served here."""
+        raw = await self._ask("ServerMetadata", pb.ServerMetadataRequest())
+        told = pb.ServerMetadataResponse.FromString(raw)
+        kept = [e for e in told.extensions if not any(part in e for part in _NOT_HERE)]
+        return pb.ServerMetadataResponse(name=told.name, version=told.version, extensions=kept)
+
+    async def model_metadata(self, name: str, version: str) -> pb.ModelMetadataResponse:
+        _known(name)
+        request = pb.ModelMetadataRequest(name=name, version=version)
+        return pb.ModelMetadataResponse.FromString(await self._ask("ModelMetadata", request))
+
+    async def model_config(self, name: str, version: str) -> pb.ModelConfigResponse:
+        _known(name)
+        request = pb.ModelConfigRequest(name=name, version=version)
+        return pb.ModelConfigResponse.FromString(await self._ask("ModelConfig", request))
+
+    async def statistics(self, name: str, version: str) -> pb.ModelStatisticsResponse:
+        """Summed over the workers; of one model, or of all with an empty name."""
+        if name:
+            _known(name)
+        request = pb.ModelStatisticsRequest(name=name, version=version).SerializeToString()
+        answers = await asyncio.gather(
+            *(w.upstream.call("ModelStatistics", request, _TIMEOUT_S) for w in self._pool.up()),
+            return_exceptions=True,
+        )
+        told = [answer for answer in answers if isinstance(answer, bytes)]
+        if not told:
+            raise NoWorkerAvailable(Edit(1, 1, 1), [])
+        return summed(map(pb.ModelStatisticsResponse.FromString, told), PUBLIC)
+
+    def repository_index(self, *, ready: bool) -> pb.RepositoryIndexResponse:
+        """The public models; only those that are ready, if so asked."""
+        index = pb.RepositoryIndexResponse()
+        state = "READY" if self.ready() else "UNAVAILABLE"
+        if self.ready() or not ready:
+            for name in sorted(PUBLIC):
+                index.models.add(name=name, version="1", state=state)
+        return index
+
+    async def _ask(
+        self,
+        method: str,
+        request: pb.ServerMetadataRequest | pb.ModelMetadataRequest | pb.ModelConfigRequest,
+    ) -> bytes:
+        """Any worker's answer; the next one's if it gives none."""
+        broken: grpc.aio.AioRpcError | None = None
+        for worker in self._pool.up():
+            try:
+                return await worker.upstream.call(method, request.SerializeToString(), _TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise Failure(error.code(), error.details() or "") from None
+                broken = error
+        if broken is not None:
+            raise Failure(broken.code(), broken.details() or "")
+        raise NoWorkerAvailable(Edit(1, 1, 1), [])
+
+
+def _known(name: str) -> None:
+    if name not in PUBLIC:
+        raise UnknownModel(name)
+
+
+def shared_memory_refused() -> NotSupported:
+    return NotSupported(
+        "shared memory",
+        "cannot be registered with a router: a region is local to its host",
+        "tensors as bytes",
+    )
+
+
+def operators_only(what: str) -> NotSupported:
+    return NotSupported(what, "is not served by a router", "the worker's own ports")

@@ -1,0 +1,46 @@
+"""Statistics of several workers as those of one server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from google.protobuf.message import Message
+from tritonclient.grpc import service_pb2 as pb
+
+_LATEST = ("last_inference",)
+
+
+def summed(
+    answers: Iterable[pb.ModelStatisticsResponse], names: Iterable[str]
+) -> pb.ModelStatisticsResponse:
+    """Counts and times of each model, summed; the last inference is the latest.
+
+    Args:
+        answers: of the workers.
+        names: of the models that are told of.
+    """
+    sums: dict[tuple[str, str], pb.ModelStatistics] = {}
+    known = frozenset(names)
+    for answer in answers:
+        for one in answer.model_stats:
+            if one.name in known:
+                key = (one.name, one.version)
+                total = sums.setdefault(key, pb.ModelStatistics(name=key[0], version=key[1]))
+                _add(total, one)
+    return pb.ModelStatisticsResponse(model_stats=[sums[key] for key in sorted(sums)])
+
+
+def _add(into: Message, more: Message) -> None:
+    """Add every number of `more`; lists, which tell of single batches and devices, are left out."""
+    for field, value in more.ListFields():
+        name = field.name
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            for key in value:
+                _add(getattr(into, name)[key], value[key])
+        elif field.is_repeated or isinstance(value, str):
+            continue
+        elif field.message_type is not None:
+            _add(getattr(into, name), value)
+        else:
+            before = getattr(into, name)
+            setattr(into, name, max(before, value) if name in _LATEST else before + value)

@@ -1,0 +1,160 @@
+"""What the router knows of one worker: its last record, and what was sent to it since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec import structs
+
+from maskserve_core.contracts.pricing import Pricing
+from maskserve_core.contracts.status_record import RowStatus, Served, WorkerStatus
+from maskserve_core.routing import Edit, WorkerView
+from maskserve_router.breaker import Breaker
+from maskserve_router.config import RouterConfig
+from maskserve_router.upstream import Upstream
+
+UNPRICED = Pricing(step=0.005, dense_row=0.1, cached_row=0.01, active_token=2e-5)
+"""Of a worker that does not say what rows cost: only what edits cost beside each other counts."""
+
+
+class PolledStatus(WorkerStatus):
+    """The record as `control` hands it out."""
+
+    told_age_s: float = msgspec.field(default=0.0, name="age_s")
+    """Its age when it was handed out; the clocks of two hosts do not compare."""
+    alive: bool = True
+    in_flight: int = 0
+    registered: tuple[str, ...] = ()
+    """Templates whose image the worker keeps."""
+
+
+_decode = msgspec.json.Decoder(PolledStatus).decode
+
+
+def read_status(raw: bytes) -> PolledStatus:
+    """Read the answer of `control`'s `status`.
+
+    Raises:
+        ValueError: it is none that this router understands.
+    """
+    try:
+        return _decode(raw)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a status: {error}") from error
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """An edit at a worker, from when the worker was chosen until its answer."""
+
+    request_id: str
+    edit: Edit
+    worker: Worker
+    at: float
+    """On the router's clock."""
+    predicted_s: float
+    """Until it would be denoised."""
+    seen: bool = False
+    """A record has listed it."""
+    cancel: Callable[[], object] | None = None
+    """Ends the call that it waits in."""
+    abandoned: bool = False
+    """The worker went down; the call was ended for that."""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One worker. Its id is the address: two hosts may give workers the same name."""
+
+    address: str
+    config: RouterConfig
+    upstream: Upstream = field(init=False)
+    breaker: Breaker = field(init=False)
+    status: PolledStatus | None = None
+    as_of: float = 0.0
+    """When the record was written, on the router's clock."""
+    up: bool = False
+    draining: bool = False
+    """An operator asked this router to send it nothing more."""
+    misses: int = 0
+    sent: dict[str, Sent] = field(default_factory=dict)
+    """The ledger: edits that are there by request id."""
+    _answered: set[str] = field(default_factory=set)
+    """Edits that were answered since the record was written."""
+    _view: WorkerView | None = None
+
+    def __post_init__(self) -> None:
+        self.upstream = Upstream(self.address)
+        self.breaker = Breaker(self.config.faults)
+
+    @property
+    def model(self) -> str:
+        return self.status.model if self.status is not None else ""
+
+    @property
+    def served(self) -> Served | None:
+        return self.status.served if self.status is not None else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it says that it takes edits; the breaker may still hold them back."""
+        return (
+            self.up
+            and not self.draining
+            and self.status is not None
+            and self.status.state == "ready"
+        )
+
+    def heard(self, status: PolledStatus, now: float) -> None:
+        """A record has come in."""
+        if status.alive:
+            self.misses, self.up = 0, True
+        else:
+            self.misses += 1
+        self.status, self.as_of = status, now - status.told_age_s
+        self._answered.clear()
+        listed = {row.request_id for row in (*status.running, *status.waiting)}
+        for name, sent in self.sent.items():
+            sent.seen = sent.seen or name in listed
+        self._view = None
+
+    def add(self, sent: Sent) -> None:
+        """Write an edit into the ledger."""
+        self.sent[sent.request_id] = sent
+        self._view = None
+
+    def remove(self, sent: Sent) -> None:
+        """The edit is answered, or given up."""
+        if self.sent.pop(sent.request_id, None) is not None:
+            self._answered.add(sent.request_id)
+            self._view = None
+
+    def view(self, now: float) -> WorkerView:
+        """As policies see it: the record, less what was answered since, and what was sent since.
+
+        An edit that a record has listed and lists no longer is past its last step.
+        """
+        if self._view is None:
+            self._view = self._base().sent(s.edit for s in self.sent.values() if not s.seen)
+        usable = self.ready and self.breaker.allows(now)
+        return self._view if self._view.ready == usable else replace(self._view, ready=usable)
+
+    def _base(self) -> WorkerView:
+        status = self.status
+        if status is None:
+            return WorkerView(self.address, UNPRICED, 1, 0, ready=False)
+        shown = structs.replace(
+            status,
+            worker=self.address,
+            running=self._unanswered(status.running),
+            waiting=self._unanswered(status.waiting),
+            max_waiting=min(status.max_waiting, self.config.admission.waiting_per_worker),
+        )
+        return WorkerView.from_status(shown, status.pricing or UNPRICED, self.as_of)
+
+    def _unanswered(self, rows: tuple[RowStatus, ...]) -> tuple[RowStatus, ...]:
+        if not self._answered:
+            return rows
+        return tuple(row for row in rows if row.request_id not in self._answered)

@@ -1,0 +1,470 @@
+"""Two real workers behind a router: unmodified Triton clients get what a worker gives them."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tritonclient.grpc.aio as grpc_aio
+import tritonclient.http.aio as http_aio
+
+from maskserve_client import Client
+from maskserve_core.errors import TemplateNotFound
+from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.cluster.site import RouterSite
+from maskserve_harness.perf.errors import PerfError
+from maskserve_harness.perf.tool import find_tool
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+from maskserve_serving.worker import Worker
+from tests.e2e.calls import (
+    Grpc,
+    Http,
+    InferenceServerException,
+    eventually,
+    pixels,
+    plain_edit,
+    stream,
+    tensors,
+    texts,
+)
+from tests.fakes.pictures import blob_mask, encode, scene
+
+LONG = {"num_inference_steps": 1000}
+SOON_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
+    logs = tmp_path_factory.mktemp("logs")
+    options = ServeOptions(
+        model=str(model), workers=2, base_port=free_base_port(2), log_dir=logs, say=lambda _: None
+    )
+    with Supervisor(options) as running:
+        yield running.workers
+
+
+@pytest.fixture(scope="module")
+def router(workers: list[Worker], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterSite]:
+    folder = tmp_path_factory.mktemp("router")
+    tables = {"http": {"header_timeout_s": 2.0, "max_chunks": 1000}}
+    with RouterSite([worker.grpc_url for worker in workers], folder, tables) as site:
+        both = "both workers serve"
+        eventually(both, lambda: all(w["state"] == "ready" for w in told(site).values()))
+        yield site
+
+
+@pytest.fixture
+def grpc(router: RouterSite) -> Iterator[Grpc]:
+    with closing(Grpc(router.grpc_url)) as client:
+        yield client
+
+
+@pytest.fixture
+def http_client(router: RouterSite) -> Iterator[Http]:
+    with closing(Http(router.http_url)) as client:
+        yield client
+
+
+@pytest.fixture
+def direct(workers: list[Worker]) -> Iterator[Grpc]:
+    with closing(Grpc(workers[0].grpc_url)) as client:
+        yield client
+
+
+def told(site: RouterSite) -> dict[str, dict[str, Any]]:
+    """What the router says of each worker."""
+    each: dict[str, dict[str, Any]] = json.loads(site.read("/workers"))["workers"]
+    return each
+
+
+def running(grpc: Grpc) -> set[str]:
+    status = grpc.control("status")
+    return {row["request_id"] for row in (*status["running"], *status["waiting"])}
+
+
+def body_of(inputs: dict[str, bytes]) -> bytes:
+    listed = [
+        {"name": name, "datatype": "BYTES", "shape": [1], "data": [text]}
+        for name, text in texts(inputs).items()
+    ]
+    return json.dumps({"inputs": listed}).encode()
+
+
+def post(url: str, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    request = urllib.request.Request(f"http://{url.removeprefix('http://')}{path}", body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, dict(answer.headers), answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), error.read()
+
+
+def get(url: str, path: str) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(
+            f"http://{url.removeprefix('http://')}{path}", timeout=60
+        ) as page:
+            raw = page.read()
+            return page.status, json.loads(raw) if raw else None
+    except urllib.error.HTTPError as error:
+        return error.code, None
+
+
+# The same answers.
+
+
+def test_unary_http_grpc_and_streams_give_what_a_worker_gives(
+    router: RouterSite, grpc: Grpc, http_client: Http, direct: Grpc
+) -> None:
+    inputs = plain_edit(seed=3)
+    expected = direct.edit(inputs)
+    for client in (grpc, http_client):
+        picture, meta = client.edit(inputs)
+        assert (pixels(picture) == pixels(expected[0])).all()
+        assert {k: meta[k] for k in ("seed", "template_id", "steps")} == {
+            k: expected[1][k] for k in ("seed", "template_id", "steps")
+        }
+    with stream(router.grpc_url) as opened:
+        opened.send(plain_edit(seed=3, progress=True, num_inference_steps=2))
+        events = [opened.next()]
+        while events[-1][1]["event"] != "final":
+            events.append(opened.next())
+    assert (pixels(events[-1][0]) == pixels(expected[0])).all()
+    assert [meta["event"] for _, meta in events[:-1]].count("progress") >= 1
+
+
+async def test_asyncio_clients(router: RouterSite, direct: Grpc) -> None:
+    import tritonclient.grpc as triton_grpc
+    import tritonclient.http as triton_http
+
+    inputs = plain_edit(seed=4)
+    expected = pixels(direct.edit(inputs)[0])
+    async with grpc_aio.InferenceServerClient(router.grpc_url) as client:
+        answers = await asyncio.gather(
+            *(client.infer("edit", tensors(triton_grpc, inputs)) for _ in range(4))
+        )
+        assert await client.is_server_live()
+        assert await client.is_server_ready()
+        assert await client.is_model_ready("edit")
+    async with http_aio.InferenceServerClient(router.http_url) as client:
+        answers.append(await client.infer("edit", tensors(triton_http, inputs)))
+        assert await client.is_model_ready("edit_stream")
+        assert not await client.is_model_ready("denoiser")
+    for answer in answers:
+        assert (pixels(answer.as_numpy("IMAGE")[0]) == expected).all()
+
+
+def test_json_forms_generate_and_events(router: RouterSite, direct: Grpc) -> None:
+    inputs = plain_edit(seed=5, output_encoding="base64")
+    expected = direct.edit(inputs)[0]
+    # As curl -d sends it: it says form, and is JSON.
+    status, _, raw = post(router.http_url, "/v2/models/edit/infer", body_of(inputs))
+    assert status == 200
+    outputs = {o["name"]: o["data"][0] for o in json.loads(raw)["outputs"]}
+    assert outputs["IMAGE"].encode() == expected
+    generate = json.dumps(texts(inputs)).encode()
+    for model in ("edit", "edit_stream"):
+        status, _, raw = post(router.http_url, f"/v2/models/{model}/generate", generate)
+        assert (status, json.loads(raw)["IMAGE"].encode()) == (200, expected)
+        path = f"/v2/models/{model}/generate_stream"
+        status, headers, raw = post(router.http_url, path, generate)
+        assert status == 200
+        assert headers["content-type"].startswith("text/event-stream")
+        last = raw.decode().strip().split("\n\n")[-1].removeprefix("data: ")
+        assert json.loads(last)["IMAGE"].encode() == expected
+
+
+def test_what_a_server_says_of_itself_is_what_a_worker_says(
+    router: RouterSite, workers: list[Worker], http_client: Http
+) -> None:
+    worker = workers[0].http_url
+    for path in ("/v2/models/edit", "/v2/models/edit_stream", "/v2/models/control/config"):
+        assert get(router.http_url, path) == get(worker, path)
+    http_client.edit(plain_edit())
+    paths = [f"/v2/models/{name}/stats" for name in ("edit", "control")]
+    for path in paths:
+        ours, one = (get(url, path)[1]["model_stats"][0] for url in (router.http_url, worker))
+        assert set(ours) == set(one)
+    counts = [
+        get(url, "/v2/models/edit/stats")[1]["model_stats"][0]["inference_count"]
+        for url in (router.http_url, *(w.http_url for w in workers))
+    ]
+    assert counts[0] == counts[1] + counts[2] > 0
+    assert get(router.http_url, "/v2")[1]["version"] == get(worker, "/v2")[1]["version"]
+    for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
+        assert get(router.http_url, path)[0] == 200
+    with closing(socket.create_connection(router.http_url.split(":"))) as connection:
+        assert connection
+
+
+def test_errors_are_the_workers_own(router: RouterSite, grpc: Grpc, direct: Grpc) -> None:
+    for bad in (
+        {"seed": "x"},
+        {"nonsense": 1},
+        {"model": "another"},
+        {"template_id": "0" * 32},
+        {"negative_prompt": "x"},
+    ):
+        said = []
+        for client in (grpc, direct):
+            with pytest.raises(InferenceServerException) as refused:
+                client.edit(plain_edit(**bad))
+            said.append((refused.value.status(), refused.value.message()))
+        assert said[0] == said[1]
+    status, _, raw = post(router.http_url, "/v2/models/edit/infer", body_of(plain_edit(nonsense=1)))
+    assert status == 400
+    assert "[INVALID_REQUEST] SETTINGS.nonsense" in json.loads(raw)["error"]
+    status, _, raw = post(
+        router.http_url, "/v2/models/edit/infer", body_of(plain_edit(deadline_ms=1, **LONG))
+    )
+    assert status in (429, 504), raw
+
+
+def test_a_streams_errors_carry_the_request_and_others_go_on(router: RouterSite) -> None:
+    with stream(router.grpc_url) as opened:
+        opened.send(plain_edit(seed="x"))
+        with pytest.raises(InferenceServerException, match=r"\[INVALID_REQUEST\] SETTINGS.seed"):
+            opened.next()
+        opened.send(plain_edit(seed=1))
+        assert opened.next()[1]["event"] == "final"
+
+
+def test_what_a_router_does_not_serve_is_refused_clearly(router: RouterSite) -> None:
+    import tritonclient.grpc as triton_grpc
+    import tritonclient.http as triton_http
+
+    for module, url in ((triton_grpc, router.grpc_url), (triton_http, router.http_url)):
+        with closing(module.InferenceServerClient(url)) as client:
+            assert "region" not in str(client.get_system_shared_memory_status())
+            client.unregister_system_shared_memory()
+            client.unregister_cuda_shared_memory()
+            with pytest.raises(InferenceServerException, match="shared memory"):
+                client.register_system_shared_memory("x", "/x", 10)
+            for call in (client.load_model, client.unload_model):
+                with pytest.raises(InferenceServerException, match="is not served by a router"):
+                    call("edit")
+            with pytest.raises(InferenceServerException, match="INVALID_REQUEST"):
+                client.update_trace_settings(settings={"trace_rate": "1"})
+            with pytest.raises(InferenceServerException, match="no model 'denoiser'"):
+                client.infer("denoiser", tensors(module, {"REQUEST": b"{}"}))
+            outputs = [module.InferRequestedOutput("META", class_count=2)]
+            with pytest.raises(InferenceServerException, match="classification"):
+                client.infer("edit", tensors(module, plain_edit()), outputs=outputs)
+            assert client.is_server_ready()
+
+
+# Cancelling.
+
+
+@pytest.mark.parametrize("protocol", ["http", "generate_stream", "grpc", "grpc_stream"])
+def test_an_edit_whose_client_leaves_gives_up_its_row(
+    router: RouterSite, grpc: Grpc, protocol: str
+) -> None:
+    inputs = plain_edit(**LONG, request_id=f"left-{protocol}", output_encoding="base64")
+
+    def seen() -> bool:
+        return f"left-{protocol}" in running(grpc)
+
+    match protocol:
+        case "http" | "generate_stream":
+            connection = http.client.HTTPConnection(router.http_url)
+            ways = {
+                "http": ("/v2/models/edit/infer", body_of(inputs)),
+                "generate_stream": (
+                    "/v2/models/edit_stream/generate_stream",
+                    json.dumps(texts(inputs)).encode(),
+                ),
+            }
+            connection.request("POST", *ways[protocol])
+            eventually("the edit runs", seen)
+            connection.close()
+        case "grpc":
+            pending = grpc.begin(inputs)
+            eventually("the edit runs", seen)
+            pending.call.cancel()
+        case "grpc_stream":
+            with stream(router.grpc_url) as opened:
+                opened.send(inputs)
+                eventually("the edit runs", seen)
+    assert eventually("the row is free", lambda: not seen()) < SOON_S
+
+
+def test_control_cancel_reaches_the_worker_that_holds_the_edit(
+    router: RouterSite, grpc: Grpc
+) -> None:
+    pending = [grpc.begin(plain_edit(**LONG, request_id=f"c{i}")) for i in range(4)]
+    eventually("they run", lambda: {f"c{i}" for i in range(4)} <= running(grpc))
+    sent = {address: worker["sent"] for address, worker in told(router).items()}
+    assert sorted(sent.values()) == [2, 2]  # balanced
+    for i in range(4):
+        assert grpc.control("cancel", request_id=f"c{i}")["cancelled"]
+    for one in pending:
+        with pytest.raises(InferenceServerException, match="CANCELLED"):
+            one.wait()
+    assert not grpc.control("cancel", request_id="nobody")["cancelled"]
+
+
+# Our own client and command line, unchanged.
+
+
+def test_our_client_and_command_line(router: RouterSite, tmp_path: Path) -> None:
+    image = encode(scene(64, 64))
+    (tmp_path / "a.png").write_bytes(image)
+    (tmp_path / "m.png").write_bytes(encode(blob_mask(64, 64)))
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "maskserve_client.cli", *arguments]
+        where = ["--url", router.grpc_url]
+        ran = subprocess.run(
+            command + where, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=120
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    run(
+        *("edit", "--image", "a.png", "--mask", "m.png", "--prompt", "a star"),
+        *("--out", "b.png", "--steps", "2"),
+    )
+    assert (tmp_path / "b.png").stat().st_size
+    with Client(router.grpc_url) as client:
+        name = client.register(image)
+        held = client.control("templates")["templates"]
+        (template,) = [t for t in held if t["template_id"] == name]
+        assert len(template["workers"]) == 2
+        # Every worker has it, so any may serve edits that name it.
+        results = [
+            client.edit(None, encode(blob_mask(64, 64)), "x", template_id=name, seed=i)
+            for i in range(4)
+        ]
+        assert {result.meta["template_id"] for result in results} == {name}
+        status = client.control("status")
+        assert len(status["workers"]) == 2
+        listed = run("status")
+        assert all(address in listed for address in status["workers"])
+        client.control("evict", template_id=name)
+        with pytest.raises(TemplateNotFound):
+            client.edit(None, encode(blob_mask(64, 64)), "x", template_id=name)
+
+
+# Hostile clients.
+
+
+def test_hostile_bodies_stop_here(router: RouterSite, http_client: Http) -> None:
+    path = "/v2/models/edit/infer"
+    for body in (b"[" * 10**6, b'{"inputs":' + b"[" * 10**5, b"\xff" * 1000, b""):
+        status, _, raw = post(router.http_url, path, body)
+        assert status == 400, raw
+    host, port = router.http_url.split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as slow:
+        slow.sendall(b"POST /v2/models/edit/infer HTTP/1.1\r\nHost: x\r\n")
+        assert slow.recv(1) == b""  # headers that do not come
+    with socket.create_connection((host, int(port)), timeout=30) as chunky:
+        chunky.sendall(
+            b"POST /v2/models/edit/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        try:
+            chunky.sendall(b"1\r\n \r\n" * 200_000)
+            answer = chunky.recv(100)
+        except OSError:
+            answer = b"400"
+        assert b"400" in answer
+    for url in (router.http_url, router.grpc_url):
+        for _ in range(20):
+            name, number = url.split(":")
+            with socket.create_connection((name, int(number)), timeout=30) as noise:
+                try:
+                    noise.sendall(os.urandom(4096))
+                    noise.settimeout(0.2)
+                    noise.recv(1000)
+                except OSError:
+                    pass
+    assert http_client.edit(plain_edit())[0]
+
+
+# Operations.
+
+
+def test_metrics_and_logs_tell_of_edits(router: RouterSite, grpc: Grpc) -> None:
+    grpc.edit(plain_edit(request_id="told"))
+    page = router.read("/metrics").decode()
+    assert 'maskserve_requests_total{code="OK",route="grpc"}' in page
+    assert page.count("maskserve_worker_up{") == 2
+    assert "maskserve_predicted_vs_actual_seconds_count" in page
+    lines = [json.loads(line) for line in router.log.read_text().splitlines()]
+    (line,) = [one for one in lines if one.get("request_id") == "told"]
+    assert (line["event"], line["code"], line["route"]) == ("edit", "OK", "grpc")
+
+
+def test_a_drained_worker_gets_nothing_and_comes_back(router: RouterSite, grpc: Grpc) -> None:
+    first, _ = sorted(told(router))
+    answer = json.loads(router.read(f"/workers/{first}/drain?wait=30", post=True))
+    assert answer == {"draining": True, "in_flight": 0}
+    pending = [grpc.begin(plain_edit(seed=i, request_id=f"d{i}")) for i in range(6)]
+    names = {one.wait()[1]["worker"] for one in pending}
+    assert len(names) == 1
+    router.read(f"/workers/{first}/resume", post=True)
+    eventually("both serve", lambda: all(w["state"] == "ready" for w in told(router).values()))
+
+
+def test_workers_are_added_and_removed_while_it_runs(
+    router: RouterSite, workers: list[Worker], grpc: Grpc
+) -> None:
+    both = [worker.grpc_url for worker in workers]
+    router.write_config(workers={"addresses": both[:1]})
+    router.reload()
+    assert set(told(router)) == set(both[:1])
+    assert grpc.edit(plain_edit())[0]
+    router.write_config(workers={"addresses": both})
+    router.reload()
+    eventually("both serve", lambda: all(w["state"] == "ready" for w in told(router).values()))
+    assert set(told(router)) == set(both)
+
+
+def test_perf_analyzer(router: RouterSite, tmp_path: Path) -> None:
+    try:
+        find_tool(None, CHECKOUT / ".cache" / "perf_analyzer")
+    except PerfError as error:
+        pytest.skip(str(error))
+    script = str(CHECKOUT / "scripts" / "perf_analyzer.py")
+    where = ["--url", router.grpc_url, "--http-url", router.http_url]
+    edits = ["--size", "64", "--steps", "2", "--entries", "4", "--templates", "2", "--cache", "off"]
+    load = ["--warmup", "1", "--request-rate", "2", "--requests", "6", "--progress"]
+    results = tmp_path / "perf.json"
+    ran = subprocess.run(
+        [sys.executable, script, *where, *edits, *load, "--json", str(results), "--hardware", "x"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert json.loads(results.read_text())
+
+
+# Faults.
+
+
+def test_a_router_that_stops_finishes_what_it_took(workers: list[Worker], tmp_path: Path) -> None:
+    site = RouterSite([worker.grpc_url for worker in workers], tmp_path)
+    with site, closing(Grpc(site.grpc_url)) as client:
+        pending = [client.begin(plain_edit(num_inference_steps=100)) for _ in range(4)]
+        eventually("they run", lambda: sum(w["sent"] for w in told(site).values()) == 4)
+        begin = time.monotonic()
+        assert site.stop(60) == 0
+        assert time.monotonic() - begin < 60
+        assert all(one.wait()[1]["event"] == "final" for one in pending)

@@ -1,0 +1,376 @@
+"""The router's pure parts: ejection, retries, keys, bounds, statistics, JSON and configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from pathlib import Path
+
+import msgspec
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.config import ConfigError
+from maskserve_core.errors import InvalidRequest
+from maskserve_router.admission import Admission, Keys
+from maskserve_router.breaker import Breaker
+from maskserve_router.config import Admission as Bounds
+from maskserve_router.config import Faults, Key, RouterConfig, load_router_config
+from maskserve_router.edit_call import check_request, make_edit_call, parse_request
+from maskserve_router.failures import Blame, Failure, Later, Status, Unauthorized
+from maskserve_router.json_values import values_of
+from maskserve_router.kserve_http import (
+    generate_request,
+    generate_response,
+    infer_request,
+    infer_response,
+)
+from maskserve_router.metrics import Metrics
+from maskserve_router.retry_budget import RetryBudget
+from maskserve_router.statistics import summed
+
+FAULTS = Faults(failures_to_eject=3, eject_s=2.0, max_eject_s=5.0)
+
+
+def eject(breaker: Breaker, now: float, edits: str = "abc") -> None:
+    assert [breaker.failed(name, now, may_eject=True) for name in edits] == [False, False, True]
+
+
+def test_a_worker_that_fails_is_ejected_and_comes_back_by_one_edit():
+    breaker = Breaker(FAULTS)
+    eject(breaker, 10.0)
+    assert not breaker.allows(11.9)
+    assert breaker.allows(12.0)
+    breaker.sent("trial")
+    assert not breaker.allows(12.0)  # one edit decides
+    breaker.succeeded("from before")
+    assert breaker.ejected
+    breaker.succeeded("trial")
+    assert breaker.allows(12.0)
+    assert not breaker.ejected
+
+
+def test_each_ejection_in_a_row_takes_longer_up_to_a_bound():
+    breaker = Breaker(FAULTS)
+    eject(breaker, 0.0)
+    now = 0.0
+    for wait in (2.0, 4.0, 5.0, 5.0):
+        assert not breaker.allows(now + wait - 0.1)
+        now += wait
+        assert breaker.allows(now)
+        breaker.sent("trial")
+        assert breaker.failed("trial", now, may_eject=True)
+
+
+def test_failures_of_edits_from_before_do_not_lengthen_an_ejection():
+    breaker = Breaker(FAULTS)
+    eject(breaker, 0.0)
+    assert not breaker.failed("late", 1.9, may_eject=True)
+    assert breaker.allows(2.0)
+
+
+def test_a_success_in_between_starts_the_count_anew_and_the_cap_holds_ejection_back():
+    breaker = Breaker(FAULTS)
+    for name in "ab":
+        breaker.failed(name, 0.0, may_eject=True)
+    breaker.succeeded("c")
+    for name in "de":
+        assert not breaker.failed(name, 0.0, may_eject=True)
+    assert not breaker.failed("f", 0.0, may_eject=False)
+    assert breaker.allows(0.0)
+
+
+def test_a_trial_whose_client_left_decides_nothing():
+    breaker = Breaker(FAULTS)
+    eject(breaker, 0.0)
+    breaker.sent("trial")
+    breaker.gave_up("trial")
+    assert breaker.allows(2.0)
+    assert breaker.ejected
+
+
+def test_retries_are_a_share_of_edits_with_a_floor():
+    budget = RetryBudget(0.2, 2)
+    with budget.spend():
+        assert budget.allows(5)
+        with budget.spend():
+            assert not budget.allows(10)
+            assert budget.allows(11)
+    assert budget.under_way == 0
+
+
+def test_keys_name_their_client_and_bound_it():
+    digest = hashlib.sha256(b"secret").hexdigest()
+    keys = Keys((Key(name="a", sha256=digest, max_edits=1),), 99)
+    for headers in ({"x-api-key": "secret"}, {"authorization": "Bearer secret"}):
+        assert keys.client(headers).name == "a"
+    for headers in ({}, {"x-api-key": "Secret"}, {"authorization": "Basic secret"}):
+        with pytest.raises(Unauthorized, match="API key"):
+            keys.client(headers)
+    client = keys.client({"x-api-key": "secret"})
+    assert not client.admin
+    admission = Admission(Bounds(), Metrics())
+    with admission.edit(client, 10):
+        with pytest.raises(Later, match="key a has 1"), admission.edit(client, 10):
+            pass
+        assert admission.bytes == 10
+    assert (admission.edits, admission.bytes, client.edits) == (0, 0, 0)
+    assert Keys((), 7).client({}).admin
+
+
+def test_edits_and_bytes_are_bounded():
+    admission = Admission(Bounds(max_edits=2, max_bytes=100), Metrics())
+    client = Keys((), 99).client({})
+    with admission.edit(client, 60):
+        with pytest.raises(Later, match="60 bytes"), admission.edit(client, 60):
+            pass
+        assert admission.edits == 1
+        more = admission.edit(client, 0)
+        with admission.edit(client, 40), pytest.raises(Later, match="2 edits"), more:
+            pass
+    admission.closed = True
+    with pytest.raises(Later, match="stopping"), admission.edit(client, 0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "details", "blame"),
+    [
+        (Status.UNAVAILABLE, "Connection reset by peer", Blame.WORKER),
+        (Status.INTERNAL, "Stub process 'edit_0_0' is not healthy.", Blame.WORKER),
+        (Status.INTERNAL, "[ENGINE_FAILED] a denoising step failed", Blame.WORKER),
+        (Status.UNAVAILABLE, "in ensemble 'x', [OVERLOADED] draining", Blame.REFUSED),
+        (Status.NOT_FOUND, "[TEMPLATE_NOT_FOUND] not here", Blame.REFUSED),
+        (Status.NOT_FOUND, "Request for unknown model", Blame.REQUEST),
+        (Status.INVALID_ARGUMENT, "[INVALID_REQUEST] MASK: no", Blame.REQUEST),
+        (Status.UNIMPLEMENTED, "decoupled", Blame.REQUEST),
+        (Status.UNAVAILABLE, "[DEADLINE_EXCEEDED] late", Blame.CLIENT),
+        (Status.CANCELLED, "[CANCELLED] gone", Blame.CLIENT),
+        (Status.DEADLINE_EXCEEDED, "Deadline Exceeded", Blame.CLIENT),
+    ],
+)
+def test_whose_failure_it_is(status: Status, details: str, blame: Blame):
+    assert Failure(status, details).blame is blame
+
+
+def test_statistics_are_summed_by_model():
+    def one(count: int, last: int, name: str = "edit") -> pb.ModelStatisticsResponse:
+        stats = pb.ModelStatistics(
+            name=name, version="1", inference_count=count, last_inference=last
+        )
+        stats.inference_stats.success.count = count
+        stats.inference_stats.success.ns = 10 * count
+        stats.response_stats["0"].success.count = count
+        return pb.ModelStatisticsResponse(model_stats=[stats])
+
+    total = summed([one(2, 50), one(3, 40), one(9, 90, "denoiser")], ("edit",))
+    (stats,) = total.model_stats
+    assert (stats.inference_count, stats.last_inference) == (5, 50)
+    assert (stats.inference_stats.success.count, stats.inference_stats.success.ns) == (5, 50)
+    assert stats.response_stats["0"].success.count == 5
+    told = values_of(total)["model_stats"][0]
+    assert told["inference_stats"]["success"] == {"count": 5, "ns": 50}
+    assert told["last_inference"] == 50
+
+
+TENSORS = {"IMAGE": b"\x89PNG", "MASK": b"\xff\x00", "PROMPT": "é".encode(), "SETTINGS": b"{}"}
+
+
+def binary_body(**request: object) -> tuple[bytes, int]:
+    inputs = []
+    tail = b""
+    for name, value in TENSORS.items():
+        raw = struct.pack("<I", len(value)) + value
+        inputs.append(
+            {
+                "name": name,
+                "datatype": "BYTES",
+                "shape": [1],
+                "parameters": {"binary_data_size": len(raw)},
+            }
+        )
+        tail += raw
+    head = msgspec.json.encode({"inputs": inputs, **request})
+    return head + tail, len(head)
+
+
+def test_the_binary_extension_there_and_back():
+    body, head = binary_body(id="7", outputs=[{"name": "META"}], parameters={"a": 1, "b": "x"})
+    message, wanted = infer_request("edit", "1", body, head)
+    assert [raw[4:] for raw in message.raw_input_contents] == list(TENSORS.values())
+    assert (message.id, message.model_version) == ("7", "1")
+    assert (message.parameters["a"].int64_param, message.parameters["b"].string_param) == (1, "x")
+    assert not wanted.is_binary("META")
+    call = make_edit_call(message, len(body))
+    assert (call.image, call.mask) == (TENSORS["IMAGE"], TENSORS["MASK"])
+    response = pb.ModelInferResponse(model_name="edit", model_version="1", id="7")
+    for name, value in (("IMAGE", b"\xff\xfe"), ("META", b'{"a":1}')):
+        response.outputs.add(name=name, datatype="BYTES", shape=[1])
+        response.raw_output_contents.append(struct.pack("<I", len(value)) + value)
+    wanted.binary["IMAGE"] = True
+    content, length = infer_response(response.SerializeToString(), wanted)
+    told = msgspec.json.decode(content[:length])
+    assert told["outputs"][1]["data"] == ['{"a":1}']
+    assert told["outputs"][0]["parameters"] == {"binary_data_size": 6}
+    assert content[length:] == struct.pack("<I", 2) + b"\xff\xfe"
+    wanted.binary["IMAGE"] = False
+    with pytest.raises(InvalidRequest, match="output_encoding"):
+        infer_response(response.SerializeToString(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("body", "head", "named"),
+    [
+        (b"[" * 100_000, None, "body"),
+        (b'{"inputs":' + b"[" * 100_000, None, "body"),
+        (b'{"x":' + b'{"x":' * 100_000, None, "body"),
+        (b"\xff", None, "body"),
+        (b"{}", None, "body"),
+        (b'{"inputs":[]}', 99, "Inference-Header-Content-Length"),
+        (b'{"inputs":[]}tail', 13, "body"),
+        (b'{"inputs":[{"name":"A","datatype":"FP32","shape":[1],"data":[]}]}', None, "A.datatype"),
+        (b'{"inputs":[{"name":"A","datatype":"BYTES","shape":[1]}]}', None, "A.data"),
+        (b'{"inputs":[{"name":"A","datatype":"BYTES","shape":[1],"data":[1]}]}', None, "body"),
+        (
+            b'{"inputs":[{"name":"A","datatype":"BYTES","shape":[1],"parameters":'
+            b'{"binary_data_size":5}}]}',
+            None,
+            "binary_data_size",
+        ),
+        (
+            b'{"inputs":[{"name":"A","datatype":"BYTES","shape":[1],"parameters":'
+            b'{"shared_memory_region":"x"}}]}',
+            None,
+            "A",
+        ),
+    ],
+    ids=range(12),
+)
+def test_bodies_that_are_refused(body: bytes, head: int | None, named: str):
+    with pytest.raises(InvalidRequest) as refused:
+        infer_request("edit", "", body, head)
+    assert refused.value.message.partition(":")[0].endswith(named)
+
+
+def test_generate_makes_tensors_of_inputs_and_parameters_of_the_rest():
+    body = b'{"id":"3","PROMPT":["p"],"MASK":"m","more":1.5,"parameters":{"x":true}}'
+    message = generate_request("edit", "", body, list(TENSORS))
+    assert {
+        t.name: raw[4:] for t, raw in zip(message.inputs, message.raw_input_contents, strict=True)
+    } == {
+        "PROMPT": b"p",
+        "MASK": b"m",
+    }
+    assert message.id == "3"
+    assert message.parameters["more"].double_param == 1.5
+    assert message.parameters["x"].bool_param
+    for bad in (b'{"PROMPT":1}', b'{"x":[1]}', b"[]", b'{"parameters":3}', b"{" * 100_000):
+        with pytest.raises(InvalidRequest):
+            generate_request("edit", "", bad, list(TENSORS))
+    response = pb.ModelInferResponse(model_name="edit", model_version="1")
+    response.outputs.add(name="META", datatype="BYTES", shape=[1])
+    response.raw_output_contents.append(struct.pack("<I", 2) + b"{}")
+    told = msgspec.json.decode(generate_response(response))
+    assert told == {"model_name": "edit", "model_version": "1", "META": "{}"}
+
+
+def message_of(tensors: dict[str, bytes], model: str = "edit") -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest(model_name=model)
+    for name, value in tensors.items():
+        message.inputs.add(name=name, datatype="BYTES", shape=[1])
+        message.raw_input_contents.append(struct.pack("<I", len(value)) + value)
+    return message
+
+
+def settings_of(encoded: bytes) -> dict[str, object]:
+    message = pb.ModelInferRequest.FromString(encoded)
+    names = [tensor.name for tensor in message.inputs]
+    raw = message.raw_input_contents[names.index("SETTINGS")]
+    settings: dict[str, object] = msgspec.json.decode(raw[4:])
+    return settings
+
+
+def test_a_second_try_is_the_same_edit_with_what_is_left_of_its_time():
+    message = message_of({**TENSORS, "SETTINGS": b'{"deadline_ms":60000}'})
+    call = make_edit_call(message, 1)
+    first = settings_of(call.encoded())
+    call.arrival -= 10.0
+    second = settings_of(call.encoded())
+    assert first["seed"] == second["seed"] is not None
+    assert first["request_id"] == second["request_id"] == call.request_id
+    assert second["deadline_ms"] in range(49_000, 50_001)
+    kept = make_edit_call(message_of({**TENSORS, "SETTINGS": b'{"seed":5,"request_id":"x"}'}), 1)
+    assert settings_of(kept.encoded()) == {"seed": 5, "request_id": "x"}
+
+
+def test_contents_that_are_not_raw_are_read_and_written_too():
+    message = pb.ModelInferRequest(model_name="edit")
+    for name, value in TENSORS.items():
+        message.inputs.add(name=name, datatype="BYTES", shape=[1]).contents.bytes_contents.append(
+            value
+        )
+    call = make_edit_call(message, 1)
+    assert call.mask == TENSORS["MASK"]
+    sent = pb.ModelInferRequest.FromString(call.encoded())
+    assert b"seed" in sent.inputs[3].contents.bytes_contents[0]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [{}, {"IMAGE": b""}, {**TENSORS, "SETTINGS": b""}],
+    ids=["none", "some", "empty settings"],
+)
+def test_requests_of_another_form_go_on_as_they_are(tensors: dict[str, bytes]):
+    message = message_of(tensors)
+    if len(tensors) == 4:
+        message.raw_input_contents[3] = b"\x09\0\0\0"  # says more than it has
+    before = message.SerializeToString()
+    call = make_edit_call(message, 1)
+    assert call.settings is None
+    assert call.encoded() == before
+
+
+def test_what_would_end_a_worker_or_is_not_for_clients_is_refused():
+    with pytest.raises(InvalidRequest, match="ModelInferRequest"):
+        parse_request(b"\xff\xff")
+    with pytest.raises(InvalidRequest, match="edit_stream"):
+        check_request(message_of(TENSORS, "denoiser"))
+    message = message_of(TENSORS)
+    message.outputs.add(name="META").parameters["classification"].int64_param = 1
+    with pytest.raises(InvalidRequest, match="classification"):
+        check_request(message)
+    message = message_of(TENSORS)
+    message.inputs[0].parameters["shared_memory_region"].string_param = "x"
+    with pytest.raises(InvalidRequest, match="shared memory"):
+        check_request(message)
+
+
+def test_configuration_from_a_file_and_over_it(tmp_path: Path):
+    file = tmp_path / "router.toml"
+    file.write_text(
+        'name = "front"\n[workers]\naddresses = ["a:1", "dns:b:2"]\n[limits]\nmax_pixels = 4096\n'
+    )
+    config = load_router_config(str(file), listen={"http_port": 0})
+    assert config.workers.addresses == ("a:1", "dns:b:2")
+    assert (config.name, config.limits.max_pixels, config.listen.http_port) == ("front", 4096, 0)
+    assert load_router_config(None) == RouterConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[admission]\nmax_edit = 1", "max_edit"),
+        ("[admission]\nmax_edits = 0", "admission.max_edits"),
+        ('[workers]\naddresses = ["a"]', "addresses"),
+        ('[routing]\npolicy = "best"', "policy"),
+        ('[listen]\ntls_key = "x"', "tls_cert"),
+        ("[limits]\nmax_pixels = 1", "max_pixels"),
+        ('[[keys]]\nname = "a"\nsha256 = "short"', "keys"),
+        ("[", "TOML"),
+    ],
+)
+def test_configuration_that_is_refused_names_the_key(tmp_path: Path, text: str, named: str):
+    file = tmp_path / "router.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=named.replace("[", r"\[")):
+        load_router_config(str(file))
