@@ -55,7 +55,7 @@ class ModelConfig:
     num_inference_steps: int = _opt(28, "Default steps.", low=1, high=1000)
     guidance_scale: float = _opt(30.0, "Default embedded guidance.", low=0.0, high=1000.0)
     mask_ring: int = _opt(
-        0, "Default tokens round the mask that a cached edit computes too.", low=0, high=64
+        1, "Default tokens round the mask that a cached edit computes too.", low=0, high=64
     )
     torch_threads: int = _opt(0, "CPU threads of the denoiser; 0: all.", low=0, high=1024)
 
@@ -101,15 +101,32 @@ class CacheConfig:
     enabled: bool = _opt(True, "Whether templates are primed and cached rows served.")
     budget_bytes: int = _opt(2 * 2**30, "Bytes of entries kept in memory.", low=0, high=2**50)
     entry_kind: str = _opt("kv", "What is kept per block: `kv` or `h`.", of=("kv", "h"))
-    entry_format: str = _opt("int8", "Storage of entries.", of=("model", "int8", "float8", "int4"))
+    entry_format: str = _opt("int4", "Storage of entries.", of=("model", "int8", "float8", "int4"))
     stride: int = _opt(
-        7, "Every so many steps of the priming schedule is an anchor.", low=1, high=1000
+        1000,
+        "So many steps of the priming schedule share an anchor; as many as it has, or more: one "
+        "serves all.",
+        low=1,
+        high=1000,
     )
     dense_above_ratio: float = _opt(
         0.9, "Mask ratio from which a row runs dense even on a hit.", low=0.0, high=1.0
     )
     priming_share: float = _opt(
         0.25, "Share of steps that priming may take from live rows.", low=0.0, high=1.0
+    )
+    audit_share: float = _opt(
+        0.0,
+        "Share of cached edits that are made again without the cache, when the engine has nothing "
+        "else to do, and compared.",
+        low=0.0,
+        high=1.0,
+    )
+    audit_limit: float = _opt(
+        0.25,
+        "Difference of such an edit, relative, beyond which its template runs dense from then on.",
+        low=0.0,
+        high=100.0,
     )
 
 

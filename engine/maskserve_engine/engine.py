@@ -25,6 +25,7 @@ from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.job import Conditioning, EditJob, Failed, Sink
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.price_list import PRICED, PriceList
+from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.revision import model_revision
@@ -66,12 +67,13 @@ class Engine:
             prompt or PromptFile(runtime).read,
         )
         self._output = OutputThread()
-        self.manager = RequestManager(config, adapter, self.cache, self._output)
+        self.observations = Observations()
+        self.audits = Audits(config.cache, self.observations)
+        self.manager = RequestManager(config, adapter, self.cache, self.audits, self._output)
         self.counters = new_counters()
         self._publisher = StatusPublisher(
             config, adapter.facts, prices, self.manager, self.cache, self.counters
         )
-        self.observations = Observations()
         self._step_runner = StepRunner(
             config, adapter, self.manager, self._output, self.counters, self.observations
         )
@@ -130,7 +132,12 @@ class Engine:
         )
 
     def templates(self) -> Future[list[dict[str, object]]]:
-        return self.ask(self.cache.templates)
+        """What is held of each template, and what is known of its drift."""
+        return self.ask(
+            lambda: [
+                {**held, **self.audits.of(str(held["key"]))} for held in self.cache.templates()
+            ]
+        )
 
     def prime(self, job: EditJob) -> Future[str]:
         """Prime a template in the background: `primed`, `priming`, or `absent` if it cannot be."""

@@ -48,7 +48,7 @@ class PriceList:
             FORMATS[dtype if cache.entry_format == "model" else cache.entry_format],
             text=config.model.max_sequence_length,
             anchors=-(-config.model.num_inference_steps // cache.stride),
-            steps_per_anchor=cache.stride,
+            steps_per_anchor=min(cache.stride, config.model.num_inference_steps),
         )
         """Prices with FLOPs in place of seconds of computation."""
         self._samples: deque[tuple[float, float]] = deque(maxlen=_WINDOW)

@@ -83,7 +83,11 @@ class StatusPublisher:
         status.running, status.waiting = self._manager.rows()
         status.templates = {"device": cache.template_ids()}
         status.tier_bytes = {"device": cache.store.nbytes}
-        status.counters = {**self._counters, **cache.counters()}
+        status.counters = {
+            **self._counters,
+            **cache.counters(),
+            **self._manager.audits.counters(),
+        }
         self._writer.write(status)
 
     def _measure(self, prices: PriceList) -> None:

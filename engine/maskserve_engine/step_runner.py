@@ -131,9 +131,10 @@ class StepRunner:
         computed = edit.active_tokens if cached else edit.total_tokens
         self.counters["active_tokens_total"] += edit.passes * computed
         if edit.row.step == edit.steps:
-            self.counters["edits_total"] += 1
-            self.observations.add("mask_ratio", edit.mask_ratio)
-            self.observations.add("queue_seconds", edit.admitted - edit.submitted)
+            if edit.audit is None:
+                self.counters["edits_total"] += 1
+                self.observations.add("mask_ratio", edit.mask_ratio)
+                self.observations.add("queue_seconds", edit.admitted - edit.submitted)
             self.manager.finish(edit)
         else:
             self._tell_progress(edit)

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.entry_key import Anchor, TemplateKey, cover, nearest_anchor
+from maskserve_core.contracts.entry_key import (
+    Anchor,
+    TemplateKey,
+    anchor_steps,
+    cover,
+    nearest_anchor,
+)
 from maskserve_core.errors import EngineFailed
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.engine import Engine
@@ -63,6 +69,19 @@ def test_the_nearest_anchor_within_tolerance() -> None:
     assert nearest_anchor(anchors, 0.9, 900.0, 0.15) == anchors[0]  # a tie: the larger sigma
     assert nearest_anchor((Anchor(0.5, 500.0, 2.0),), 0.5, 500.0, 0.15) is None
     assert nearest_anchor(anchors, 0.8, 500.0, 0.15) is None  # the model would be told otherwise
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 7, 20, 1000])
+@pytest.mark.parametrize("steps", [1, 4, 20, 28])
+def test_of_every_so_many_steps_the_middle_one_is_an_anchor(steps: int, stride: int) -> None:
+    sigmas = sorted(np.random.default_rng(steps).uniform(0, 1, steps).tolist(), reverse=True)
+    chosen = anchor_steps(sigmas, stride)
+    assert len(chosen) == -(-steps // stride)
+    for number, anchor in enumerate(chosen):
+        served = sigmas[number * stride : (number + 1) * stride]
+        farthest = [max(abs(served[0] - s), abs(served[-1] - s)) for s in served]
+        reach = max(abs(served[0] - sigmas[anchor]), abs(served[-1] - sigmas[anchor]))
+        assert reach <= min(farthest) + 1e-12  # of two steps either will do
 
 
 @pytest.mark.parametrize("tolerance", [0.05, 0.15, 0.25, 0.6])
@@ -187,7 +206,7 @@ def test_two_templates_two_prompts_two_guidances_never_meet(
     jobs = [
         job(encoder, 5, "a", cache="require"),
         job(encoder, 6, "b", cache="require"),
-        replace(job(encoder, 5, "c", cache="require"), text=other_prompt),
+        replace(job(encoder, 5, "c", cache="require"), conditioning=other_prompt),
         job(encoder, 5, "d", cache="require", guidance_scale=7.0),
     ]
     together = [edit(engine, each).latents for each in jobs]
@@ -309,7 +328,7 @@ def test_an_edit_is_not_taken_for_one_of_its_name_that_waited(
 def test_the_books_do_not_grow_with_templates_that_are_gone(
     tiny_fill: Path, encoder: Encoder
 ) -> None:
-    engine = make_engine(tiny_fill, encoder, budget_bytes=10**6)
+    engine = make_engine(tiny_fill, encoder, budget_bytes=5 * 10**5)
     edits = [job(encoder, seed, f"b{seed}", cache="require") for seed in range(20, 40)]
     for each in edits:
         edit(engine, each)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 LAYOUT_VERSION = 1
@@ -42,6 +43,22 @@ class Anchor:
     sigma: float
     timestep: float
     input_scale: float = 1.0
+
+
+def anchor_steps(sigmas: Sequence[float], stride: int) -> list[int]:
+    """Steps of a schedule whose timesteps are anchors: of every `stride` steps the one in their
+    middle, by sigma.
+
+    Args:
+        sigmas: of each step, falling.
+        stride: steps that share an anchor; the last ones may be fewer.
+    """
+    chosen = []
+    for first in range(0, len(sigmas), stride):
+        served = range(first, min(first + stride, len(sigmas)))
+        middle = (sigmas[served[0]] + sigmas[served[-1]]) / 2
+        chosen.append(min(served, key=lambda i: abs(sigmas[i] - middle)))
+    return chosen
 
 
 def cover(anchors: tuple[Anchor, ...], tolerance: float) -> tuple[Anchor, ...]:

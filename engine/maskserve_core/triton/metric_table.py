@@ -59,6 +59,7 @@ _STALL = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
 _WAIT = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _EDIT = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 _RATIO = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_DRIFT = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 0.75, 1.0)
 
 ENGINE_METRICS = {
     "running_rows": _gauge("Rows in the running batch, those that prime templates included."),
@@ -78,10 +79,18 @@ ENGINE_METRICS = {
     "cache_misses_total": _counter("Edits that wanted activations which were not there."),
     "cache_evictions_total": _counter("Templates whose activations were dropped.", "tier"),
     "cache_corrupt_total": _counter("Entries dropped because their checksum did not hold."),
+    "audits_total": _counter("Cached edits made again without the cache and compared."),
+    "cache_distrusts_total": _counter("Templates that run dense as an edit of them drifted."),
     "observations_dropped_total": _counter("Values that histograms lack, for want of room."),
     "step_seconds": _histogram("Seconds of one step of the batch, loading apart.", _STEP),
     "step_load_stall_seconds": _histogram(
         "Seconds that a step waited for cached activations; steps that read some.", _STALL
+    ),
+    "cache_drift": _histogram(
+        "Difference of cached from dense latents inside the mask, relative, of audited edits; the "
+        "first templates have histograms of their own.",
+        _DRIFT,
+        "template",
     ),
     "mask_ratio": _histogram("Active tokens over all tokens of an edit that was done.", _RATIO),
     "queue_seconds": _histogram(

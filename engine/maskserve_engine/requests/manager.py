@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
+from dataclasses import replace
 
 from maskserve_core.config import Config, model_name
+from maskserve_core.contracts.settings import PRIORITIES
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -23,8 +26,9 @@ from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 from maskserve_engine.families.adapter import Adapter, EditRow
 from maskserve_engine.job import EditJob, Failed, Final, Sink
 from maskserve_engine.output_thread import OutputThread
+from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.state import PrimingState, RequestState
-from maskserve_engine.requests.templates import TemplateCache
+from maskserve_engine.requests.templates import Route, TemplateCache
 
 _log = logging.getLogger(__name__)
 
@@ -33,9 +37,15 @@ class RequestManager:
     """Every accepted edit and every template being primed, from acceptance to its end."""
 
     def __init__(
-        self, config: Config, adapter: Adapter, cache: TemplateCache, output: OutputThread
+        self,
+        config: Config,
+        adapter: Adapter,
+        cache: TemplateCache,
+        audits: Audits,
+        output: OutputThread,
     ) -> None:
-        self.config, self.adapter, self.cache, self.output = config, adapter, cache, output
+        self.config, self.adapter, self.output = config, adapter, output
+        self.cache, self.audits = cache, audits
         self.scheduler = StepScheduler(
             config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
         )
@@ -62,6 +72,8 @@ class RequestManager:
         late = [r for r, e in self.edits.items() if e.how == "wait" and e.late(now)]
         for request_id in late:
             self.end(request_id, DeadlineExceeded("settings.deadline_ms passed while waiting"))
+        if not len(self.scheduler) and not self.draining:
+            self._audit()
         decision = self.scheduler.schedule(now)
         for ticket in decision.expired:
             self.end(ticket.request_id, DeadlineExceeded("settings.deadline_ms has passed"))
@@ -91,10 +103,20 @@ class RequestManager:
     def finish(self, edit: RequestState) -> None:
         """The row has taken its last step: answer."""
         latents = edit.row.result()
+        if edit.audit is not None:
+            self._leave(edit)
+            self.audits.judge(edit.audit, latents)
+            return
         meta = edit.final_meta(self.config.worker, model_name(self.config))
+        self._leave(edit)
+        self.output.send(edit.sink, Final(latents, meta, edit.timeline()))
+        if edit.how == "cached":
+            self.audits.offer(self.cache.key_of(edit.job), edit.job, latents)
+
+    def _leave(self, edit: RequestState) -> None:
+        """Its row has ended."""
         self.scheduler.finish(edit.request_id)
         self.edits.pop(edit.request_id)
-        self.output.send(edit.sink, Final(latents, meta, edit.timeline()))
 
     def end(self, request_id: str, error: MaskserveError) -> None:
         """Answer an edit that will not finish; its row and entries are let go."""
@@ -170,8 +192,7 @@ class RequestManager:
         """
         if self.draining:
             raise Overloaded("the worker is draining; send the edit to another or try again later")
-        route = self.cache.route(edit.job, edit.mask_ratio)
-        edit.how, edit.cache, edit.entries = route.how, route.outcome, route.entries
+        route = self._route(edit)
         if route.prime:
             self._prime(edit.job, urgent=route.how == "wait")
         priming = self.cache.priming.get(self.cache.key_of(edit.job))
@@ -187,6 +208,36 @@ class RequestManager:
             priming.waiting.append(edit.request_id)
             edit.waited = True
             self.edits[edit.request_id] = edit
+
+    def _route(self, edit: RequestState) -> Route:
+        """Decide how it runs. A template that has drifted serves those only who insist on it."""
+        settings = edit.job.request.settings
+        drift = self.audits.over_limit(self.cache.key_of(edit.job))
+        if drift is not None and settings.cache == "auto" and not settings.reproducible:
+            edit.drift, route = drift, Route("dense", "off")
+        else:
+            route = self.cache.route(edit.job, edit.mask_ratio)
+        edit.how, edit.cache, edit.entries = route.how, route.outcome, route.entries
+        return route
+
+    def _audit(self) -> None:
+        """Make a cached edit again, now that nothing else is to be done."""
+        audit = self.audits.next()
+        if audit is None:
+            return
+        request_id = f"audit:{audit.job.request.request_id}"
+        settings = replace(
+            audit.job.request.settings,
+            deadline_ms=None,
+            priority=PRIORITIES[0],
+            progress=False,
+            preview_every=0,
+        )
+        request = replace(audit.job.request, request_id=request_id, settings=settings)
+        edit = self._make_edit(replace(audit.job, request=request), sink=lambda event: None)
+        edit.audit = audit
+        with suppress(InvalidRequest):  # a client's edit has this very id
+            self._queue(edit)
 
     def _queue(self, edit: RequestState) -> None:
         self._check_id(edit)
@@ -214,8 +265,7 @@ class RequestManager:
         """Queue an edit that has waited for its template."""
         try:
             if complete:
-                route = self.cache.route(edit.job, edit.mask_ratio)
-                edit.how, edit.cache, edit.entries = route.how, route.outcome, route.entries
+                self._route(edit)
             self._queue(self._without_cache(edit) if edit.how == "wait" else edit)
         except MaskserveError as error:
             self.output.send(edit.sink, Failed(error, edit.timeline()))

@@ -13,6 +13,7 @@ from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.adapter import EditRow, PrimingRow
 from maskserve_engine.job import EditJob, Sink
+from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.templates import Priming
 from maskserve_engine.timeline import RequestTimeline
 
@@ -50,6 +51,10 @@ class RequestState:
     """Sum over its steps of the rows in the batch."""
     plans: dict[tuple[str, ...], int] = field(default_factory=dict)
     """Steps taken, by the kinds of their blocks."""
+    drift: float | None = None
+    """Of its template, where that is why it runs dense."""
+    audit: Audit | None = None
+    """A cached edit that this one makes again; it has no client."""
     said: RowStatus | None = None
     """Its status, kept from step to step."""
 
@@ -92,6 +97,7 @@ class RequestState:
             arrival=self.submitted,
             priority=self.job.request.settings.priority,
             deadline=self.deadline,
+            background=self.audit is not None,
             batch_key=self.batch_key,
         )
         return self.ticket
@@ -145,6 +151,7 @@ class RequestState:
             "template_id": request.template_id,
             "cache_bytes": {"device": self.row.loaded_bytes},
             "kinds": self.kinds(),
+            **({} if self.drift is None else {"drift": round(self.drift, 4)}),
             **self._work(self.steps),
             "timings_ms": {
                 **request.timings_ms,

@@ -1,11 +1,18 @@
 """What cached activations cost in quality, measured against diffusers' own output.
 
-Every edit of the demo model's held-out set is made by diffusers' FluxFillPipeline, by our dense
-rows, by cached rows (entry kind x format x stride), by the masked tokens alone (FlashPS Fig. 1) and
-by diffusers' FirstBlockCache at an equal saving. Writes JSON, a table, a plot of quality over bytes
-and a sheet of pictures.
+The demo model's held-out edits, class by class (demo_model/edit_classes.py), are made by diffusers'
+FluxFillPipeline, by our dense rows, by cached rows, by the masked tokens alone (FlashPS Fig. 1), by
+a crop, and by diffusers' FirstBlockCache at an equal saving. Writes JSON, a table, the error over
+the distance from the mask's rim, and a sheet of each class's worst edit.
 
-    python scripts/eval_quality.py --n 200 --json quality.json
+    python scripts/eval_quality.py --n 16 --json quality.json --sheet worst.png --rim rim.png
+
+With --frontier kinds, formats, strides and rings of cached rows are compared, against our dense
+rows, and fidelity is plotted over bytes and FLOPs on FLUX.1-dev's grid. A model with Inpaint
+semantics (train_inpaint_model.py) is held against our dense rows, too; tests hold these to
+FluxInpaintPipeline.
+
+    python scripts/eval_quality.py --frontier --n 6 --steps 12 --json frontier.json --plots .
 """
 
 from __future__ import annotations
@@ -20,107 +27,163 @@ from typing import Any
 import numpy as np
 import torch
 
+from demo_model.edit_classes import CLASSES, edits_of
 from demo_model.evaluation import run_edits
-from demo_model.scenes import held_out_edits
+from demo_model.scenes import Edit
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.quality.metrics import Picture, compare
+from maskserve_harness.quality.choices import DEFAULT, CacheChoice, frontier
+from maskserve_harness.quality.metrics import Picture, by_class, compare, rim_errors
 from maskserve_harness.quality.published import missing, published
-from maskserve_harness.quality.report import draw_sheet, plot, table
+from maskserve_harness.quality.report import draw_worst, plot_frontier, plot_rim, table
 from maskserve_harness.quality.rivals import first_block_cache
-from maskserve_harness.quality.systems import CacheChoice, Rig
+from maskserve_harness.quality.systems import Rig
 
-DEFAULT = CacheChoice("kv", "int8", 7)
+CROP_MARGIN = 2
+"""Tokens round the mask's bounding box that a crop holds."""
+
+ByClass = dict[str, list[Picture]]
 
 
-def choices(sweep: bool) -> list[CacheChoice]:
-    """The default first; with `sweep` every format by stride, and `h` entries."""
-    found = [DEFAULT]
-    if sweep:
-        for kind, formats in (
-            ("kv", ("model", "int8", "float8", "int4")),
-            ("h", ("model", "int8")),
-        ):
-            for format in formats:
-                for stride in (1, 2, 4, 7, 20):
-                    if format in ("model", "int8") or stride in (1, 4, 7):
-                        found.append(CacheChoice(kind, format, stride))
-    return list(dict.fromkeys(found))
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--n", type=int, default=16, help="edits of each class (default 16)")
+    add("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
+    add("--steps", type=int, default=20)
+    add("--model", type=Path, default=DEMO_MODEL)
+    add("--frontier", action="store_true", help="compare ways of caching, not systems")
+    add("--no-fbcache", action="store_true", help="leave FirstBlockCache out")
+    add("--threads", type=int, default=1, help="of torch; more do not help a model so small")
+    add("--json", type=Path)
+    add("--plots", type=Path, help="folder for fidelity over bytes and over FLOPs (--frontier)")
+    add("--rim", type=Path, help="PNG of the error over the distance from the mask's rim")
+    add("--sheet", type=Path, help="PNG of the worst edit of each class, by system")
+    add("--clip", type=Path, help="folder of a CLIP model, for the CLIP score")
+    add("--fid", type=Path, help="Inception weights of torch-fidelity, for FID")
+    return parser.parse_args()
+
+
+def said(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
+
+
+class Run:
+    """All systems' pictures of all classes, and what is known of the systems beside."""
+
+    def __init__(self, rig: Rig, classes: dict[str, list[Edit]]) -> None:
+        self.rig, self.classes = rig, classes
+        self.pictures: dict[str, ByClass] = {}
+        self.facts: dict[str, dict[str, Any]] = {}
+
+    def keep(self, system: str, name: str, made: list[Picture]) -> None:
+        self.pictures.setdefault(system, {})[name] = made
+
+    def make(self, choices: list[CacheChoice]) -> None:
+        """Every class by our own rows."""
+        rig = self.rig
+        for name, edits in self.classes.items():
+            jobs = rig.jobs(edits)
+            self.keep("dense", name, rig.dense(edits, jobs))
+            masked = [rig.tokens_of(job) for job in jobs]
+            self.keep("masked_tokens_alone", name, rig.alone(edits, jobs, masked))
+            ringed = [rig.tokens_of(job, DEFAULT.ring) for job in jobs]
+            self.keep("masked_tokens_and_ring_alone", name, rig.alone(edits, jobs, ringed))
+            crops = [rig.window_of(job, CROP_MARGIN) for job in jobs]
+            self.keep("crop_and_stitch", name, rig.alone(edits, jobs, crops))
+            entries = rig.entries(jobs)
+            for choice in choices:
+                self.keep(choice.name, name, rig.cached(edits, jobs, entries, choice))
+                self.facts[choice.name] = {
+                    "bytes_per_template": rig.template_bytes(choice, entries[0]),
+                    "default": choice == DEFAULT,
+                    **flux_facts(choice),
+                }
+            said(f"{name}: {len(edits)} edits by {len(choices)} caches")
+
+    def diffusers(self, pipe: Any, *, fbcache: bool) -> None:
+        """Every class by diffusers' pipeline, and by its FirstBlockCache."""
+        for name, edits in self.classes.items():
+            self.keep("diffusers", name, self._piped(pipe, edits, 8))
+        said("diffusers")
+        if not fbcache:
+            return
+        # As many dense steps' work as the default does on FLUX's grid.
+        self.pictures["first_block_cache"], threshold, saving = first_block_cache(
+            pipe,
+            lambda n: {name: self._piped(pipe, e[:n], 1) for name, e in self.classes.items()},
+            max(map(len, self.classes.values())),
+            flux_facts(DEFAULT)["flux_flop_speedup"],
+        )
+        self.facts["first_block_cache"] = {
+            "threshold": threshold,
+            "block_call_saving": round(saving, 3),
+        }
+        said("first_block_cache")
+
+    def _piped(self, pipe: Any, edits: list[Edit], batch: int) -> list[Picture]:
+        return run_edits(pipe, edits, self.rig.steps, batch, lambda done, seconds: None)
+
+    def judged(self, reference: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+        """Figures of every system, against the pictures of one of them."""
+        truth = self.pictures[reference]
+        everything = [edit for edits in self.classes.values() for edit in edits]
+
+        def flat(made: ByClass) -> list[Picture]:
+            return [picture for name in self.classes for picture in made[name]]
+
+        return {
+            system: {
+                **published(everything, flat(made), flat(truth), args.clip, args.fid),
+                **by_class(
+                    {
+                        name: compare(edits, made[name], truth[name])
+                        for name, edits in self.classes.items()
+                    }
+                ),
+                "rim_errors": rim_errors(everything, flat(made), flat(truth)),
+                **self.facts.get(system, {}),
+            }
+            for system, made in self.pictures.items()
+        }
+
+
+def flux_facts(choice: CacheChoice) -> dict[str, float]:
+    """What it comes to on FLUX.1-dev at 1024x1024, a square mask of 0.11."""
+    flops = choice.flux_flops()
+    return {
+        "flux_gib_per_template": round(choice.flux_bytes() / 2**30, 3),
+        "flux_flop_speedup": round(CacheChoice(dense_steps=1000).flux_flops() / flops, 3),
+        "flux_flops_of_no_ring": round(flops / CacheChoice().flux_flops(), 3),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--n", type=int, default=200, help="edits (default 200)")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
-    parser.add_argument("--no-sweep", action="store_true", help="only the default cache choice")
-    parser.add_argument("--no-fbcache", action="store_true", help="leave FirstBlockCache out")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="PNG of quality over bytes per template")
-    parser.add_argument("--sheet", type=Path, help="PNG of edits by system")
-    parser.add_argument("--clip", type=Path, help="folder of a CLIP model, for the CLIP score")
-    parser.add_argument("--fid", type=Path, help="Inception weights of torch-fidelity, for FID")
-    args = parser.parse_args()
-
-    from diffusers import FluxFillPipeline
-
-    edits = held_out_edits(args.n)
+    args = parse()
+    torch.set_num_threads(args.threads)
+    classes = {name: edits_of(name, args.n) for name in args.classes}
     rig = Rig(args.model, args.steps)
-    jobs = rig.jobs(edits)
-    pipe = FluxFillPipeline.from_pretrained(str(args.model))
-    pipe.set_progress_bar_config(disable=True)
+    run = Run(rig, classes)
+    run.make(frontier() if args.frontier else [DEFAULT, CacheChoice()])
+    semantics = rig.adapter.facts.semantics
+    reference = "dense" if args.frontier or semantics == "inpaint" else "diffusers"
+    if reference == "diffusers":
+        from diffusers import FluxFillPipeline
 
-    def said(what: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')}  {what}", flush=True)
-
-    said(f"{args.n} edits, {args.steps} steps: diffusers")
-    reference = run_edits(pipe, edits, args.steps, 8, lambda done, seconds: None)
-    pictures: dict[str, list[Picture]] = {"diffusers": reference}
-    facts: dict[str, dict[str, Any]] = {"diffusers": compare(edits, reference, reference).as_dict()}
-
-    def keep(name: str, made: list[Picture], **more: Any) -> None:
-        pictures[name] = made
-        facts[name] = {**compare(edits, made, reference).as_dict(), **more}
-        said(f"{name}: {facts[name]}")
-
-    keep("dense", rig.dense(edits, jobs))
-    speedup = rig.flop_speedup(jobs, "kv")
-    keep("masked_tokens_alone", rig.alone(edits, jobs))
-    entries = rig.entries(jobs)
-    for choice in choices(not args.no_sweep):
-        keep(
-            choice.name,
-            rig.cached(edits, jobs, entries, choice),
-            bytes_per_template=rig.template_bytes(choice, entries[0]),
-            flop_speedup=round(
-                rig.flop_speedup(jobs, "kv" if choice.kind == "kv" else "project"), 3
-            ),
-            default=choice == DEFAULT,
-        )
-    if not args.no_fbcache:
-        made, threshold, saving = first_block_cache(
-            pipe,
-            lambda n: run_edits(pipe, edits[:n], args.steps, 1, lambda done, seconds: None),
-            args.n,
-            speedup,
-        )
-        keep("first_block_cache", made, threshold=threshold, block_call_saving=round(saving, 3))
-
-    systems = {
-        name: {
-            **published(edits, made, reference, args.clip, args.fid),
-            **facts[name],
-        }
-        for name, made in pictures.items()
-    }
-    ratios = [float(np.mean(edit.mask)) for edit in edits]
+        pipe = FluxFillPipeline.from_pretrained(str(args.model))
+        pipe.set_progress_bar_config(disable=True)
+        run.diffusers(pipe, fbcache=not args.no_fbcache)
+    systems = run.judged(reference, args)
+    ratios = [float(np.mean(edit.mask)) for edits in classes.values() for edit in edits]
     report = {
         "command": " ".join(sys.argv),
         "date": time.strftime("%Y-%m-%d"),
         "hardware": hardware(torch.device("cpu")),
-        "edits": args.n,
+        "edits": len(ratios),
         "steps": args.steps,
+        "semantics": semantics,
         "mean_mask_ratio": round(float(np.mean(ratios)), 4),
+        "reference": reference,
         "default": DEFAULT.name,
         "note": missing(args.clip, args.fid),
         "systems": systems,
@@ -128,10 +191,13 @@ def main() -> int:
     print(table(systems))
     print(report["note"])
     if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if args.plot:
-        plot(systems, args.plot)
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.plots and args.frontier:
+        plot_frontier(systems, args.plots, semantics)
+    shown = {name: run.pictures[name] for name in run.pictures if "-" not in name}
+    shown[DEFAULT.name] = run.pictures[DEFAULT.name]
+    if args.rim:
+        plot_rim({name: systems[name]["rim_errors"] for name in shown}, args.rim)
     if args.sheet:
-        names = ["diffusers", DEFAULT.name, "masked_tokens_alone", "first_block_cache"]
-        draw_sheet(edits, {n: pictures[n] for n in names if n in pictures}, args.sheet)
+        draw_worst(classes, shown, reference, DEFAULT.name, args.sheet)
     return 0

@@ -12,85 +12,153 @@ from PIL import Image, ImageDraw
 from demo_model.scenes import Edit
 from maskserve_harness.quality.metrics import Picture
 
-_COLUMNS = ("ssim", "ssim_in_mask", "psnr_in_mask", "outside_max_abs_diff", "prompt_followed")
+_COLUMNS = (
+    ("ssim", "SSIM"),
+    ("ssim_in_mask", "SSIM in mask"),
+    ("psnr_in_mask", "PSNR in mask"),
+    ("worst_psnr_in_mask", "worst edit"),
+    ("worst_class_psnr_in_mask", "worst class"),
+    ("outside_max_abs_diff", "outside max diff"),
+    ("prompt_followed", "prompt followed"),
+    ("flux_gib_per_template", "FLUX GiB"),
+    ("flux_flops_of_no_ring", "FLUX FLOPs"),
+)
+_RIVALS = (
+    "masked_tokens_alone",
+    "masked_tokens_and_ring_alone",
+    "crop_and_stitch",
+    "first_block_cache",
+)
 
 
 def table(systems: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown table, a row per system."""
+    """Two markdown tables: a row per system, and mean and worst PSNR per class."""
     lines = [
-        "| system | SSIM | SSIM in mask | PSNR in mask | outside max diff | prompt followed "
-        "| bytes per template |",
-        "|---|---|---|---|---|---|---|",
+        "| system | " + " | ".join(title for _, title in _COLUMNS) + " |",
+        "|---" * (1 + len(_COLUMNS)) + "|",
     ]
     for name, row in systems.items():
-        cells = [f"{row[column]:.4g}" for column in _COLUMNS]
-        size = row.get("bytes_per_template")
-        cells.append(f"{size / 2**20:.2f} MiB" if size else "")
+        cells = ["" if row.get(key) is None else f"{row[key]:.4g}" for key, _ in _COLUMNS]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    classes = list(next(iter(systems.values()))["classes"])
+    lines += [
+        "",
+        "| PSNR in mask, mean / worst | " + " | ".join(classes) + " |",
+        "|---" * (1 + len(classes)) + "|",
+    ]
+    for name, row in systems.items():
+        found = [row["classes"][one] for one in classes]
+        cells = [f"{c['psnr_in_mask']:.1f} / {c['worst_psnr_in_mask']:.1f}" for c in found]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def plot(systems: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """PSNR inside the mask over bytes per template, a line per kind and format."""
+def plot_frontier(systems: Mapping[str, Mapping[str, Any]], folder: Path, semantics: str) -> None:
+    """Fidelity over bytes and over FLOPs, mean and worst class, rivals as lines."""
+    cached = {name: row for name, row in systems.items() if "flux_gib_per_template" in row}
+    for key, label, file in (
+        ("flux_gib_per_template", "GiB per FLUX.1-dev template, 1024x1024", "bytes"),
+        ("flux_flops_of_no_ring", "FLOPs at mask ratio 0.11, of today's without a ring", "flops"),
+    ):
+        _plot_over(cached, systems, key, label, folder / f"quality_{file}_{semantics}.png")
+
+
+def _plot_over(
+    cached: Mapping[str, Mapping[str, Any]],
+    systems: Mapping[str, Mapping[str, Any]],
+    key: str,
+    label: str,
+    path: Path,
+) -> None:
+    figure, panels = _pyplot().subplots(1, 2, figsize=(13, 5.5), sharex=True)
+    for axes, value, title in zip(
+        panels,
+        ("psnr_in_mask", "worst_class_psnr_in_mask"),
+        ("mean of all edits", "mean of the worst class"),
+        strict=True,
+    ):
+        for ring, colour in ((0, "tab:red"), (1, "tab:blue"), (2, "tab:green")):
+            some = {n: r for n, r in cached.items() if f"-ring{ring}" in n}
+            xs, ys = [r[key] for r in some.values()], [r[value] for r in some.values()]
+            axes.plot(xs, ys, "o", color=colour, markersize=4, label=f"ring {ring}")
+            for name, x, y in zip(some, xs, ys, strict=True):
+                short = name.replace(f"-ring{ring}", "").replace("stride", "s")
+                axes.annotate(short, (x, y), fontsize=5, xytext=(3, 2), textcoords="offset points")
+        for name in _RIVALS:
+            if name in systems:
+                at = systems[name][value]
+                axes.axhline(at, linestyle=":", linewidth=1, color="grey")
+                axes.text(
+                    0.01,
+                    at,
+                    name.replace("_", " "),
+                    transform=axes.get_yaxis_transform(),
+                    fontsize=7,
+                )
+        axes.axhline(30, linestyle="--", linewidth=1, color="black")
+        axes.set_xscale("log")
+        axes.set_xlabel(label)
+        axes.set_ylabel("PSNR inside the mask, dB")
+        axes.set_title(title, fontsize=9)
+        axes.legend(fontsize=7, loc="lower right")
+    _save(figure, path)
+
+
+def plot_rim(errors: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Error over the distance from the mask's rim, a line per system."""
+    figure, axes = _pyplot().subplots(figsize=(7, 4.5))
+    for name, found in errors.items():
+        if any(found):
+            axes.plot(range(1, len(found) + 1), found, label=name.replace("_", " "))
+    axes.set_xlabel("pixels from the mask's rim (a token is 8)")
+    axes.set_ylabel("root mean squared error, 0 to 255")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7)
+    _save(figure, path)
+
+
+def draw_worst(
+    classes: Mapping[str, Sequence[Edit]],
+    pictures: Mapping[str, Mapping[str, Sequence[Picture]]],
+    reference: str,
+    judged: str,
+    path: Path,
+) -> None:
+    """The edit of each class in which `judged` is farthest from `reference`, by every system."""
+    names = ["source", reference, *(name for name in pictures if name != reference)]
+    h, w = next(iter(classes.values()))[0].source.shape[:2]
+    sheet = Image.new("RGB", (len(names) * (w + 4), len(classes) * (h + 16) + 16), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, name in enumerate(names):
+        draw.text((i * (w + 4), 2), name[:22], fill="black")
+    for line, (kind, edits) in enumerate(classes.items()):
+        distance = [
+            float(((a.astype(float) - b)[edit.mask] ** 2).mean())
+            for edit, a, b in zip(
+                edits, pictures[judged][kind], pictures[reference][kind], strict=True
+            )
+        ]
+        number, top = int(np.argmax(distance)), 16 + line * (h + 16)
+        tiles = [_outlined(edits[number]), *(pictures[name][kind][number] for name in names[1:])]
+        for i, tile in enumerate(tiles):
+            sheet.paste(Image.fromarray(tile), (i * (w + 4), top))
+        draw.text((0, top + h + 1), f"{kind} {number}: {edits[number].prompt!r}", fill="black")
+    sheet.save(path, optimize=True)
+
+
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    groups: dict[str, list[tuple[float, float, str]]] = {}
-    for name, row in systems.items():
-        if "bytes_per_template" in row:
-            label, _, stride = name.rpartition("-stride")
-            point = (row["bytes_per_template"] / 2**20, row["psnr_in_mask"], stride)
-            groups.setdefault(label, []).append(point)
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for label, points in groups.items():
-        points = sorted(set(points))
-        axes.plot([p[0] for p in points], [p[1] for p in points], "o-", label=label, markersize=4)
-        for x, y, stride in points:
-            axes.annotate(stride, (x, y), textcoords="offset points", xytext=(3, 4), fontsize=7)
-    for name in ("masked_tokens_alone", "first_block_cache"):
-        if name in systems:
-            axes.axhline(systems[name]["psnr_in_mask"], linestyle=":", linewidth=1, color="grey")
-            axes.annotate(
-                name.replace("_", " "),
-                (axes.get_xlim()[0], systems[name]["psnr_in_mask"]),
-                fontsize=7,
-                textcoords="offset points",
-                xytext=(2, 2),
-            )
-    axes.axhline(30, linestyle="--", linewidth=1, color="black")
-    axes.set_xscale("log")
-    axes.set_xlabel("MiB per template (labels: anchor stride)")
-    axes.set_ylabel("PSNR inside the mask against diffusers, dB")
-    axes.legend(fontsize=7)
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def draw_sheet(
-    edits: Sequence[Edit], pictures: Mapping[str, Sequence[Picture]], path: Path, count: int = 16
-) -> None:
-    """The first edits, a row each: source with the mask's outline, then every system."""
-    names = ["source", *pictures]
-    h, w = edits[0].source.shape[:2]
-    count = min(count, len(edits))
-    columns = 2  # edits side by side
-    rows = -(-count // columns)
-    sheet = Image.new("RGB", (columns * len(names) * (w + 4), rows * (h + 16) + 16), "white")
-    draw = ImageDraw.Draw(sheet)
-    for number in range(count):
-        edit = edits[number]
-        left = (number % columns) * len(names) * (w + 4)
-        top = 16 + (number // columns) * (h + 16)
-        tiles = [_outlined(edit), *(made[number] for made in pictures.values())]
-        for i, (name, tile) in enumerate(zip(names, tiles, strict=True)):
-            sheet.paste(Image.fromarray(tile), (left + i * (w + 4), top))
-            if number < columns:
-                draw.text((left + i * (w + 4), 2), name[:20], fill="black")
-        draw.text((left, top + h + 1), edit.prompt, fill="black")
-    sheet.save(path, optimize=True)
+    _pyplot().close(figure)
 
 
 def _outlined(edit: Edit) -> Picture:

@@ -1,19 +1,21 @@
-"""Our ways of making an edit: dense, cached in any form, masked tokens alone."""
+"""Our ways of making an edit: dense, cached in any form, a part of the tokens alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from demo_model.scenes import Edit
 from maskserve_core.config import config_of
+from maskserve_core.contracts.entry_key import anchor_steps
 from maskserve_core.contracts.facts import load_facts
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.planning.flops import RowTokens, flux_work
+from maskserve_core.imaging.masks import active_tokens
 from maskserve_engine.cache.codec import Coded, encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
 from maskserve_engine.families.flux.adapter import FluxAdapter
@@ -21,27 +23,21 @@ from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import job_of, request_of
+from maskserve_harness.quality.choices import CacheChoice
+from maskserve_harness.quality.thinning import thinned
 
 Picture = NDArray[np.uint8]
+TokenIds = NDArray[np.int64]
 BATCH = 8
 
 
-@dataclass(frozen=True)
-class CacheChoice:
-    """One way of keeping entries."""
-
-    kind: str
-    """`kv` or `h`."""
-    format: str
-    stride: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-{self.format}-stride{self.stride}"
-
-
 class Rig:
-    """A model folder with everything that makes an edit of a prepared picture."""
+    """A model folder with everything that makes an edit of a prepared picture.
+
+    Args:
+        folder: of a FLUX model.
+        steps: of every edit.
+    """
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.config = config_of({"model": {"path": str(folder)}})
@@ -67,11 +63,11 @@ class Rig:
         pixels = self.decoder.decode(latents)
         return np.where(edit.mask[..., None], pixels, edit.source)
 
-    def run(self, rows: Sequence[FluxRow], kinds: Sequence[str]) -> None:
-        """All steps of rows with equal step counts, in batches."""
+    def run(self, rows: Sequence[FluxRow], kinds: Sequence[str], until: int | None = None) -> None:
+        """Steps of rows with equal step counts, in batches: all, or up to step `until`."""
         for first in range(0, len(rows), BATCH):
             some = list(rows[first : first + BATCH])
-            while some[0].step < some[0].steps:
+            while some[0].step < (some[0].steps if until is None else until):
                 for row in some:
                     row.load()
                 self.adapter.step(some, kinds)
@@ -103,48 +99,106 @@ class Rig:
         entries: Sequence[tuple[AnchorEntry, ...]],
         choice: CacheChoice,
     ) -> list[Picture]:
-        rows = []
-        for job, all_of_it in zip(jobs, entries, strict=True):
-            kept = all_of_it[(choice.stride - 1) // 2 :: choice.stride] or all_of_it[-1:]
-            coded = [_recode(entry, choice) for entry in kept]
-            per_step = [
-                min(coded, key=lambda e: (abs(e.anchor.sigma - sigma), -e.anchor.sigma))
-                for sigma, _ in self.adapter.sigmas(job)
-            ]
-            rows.append(self.adapter.cached_row(job, per_step, _seed(job)))
-        kind = "kv" if choice.kind == "kv" else "project"
-        self.run(rows, (kind,) * self.adapter.blocks)
+        """Edits by cached rows. Rows of fewer tokens take over from those of more: dense steps
+        first, then those with a ring, then those without.
+        """
+        coded = [_kept(each, choice) for each in entries]
+
+        def rows_with(ring: int) -> list[FluxRow]:
+            return [self._row(job, own, ring) for job, own in zip(jobs, coded, strict=True)]
+
+        with_ring = choice.ring_steps(self.steps)
+        stages: list[tuple[int, Callable[[], list[FluxRow]]]] = [
+            (choice.dense_steps, lambda: [self.adapter.dense_row(job) for job in jobs]),
+            (with_ring, lambda: rows_with(choice.ring)),
+            (self.steps, lambda: rows_with(0)),
+        ]
+        rows: list[FluxRow] = []
+        for until, make in stages:
+            if until > (rows[0].step if rows else 0):
+                made = make()
+                for row, earlier in zip(made, rows, strict=False):
+                    _take_over(row, earlier)
+                rows = made
+                parts = [thinned(row) for row in rows] if choice.thin else rows
+                self.run(parts, (choice.block_kind,) * self.adapter.blocks, until)
+                for row, part in zip(rows, parts, strict=True):
+                    row.latents, row.step = part.latents, part.step
         return self._finish_all(edits, rows)
 
-    def alone(self, edits: Sequence[Edit], jobs: Sequence[EditJob]) -> list[Picture]:
-        """Masked tokens by themselves, as if the rest did not exist (FlashPS Fig. 1, right)."""
-        whole = [self.adapter.cached_row(job, (), _seed(job)) for job in jobs]
-        parts = [replace(row, inactive=None) for row in whole]
+    def _row(self, job: EditJob, coded: Sequence[AnchorEntry], ring: int) -> FluxRow:
+        settings = replace(job.request.settings, mask_ring=ring)
+        job = replace(job, request=replace(job.request, settings=settings))
+        per_step = [
+            min(coded, key=lambda e: (abs(e.anchor.sigma - sigma), -e.anchor.sigma))
+            for sigma, _ in self.adapter.sigmas(job)
+        ]
+        return self.adapter.cached_row(job, per_step, _seed(job))
+
+    def tokens_of(self, job: EditJob, ring: int = 0) -> TokenIds:
+        """Active tokens of the edit."""
+        return active_tokens(job.edit_mask, self.adapter.facts.token_pixels, ring)
+
+    def window_of(self, job: EditJob, margin: int) -> TokenIds:
+        """Tokens of the mask's bounding box, grown by `margin` tokens."""
+        down, across = (side // self.adapter.facts.token_pixels for side in job.edit_mask.shape)
+        ys, xs = np.divmod(self.tokens_of(job), across)
+        window = np.zeros((down, across), np.bool_)
+        window[
+            max(0, ys.min() - margin) : ys.max() + margin + 1,
+            max(0, xs.min() - margin) : xs.max() + margin + 1,
+        ] = True
+        return np.flatnonzero(window)
+
+    def alone(
+        self, edits: Sequence[Edit], jobs: Sequence[EditJob], tokens: Sequence[TokenIds]
+    ) -> list[Picture]:
+        """Some tokens of each edit by themselves, as if the rest did not exist: the masked ones
+        (FlashPS Fig. 1, right), or a crop, with the noise that it has in the whole picture.
+        """
+        whole = [self.adapter.dense_row(job) for job in jobs]
+        parts = []
+        for row, ids in zip(whole, tokens, strict=True):
+            index, text = torch.from_numpy(ids), len(row.text)
+            condition = None if row.condition is None else row.condition[index]
+            parts.append(
+                replace(
+                    row,
+                    cis=torch.cat((row.cis[:text], row.cis[text:][index])),
+                    latents=row.latents[index],
+                    condition=condition,
+                    blend=None if row.blend is None else row.blend.take(index),
+                )
+            )
         self.run(parts, ())
-        for row, part in zip(whole, parts, strict=True):
-            row.latents = part.latents
-        return self._finish_all(edits, whole)
+        # Cached rows have the template's latents elsewhere.
+        done = [self.adapter.cached_row(job, (), _seed(job)) for job in jobs]
+        for row, part, ids in zip(done, parts, tokens, strict=True):
+            assert row.inactive is not None
+            row.latents = part.latents[np.searchsorted(ids, row.inactive.active.numpy())]
+        return self._finish_all(edits, done)
 
     def template_bytes(self, choice: CacheChoice, entries: tuple[AnchorEntry, ...]) -> int:
-        """Bytes that one template takes in the store."""
-        kept = entries[(choice.stride - 1) // 2 :: choice.stride] or entries[-1:]
-        return sum(_recode(entry, choice).nbytes for entry in kept)
-
-    def flop_speedup(self, jobs: Sequence[EditJob], kind: str) -> float:
-        """Dense FLOPs over cached FLOPs of all edits' steps."""
-        model = self.adapter.model
-        dense = cached = 0.0
-        for job in jobs:
-            _, h, w = job.moments.shape
-            work = flux_work(dict(model.config), h, w)
-            active = len(np.flatnonzero(_token_mask(job, self.adapter.facts.token_pixels)))
-            row = RowTokens((float(active),), float(len(job.conditioning["prompt_embeds"])))
-            dense += work.step_flops([row], "dense")
-            cached += work.step_flops([row], kind)
-        return dense / cached
+        """Bytes that one template takes in the store, its whole context kept."""
+        return sum(entry.nbytes for entry in _kept(entries, choice))
 
     def _finish_all(self, edits: Sequence[Edit], rows: Sequence[FluxRow]) -> list[Picture]:
         return [self.finish(edit, row.result()) for edit, row in zip(edits, rows, strict=True)]
+
+
+def _take_over(row: FluxRow, earlier: FluxRow) -> None:
+    """Go on where a row of the same edit with more tokens stopped."""
+    assert row.inactive is not None
+    active = row.inactive.active
+    if earlier.inactive is not None:
+        active = torch.searchsorted(earlier.inactive.active, active)
+    row.latents, row.step = earlier.latents[active].clone(), earlier.step
+
+
+def _kept(entries: tuple[AnchorEntry, ...], choice: CacheChoice) -> list[AnchorEntry]:
+    """What of a template's entries, one of each step, this choice keeps, and as it keeps it."""
+    steps = [entry.anchor.sigma for entry in entries]
+    return [_recode(entries[i], choice) for i in anchor_steps(steps, choice.stride)]
 
 
 def _recode(entry: AnchorEntry, choice: CacheChoice) -> AnchorEntry:
@@ -163,9 +217,3 @@ def _recode(entry: AnchorEntry, choice: CacheChoice) -> AnchorEntry:
 
 def _seed(job: EditJob) -> int:
     return int(job.request.pixels_id[:12], 16)
-
-
-def _token_mask(job: EditJob, side: int) -> NDArray[np.bool_]:
-    h, w = job.edit_mask.shape
-    cells = job.edit_mask.reshape(h // side, side, w // side, side)
-    return np.asarray(cells.max(axis=(1, 3)) > 127)

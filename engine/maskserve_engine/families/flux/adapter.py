@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.entry_key import Anchor, cover
+from maskserve_core.contracts.entry_key import Anchor, anchor_steps, cover
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.imaging.validation import steps_run
@@ -48,7 +48,8 @@ class FluxAdapter:
         vae_scale: the VAE's scaling_factor.
     """
 
-    anchor_tolerance = 0.25
+    anchor_tolerance = 1.0
+    """Any anchor serves any step (docs/adr/0007): how near it is to be, the stride says."""
 
     def __init__(
         self, facts: ModelFacts, model: Any, sampler: Any, vae_shift: float, vae_scale: float
@@ -100,12 +101,12 @@ class FluxAdapter:
         return [(step.sigma, step.timestep) for step in schedule.walk]
 
     def anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
-        """Every `stride`-th timestep of the schedule, each in the middle of the steps it serves,
-        and as many between them that no step of any schedule is out of reach.
+        """Of every `stride` timesteps of the schedule the one in their middle, and as many between
+        them that no step of any schedule is out of reach.
         """
-        schedule = make_schedule(self.sampler, steps, tokens)
-        chosen = range(min((stride - 1) // 2, steps - 1), steps, stride)
-        taken = (Anchor(schedule.walk[i].sigma, schedule.walk[i].timestep) for i in chosen)
+        walk = make_schedule(self.sampler, steps, tokens).walk
+        chosen = anchor_steps([step.sigma for step in walk], stride)
+        taken = (Anchor(walk[i].sigma, walk[i].timestep) for i in chosen)
         return cover(tuple(taken), self.anchor_tolerance)
 
     def dense_row(self, job: EditJob) -> FluxRow:

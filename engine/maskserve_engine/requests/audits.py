@@ -1,0 +1,151 @@
+"""A guard against drift: some cached edits are made again without the cache and compared.
+
+A sampled share of cached edits is kept with its result, and computed once more by a dense row when
+the engine has nothing else to do. The *drift* of an edit is how far the cached latents lie from the
+dense ones inside the mask: root mean square of the difference over that of the dense latents. A
+template of which one edit drifted beyond the limit runs dense from then on.
+
+Used by the engine thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maskserve_core.config import CacheConfig
+from maskserve_core.worker.logs import about
+from maskserve_core.worker.observations import Observations
+from maskserve_engine.job import EditJob
+
+_log = logging.getLogger(__name__)
+_WAITING = 8
+"""Edits kept for an idle moment; each holds its encodings and latents."""
+_REMEMBERED = 4096
+"""Templates whose drift is kept."""
+_LABELLED = 64
+"""Templates with a histogram of their own on the metrics page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """A cached edit that is to be made again."""
+
+    key: str
+    """Of its template's entries."""
+    job: EditJob
+    latents: NDArray[np.float32]
+    """[C, h, w] as the cached row ended."""
+
+
+@dataclass(slots=True)
+class _Drift:
+    """What is known of one template."""
+
+    audits: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+
+
+class Audits:
+    """Which edits are made again, and what came of it.
+
+    Args:
+        config: `[cache]`.
+        observations: where the drift of each audited edit goes.
+    """
+
+    def __init__(self, config: CacheConfig, observations: Observations) -> None:
+        self._share, self._limit = config.audit_share, config.audit_limit
+        self._observations = observations
+        self._random = random.Random()
+        self._waiting: deque[Audit] = deque(maxlen=_WAITING)
+        self._drifts: OrderedDict[str, _Drift] = OrderedDict()
+        self._labels: set[str] = set()
+        self.done = 0
+        self.distrusted = 0
+        """Templates that passed the limit."""
+
+    def offer(self, key: str, job: EditJob, latents: NDArray[np.float32]) -> None:
+        """A cached edit has ended: keep it, if the die says so; the oldest kept makes room."""
+        if self._random.random() < self._share:
+            self._waiting.append(Audit(key, job, latents))
+
+    def next(self) -> Audit | None:
+        """The edit to make again now, if there is any."""
+        return self._waiting.popleft() if self._waiting else None
+
+    def judge(self, audit: Audit, dense: NDArray[np.float32]) -> float:
+        """Book the drift of an edit; returns it.
+
+        Args:
+            audit: the edit.
+            dense: [C, h, w] its latents computed without the cache.
+        """
+        drift = drift_of(audit.latents, dense, audit.job.edit_mask)
+        held = self._drifts.setdefault(audit.key, _Drift())
+        self._drifts.move_to_end(audit.key)
+        if len(self._drifts) > _REMEMBERED:
+            self._drifts.popitem(last=False)
+        if held.largest <= self._limit < drift:
+            self.distrusted += 1
+            _log.warning(
+                "template %s: an edit drifted by %.3f, [cache] audit_limit is %.3f; its edits run "
+                "dense from now on",
+                audit.job.request.template_id,
+                drift,
+                self._limit,
+                extra=about(audit.job.request.request_id),
+            )
+        held.audits += 1
+        held.total += drift
+        held.largest = max(held.largest, drift)
+        self.done += 1
+        self._observations.add("cache_drift", drift, self._label(audit.job.request.template_id))
+        return drift
+
+    def over_limit(self, key: str) -> float | None:
+        """The largest drift of a template whose edits are not to be cached; None of any other."""
+        held = self._drifts.get(key)
+        return held.largest if held is not None and held.largest > self._limit else None
+
+    def of(self, key: str) -> dict[str, float | int | bool]:
+        """What is known of a template, for people; empty before its first audit."""
+        held = self._drifts.get(key)
+        if held is None:
+            return {}
+        return {
+            "audits": held.audits,
+            "drift_mean": round(held.total / held.audits, 4),
+            "drift_max": round(held.largest, 4),
+            "runs_dense": held.largest > self._limit,
+        }
+
+    def counters(self) -> dict[str, float]:
+        return {"audits_total": self.done, "cache_distrusts_total": self.distrusted}
+
+    def _label(self, template_id: str) -> str:
+        """The template's own label for the first ones, `other` for those to come: a page of
+        metrics must not grow with what clients send.
+        """
+        label = template_id[:12]
+        if label not in self._labels and len(self._labels) >= _LABELLED:
+            return "other"
+        self._labels.add(label)
+        return label
+
+
+def drift_of(
+    cached: NDArray[np.float32], dense: NDArray[np.float32], edit_mask: NDArray[np.uint8]
+) -> float:
+    """How far latents [C, h, w] lie apart under the mask [H, W], relative to the dense ones."""
+    _, h, w = dense.shape
+    height, width = edit_mask.shape
+    under = edit_mask.reshape(h, height // h, w, width // w).max(axis=(1, 3)) > 0
+    apart, size = (cached - dense)[:, under], dense[:, under]
+    return float(np.sqrt(np.square(apart).mean() / max(float(np.square(size).mean()), 1e-12)))

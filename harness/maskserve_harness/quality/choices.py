@@ -1,0 +1,112 @@
+"""Ways to keep and use entries, and what each would cost on FLUX.1-dev at 1024x1024."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_core.planning.flops import ModelWork, RowTokens, flux_work
+from maskserve_harness.benchmarks.models import FLUX_DEV
+
+FLUX_STEPS = 28
+FLUX_TEXT = 512
+ONE_ANCHOR = 1000
+"""A stride as long as any schedule: one anchor in its middle."""
+THIN_KEPT = 0.3
+"""Share of inactive tokens that a thinned context keeps on FLUX's grid, about: a quarter, and those
+beside the mask."""
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """One way of keeping entries and of using them."""
+
+    kind: str = "kv"
+    """`kv` or `h`."""
+    format: str = "int8"
+    stride: int = 7
+    ring: int = 0
+    """Tokens computed round the mask."""
+    ring_share: float = 1.0
+    """Of the steps, from the first one on, in which the ring is computed."""
+    dense_steps: int = 0
+    """First steps that compute every token, as a dense row does."""
+    thin: bool = False
+    """Whether only tokens near the mask and every fourth of the others are attended to, these for
+    four each."""
+
+    @property
+    def name(self) -> str:
+        stride = "one" if self.stride >= ONE_ANCHOR else f"stride{self.stride}"
+        parts = [f"{self.kind}-{self.format}-{stride}-ring{self.ring}"]
+        if self.ring_share < 1:
+            parts.append(f"first{self.ring_share:.0%}")
+        if self.dense_steps:
+            parts.append(f"dense{self.dense_steps}")
+        if self.thin:
+            parts.append("thin")
+        return "-".join(parts)
+
+    @property
+    def block_kind(self) -> str:
+        """What a plan calls a block that reads such entries."""
+        return "kv" if self.kind == "kv" else "project"
+
+    def ring_steps(self, steps: int) -> int:
+        """Of so many steps, those that compute the ring."""
+        return round(self.ring_share * steps) if self.ring else 0
+
+    def flux_bytes(self) -> float:
+        """Of one template of FLUX.1-dev at 1024x1024 and 28 steps."""
+        form = FORMATS["bfloat16" if self.format == "model" else self.format]
+        anchors = math.ceil(FLUX_STEPS / self.stride)
+        kept = THIN_KEPT if self.thin else 1.0
+        return kept * anchors * entry_bytes(_flux(), self.kind, form)
+
+    def flux_flops(self, mask_ratio: float = 0.11) -> float:
+        """Of an edit with a square mask on FLUX.1-dev at 1024x1024, per step; counted."""
+        work = _flux()
+        grid = math.isqrt(work.tokens[0])
+        side = round(math.sqrt(mask_ratio) * grid)
+        total = 0.0
+        for step in range(FLUX_STEPS):
+            if step < self.dense_steps:
+                row = RowTokens((float(work.tokens[0]),), FLUX_TEXT)
+                total += work.step_flops([row], "dense")
+                continue
+            ring = self.ring if step < self.ring_steps(FLUX_STEPS) else 0
+            active = float(min(grid, side + 2 * ring) ** 2)
+            seen = work
+            if self.thin:  # fewer keys
+                keys = active + THIN_KEPT * (work.tokens[0] - active)
+                seen = replace(work, tokens=(round(keys),))
+            total += seen.step_flops([RowTokens((active,), FLUX_TEXT)], self.block_kind)
+        return total / FLUX_STEPS
+
+
+def _flux() -> ModelWork:
+    return flux_work(FLUX_DEV, 128, 128)
+
+
+DEFAULT = CacheChoice("kv", "int4", ONE_ANCHOR, 1)
+"""As `[cache]` and `[model] mask_ring` have it."""
+
+
+def frontier() -> list[CacheChoice]:
+    """The default first, and what it was chosen from."""
+    found = [DEFAULT]
+    for ring in (0, 1, 2):
+        for kind, form, strides in (
+            ("kv", "model", (1,)),
+            ("kv", "int8", (7, ONE_ANCHOR)),
+            ("kv", "int4", (4, 7, 14, ONE_ANCHOR)),
+            ("h", "int4", (7, ONE_ANCHOR)),
+        ):
+            found += [CacheChoice(kind, form, stride, ring) for stride in strides]
+    one = CacheChoice("kv", "int4", ONE_ANCHOR, 1)
+    for share in (0.3, 0.5):
+        found += [replace(one, ring=ring, ring_share=share) for ring in (1, 2)]
+    found += [replace(one, dense_steps=steps) for steps in (1, 2, 4)]
+    found += [replace(one, ring=0, dense_steps=2), replace(one, thin=True)]
+    return list(dict.fromkeys(found))

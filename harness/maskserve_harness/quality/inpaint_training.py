@@ -1,0 +1,112 @@
+"""Make a demo model with Inpaint semantics of the one with Fill's, for eval_quality.
+
+A Fill model that is told to repaint everything is a text-to-image model: the picture behind the
+mask is blank and the mask is full, the same for every token. So what these channels add in the
+embedder is a constant, which its bias can hold: the start. It is then trained for some minutes on
+whole pictures and their prompts.
+
+    python scripts/train_demo_model.py --minutes 0 --out /tmp/unused   # draws the samples
+    python scripts/train_inpaint_model.py --minutes 25 --out build/demo-inpaint
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, FluxFillPipeline, FluxTransformer2DModel
+
+from demo_model.attention import MatmulAttention
+from demo_model.data import read_part
+from demo_model.sampler import Sampler, encode_prompts
+from demo_model.transformer import optimisers, sample_times
+from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
+
+TOKENS_PER_BATCH = 3072
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--model", type=Path, default=DEMO_MODEL, help="with Fill's")
+    add("--data", type=Path, default=CHECKOUT / ".cache/demo-train/data", help="drawn samples")
+    add("--out", type=Path, required=True, help="folder to write")
+    add("--minutes", type=float, default=25)
+    add("--rate", type=float, default=1e-3, help="peak learning rate")
+    return parser.parse_args()
+
+
+def without_channels(fill: FluxTransformer2DModel, vae: AutoencoderKL) -> FluxTransformer2DModel:
+    """The text-to-image model that `fill` is when everything is masked."""
+    channels = fill.config.out_channels  # of latents as tokens
+    side = 8 * 2 ** (len(vae.config.block_out_channels) - 1)
+    blank = vae.encode(torch.zeros(1, 3, side, side)).latent_dist.mode()[0, :, 2:4, 2:4]
+    latents = ((blank - vae.config.shift_factor) * vae.config.scaling_factor).reshape(-1)
+    full = torch.ones(fill.config.in_channels - 2 * channels)
+    old = fill.x_embedder
+    new = torch.nn.Linear(channels, old.out_features)
+    new.weight.copy_(old.weight[:, :channels])
+    new.bias.copy_(old.bias + old.weight[:, channels:] @ torch.cat((latents, full)))
+    fill.x_embedder = new
+    fill.register_to_config(in_channels=channels, out_channels=None)
+    return fill
+
+
+def train(model: FluxTransformer2DModel, sampler: Sampler, seconds: float, rate: float) -> None:
+    """Flow matching on whole pictures, a linear decay of the rate."""
+    generator = torch.Generator().manual_seed(1)
+    opts = optimisers(model, rate)
+    model.train().requires_grad_(True)
+    model.set_attn_processor(MatmulAttention())
+    begin, step, losses = time.monotonic(), 0, []
+    while (progress := (time.monotonic() - begin) / seconds) < 1:
+        kind = ("plain", "relations", "structures")[step % 3]
+        batch = sampler.draw(TOKENS_PER_BATCH, kind, None)
+        times = sample_times(len(batch.clean), generator)
+        noise = torch.randn(batch.clean.shape, generator=generator)
+        mixed = batch.clean + times[:, None, None] * (noise - batch.clean)
+        with torch.autocast("cpu", torch.bfloat16):
+            velocity = model(
+                hidden_states=mixed,
+                timestep=times,
+                pooled_projections=batch.pooled,
+                encoder_hidden_states=batch.prompt,
+                txt_ids=batch.text_ids,
+                img_ids=batch.ids,
+                return_dict=False,
+            )[0]
+        loss = (velocity.float() - (noise - batch.clean)).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = rate * min(1.0, (step + 1) / 30) * (1 - progress)
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        step += 1
+        losses.append(loss.item())
+        if step % 20 == 0:
+            print(f"{progress:6.1%} step {step} loss {sum(losses[-20:]) / 20:.4f}", flush=True)
+
+
+def main() -> int:
+    args = parse()
+    torch.set_num_threads(1)
+    pipe = FluxFillPipeline.from_pretrained(args.model)
+    parts = [read_part(done.parent) for done in sorted(args.data.glob("*/done"))]
+    if not parts:
+        raise SystemExit(f"--data: no samples in {args.data}; train_demo_model.py draws them")
+    with torch.no_grad():
+        sampler = Sampler(parts, encode_prompts(pipe), seed=1)
+        model = without_channels(pipe.transformer, pipe.vae)
+    train(model, sampler, 60 * args.minutes, args.rate)
+    shutil.copytree(args.model, args.out, ignore=shutil.ignore_patterns("transformer"))
+    index = args.out / "model_index.json"
+    values = json.loads(index.read_text(encoding="utf-8"))
+    index.write_text(json.dumps({**values, "_class_name": "FluxInpaintPipeline"}, indent=1) + "\n")
+    model.save_pretrained(args.out / "transformer")
+    return 0

@@ -1,0 +1,43 @@
+"""Thinned context: of the tokens outside, those near the mask and a quarter of the others.
+
+A far token that is kept stands for the four it replaces: log 4 on its logits, which is what its
+key and value standing there four times come to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from maskserve_engine.families.flux.rows import FluxRow
+
+NEAR = 2
+"""Tokens from a computed one within which everything is kept."""
+STANDS_FOR = 4
+
+
+def thinned(row: FluxRow) -> FluxRow:
+    """A cached row like `row` that attends to fewer tokens; steps and latents are its own."""
+    held = row.inactive
+    if held is None:  # a dense row attends to all there are
+        return row
+    across = row.grid[1]
+    outside = held.index.numpy()
+    ys, xs = np.divmod(outside, across)
+    active_ys, active_xs = np.divmod(held.active.numpy(), across)
+    apart = np.maximum(
+        np.abs(ys[:, None] - active_ys[None]), np.abs(xs[:, None] - active_xs[None])
+    ).min(axis=1)
+    near = np.flatnonzero(apart <= NEAR)
+    far = np.flatnonzero((apart > NEAR) & (ys % 2 == 0) & (xs % 2 == 0))
+    chosen = torch.from_numpy(np.concatenate((near, np.repeat(far, STANDS_FOR))))
+    fewer = replace(
+        held,
+        index=held.index[chosen],
+        template=held.template.take(chosen),
+        cis=held.cis[chosen],
+        loaded=None,
+    )
+    return replace(row, inactive=fewer)
