@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 compare(client, image, options, result)
             print("stopping the server", flush=True)
         show(options.out, upright(image, "RGB"), upright(options.mask, "L"), result)
+        print("next: .venv/bin/maskserve serve --model assets/models/demo", flush=True)
     except (ServeError, MaskserveError, DemoFailed, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1

@@ -31,6 +31,9 @@ class AsyncClient:
         url: host:port of the gRPC endpoint.
         credentials: for TLS; None speaks plain text.
         headers: metadata sent with every call, such as an API key.
+
+    Raises:
+        InvalidRequest: `url` is an HTTP address.
     """
 
     def __init__(
@@ -40,12 +43,12 @@ class AsyncClient:
         credentials: grpc.ChannelCredentials | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self._url = url
+        self._url = wire.address(url)
         self._metadata = tuple((headers or {}).items())
         self._channel = (
-            grpc.aio.insecure_channel(url, wire.CHANNEL_OPTIONS)
+            grpc.aio.insecure_channel(self._url, wire.CHANNEL_OPTIONS)
             if credentials is None
-            else grpc.aio.secure_channel(url, credentials, wire.CHANNEL_OPTIONS)
+            else grpc.aio.secure_channel(self._url, credentials, wire.CHANNEL_OPTIONS)
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 

@@ -7,6 +7,7 @@ server's fault, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import signal
 import sys
@@ -76,11 +77,23 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument(
+        "--version",
+        action="version",
+        version=f"maskserve {importlib.metadata.version('maskserve')}",
+        help="show the version and exit",
+    )
     subcommands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_edit(subcommands)
     status = subcommands.add_parser("status", help="what a worker is doing")
-    _add_common(status)
     status.set_defaults(run=commands.status)
+    cancel = subcommands.add_parser("cancel", help="withdraw edits by their request ids")
+    cancel.add_argument("ids", nargs="+", metavar="ID", help="as given by edit --request-id")
+    cancel.set_defaults(run=commands.cancel)
+    drain = subcommands.add_parser("drain", help="have a worker take no new edits")
+    drain.set_defaults(run=commands.drain)
+    for command in (status, cancel, drain):
+        _add_common(command)
     _add_templates(subcommands)
     _add_serve(subcommands)
     return top
@@ -91,7 +104,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         "--url",
         default=os.environ.get("MASKSERVE_URL", DEFAULT_URL),
         metavar="HOST:PORT",
-        help="gRPC endpoint (default: $MASKSERVE_URL, else %(default)s)",
+        help=f"gRPC address (default: $MASKSERVE_URL, else {DEFAULT_URL})",
     )
     command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
@@ -130,13 +143,27 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
 
     model = edit.add_argument_group("what to paint", "Without an option the server's default.")
-    model.add_argument("--prompt", required=True, metavar="TEXT")
+    model.add_argument("--prompt", required=True, metavar="TEXT", help="what to paint there")
     model.add_argument("--negative-prompt", metavar="TEXT", help="what to steer away from")
     model.add_argument("--seed", type=int, metavar="N", help="drawn and reported if not given")
-    model.add_argument("--steps", dest="num_inference_steps", type=int, metavar="N")
+    model.add_argument(
+        "--steps", dest="num_inference_steps", type=int, metavar="N", help="denoising steps"
+    )
     model.add_argument("--strength", type=float, metavar="X", help="share of the steps, (0, 1]")
-    model.add_argument("--guidance", dest="guidance_scale", type=float, metavar="X")
-    model.add_argument("--true-cfg", dest="true_cfg_scale", type=float, metavar="X")
+    model.add_argument(
+        "--guidance",
+        dest="guidance_scale",
+        type=float,
+        metavar="X",
+        help="how closely to follow the prompt, for models that were distilled to take this",
+    )
+    model.add_argument(
+        "--true-cfg",
+        dest="true_cfg_scale",
+        type=float,
+        metavar="X",
+        help="how strongly to steer away from the negative prompt; above 1 goes with it",
+    )
     model.add_argument("--model", metavar="NAME", help="refuse any other model")
 
     running = edit.add_argument_group("how to serve it")
@@ -157,7 +184,7 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     running.add_argument("--previews", metavar="DIR", help="write previews there; implies --stream")
     running.add_argument(
-        "--preview-every", type=int, default=4, metavar="N", help="steps between (%(default)s)"
+        "--preview-every", type=int, metavar="N", help="steps from preview to preview (default 4)"
     )
     edit.set_defaults(run=commands.edit)
 
@@ -170,17 +197,19 @@ def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentPars
     )
     actions = templates.add_subparsers(required=True, metavar="ACTION")
     add = actions.add_parser("add", help="register images; prints their ids")
-    add.add_argument("images", nargs="+", metavar="FILE")
+    add.add_argument("images", nargs="+", metavar="FILE", help="PNG, JPEG or WebP")
     add.set_defaults(run=commands.templates_add)
-    listing = actions.add_parser("ls", help="list ids")
+    listing = actions.add_parser("ls", help="list ids, and what the server keeps of each")
     listing.set_defaults(run=commands.templates_list)
     remove = actions.add_parser("rm", help="forget templates")
     remove.set_defaults(run=commands.templates_each, op="evict")
     pin = actions.add_parser("pin", help="keep the cached activations of templates")
     pin.set_defaults(run=commands.templates_each, op="pin")
-    for command in (remove, pin):
-        command.add_argument("ids", nargs="+", metavar="ID")
-    for command in (add, listing, remove, pin):
+    unpin = actions.add_parser("unpin", help="let cached activations be evicted again")
+    unpin.set_defaults(run=commands.templates_each, op="unpin")
+    for command in (remove, pin, unpin):
+        command.add_argument("ids", nargs="+", metavar="ID", help="as templates add prints it")
+    for command in (add, listing, remove, pin, unpin):
         _add_common(command)
 
 

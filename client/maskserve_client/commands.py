@@ -18,6 +18,7 @@ from maskserve_client.events import EditResult, Final, Preview, Progress
 from maskserve_core.errors import EngineFailed, InvalidRequest
 
 _FORMATS = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
+_PREVIEW_EVERY = 4
 _SETTINGS = (
     "mask_mode",
     "mask_dilate",
@@ -65,7 +66,9 @@ def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     settings = {name: value for name, value in given.items() if value is not None}
     settings["output_format"] = _FORMATS[out.suffix.lower()]
     if options.previews:
-        settings["preview_every"] = options.preview_every
+        settings["preview_every"] = options.preview_every or _PREVIEW_EVERY
+    elif options.preview_every is not None:
+        raise InvalidRequest("--preview-every", "goes with --previews", "--previews DIR beside it")
     return settings
 
 
@@ -166,6 +169,28 @@ def _show_worker(name: str, values: dict[str, Any]) -> None:
         print(f"{tier:8} {len(ids)} templates, {held / 2**20:.1f} MiB")
 
 
+def cancel(options: argparse.Namespace) -> None:
+    """`maskserve cancel`."""
+    with Client(options.url) as client:
+        withdrawn = {name: client.cancel(name) for name in options.ids}
+    if options.json:
+        print(json.dumps(withdrawn))
+    else:
+        for name in (name for name, done in withdrawn.items() if done):
+            print(f"cancelled {name}")
+    unknown = [name for name, done in withdrawn.items() if not done]
+    if unknown:
+        raise InvalidRequest("ID", f"no edit in flight has it: {', '.join(unknown)}")
+
+
+def drain(options: argparse.Namespace) -> None:
+    """`maskserve drain`."""
+    with Client(options.url) as client:
+        values = client.control("drain")
+    left = values["in_flight"]
+    print(json.dumps(values) if options.json else f"takes no new edits; {left} in flight")
+
+
 def templates_add(options: argparse.Namespace) -> None:
     """`maskserve templates add`."""
     added = {}
@@ -185,12 +210,20 @@ def templates_list(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(values))
         return
-    for template in values.get("templates", []):
-        print(template["template_id"])
+    for template in values["templates"]:
+        print(f"{template['template_id']}  {_kept(template)}")
+
+
+def _kept(template: dict[str, Any]) -> str:
+    """What a server keeps of a template, in words."""
+    cached = "cached" if template["entries"] else "not cached"
+    if template["registered"]:
+        return f"registered, {cached}"
+    return f"{cached} only: register the image to edit it by this id"
 
 
 def templates_each(options: argparse.Namespace) -> None:
-    """`maskserve templates rm` and `pin`: one operation on each id."""
+    """`maskserve templates rm`, `pin` and `unpin`: one operation on each id."""
     done = []
     with Client(options.url) as client:
         for name in options.ids:

@@ -8,6 +8,8 @@ This is the one place where texts and gRPC statuses become exceptions.
 
 from __future__ import annotations
 
+import re
+
 import grpc
 
 from maskserve_core.errors import (
@@ -25,6 +27,8 @@ _PLAIN: dict[str, type[MaskserveError]] = {
     kind.code: kind
     for kind in (TemplateNotFound, Overloaded, DeadlineExceeded, Cancelled, EngineFailed)
 }
+# What gRPC says of a server that listens and does not speak it, such as Triton's HTTP port.
+_NO_GRPC = re.compile("http1.x server|Failed parsing HTTP/2|failed to connect.*Socket closed")
 
 
 class ServerUnavailable(MaskserveError):
@@ -48,6 +52,8 @@ def from_rpc(error: grpc.RpcError, url: str) -> MaskserveError:
     if f"[{split_code(text)[0]}]" in text:
         return from_text(text)
     if status is grpc.StatusCode.UNAVAILABLE:
+        if _NO_GRPC.search(text):
+            return ServerUnavailable(f"{url} does not speak gRPC; the gRPC address is wanted")
         return ServerUnavailable(f"{url}: {text}")
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"{url}: no answer within the timeout")

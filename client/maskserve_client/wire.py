@@ -33,6 +33,20 @@ CHANNEL_OPTIONS = (
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
+def address(url: str) -> str:
+    """The host:port of a gRPC address.
+
+    Raises:
+        InvalidRequest: it is an HTTP address.
+    """
+    scheme, found, rest = url.rpartition("://")
+    if found and scheme != "grpc":
+        raise InvalidRequest(
+            "url", f"{url} is not a gRPC address", f"HOST:PORT of gRPC, as {DEFAULT_URL}"
+        )
+    return rest.rstrip("/")
+
+
 def image_bytes(image: ImageInput | None) -> bytes:
     """The IMAGE or MASK tensor's bytes; empty for None.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -11,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from maskserve_serving.errors import ServeError
-from maskserve_serving.options import DEFAULT_BASE_PORT, ServeOptions
+from maskserve_serving.options import DEFAULT_BASE_PORT, MODELS, ServeOptions
 
 if TYPE_CHECKING:
     from maskserve_serving.supervisor import Supervisor
@@ -133,3 +134,18 @@ def _announce(supervisor: Supervisor) -> None:
             flush=True,
         )
     print("ready; Ctrl-C finishes accepted edits and stops", flush=True)
+    print(f"try: {_next_command(supervisor.workers[0].grpc_url)}", flush=True)
+
+
+def _next_command(grpc_url: str) -> str:
+    """An edit to try, as it can be pasted into another terminal in this folder."""
+    called = Path(sys.argv[0])
+    program = (
+        str(called) if called.name == "maskserve" else f"{sys.executable} -m maskserve_client.cli"
+    )
+    demo = MODELS.parent / "assets" / "demo"  # in a checkout
+    folder = os.path.relpath(demo) if demo.is_dir() else "."
+    return (
+        f"{program} edit --url {grpc_url} --image {folder}/source.jpg --mask {folder}/mask.png "
+        '--prompt "a red star" --out edited.png'
+    )

@@ -59,6 +59,8 @@ class FakeWorker:
     finished: threading.Event = field(default_factory=threading.Event)
     """Set when a call was answered and ended as usual."""
     templates: dict[str, bytes] = field(default_factory=dict)
+    cached_only: list[str] = field(default_factory=list)
+    """Templates that were seen in edits and never registered."""
 
     def get(self, template_id: str) -> bytes | None:
         return self.templates.get(template_id)
@@ -186,14 +188,21 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
             case {"op": "status"}:
                 return json.dumps(STATUS).encode()
             case {"op": "templates"}:
-                listed = [{"template_id": name} for name in sorted(self.worker.templates)]
+                listed: list[dict[str, Any]] = [
+                    {"template_id": name, "registered": True, "entries": []}
+                    for name in sorted(self.worker.templates)
+                ]
+                listed += [
+                    {"template_id": name, "registered": False, "entries": [{"anchor": 0}]}
+                    for name in self.worker.cached_only
+                ]
                 return json.dumps({"templates": listed}).encode()
             case {"op": "register", "image": str(image)}:
                 decoded = decode_image(image.encode(), "OP.image", CONFIG.limits)
                 name = template_id(decoded.pixels)
                 self.worker.templates[name] = decoded.encoded
                 return json.dumps({"template_id": name}).encode()
-            case {"op": "evict" | "pin" as op, "template_id": str(name)}:
+            case {"op": "evict" | "pin" | "unpin" as op, "template_id": str(name)}:
                 if name not in self.worker.templates:
                     raise InvalidRequest("OP.template_id", "is not registered")
                 if op == "evict":
@@ -201,6 +210,8 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 return json.dumps({"template_id": name}).encode()
             case {"op": "cancel", "request_id": str(name)}:
                 return json.dumps({"cancelled": name == "in-flight"}).encode()
+            case {"op": "drain"}:
+                return json.dumps({"draining": True, "in_flight": 3}).encode()
         raise InvalidRequest("OP.op", "is not known", "status")
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import http.server
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_client.cli import main
+from maskserve_client.cli import main, parser
 from maskserve_client.commands import write_whole
 from maskserve_core.contracts.keys import template_id
 from tests.fakes.pictures import blob_mask, encode, scene
@@ -138,15 +142,41 @@ def test_templates_are_added_listed_used_and_removed(
 
     name = template_id(SOURCE)
     assert run("add", str(folder / "a.png")) == f"{name}  {folder / 'a.png'}\n"
-    assert run("ls") == f"{name}\n"
-    assert json.loads(run("ls", "--json")) == {"templates": [{"template_id": name}]}
+    assert run("ls") == f"{name}  registered, not cached\n"
+    listed = {"template_id": name, "registered": True, "entries": []}
+    assert json.loads(run("ls", "--json")) == {"templates": [listed]}
     assert run("pin", name) == f"pin {name}\n"
+    assert run("unpin", name) == f"unpin {name}\n"
     words = ["--template-id", name, "--mask", str(folder / "m.png"), "--prompt", "x"]
     assert main(["edit", "--url", worker.url, *words, "--out", str(folder / "b.png")]) == 0
     check_file(folder / "b.png")
     run("rm", name)
     assert run("ls") == ""
     assert main(["templates", "rm", name, "--url", worker.url]) == 2
+
+
+def test_a_template_that_cannot_be_named_in_an_edit_is_marked(capsys: Capture) -> None:
+    with FakeServer(cached_only=["c" * 32]) as worker:
+        assert main(["templates", "ls", "--url", worker.url]) == 0
+    assert capsys.readouterr().out == (
+        f"{'c' * 32}  cached only: register the image to edit it by this id\n"
+    )
+
+
+def test_edits_are_cancelled_by_their_ids(worker: FakeWorker, capsys: Capture) -> None:
+    assert main(["cancel", "in-flight", "--url", worker.url]) == 0
+    assert capsys.readouterr().out == "cancelled in-flight\n"
+    assert main(["cancel", "in-flight", "gone", "--url", worker.url]) == 2
+    said = capsys.readouterr()
+    assert said.out == "cancelled in-flight\n"
+    assert said.err == "maskserve: [INVALID_REQUEST] ID: no edit in flight has it: gone\n"
+    assert main(["cancel", "in-flight", "--json", "--url", worker.url]) == 0
+    assert json.loads(capsys.readouterr().out) == {"in-flight": True}
+
+
+def test_a_worker_is_drained(worker: FakeWorker, capsys: Capture) -> None:
+    assert main(["drain", "--url", worker.url]) == 0
+    assert capsys.readouterr().out == "takes no new edits; 3 in flight\n"
 
 
 # How it ends
@@ -195,6 +225,10 @@ def test_nobody_there_is_3(folder: Path, capsys: Capture) -> None:
         (["--image", "a.png", "--mask", "m.png", "--out", "no/b.png"], "there is no folder no"),
         (["--image", "a.png", "--mask", "a.png", "--out", "b.png", "--seed", "-1"], "seed"),
         (["--image", "m.png", "--mask", "t.png", "--out", "b.png"], "MASK"),
+        (
+            ["--image", "a.png", "--mask", "m.png", "--out", "b.png", "--preview-every", "2"],
+            "--preview-every: goes with --previews",
+        ),
     ],
 )
 def test_bad_input_is_2_and_says_what(
@@ -238,6 +272,50 @@ def test_help_names_the_exit_codes(capsys: Capture) -> None:
     assert "the server's fault" in text
     for command in ("edit", "status", "templates"):
         assert command in text
+
+
+def test_every_option_has_help() -> None:
+    def options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    yield from options(command)
+            else:
+                yield action
+
+    found = list(options(parser()))
+    assert len(found) > 40
+    assert [action.dest for action in found if not action.help] == []
+
+
+def test_the_version_is_told(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"maskserve \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("url", ["http://localhost:9000", "https://host/v2"])
+def test_an_http_address_is_told_apart(url: str, capsys: Capture) -> None:
+    assert main(["status", "--url", url]) == 2
+    assert f"url: {url} is not a gRPC address; accepted: HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_scheme_of_grpc_is_taken(worker: FakeWorker) -> None:
+    assert main(["status", "--url", f"grpc://{worker.url}/"]) == 0
+
+
+def test_the_port_of_http_is_told_apart(capsys: Capture) -> None:
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"127.0.0.1:{server.server_port}"
+        assert main(["status", "--url", url]) == 3
+    finally:
+        server.shutdown()
+        server.server_close()
+    said = f"maskserve: [UNAVAILABLE] {url} does not speak gRPC; the gRPC address is wanted\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
