@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ else:
 
 from maskserve_core.config import Config, ConfigError, config_of, load_config
 from maskserve_serving.errors import ServeError
+from maskserve_serving.orphans import end_orphans
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,10 @@ def hold(files: list[WorkerFiles]) -> list[int]:
     return held
 
 
-def remove_stale(base_port: int, own: list[WorkerFiles]) -> None:
-    """Remove what killed supervisors left at this base port.
+def remove_stale(
+    base_port: int, own: list[WorkerFiles], say: Callable[[str], None] = print
+) -> None:
+    """Remove what killed supervisors left at this base port, once their processes have ended.
 
     Raises:
         ServeError: another supervisor lives there; its ports are free until its models are loaded.
@@ -97,14 +101,14 @@ def remove_stale(base_port: int, own: list[WorkerFiles]) -> None:
     spared = folders_of(own)
     for parent in {_memory(), _disk()}:
         for folder in Path(parent).glob(_prefix(base_port) + "*"):
-            if folder not in spared and not _removed_unless_held(folder):
+            if folder not in spared and not _removed_unless_held(folder, say):
                 raise ServeError(
-                    f"another maskserve serve is starting at port {base_port}; "
-                    "wait for it, stop it or choose another --base-port"
+                    f"another maskserve serve runs at port {base_port}; "
+                    "stop it or choose another --base-port"
                 )
 
 
-def _removed_unless_held(folder: Path) -> bool:
+def _removed_unless_held(folder: Path, say: Callable[[str], None]) -> bool:
     """False: a living supervisor's. What is another user's is left, and in nobody's way."""
     try:
         opened = os.open(folder, os.O_RDONLY)
@@ -112,6 +116,7 @@ def _removed_unless_held(folder: Path) -> bool:
         return True
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        end_orphans(folder, say)
         shutil.rmtree(folder, ignore_errors=True)
     except BlockingIOError:
         return False

@@ -6,10 +6,15 @@ workers, so the kernel is asked to send them SIGTERM then (PR_SET_PDEATHSIG, whi
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+# Triton 2.51 puts twice a form's body on the stack of the thread that reads it, and a frame for
+# each level of nested JSON: with the usual 8 MiB a form of 4 MB kills it. This is address space:
+# what is not touched takes no memory.
+_STACK_BYTES = 512 * 2**20
 
 
 def main() -> None:
@@ -17,6 +22,12 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(parent):
         sys.exit("the supervisor died before the worker began")
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    if soft != resource.RLIM_INFINITY:
+        most = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_STACK, (max(soft, most), hard))
+    # For the models' processes (maskserve_core.worker.liveness.SERVER_PID).
+    os.environ["MASKSERVE_SERVER_PID"] = str(os.getpid())
     os.execv(program, [program, *arguments])
 
 

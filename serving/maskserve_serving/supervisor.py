@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -15,7 +16,7 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.runtime import check_packages, find_runtime
 from maskserve_serving.source import with_model
 from maskserve_serving.tracing import with_trace
-from maskserve_serving.worker import Worker, check_ports, make_workers
+from maskserve_serving.worker import Worker, check_logs, check_ports, make_workers
 
 _TICK_S = 0.2
 _PROGRESS_S = 5.0
@@ -41,6 +42,8 @@ class _Watch:
     start_at: float = 0.0
     """When to start the worker; 0 while it runs."""
     said_at: float = 0.0
+    surprise: str = ""
+    """The newest exception that nobody foresaw."""
 
 
 class Supervisor:
@@ -92,8 +95,9 @@ class Supervisor:
         self._watches = [_Watch(worker, start_at=1e-9) for worker in self.workers]
         try:
             self._held = hold(self._files())
+            remove_stale(options.base_port, self._files(), options.say)
             check_ports(self.workers)
-            remove_stale(options.base_port, self._files())
+            check_logs(self.workers)
             # One thread starts every worker and outlives them: the kernel takes the end of the
             # thread that started a process for the end of its parent (launch.py).
             self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
@@ -155,13 +159,24 @@ class Supervisor:
         while not self._closing.is_set():
             for watch in self._watches:
                 try:
-                    self._step(watch)
-                except ServeError as error:
-                    self._restart(watch, str(error))
+                    self._tend(watch)
+                except Exception:
+                    # Without this thread nothing is restarted, and nothing stops: it must outlive
+                    # a surprise.
+                    self._say_once(watch, traceback.format_exc())
             self._closing.wait(_TICK_S)
         self._looking_away.set()
         # The workers would be told that their parent died if this thread ended before them.
         self._stopped.wait()
+
+    def _tend(self, watch: _Watch) -> None:
+        try:
+            self._step(watch)
+        except ServeError as error:
+            self._restart(watch, str(error))
+        except (OSError, RuntimeError) as error:
+            # No process or thread can be had now, or no room for a file.
+            self._restart(watch, f"{type(error).__name__}: {error}")
 
     def _step(self, watch: _Watch) -> None:
         now = time.monotonic()
@@ -277,5 +292,10 @@ class Supervisor:
     def _files(self) -> list[WorkerFiles]:
         return [worker.spec.files for worker in self.workers]
 
+    def _say_once(self, watch: _Watch, surprise: str) -> None:
+        if surprise != watch.surprise:
+            watch.surprise = surprise
+            self._say(watch, surprise)
+
     def _say(self, watch: _Watch, what: str) -> None:
-        self.options.say(f"{watch.worker.name}: {what}")
+        watch.worker.say(what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 from maskserve_core.config import Config, ConfigError
@@ -19,18 +20,21 @@ class SupervisorLog:
         self._logger = logging.Logger("maskserve.supervisor")
         self._logger.addHandler(self._handler)
 
-    def open(self, config: Config) -> None:
-        """Write from now on where `[log]` of a worker says.
-
-        Raises:
-            ServeError: the file cannot be opened.
-        """
-        self.close()
+    @staticmethod
+    def check(config: Config) -> None:
+        """Raise a ServeError if the file that `[log]` names cannot be opened."""
         if config.log.file:
             try:
-                self._handler = log_handler(config.log, config.worker, "supervisor")
+                log_handler(config.log, config.worker, "supervisor").close()
             except ConfigError as error:
                 raise ServeError(str(error)) from error
+
+    def open(self, config: Config) -> None:
+        """Write from now on where `[log]` of a worker says, if that can be written."""
+        self.close()
+        if config.log.file:
+            with suppress(ConfigError):
+                self._handler = log_handler(config.log, config.worker, "supervisor")
         self._logger.handlers = [self._handler]
         self._logger.setLevel(config.log.level)
 

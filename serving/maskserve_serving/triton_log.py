@@ -1,9 +1,17 @@
-"""What a worker's log says of its start."""
+"""What a worker's Triton says: kept in its log file, and read for why it did not start."""
 
 from __future__ import annotations
 
+import os
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
+
+_KEPT_BYTES = 4 * 2**20
+_READ_BYTES = 65536
+_LAST_WORDS_S = 0.5
 
 # Triton quotes a Python model's failure as "<type>: <sentence>\n\nAt:\n  <frames>".
 _FAILED = re.compile(r"failed to load '([^']+)' version \d+: (\w+[\w ]*?): (.*)")
@@ -32,15 +40,56 @@ def failure(text: str) -> str | None:
     return _clean(errors[0]) if errors else None
 
 
-def read_log(path: Path, start: int = 0) -> str:
-    """The log from byte `start` on; empty if there is none."""
-    try:
-        with path.open("rb") as log:
-            log.seek(start)
-            return log.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 def _clean(sentence: str) -> str:
     return sentence.replace("\\n", "\n").split("\n")[0].strip().strip('"')
+
+
+class TritonLog:
+    """The output of one start of a worker, read from a pipe in a thread of its own.
+
+    A disk that is full or cannot be written is no trouble of the worker's: what cannot be written
+    is dropped, `say` hears of it once, and how much it was stands in the log as soon as it can.
+    """
+
+    def __init__(self, path: Path, pipe: IO[bytes], say: Callable[[str], None]) -> None:
+        self._path, self._pipe, self._say = path, pipe, say
+        self._file: int | None = None
+        self._dropped = 0
+        self._kept = bytearray()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="triton-log", daemon=True)
+        self._thread.start()
+
+    def text(self) -> str:
+        """What was said so far; of very much, the newest part."""
+        with self._lock:
+            return self._kept.decode("utf-8", errors="replace")
+
+    def whole_text(self) -> str:
+        """`text` once the server has ended, with its last words."""
+        self._thread.join(_LAST_WORDS_S)
+        return self.text()
+
+    def _run(self) -> None:
+        with self._pipe:
+            while said := os.read(self._pipe.fileno(), _READ_BYTES):
+                with self._lock:
+                    self._kept += said
+                    del self._kept[:-_KEPT_BYTES]
+                self._write(said)
+        if self._file is not None:
+            os.close(self._file)
+
+    def _write(self, said: bytes) -> None:
+        try:
+            if self._file is None:
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                self._file = os.open(self._path, flags, 0o666)
+            if self._dropped:
+                os.write(self._file, f"\n[{self._dropped} bytes could not be written]\n".encode())
+                self._dropped = 0
+            os.write(self._file, said)
+        except OSError as error:
+            if not self._dropped:
+                self._say(f"cannot write {self._path}: {error.strerror}; it goes on without")
+            self._dropped += len(said)

@@ -6,61 +6,35 @@ import os
 import signal
 import subprocess
 import time
-import urllib.request
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from maskserve_core.config import Config, cores
 from maskserve_core.worker.admission import Admission
-from maskserve_core.worker.liveness import Processes, Silence, signed_in_for_s
+from maskserve_core.worker.liveness import (
+    Processes,
+    Silence,
+    process_unwell,
+    signed_in_for_s,
+)
 from maskserve_core.worker.status import StatusReader
 from maskserve_serving.command import EXIT_TIMEOUT_S, command, environment, gpu_of_worker
-from maskserve_serving.files import WorkerFiles, with_values, worker_files
+from maskserve_serving.errors import ServeError
+from maskserve_serving.files import checked, with_values, worker_files
+from maskserve_serving.heartbeat import Heartbeat, says_ready
 from maskserve_serving.options import ServeOptions
-from maskserve_serving.ports import Ports, check_free
+from maskserve_serving.ports import check_free
 from maskserve_serving.runtime import Runtime
 from maskserve_serving.shm_cleanup import region_prefix, remove_regions
+from maskserve_serving.spec import Spec
 from maskserve_serving.supervisor_log import SupervisorLog
 from maskserve_serving.tracing import trace_arguments, untrace
-from maskserve_serving.triton_log import failure, loaded_models, read_log
+from maskserve_serving.triton_log import TritonLog, failure, loaded_models
 
 # A model's process signs in as the last thing it does to load; Triton hears of it at once.
 _UNHEARD_S = 30.0
 # After the last answer left a front, Triton still has to write it to its socket.
 _LAST_ANSWER_S = 0.3
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """What a worker is started with, each time."""
-
-    index: int
-    options: ServeOptions
-    runtime: Runtime
-    tables: dict[str, Any]
-    """Configuration tables with the model's local path."""
-    files: WorkerFiles
-
-    @property
-    def name(self) -> str:
-        return f"worker-{self.index}"
-
-    @property
-    def ports(self) -> Ports:
-        return Ports.of_worker(self.options.base_port, self.index)
-
-    @property
-    def log(self) -> Path:
-        """Triton's own, with what a process says before it has read its configuration."""
-        return self.options.log_dir / f"{self.name}.log"
-
-    def with_log(self, tables: dict[str, Any]) -> dict[str, Any]:
-        """`tables`, with a file for the worker's JSON lines unless they say where those go."""
-        given = tables.get("log", {})
-        if "file" in given or given.get("format", "json") != "json":
-            return tables
-        return with_values(tables, "log", file=str(self.log.with_suffix(".jsonl")))
 
 
 class Worker:
@@ -75,11 +49,13 @@ class Worker:
         self.loaded_in_s = 0.0
         """What the newest start took until the worker was ready."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0
+        self._said: TritonLog | None = None
         self._started = 0.0
         self._status = StatusReader(spec.files.status)
         self._silence = Silence()
         self._processes = Processes(spec.files.runtime)
+        self._heartbeat = Heartbeat(self.http_url)
+        self._no_beat = Silence()
 
     # What any thread may ask
 
@@ -124,7 +100,6 @@ class Worker:
             "runtime_dir": str(spec.files.runtime),
             "templates_dir": str(spec.files.templates),
         }
-        spec.log.parent.mkdir(parents=True, exist_ok=True)
         tables = with_values(spec.with_log(spec.tables), "", worker=self.name, **folders)
         self.config = spec.files.prepare(tables)
         if self.config.model.torch_threads == 0:
@@ -136,19 +111,26 @@ class Worker:
         gpu = gpu_of_worker(spec.index, spec.options.workers)
         trace = trace_arguments(self.config.trace, self.name)
         self.log.open(self.config)
-        with spec.log.open("ab") as log:
-            self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                command(spec.options, self.config, spec.runtime, spec.ports, prefix, trace),
-                env=environment(spec.runtime, spec.files.config, gpu),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # A group of its own: Ctrl-C at the terminal is for the supervisor alone, and
-                # the stub processes can be ended together with their server.
-                start_new_session=True,
-            )
+        self._process = subprocess.Popen(
+            command(spec.options, self.config, spec.runtime, spec.ports, prefix, trace),
+            env=environment(spec.runtime, spec.files.config, gpu),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # A group of its own: Ctrl-C at the terminal is for the supervisor alone, and the stub
+            # processes can be ended together with their server.
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self._said = TritonLog(spec.log, self._process.stdout, self.say)
         self._started = time.monotonic()
+
+    def say(self, what: str) -> None:
+        """Tell the person at the terminal; for any thread."""
+        try:
+            self.spec.options.say(f"{self.name}: {what}")
+        except OSError:
+            pass  # standard output is a full disk, or nobody reads it any more
 
     @property
     def loading_s(self) -> float:
@@ -156,7 +138,7 @@ class Worker:
 
     def loaded(self) -> set[str]:
         """Names of the models loaded so far."""
-        return loaded_models(self._log_text())
+        return set() if self._said is None else loaded_models(self._said.text())
 
     def ready(self) -> bool:
         """Whether Triton says that it and every model are ready."""
@@ -176,6 +158,8 @@ class Worker:
 
     def settle(self) -> str | None:
         """What is left to do once it is ready; what went wrong, in words."""
+        self._heartbeat, self._no_beat = Heartbeat(self.http_url), Silence()
+        self._heartbeat.start()
         return untrace(self.http_url) if self.config.trace.otlp_url else None
 
     def exit_reason(self) -> str | None:
@@ -184,24 +168,28 @@ class Worker:
             return None
         code = self._process.returncode
         by = f"signal {-code}" if code < 0 else f"exit code {code}"
-        why = failure(self._log_text())
+        why = None if self._said is None else failure(self._said.whole_text())
         return f"{why or f'tritonserver ended ({by})'}; the log is {self.spec.log}"
 
     def aborted(self) -> bool:
         """Whether the server ended itself by abort(), which no configuration makes it do."""
         return self._process is not None and self._process.poll() == -signal.SIGABRT
 
-    def _log_text(self) -> str:
-        return read_log(self.spec.log, self._log_start)
-
     # Health
 
     def sick(self) -> str | None:
-        """What keeps a started worker from serving, in words; None if nothing does."""
+        """What keeps a worker that was ready from serving, in words; None if nothing does."""
+        limit_s = self.config.engine.heartbeat_timeout_s
+        server = None if self.pid is None else process_unwell(self.pid)
+        if server is not None:
+            return f"tritonserver {server}"
+        silent_s = self._no_beat.silent_s(self._heartbeat.beats)
+        if silent_s > limit_s:
+            return f"tritonserver has not answered for {silent_s:.1f} s"
         status = self._status.read()
         if status is None:
             return "it has no status record"
-        hung = self._silence.too_long(status, self.config.engine.heartbeat_timeout_s)
+        hung = self._silence.too_long(status, limit_s)
         if hung is not None:
             return f"its {hung}"
         if status.state in ("failed", "stopped"):
@@ -250,6 +238,7 @@ class Worker:
 
     def kill(self) -> None:
         """End the server and its stub processes at once, and clean up; for any thread."""
+        self._heartbeat.stop()
         if self._process is None:
             return
         self.signal_group()
@@ -270,20 +259,22 @@ class Worker:
         self.spec.files.remove()
 
 
-def says_ready(http_url: str, timeout_s: float = 2.0) -> bool:
-    """Whether the Triton there, or what stands before it, answers that it is ready."""
-    try:
-        with urllib.request.urlopen(f"{http_url}/v2/health/ready", timeout=timeout_s) as answer:
-            return bool(answer.status == 200)
-    except OSError:  # urllib's errors are OSErrors
-        return False
-
-
 def make_workers(options: ServeOptions, runtime: Runtime, tables: dict[str, Any]) -> list[Worker]:
     """One worker per index, none started."""
     options = replace(options, log_dir=options.log_dir.resolve())
     files = worker_files(options.base_port, options.workers)
     return [Worker(Spec(i, options, runtime, tables, own)) for i, own in enumerate(files)]
+
+
+def check_logs(workers: list[Worker]) -> None:
+    """Raise a ServeError if a log cannot be written; later that would be no reason to stop."""
+    for spec in (worker.spec for worker in workers):
+        try:
+            spec.log.parent.mkdir(parents=True, exist_ok=True)
+            spec.log.open("ab").close()
+        except OSError as error:
+            raise ServeError(f"--log-dir: cannot write {spec.log}: {error.strerror}") from error
+        SupervisorLog.check(checked(spec.with_log(spec.tables)))
 
 
 def check_ports(workers: list[Worker]) -> None:

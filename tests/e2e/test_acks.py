@@ -18,11 +18,11 @@ import tritonclient.grpc as triton_grpc
 from maskserve_core.config import Config
 from maskserve_harness.probing.calls import tensors
 from maskserve_serving.command import command, environment
+from maskserve_serving.heartbeat import says_ready
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports, free_base_port
 from maskserve_serving.runtime import find_runtime
 from maskserve_serving.shm_cleanup import region_prefix, remove_regions
-from maskserve_serving.worker import says_ready
 
 ROOT = Path(__file__).parents[2]
 BURSTS = ROOT / "tests" / "fakes" / "bursts"

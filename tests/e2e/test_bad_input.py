@@ -187,3 +187,56 @@ def test_each_grpc_message_is_refused_by_triton(case: GrpcCase, worker: Worker) 
             stub.ModelInfer(case.request, timeout=30)
     assert caught.value.code().name == case.code, caught.value.details()
     assert case.says in caught.value.details()
+
+
+def post(worker: Worker, body: bytes, content_type: str, chunked: bool = False) -> tuple[int, Any]:
+    """Status and JSON of an answer of `edit`."""
+    address = worker.http_url.removeprefix("http://")
+    connection = http.client.HTTPConnection(address, timeout=120)
+    try:
+        chunks = (bytes([byte]) for byte in body)
+        connection.request(
+            "POST",
+            "/v2/models/edit/infer",
+            chunks if chunked else body,
+            {"Content-Type": content_type},
+            encode_chunked=chunked,
+        )
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+def json_body(size: int) -> bytes:
+    """An edit as JSON, of at least `size` bytes."""
+    inputs = plain_edit(output_encoding="base64")
+    for name in ("IMAGE", "MASK"):
+        inputs[name] = base64.b64encode(inputs[name])
+    tensors = [
+        {"name": name, "shape": [1], "datatype": "BYTES", "data": [value.decode()]}
+        for name, value in inputs.items()
+    ]
+    return json.dumps({"inputs": tensors}).encode().ljust(size)
+
+
+@pytest.mark.parametrize("megabytes", [1, 6, pytest.param(40, marks=pytest.mark.slow)])
+def test_an_edit_sent_as_a_form_is_answered(worker: Worker, megabytes: int) -> None:
+    """As by `curl -d`; Triton 2.51 puts such a body on its stack."""
+    body = json_body(megabytes * 10**6)
+    status, answer = post(worker, body, "application/x-www-form-urlencoded")
+    assert status == 200
+    assert {output["name"] for output in answer["outputs"]} == {"IMAGE", "META"}
+
+
+@pytest.mark.parametrize("levels", [100_000, 1_000_000])
+def test_deeply_nested_json_is_refused(worker: Worker, levels: int) -> None:
+    body = b'{"inputs":' + b"[" * levels + b"]" * levels + b"}"
+    status, _ = post(worker, body, "application/json")
+    assert status == 400
+
+
+@pytest.mark.slow
+def test_a_body_in_very_many_chunks_is_answered(worker: Worker) -> None:
+    status, _ = post(worker, json_body(300_000), "application/json", chunked=True)
+    assert status == 200

@@ -150,3 +150,45 @@ def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
     for number in range(4):
         said = [line["message"] for line in lines if line["model"] == f"model-{number}"]
         assert [int(text.split()[0]) for text in said] == list(range(200))
+
+
+def test_a_full_disk_costs_lines_and_nothing_else(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """/dev/full can be opened, and every write to it says that no space is left."""
+    file = tmp_path / "a.jsonl"
+    handler = log_handler(LogConfig(file=str(file)), "w", "m")
+    handler.handle(record("one"))
+    file.rename(tmp_path / "kept")
+    file.symlink_to("/dev/full")
+    for _ in range(3):
+        handler.handle(record("lost"))
+    said = capfd.readouterr().err
+    assert said == f"cannot write {file}: No space left on device; it goes on without\n"
+    file.unlink()
+    (tmp_path / "kept").rename(file)
+    handler.handle(record("two"))
+    handler.close()
+    messages = [json.loads(line)["message"] for line in file.read_text().splitlines()]
+    assert messages == ["one", "3 lines before this one could not be written", "two"]
+
+
+def test_a_file_that_cannot_be_opened_anew_is_tried_again(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    handler = log_handler(LogConfig(file=str(folder / "a.jsonl")), "w", "m")
+    folder.rename(tmp_path / "away")
+    for _ in range(2):
+        handler.handle(record("lost"))
+    folder.mkdir()
+    handler.handle(record("two"))
+    handler.close()
+    assert len((folder / "a.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_process_serves_without_its_log_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], root_log: logging.Logger
+) -> None:
+    start_log(Config(log=LogConfig(file=str(tmp_path / "none" / "a.jsonl"))), "encoder")
+    logging.getLogger("maskserve").info("heard")
+    assert json.loads(capsys.readouterr().err)["message"] == "heard"

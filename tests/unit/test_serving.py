@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -91,13 +92,6 @@ def test_what_triton_says_of_every_machine_without_a_gpu_is_no_reason() -> None:
         triton_log.failure(f"{start}error: creating server: no port\n")
         == "creating server: no port"
     )
-
-
-def test_only_the_newest_start_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "worker.log"
-    file.write_text("old\nnew\n")
-    assert triton_log.read_log(file, 4) == "new\n"
-    assert triton_log.read_log(tmp_path / "none") == ""
 
 
 @pytest.mark.parametrize(
@@ -238,7 +232,7 @@ def test_what_a_killed_supervisor_left_is_removed(
     for own in (*mine, others):
         assert own.root.parent.is_dir()
         assert own.templates.parent.is_dir()
-    with pytest.raises(ServeError, match=r"another maskserve serve is starting at port 9000"):
+    with pytest.raises(ServeError, match=r"another maskserve serve runs at port 9000"):
         files.remove_stale(9000, [])
     for file in held:
         os.close(file)
@@ -381,3 +375,17 @@ def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_clients_default_address_is_the_first_worker_of_serve() -> None:
     first = ports.Ports.of_worker(ServeOptions(model="m").base_port, 0)
     assert f"localhost:{first.grpc}" == DEFAULT_URL
+
+
+def test_a_server_gets_a_large_stack_and_its_models_know_it() -> None:
+    launch = Path(command.__file__).with_name("launch.py")
+    shell = ["/bin/sh", "-c", "ulimit -s; echo $$ $MASKSERVE_SERVER_PID"]
+    said = subprocess.run(
+        [sys.executable, str(launch), str(os.getpid()), *shell],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    stack_kib, own, told = said.stdout.split()
+    assert stack_kib == "unlimited" or int(stack_kib) >= 512 * 1024
+    assert own == told

@@ -14,8 +14,8 @@ from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.runtime import Runtime
+from maskserve_serving.spec import Spec
 from maskserve_serving.supervisor_log import SupervisorLog
-from maskserve_serving.worker import Spec
 
 
 def spec(log_dir: Path) -> Spec:
@@ -65,7 +65,10 @@ def test_without_a_file_there_is_no_journal(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_file_that_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_stops_the_start_and_no_restart(tmp_path: Path) -> None:
     config = Config(log=LogConfig(file=str(tmp_path)))
     with pytest.raises(ServeError, match=r"\[log\] file: cannot open .*: Is a directory"):
-        SupervisorLog().open(config)
+        SupervisorLog.check(config)
+    log = SupervisorLog()
+    log.open(config)
+    log.write(logging.ERROR, "unheard", "failed")

@@ -19,6 +19,8 @@ from maskserve_core.contracts.status_record import WorkerStatus
 # States of /proc/PID/stat that cannot serve: stopped, traced, zombie, dead.
 _UNWELL = {"T": "is stopped", "t": "is stopped", "Z": "has died", "X": "has died"}
 
+SERVER_PID = "MASKSERVE_SERVER_PID"
+"""Environment variable: the process id of the Triton that serves the models."""
 _PARENT_EVERY_S = 1.0
 # Python's lock is handed on within milliseconds; no operation of ours keeps it for seconds.
 _STUCK_S = 30.0
@@ -32,12 +34,11 @@ _LONGEST_LOOK_S = 0.5
 
 
 class Silence:
-    """How long an engine has written no record, as one watcher sees it. Used from one thread.
+    """How long something has given no sign of life, as one watcher sees it. Used from one thread.
 
-    The engine writes before each step, so a step is a silence. Only time in which the watcher
-    itself was awake counts: on a machine that stood still, or starves its processes, the engine
-    was not the one that failed. A process that died or was stopped is found by `unwell`, and an
-    engine that failed says so: this is for what hangs.
+    Only time in which the watcher itself was awake counts: on a machine that stood still, or
+    starves its processes, what is watched was not the one that failed. A process that died or was
+    stopped is found by `unwell`, and an engine that failed says so: this is for what hangs.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,16 +47,24 @@ class Silence:
         self._looked = clock()
         self._silent_s = 0.0
 
-    def too_long(self, status: WorkerStatus, heartbeat_timeout_s: float) -> str | None:
-        """What is wrong, in words, if the engine counts as hung; to be asked again and again."""
+    def silent_s(self, stamp: int) -> float:
+        """Seconds since `stamp`, which changes with each sign; to be asked again and again."""
         now = self._clock()
         self._silent_s += min(now - self._looked, _LONGEST_LOOK_S)
         self._looked = now
-        if status.monotonic_ns != self._stamp:
-            self._stamp, self._silent_s = status.monotonic_ns, 0.0
-        if self._silent_s <= silence_limit_s(status, heartbeat_timeout_s):
+        if stamp != self._stamp:
+            self._stamp, self._silent_s = stamp, 0.0
+        return self._silent_s
+
+    def too_long(self, status: WorkerStatus, heartbeat_timeout_s: float) -> str | None:
+        """What is wrong with an engine, in words, if it counts as hung.
+
+        It writes its record before each step, so a step is a silence.
+        """
+        silent_s = self.silent_s(status.monotonic_ns)
+        if silent_s <= silence_limit_s(status, heartbeat_timeout_s):
             return None
-        return f"engine has been silent for {self._silent_s:.1f} s"
+        return f"engine has been silent for {silent_s:.1f} s"
 
 
 def mean_step_s(status: WorkerStatus) -> float:
@@ -91,9 +100,11 @@ def sign_in(runtime_dir: str | os.PathLike[str], model: str) -> None:
 def end_with_server() -> None:
     """End this process when its server is gone; call it before what takes long to load.
 
-    A server that is killed leaves its models' processes behind, with all their memory.
+    A server that is killed leaves its models' processes behind, with all their memory. It may be
+    gone before this is called: whoever started it has said which process it is.
     """
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    server = int(os.environ.get(SERVER_PID) or os.getppid())
+    threading.Thread(target=_end_with, args=(server,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
@@ -180,6 +191,16 @@ class Processes:
         for file in held.values():
             if file is not None:
                 os.close(file)
+
+
+def process_unwell(pid: int) -> str | None:
+    """What is wrong with a process, as "is stopped"; None if it runs."""
+    file = _open_stat(pid)
+    try:
+        return _UNWELL.get(_state(file))
+    finally:
+        if file is not None:
+            os.close(file)
 
 
 def unwell(runtime_dir: str | os.PathLike[str]) -> str | None:

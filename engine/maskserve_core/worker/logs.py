@@ -12,17 +12,21 @@ Prompts and pictures are never logged.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from logging.handlers import WatchedFileHandler
 from typing import Any
 
 from maskserve_core.config import Config, ConfigError, LogConfig
 
+_STANDARD_ERROR = 2
 _NO_FIELDS: Mapping[str, Any] = {}
 
 
@@ -73,17 +77,59 @@ class TextFormatter(logging.Formatter):
 class LineFile(WatchedFileHandler):
     """Appends each line by one write, so that lines of several processes never mix.
 
-    A file that was moved away or removed, as logrotate does, is opened anew.
+    A file that was moved away or removed, as logrotate does, is opened anew. Lines that cannot be
+    written, as on a full disk, are dropped: standard error hears of the first, and how many there
+    were stands in the file as soon as it can.
     """
 
+    dropped = 0
+    _torn = False
+    """The newest line was written in part."""
+    _over = False
+
+    def close(self) -> None:
+        super().close()
+        self._over = True
+
     def emit(self, record: logging.LogRecord) -> None:
+        if self._over:
+            return
         try:
-            self.reopenIfNeeded()
-            if self.stream is not None:  # None: closed
-                line = self.format(record) + "\n"
-                os.write(self.stream.fileno(), line.encode("utf-8", "replace"))
+            line = self.format(record)
         except Exception:
             self.handleError(record)
+            return
+        try:
+            file = self._opened()
+            if self.dropped:
+                self._append(file, self.format(_dropped_record(self.dropped)))
+                self.dropped = 0
+            self._append(file, line)
+        except OSError as error:
+            self.dropped += 1
+            if self.dropped == 1:
+                said = f"cannot write {self.baseFilename}: {error.strerror}; it goes on without\n"
+                with suppress(OSError):
+                    os.write(_STANDARD_ERROR, said.encode())
+
+    def _opened(self) -> int:
+        self.reopenIfNeeded()
+        if self.stream is None:  # it could not be opened the last time
+            self.stream = self._open()
+            self._statstream()
+        return self.stream.fileno()
+
+    def _append(self, file: int, line: str) -> None:
+        data = (self._torn * "\n" + line + "\n").encode("utf-8", "replace")
+        written = os.write(file, data)
+        self._torn = written < len(data)
+        if self._torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _dropped_record(count: int) -> logging.LogRecord:
+    message = f"{count} lines before this one could not be written"
+    return logging.LogRecord("maskserve", logging.WARNING, "", 0, message, None, None)
 
 
 def log_handler(config: LogConfig, worker: str, model: str) -> logging.Handler:
@@ -105,14 +151,16 @@ def log_handler(config: LogConfig, worker: str, model: str) -> logging.Handler:
 def start_log(config: Config, model: str) -> None:
     """Send everything that this process logs where `[log]` says; call it once, first of all.
 
+    A file that cannot be opened is no reason not to serve: lines go to standard error then.
+
     Args:
         config: of the worker.
         model: the Triton model that this process serves.
-
-    Raises:
-        ConfigError: the file cannot be opened.
     """
-    handler = log_handler(config.log, config.worker, model)
+    try:
+        handler = log_handler(config.log, config.worker, model)
+    except ConfigError:
+        handler = log_handler(replace(config.log, file=""), config.worker, model)
     logging.basicConfig(level=config.log.level, handlers=[handler], force=True)
 
 

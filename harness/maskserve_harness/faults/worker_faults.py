@@ -17,8 +17,8 @@ from tritonclient.utils import InferenceServerException
 from maskserve_harness.faults.sabotage import ORDER
 from maskserve_harness.faults.site import Site, until
 from maskserve_harness.probing.calls import Grpc, Http, Stream
+from maskserve_serving.heartbeat import says_ready
 from maskserve_serving.supervisor import STEADY_S
-from maskserve_serving.worker import says_ready
 
 RETURN_BAR_S = 15.0
 """Beyond the worker's load time."""

@@ -12,10 +12,10 @@ from typing import Any
 from maskserve_client import Client, MaskserveError
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.inputs import Edit
+from maskserve_serving.heartbeat import says_ready
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
-from maskserve_serving.worker import says_ready
 
 COUNTERS = ("edits_total", "cache_hits_total", "cache_misses_total")
 _SETTLE_LIMIT_S = 60.0

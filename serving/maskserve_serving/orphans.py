@@ -1,0 +1,49 @@
+"""Processes that a killed supervisor left: its Triton on its way out, or a model's process alone.
+
+Each has the path of its worker's configuration in its environment, in a folder that only its own
+supervisor made.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+# A Triton that was told to stop waits so long for its models (command.EXIT_TIMEOUT_S), and a bit.
+_PATIENCE_S = 15.0
+_POLL_S = 0.1
+
+
+def orphans_of(folder: Path) -> list[int]:
+    """Ids of the processes whose configuration lies in `folder`, as far as this user may see."""
+    mark = f"MASKSERVE_CONFIG={folder}/".encode()
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            with suppress(OSError):  # gone meanwhile, or another user's
+                variables = (process / "environ").read_bytes().split(b"\0")
+                if any(variable.startswith(mark) for variable in variables):
+                    found.append(int(process.name))
+    return found
+
+
+def end_orphans(folder: Path, say: Callable[[str], None], patience_s: float = _PATIENCE_S) -> None:
+    """Wait until the processes of a dead supervisor's folder have ended; at last kill them."""
+    left = orphans_of(folder)
+    if left:
+        say(f"waiting for {len(left)} processes of a killed supervisor to end")
+    for pid in _left_after(patience_s, folder):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    _left_after(patience_s, folder)
+
+
+def _left_after(limit_s: float, folder: Path) -> list[int]:
+    end = time.monotonic() + limit_s
+    while (left := orphans_of(folder)) and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    return left

@@ -1,0 +1,44 @@
+"""What one worker is started with, each time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maskserve_serving.files import WorkerFiles, with_values
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import Ports
+from maskserve_serving.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a worker is started with, each time."""
+
+    index: int
+    options: ServeOptions
+    runtime: Runtime
+    tables: dict[str, Any]
+    """Configuration tables with the model's local path."""
+    files: WorkerFiles
+
+    @property
+    def name(self) -> str:
+        return f"worker-{self.index}"
+
+    @property
+    def ports(self) -> Ports:
+        return Ports.of_worker(self.options.base_port, self.index)
+
+    @property
+    def log(self) -> Path:
+        """Triton's own, with what a process says before it has read its configuration."""
+        return self.options.log_dir / f"{self.name}.log"
+
+    def with_log(self, tables: dict[str, Any]) -> dict[str, Any]:
+        """`tables`, with a file for the worker's JSON lines unless they say where those go."""
+        given = tables.get("log", {})
+        if "file" in given or given.get("format", "json") != "json":
+            return tables
+        return with_values(tables, "log", file=str(self.log.with_suffix(".jsonl")))

@@ -1,0 +1,54 @@
+"""A program that the supervisor takes for tritonserver: it answers over HTTP and keeps a record.
+
+No model runs, so a start takes a moment. It goes deaf when a file says so, and takes its time to
+end when it is told to.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_PROGRAM = """\
+#!{python}
+import sys
+sys.path[:0] = {path!r}
+import http.server, os, signal, threading, time, tomllib
+from maskserve_core.worker.status import StatusWriter, WorkerStatus
+
+def record():
+    with open(os.environ["MASKSERVE_CONFIG"], "rb") as file:
+        writer = StatusWriter(tomllib.load(file)["runtime_dir"] + "/status")
+    while True:
+        writer.write(WorkerStatus("worker-0", "m", "ready", max_rows=1, max_waiting=1))
+        time.sleep(0.1)
+
+def end(*_):
+    time.sleep({ends_in_s})
+    os._exit(0)
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        while os.path.exists({deaf!r}):
+            time.sleep(0.05)
+        self.send_response(200)
+        self.end_headers()
+
+signal.signal(signal.SIGTERM, end)
+threading.Thread(target=record, daemon=True).start()
+port = next(int(a.split("=")[1]) for a in sys.argv if a.startswith("--http-port="))
+print("fake Triton at", port, flush=True)
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Health).serve_forever()
+"""
+
+
+def fake_triton(folder: Path, ends_in_s: float = 0.0) -> Path:
+    """The program, made in `folder`; while `folder/deaf` exists it answers nobody."""
+    program = folder / "tritonserver"
+    program.write_text(
+        _PROGRAM.format(
+            python=sys.executable, path=sys.path, deaf=str(folder / "deaf"), ends_in_s=ends_in_s
+        )
+    )
+    program.chmod(0o755)
+    return program

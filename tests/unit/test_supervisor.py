@@ -1,0 +1,232 @@
+"""The supervisor and what it cannot foresee: deaf servers, full disks, its own end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from maskserve_harness.checkout import CHECKOUT
+from maskserve_serving import heartbeat, orphans
+from maskserve_serving.errors import ServeError
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+from tests.eventually import eventually
+from tests.fakes.fake_triton import fake_triton
+
+MODEL = str(CHECKOUT / "assets" / "models" / "demo")
+Start = Callable[..., Supervisor]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def start(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setattr("maskserve_serving.supervisor._BACKOFF_S", (0.1,))
+    config = tmp_path / "maskserve.toml"
+    running: list[Supervisor] = []
+
+    def start(tables: str = "") -> Supervisor:
+        config.write_text(tables)
+        options = ServeOptions(
+            model=MODEL,
+            base_port=free_base_port(),
+            config=config,
+            log_dir=tmp_path / "logs",
+            tritonserver=fake_triton(tmp_path),
+            say=said.append,
+        )
+        running.append(Supervisor(options))
+        running[-1].start()
+        return running[-1]
+
+    yield start
+    for supervisor in running:
+        supervisor.kill()
+
+
+def restarted(supervisor: Supervisor, times: int = 1) -> None:
+    """Wait until the worker has been restarted so often and is ready."""
+    [worker] = supervisor.workers
+    eventually("it is restarted", lambda: worker.restarts >= times, timeout_s=60)
+    eventually("it is ready", lambda: heartbeat.says_ready(worker.http_url), timeout_s=60)
+
+
+def kill_server(supervisor: Supervisor) -> None:
+    pid = supervisor.workers[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_stopped_server_is_restarted(start: Start, said: list[str]) -> None:
+    supervisor = start()
+    pid = supervisor.workers[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    restarted(supervisor)
+    assert any("failed: tritonserver is stopped" in line for line in said)
+
+
+def test_a_deaf_server_is_restarted(
+    start: Start, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "_EVERY_S", 0.1)
+    monkeypatch.setattr(heartbeat, "_TIMEOUT_S", 0.5)
+    supervisor = start("[engine]\nheartbeat_timeout_s = 2.0\n")
+    deaf = tmp_path / "deaf"
+    deaf.touch()
+    eventually("it is noticed", lambda: supervisor.workers[0].restarts, timeout_s=60)
+    deaf.unlink()
+    restarted(supervisor)
+    assert any("failed: tritonserver has not answered for 2." in line for line in said)
+
+
+def test_a_full_log_disk_does_not_prevent_a_restart(
+    start: Start, said: list[str], tmp_path: Path
+) -> None:
+    supervisor = start()
+    logs = tmp_path / "logs"
+    assert "fake Triton at" in (logs / "worker-0.log").read_text()
+    for log in logs.iterdir():
+        log.unlink()
+        log.symlink_to("/dev/full")
+    kill_server(supervisor)
+    restarted(supervisor)
+    assert [line for line in said if "cannot write" in line] == [
+        f"worker-0: cannot write {logs}/worker-0.log: No space left on device; it goes on without"
+    ]
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_a_log_folder_that_is_lost_does_not_prevent_a_restart(
+    start: Start, tmp_path: Path, log_format: str
+) -> None:
+    supervisor = start(f'[log]\nformat = "{log_format}"\n')
+    (tmp_path / "logs").rename(tmp_path / "away")
+    (tmp_path / "logs").touch()
+    kill_server(supervisor)
+    restarted(supervisor)
+
+
+def test_a_log_folder_that_cannot_be_written_is_told_at_the_start(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(ServeError, match=r"--log-dir: cannot write .*worker-0\.log: "):
+        start()
+
+
+def test_a_surprise_does_not_end_the_watch(
+    start: Start, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = start()
+    [worker] = supervisor.workers
+    surprised = threading.Event()
+
+    def surprise() -> None:
+        surprised.set()
+        raise ValueError("boom")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "sick", surprise)
+        assert surprised.wait(10)
+        time.sleep(0.5)
+    assert sum("ValueError: boom" in line for line in said) == 1
+    kill_server(supervisor)
+    restarted(supervisor)
+    assert supervisor.stop()
+
+
+def test_a_refused_process_is_tried_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = start()
+    popen, refusals = subprocess.Popen, [1, 2]
+
+    def refuse(*args: object, **options: object) -> object:
+        if refusals:
+            refusals.pop()
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return popen(*args, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr("maskserve_serving.worker.subprocess.Popen", refuse)
+    kill_server(supervisor)
+    restarted(supervisor, 3)
+
+
+def test_what_speaks_no_http_is_not_ready() -> None:
+    """Such as the gRPC port of another worker."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert not heartbeat.says_ready(f"http://127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
+
+
+def test_a_killed_supervisor_can_be_started_again_at_once(tmp_path: Path) -> None:
+    """Its Triton takes a moment to end, and holds the ports until then."""
+    base = free_base_port()
+    program = fake_triton(tmp_path, ends_in_s=2.0)
+    command = [sys.executable, "-m", "maskserve_client.cli", "serve", "--model", MODEL]
+    command += ["--base-port", str(base), "--tritonserver", str(program)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def serve() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("ready"):
+                break
+        assert process.poll() is None
+        said.append("".join(lines))
+        return process
+
+    said: list[str] = []
+    first = serve()
+    first.kill()
+    first.communicate()
+    second = serve()
+    try:
+        assert "waiting for 1 processes of a killed supervisor to end" in said[1]
+    finally:
+        second.send_signal(signal.SIGTERM)
+        second.communicate(timeout=60)
+    assert second.returncode == 0
+
+
+def test_an_orphan_that_stays_is_killed(tmp_path: Path) -> None:
+    stay = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    config = tmp_path / "worker-0" / "config.toml"
+    left = [sys.executable, "-c", stay]
+    mine = subprocess.Popen(left, env=os.environ | {"MASKSERVE_CONFIG": str(config)})
+    other = subprocess.Popen(left, env=os.environ | {"MASKSERVE_CONFIG": f"{tmp_path}2/c.toml"})
+    try:
+        eventually("it is found", lambda: orphans.orphans_of(tmp_path) == [mine.pid])
+        orphans.end_orphans(tmp_path, print, patience_s=0.2)
+        assert mine.wait(10) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for process in (mine, other):
+            process.kill()
+            process.wait()
