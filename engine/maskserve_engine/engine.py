@@ -106,11 +106,9 @@ class Engine:
         if not self._put(lambda: self.manager.accept(job, sink)):
             sink(Failed(EngineFailed("the engine has stopped")))
 
-    def cancel(self, request_id: str) -> bool:
-        """Withdraw an edit; False when none of that name is held. Its sink gets CANCELLED."""
-        known = request_id in self.manager.edits
+    def cancel(self, request_id: str) -> None:
+        """Withdraw an edit, if one of that name is held; its sink gets CANCELLED."""
         self._put(lambda: self.manager.cancel(request_id))
-        return known
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
         """Have the engine thread answer between two steps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,6 +138,18 @@ def test_the_settings_deadline_is_kept(grpc: Grpc) -> None:
     with pytest.raises(InferenceServerException, match=r"\[DEADLINE_EXCEEDED\]"):
         grpc.edit(plain_edit(**LONG, deadline_ms=300))
     eventually("the row is free", lambda: not running(grpc), SOON_S)
+
+
+@pytest.mark.usefixtures("unfinished")
+@pytest.mark.parametrize("after_s", [0.05, 0.15, 0.3])
+def test_control_cancels_what_is_still_prepared_or_encoded(grpc: Grpc, after_s: float) -> None:
+    name = f"large-{after_s}"
+    pending = grpc.begin(plain_edit(3000, 3000, **LONG, request_id=name))
+    eventually("it is accepted", lambda: grpc.control(op="status")["in_flight"])
+    time.sleep(after_s)
+    assert grpc.control(op="cancel", request_id=name) == {"cancelled": True}
+    with pytest.raises(InferenceServerException, match=r"\[CANCELLED\]"):
+        pending.wait(SOON_S)
 
 
 def test_a_cancel_before_the_edit_reaches_the_engine(grpc: Grpc) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from PIL import Image
 
 from maskserve_core.config import Config
 from maskserve_core.imaging.images import encode_image
+from maskserve_core.triton.cancels import CancelListener
 from maskserve_core.triton.control import OPERATIONS, Control
 from maskserve_core.worker.admission import Admission
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
@@ -46,25 +48,27 @@ def test_an_operation_given_up_is_not_done_later(
     release, asked = threading.Event(), list[str]()
 
     def slow(call: Call) -> Iterator[InferenceResponse]:
-        asked.append(call.json("REQUEST")["request_id"])
+        asked.append(call.json("REQUEST")["template_id"])
         release.wait(10)
-        yield reply(META=b"{}")
+        yield reply(META=b'{"found": true}')
 
-    def cancel(name: str) -> Request:
-        request = api.request(OP=json.dumps({"op": "cancel", "request_id": name}).encode())
+    def unpin(number: int) -> Request:
+        request = api.request(
+            OP=json.dumps({"op": "unpin", "template_id": f"{number:016x}"}).encode()
+        )
         control.execute([request])
         return request
 
     api.models["denoiser"] = slow
-    busy = [cancel(f"busy-{number}") for number in range(8)]
-    queued = cancel("queued")
+    busy = [unpin(number) for number in range(8)]
+    queued = unpin(8)
     try:
         for request in (*busy, queued):
             assert request.sender.wait().error() is not None
     finally:
         release.set()
     control._pool.shutdown(wait=True)
-    assert sorted(asked) == [f"busy-{number}" for number in range(8)]
+    assert sorted(asked) == [f"{number:016x}" for number in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -160,11 +164,51 @@ def test_a_dead_engine_does_not_hang_control(api: FakeTriton, control: Control) 
 
     api.models["denoiser"] = dead
     try:
-        answer = ask(api, control, {"op": "cancel", "request_id": "x"})
+        answer = ask(api, control, {"op": "heartbeat"})
         assert answer == "[ENGINE_FAILED] the engine did not answer within 1 s"
         assert ask(api, control, {"op": "status"})["alive"] is False
     finally:
         release.set()
+
+
+def test_a_cancel_is_answered_by_the_front_that_has_the_edit(
+    api: FakeTriton, control: Control, config: Config
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def front(name: str, edits: set[str]) -> CancelListener:
+        def withdraw(request_id: str) -> bool:
+            asked.append((name, request_id))
+            return request_id in edits
+
+        return CancelListener(config.runtime_dir, name, withdraw)
+
+    def cancelled(request_id: str) -> Any:
+        return ask(api, control, {"op": "cancel", "request_id": request_id})
+
+    assert cancelled("mine") == {"cancelled": False}
+    first, second = front("edit", set()), front("edit_stream", {"mine"})
+    assert cancelled("mine") == {"cancelled": True}
+    assert asked == [("edit", "mine"), ("edit_stream", "mine")]
+    assert cancelled("other") == {"cancelled": False}
+    second.close()
+    assert cancelled("mine") == {"cancelled": False}
+    first.close()
+    assert api.calls_of("denoiser") == []
+
+
+def test_a_front_that_was_killed_or_hangs_is_no_reason_to_hang(
+    api: FakeTriton, control: Control, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maskserve_core.triton.cancels._TIMEOUT_S", 0.2)
+    left = Path(config.runtime_dir) / "cancels" / "edit"
+    left.parent.mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
+        deaf.bind(str(left))
+        operation = {"op": "cancel", "request_id": "mine"}
+        assert ask(api, control, operation) == {"cancelled": False}  # nobody listens
+        deaf.listen()
+        assert ask(api, control, operation) == "[ENGINE_FAILED] edit does not answer"
 
 
 def test_an_image_of_every_mode_is_registered_as_it_came(

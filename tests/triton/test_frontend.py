@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -320,6 +321,42 @@ def test_a_cancel_answers_and_frees_the_row(api: FakeTriton, front: Front, stuck
     assert code == api.TritonError.CANCELLED
     assert done.wait(5), "the denoiser was not told until it knew the edit"
     assert {call.json("REQUEST")["request_id"] for call in api.calls_of("denoiser")} == {"mine"}
+
+
+def test_an_edit_is_known_by_its_id_from_acceptance_to_answer(
+    api: FakeTriton, front: Front, stuck: Stuck
+) -> None:
+    """The engine does not know it yet: it is being prepared or encoded."""
+    told = threading.Event()
+
+    def denoiser(call: Call) -> Iterator[InferenceResponse]:
+        told.set()
+        yield reply(META=b"{}")
+
+    api.models["denoiser"] = denoiser
+    api.models["edit_pipeline"] = stuck
+    assert not front.withdraw("mine")
+    request = edit(api, {"request_id": "mine"})
+    front.execute([request])
+    assert front.withdraw("mine")
+    assert error_of(request)[0] == "[CANCELLED] the edit was cancelled"
+    assert told.wait(5), "its row is not freed"
+    assert not front.withdraw("mine")  # answered, though the pipeline goes on
+    stuck.release.set()
+
+
+def test_of_many_cancels_one_is_true_and_its_edit_is_cancelled(
+    api: FakeTriton, front: Front
+) -> None:
+    api.models["denoiser"] = lambda call: [reply(META=b"{}")]
+    api.models["edit_pipeline"] = final
+    for number in range(50):
+        request = edit(api, {"request_id": f"{number}"})
+        with ThreadPoolExecutor(4) as pool:
+            front.execute([request])
+            won = list(pool.map(front.withdraw, [f"{number}"] * 4))
+        answer = request.sender.wait()
+        assert sum(won) == (answer.error() is not None)
 
 
 def test_a_deadline_is_kept_by_the_front(api: FakeTriton, front: Front, stuck: Stuck) -> None:

@@ -1,8 +1,8 @@
 """What `control` does: operations on the worker, JSON in, JSON out.
 
-`status` and `drain` touch files only and are answered at once. The others ask the
-denoiser's process, which may be dead: they wait in threads of their own, and are answered with an
-error when it stays silent.
+`status` and `drain` touch files only and are answered at once. `cancel` asks the fronts, and the
+others the denoiser's process, which may be dead: they wait in threads of their own, and are
+answered with an error when it stays silent.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from maskserve_core.errors import (
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.imaging.preprocess import prepare_template
 from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.cancels import cancel_edit
 from maskserve_core.triton.pipeline import ask_denoiser, encode_template
 from maskserve_core.triton.tensor_io import guarded, read_bytes
 from maskserve_core.worker.admission import OPEN, Admission
@@ -135,8 +136,11 @@ class Control:
         raise AssertionError(operation)
 
     def _asking(self, operation: dict[str, str]) -> dict[str, Any]:
-        """An operation with a part in the denoiser; blocks."""
+        """An operation with a part in another process; blocks."""
         match operation["op"]:
+            case "cancel":
+                found = cancel_edit(self._config.runtime_dir, operation["request_id"])
+                return {"cancelled": found}
             case "templates":
                 held = ask_denoiser(self._api, {"op": "templates"})["templates"]
                 return {"templates": _merged(self._templates.ids(), held)}

@@ -6,6 +6,7 @@ watches both and answers by itself. Threads of one front:
     execute       takes requests in and hands them on, without waiting
     pool          one thread per edit in flight, blocked in the pipeline's responses
     watcher       looks at every edit for a cancel or deadline, and at the worker's health
+    listener      withdraws edits that `control` names
     cancels       tells the denoiser to free the rows of edits nobody waits for
     metrics       publishes how edits ended
 
@@ -35,6 +36,7 @@ from maskserve_core.errors import (
 )
 from maskserve_core.triton.acks import AckSender
 from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.cancels import CancelListener
 from maskserve_core.triton.health import Health
 from maskserve_core.triton.metrics import FrontMetrics, MetricsThread
 from maskserve_core.triton.pipeline import ask_denoiser, run_edit
@@ -113,6 +115,7 @@ class Front:
         self._problem: MaskserveError | None = None
         self._calls: dict[str, _Call] = {}
         self._lock = threading.Lock()
+        self._withdrawing = threading.Lock()
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._observations = Observations()
@@ -123,6 +126,7 @@ class Front:
         self._cancels = ThreadPoolExecutor(_CANCEL_THREADS, f"{name}-cancels")
         self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
         self._watcher.start()
+        self._listener = CancelListener(config.runtime_dir, name, self.withdraw)
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; each is answered later, exactly once."""
@@ -136,8 +140,18 @@ class Front:
             except Exception as error:
                 answer.fail(guarded(request_log.request_id, error))
 
+    def withdraw(self, request_id: str) -> bool:
+        """Answer an edit that somebody cancels by its id; False if it is answered or not here."""
+        with self._lock:
+            call = self._calls.get(request_id)
+        if call is None or not self._withdraw(call, Cancelled("the edit was cancelled")):
+            return False
+        self._cancels.submit(self._cancel, call)
+        return True
+
     def close(self) -> None:
         """Stop the threads; edits still in flight are answered."""
+        self._listener.close()
         self._closing.set()
         self._wake.set()
         self._watcher.join()
@@ -254,10 +268,15 @@ class Front:
             call.next_cancel = now + _CANCEL_EVERY_S
             self._cancels.submit(self._cancel, call)
 
-    def _withdraw(self, call: _Call, error: MaskserveError) -> None:
-        # Said before the client hears of it: its next edit may have the same id.
-        call.withdrawn = True
-        call.withdrawn = call.answer.fail(error)
+    def _withdraw(self, call: _Call, error: MaskserveError) -> bool:
+        """Answer it with `error`; False when it has been answered already."""
+        with self._withdrawing:
+            before = call.withdrawn
+            # Said before the client hears of it: its next edit may have the same id.
+            call.withdrawn = True
+            answered = call.answer.fail(error)
+            call.withdrawn = before or answered
+        return answered
 
     def _cancel(self, call: _Call) -> None:
         try:

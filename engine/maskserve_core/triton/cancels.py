@@ -1,0 +1,106 @@
+"""Cancels by id: `control` asks the fronts, which know each edit from acceptance to answer.
+
+What the engine holds is no measure: an edit that is being decoded or encoded has not reached it,
+and one that it no longer holds may be on its way back. Each front listens at a socket in the
+worker's runtime folder; a message is an edit's id, the answer whether it is now withdrawn.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from maskserve_core.errors import EngineFailed
+
+log = logging.getLogger("maskserve")
+
+_NAME = "cancels"
+_WITHDRAWN, _UNKNOWN = b"1", b"0"
+_MAX_ID_BYTES = 1024
+_TIMEOUT_S = 5.0
+
+
+def cancel_edit(runtime_dir: str | os.PathLike[str], request_id: str) -> bool:
+    """Have the fronts withdraw an edit; False when none of them has it, or it is answered already.
+
+    Raises:
+        EngineFailed: a front does not answer.
+    """
+    folder = Path(runtime_dir) / _NAME
+    fronts = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    withdrawn = [_ask(folder, front, request_id) for front in fronts]
+    return any(withdrawn)
+
+
+def _ask(folder: Path, front: str, request_id: str) -> bool:
+    try:
+        with _socket() as asking, _short(folder) as short:
+            asking.settimeout(_TIMEOUT_S)
+            asking.connect(f"{short}/{front}")
+            asking.send(request_id.encode()[:_MAX_ID_BYTES])
+            return asking.recv(1) == _WITHDRAWN
+    except (ConnectionError, FileNotFoundError):
+        return False  # it has ended, and with it its edits
+    except TimeoutError:
+        raise EngineFailed(f"{front} does not answer") from None
+
+
+class CancelListener:
+    """The front's end: withdraws edits that `control` names, in a thread of its own."""
+
+    def __init__(
+        self, runtime_dir: str | os.PathLike[str], front: str, withdraw: Callable[[str], bool]
+    ) -> None:
+        folder = Path(runtime_dir) / _NAME
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / front
+        self._path.unlink(missing_ok=True)  # of a front that was killed
+        self._withdraw = withdraw
+        self._listening = _socket()
+        with _short(folder) as short:
+            self._listening.bind(f"{short}/{front}")
+        self._listening.listen()
+        self._thread = threading.Thread(target=self._run, name=f"{front}-{_NAME}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Withdraw no more; nothing happens the second time."""
+        self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # ends accept()
+        self._thread.join()
+        self._listening.close()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                asked, _ = self._listening.accept()
+            except OSError:
+                return
+            with asked:
+                asked.settimeout(_TIMEOUT_S)
+                try:
+                    known = self._withdraw(asked.recv(_MAX_ID_BYTES).decode("utf-8", "replace"))
+                    asked.send(_WITHDRAWN if known else _UNKNOWN)
+                except Exception as error:
+                    # One that asks and goes away is no reason to answer nobody any more.
+                    log.error("a cancel could not be answered: %s", error, exc_info=error)
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+@contextmanager
+def _short(folder: Path) -> Iterator[str]:
+    """A path of `folder` that a socket's address has room for: 108 bytes, whatever the folder's."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{opened}"
+    finally:
+        os.close(opened)
