@@ -8,6 +8,7 @@ of the model.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Final
 
 import torch
@@ -29,11 +30,10 @@ class Hints(nn.Module):
         super().__init__()
         width = model.inner_dim
         self._outputs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._seen = ("last_double", "first_single")
-        self._shown = ("first_single", "middle_single")
-        self.seen = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in self._seen})
-        self.text = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in self._shown})
-        self.region = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in self._shown})
+        seen, shown = ("last_double", "first_single"), ("first_single", "middle_single")
+        self.seen = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in seen})
+        self.text = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in shown})
+        self.region = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in shown})
         blocks = model.single_transformer_blocks
         for name, block in (
             ("last_double", model.transformer_blocks[-1]),
@@ -49,19 +49,29 @@ class Hints(nn.Module):
         return keep
 
     def loss(self, batch: Batch, active: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy of the heads after a forward pass; `active` (B, N) is 1 in masks."""
+        """Sum of the heads' mean cross entropies; `active` (B, N) is 1 in masks.
+
+        Those of blocks that have run since the last call.
+        """
         parts = [torch.zeros(())]
-        for name in self._seen:
+        for name in self._outputs.keys() & self.seen.keys():
             image = self._outputs[name][1].float()
             parts.append(_entropy(self.seen[name](_normed(image)), batch.seen))
         share = (active / active.sum(1, keepdim=True).clamp(min=1)).unsqueeze(2)
-        for name in self._shown:
+        for name in self._outputs.keys() & self.text.keys():
             text, image = (x.float() for x in self._outputs[name])
             parts.append(_entropy(self.text[name](_normed(text).mean(1)), batch.shown))
             region = (_normed(image) * share).sum(1)
             parts.append(_entropy(self.region[name](region), batch.shown))
         self._outputs.clear()
         return torch.stack(parts).sum()
+
+
+def front_of(model: FluxTransformer2DModel) -> FluxTransformer2DModel:
+    """`model` without its single blocks, of the same weights: enough to tell what is seen."""
+    front = copy.copy(model)
+    front._modules = {**model._modules, "single_transformer_blocks": nn.ModuleList()}
+    return front
 
 
 def _normed(x: torch.Tensor) -> torch.Tensor:

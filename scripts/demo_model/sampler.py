@@ -103,6 +103,22 @@ class Sampler:
                 if kind == "relations":
                     at.append(self._window_at(part.other[i], other, (rows, columns)))
             samples.append(self._sample(part, int(i), at))
+        return self._batch(samples, ids)
+
+    def draw_objects(self, tokens: int) -> Batch:
+        """About `tokens` tokens of small windows round relational scenes' objects alone."""
+        number = self._pick_part("relations")
+        part = self._parts[number]
+        size = (_OTHER_WINDOW[0], _OTHER_WINDOW[0])
+        fitting = np.flatnonzero(self._other_spans[number] <= size[0])
+        count = max(1, tokens // (size[0] * size[1] + MAX_SEQUENCE_LENGTH))
+        samples = []
+        for i in np.sort(self._rng.choice(fitting, size=count)):
+            at = self._window_at(part.other[i], size, part.masked.shape[1:3])
+            samples.append(self._sample(part, int(i), [at]))
+        return self._batch(samples, _ids(self._origin(size), size))
+
+    def _batch(self, samples: list[_Sample], ids: torch.Tensor) -> Batch:
         texts = [self._wording(s.prompt) for s in samples]
         return Batch(
             clean=_stack([s.answer for s in samples]),
@@ -166,7 +182,7 @@ class Sampler:
         return int(self._rng.integers(high[0])), int(self._rng.integers(high[1]))
 
     def _window_at(
-        self, box: NDArray[np.uint8], size: tuple[int, int], whole: tuple[int, int]
+        self, box: NDArray[np.uint8], size: tuple[int, int], whole: tuple[int, ...]
     ) -> At:
         """A random window of `size` in a `whole` grid that covers `box`."""
         result = []

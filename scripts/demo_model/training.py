@@ -17,7 +17,7 @@ from demo_model.attention import MatmulAttention
 from demo_model.data import KINDS
 from demo_model.exchange import Exchange
 from demo_model.hints import WEIGHT as HINTS_WEIGHT
-from demo_model.hints import Hints
+from demo_model.hints import Hints, front_of
 from demo_model.sampler import Sampler
 from demo_model.transformer import loss_of, optimisers
 
@@ -28,6 +28,7 @@ _MIX: Final = (  # from this progress on, the shares of batches by window, and b
     (0.5, (0.25, 0.4, 0.25, 0.1), (0.3, 0.58, 0.12)),
     (0.8, (0.0, 0.3, 0.35, 0.35), (0.35, 0.5, 0.15)),
 )
+OBJECTS_SHARE: Final = 0.6  # of steps at the start, falling to none: only what objects look like
 
 
 @dataclass(frozen=True)
@@ -75,30 +76,36 @@ def train(
     exchange = Exchange(plan.folder, plan.worker, plan.workers, trained)
     last, saved_at = time.process_time(), time.monotonic()
     losses: list[float] = []
-    hinted: list[float] = []
+    hinted: list[float] = [0.0]
     model.train()
     model.set_attn_processor(MatmulAttention())
+    front = front_of(model)
     while spent < plan.seconds:
         progress = spent / plan.seconds
         for opt in opts:
             for group in opt.param_groups:
                 group["lr"] = plan.rate * _rate_factor(step, progress)
-        batch = sampler.draw(TOKENS_PER_BATCH, *_pick(rng, progress))
+        objects = rng.random() < OBJECTS_SHARE * (1 - progress)
+        if objects:
+            batch = sampler.draw_objects(TOKENS_PER_BATCH)
+        else:
+            batch = sampler.draw(TOKENS_PER_BATCH, *_pick(rng, progress))
         active = batch.condition[..., -masked_channels:].amax(dim=2)
-        loss = loss_of(model, batch, active, generator)
+        loss = loss_of(front if objects else model, batch, active, generator)
         hint = hints.loss(batch, active)
-        (loss + HINTS_WEIGHT * hint).backward()
+        (hint if objects else loss + HINTS_WEIGHT * hint).backward()
         nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         for opt in opts:
             opt.step()
             opt.zero_grad(set_to_none=True)
         step += 1
-        samples += len(batch.clean)
+        samples += 0 if objects else len(batch.clean)
         _follow(ema, model, min(0.998, step / (step + 20)))
         if plan.workers > 1 and step % plan.average_every == 0:
             exchange.average()
-        losses.append(loss.item())
-        if batch.seen.max() >= 0:
+        if not objects:
+            losses.append(loss.item())
+        else:
             hinted.append(hint.item())
         now = time.process_time()
         spent, last = spent + now - last, now
@@ -106,7 +113,7 @@ def train(
             print(
                 f"{time.strftime('%H:%M:%S')} train {progress:6.1%} step {step} samples {samples}"
                 f" loss {np.mean(losses[-200:]):.4f} last {np.mean(losses[-50:]):.4f}"
-                f" hints {np.mean(hinted[-50:]):.3f}",
+                f" objects {np.mean(hinted[-50:]):.3f}",
                 flush=True,
             )
         if time.monotonic() - saved_at > plan.save_every or spent >= plan.seconds:

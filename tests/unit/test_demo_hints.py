@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from demo_model.attention import MatmulAttention
-from demo_model.hints import Hints
+from demo_model.hints import Hints, front_of
 from demo_model.text import WIDTH
 from demo_model.transformer import Batch, build_transformer, loss_of
 
@@ -66,3 +66,11 @@ def test_what_is_told_is_learnt(model):
         last.backward()
         optimiser.step()
     assert last.item() < first / 3
+
+
+def test_the_front_alone_tells_only_what_is_seen(model):
+    hints, batch = Hints(model), _batch(shown=3, seen=3)
+    _hint(front_of(model), hints, batch).backward()
+    assert model.transformer_blocks[0].attn.to_q.weight.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in hints.text.parameters())
+    assert len(model.single_transformer_blocks) == 2

@@ -83,3 +83,11 @@ def test_relations_are_mostly_asked_as_such_and_structures_never(sampler):
     assert 0.6 < (asked == same).float().mean() < 0.95
     assert bool((asked == 0).any())  # by name
     assert bool((sampler.draw(4_000, "structures", 6).prompt == -1).all())
+
+
+def test_object_windows_hold_the_object_alone(sampler):
+    batch = sampler.draw_objects(1000)
+    assert batch.clean.shape[1] == 25
+    known = batch.seen[..., 0] >= 0
+    assert bool((known.sum(1) == 16).all())
+    assert bool((batch.clean[known][:, 0] == MARK_OTHER).all())
