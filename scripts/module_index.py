@@ -1,12 +1,14 @@
 """Write the tables of modules in docs/architecture.md: each module with its docstring's first line.
 
-A test holds the tables to what this prints: `python scripts/module_index.py` after a change.
+python scripts/module_index.py            # after a change
+python scripts/module_index.py --check    # exit code 1 if the tables are not the code's
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,9 +36,13 @@ def updated(text: str) -> str:
     return re.sub(r"^### (\S+)\n\n(?:\|.*\n)+", section, text, flags=re.MULTILINE)
 
 
-def main() -> None:
-    DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+def main() -> int:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    if "--check" in sys.argv[1:]:
+        return int(updated(text) != text)
+    DOCUMENT.write_text(updated(text), encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,7 +19,7 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import Worker
-from tests.e2e.calls import Grpc, Http
+from tests.support.calls import Grpc, Http
 
 
 @pytest.fixture(scope="session")

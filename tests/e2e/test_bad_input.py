@@ -19,8 +19,14 @@ import tritonclient.http as triton_http
 from tritonclient.grpc import service_pb2_grpc
 
 from maskserve_serving.worker import Worker
-from tests.e2e.beside import Beside, Processes
-from tests.e2e.calls import (
+from tests.fakes.corpus.bodies import HttpCase, http_cases
+from tests.fakes.corpus.case import Case, Either, Pixels, Refused, Works
+from tests.fakes.corpus.collection import edit_cases, is_sampled, sample
+from tests.fakes.corpus.messages import GrpcCase, grpc_cases
+from tests.fakes.corpus.operations import OperationCase, operation_cases
+from tests.fakes.pictures import blob_mask, encode, scene
+from tests.support.beside import Beside, Processes
+from tests.support.calls import (
     Answer,
     Grpc,
     Http,
@@ -31,13 +37,7 @@ from tests.e2e.calls import (
     stream,
     tensors,
 )
-from tests.eventually import eventually
-from tests.fakes.corpus.bodies import HttpCase, http_cases
-from tests.fakes.corpus.case import Case, Either, Pixels, Refused, Works
-from tests.fakes.corpus.collection import edit_cases, is_sampled, sample
-from tests.fakes.corpus.messages import GrpcCase, grpc_cases
-from tests.fakes.corpus.operations import OperationCase, operation_cases
-from tests.fakes.pictures import blob_mask, encode, scene
+from tests.support.eventually import eventually
 
 STATUSES = {
     "INVALID_REQUEST": ("400", "INVALID_ARGUMENT"),

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from tests.e2e.calls import Grpc, edit_inputs, pixels, plain_edit
-from tests.eventually import eventually
 from tests.fakes.pictures import blob_mask, encode, scene
+from tests.support.calls import Grpc, edit_inputs, pixels, plain_edit
+from tests.support.eventually import eventually
 
 
 def register(grpc: Grpc, image: bytes) -> str:

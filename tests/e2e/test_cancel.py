@@ -14,7 +14,7 @@ import pytest
 
 from maskserve_core.worker.liveness import signed_in
 from maskserve_serving.worker import Worker
-from tests.e2e.calls import (
+from tests.support.calls import (
     Grpc,
     InferenceServerException,
     Stream,

@@ -14,8 +14,8 @@ import pytest
 
 from maskserve_core.contracts.meta import TIMINGS
 from maskserve_serving.worker import Worker
-from tests.e2e.calls import Grpc, Http, pixels, plain_edit, stream
 from tests.fakes.pictures import blob_mask, scene
+from tests.support.calls import Grpc, Http, pixels, plain_edit, stream
 
 FINAL_KEYS = {
     "event", "step", "steps", "request_id", "seed", "worker", "model", "template_id",

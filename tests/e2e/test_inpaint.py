@@ -15,11 +15,18 @@ from maskserve_core.contracts.settings import EditSettings
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
-from tests.e2e.calls import Grpc, InferenceServerException, Pixels, edit_inputs, pixels, plain_edit
 from tests.fakes.jobs import config_of
 from tests.fakes.pictures import blob_mask, scene
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_model import VAE_FACTOR
+from tests.support.calls import (
+    Grpc,
+    InferenceServerException,
+    Pixels,
+    edit_inputs,
+    pixels,
+    plain_edit,
+)
 
 SIDE = 64
 SOURCE = scene(SIDE, SIDE)

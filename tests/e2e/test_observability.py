@@ -15,15 +15,15 @@ import pytest
 
 from maskserve_core.triton.metric_table import ENDS, ENGINE_METRICS, FRONT_METRICS
 from maskserve_serving.worker import Worker
-from tests.e2e.calls import (
+from tests.fakes.pictures import blob_mask, encode, scene
+from tests.support.calls import (
     Grpc,
     InferenceServerException,
     edit_inputs,
     plain_edit,
     stream,
 )
-from tests.eventually import eventually
-from tests.fakes.pictures import blob_mask, encode, scene
+from tests.support.eventually import eventually
 
 _SAMPLE = re.compile(r"(\w+)\{(.*)\} (\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')

@@ -16,7 +16,7 @@ from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.tool import NAME, find_tool
 from maskserve_serving.worker import Worker
-from tests.e2e.calls import Grpc, eventually
+from tests.support.calls import Grpc, eventually
 
 SCRIPT = CHECKOUT / "scripts" / "perf_analyzer.py"
 LATENCIES = {"mean", "p50", "p90", "p95", "p99"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.e2e.calls import Grpc, edit_inputs, pixels
 from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene
+from tests.support.calls import Grpc, edit_inputs, pixels
 
 ODD = list(odd_images())
 SIZES = [(1, 1), (1, 9), (17, 3), (33, 129), (129, 33), (64, 64), (65, 63), (200, 150), (150, 201)]

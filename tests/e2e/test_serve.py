@@ -16,8 +16,8 @@ import pytest
 
 from maskserve_serving.ports import Ports, check_free, free_base_port
 from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
-from tests.e2e.calls import Grpc, InferenceServerException, Pending, pixels, plain_edit
-from tests.eventually import eventually
+from tests.support.calls import Grpc, InferenceServerException, Pending, pixels, plain_edit
+from tests.support.eventually import eventually
 
 SERVE = [sys.executable, "-m", "maskserve_client.cli", "serve"]
 # Loading takes seven seconds on a free machine, and a minute on a busy one.

@@ -15,15 +15,15 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import Worker
-from tests.e2e.calls import (
+from tests.fakes.collector import Collector, Span, collector, draw
+from tests.support.calls import (
     TIMEOUT_S,
     Grpc,
     InferenceServerException,
     plain_edit,
     tensors,
 )
-from tests.eventually import eventually
-from tests.fakes.collector import Collector, Span, collector, draw
+from tests.support.eventually import eventually
 
 CLIENT_SPAN = "b7ad6b7169203331"
 # Triton sends its spans in batches, and tries again later when the collector is slow.

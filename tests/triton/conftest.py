@@ -9,18 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from maskserve_core.config import Config, EngineConfig
-from maskserve_core.contracts.status_record import WorkerStatus
 from maskserve_core.worker.status import StatusWriter
 from tests.fakes.pb_utils import FakeTriton
-
-READY = WorkerStatus(
-    worker="worker-0",
-    model="tiny",
-    state="ready",
-    max_rows=8,
-    max_waiting=256,
-    counters={"steps_total": 10, "step_seconds_total": 0.1},
-)
+from tests.fakes.status import READY
 
 
 @pytest.fixture

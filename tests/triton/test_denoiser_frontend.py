@@ -16,9 +16,9 @@ from maskserve_core.triton.acks import AckSender
 from maskserve_engine.job import Conditioning, EditJob, Failed, Final, Preview, Progress, Sink
 from maskserve_engine.stages.encoded import pack_conditioning
 from maskserve_engine.triton.frontend import DenoiserFrontend
-from tests.eventually import eventually
 from tests.fakes.pb_utils import FakeTriton, Request
 from tests.fakes.scripted_engine import EDIT, ScriptedEngine, tensors
+from tests.support.eventually import eventually
 
 
 @pytest.fixture

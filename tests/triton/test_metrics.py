@@ -24,10 +24,10 @@ from maskserve_core.triton.metrics import EngineMetrics, FrontMetrics, MetricsTh
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.engine import Engine
 from maskserve_engine.requests.templates import TemplateCache
-from tests.eventually import eventually
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import FakeTriton, Metric
-from tests.triton.conftest import READY
+from tests.fakes.status import READY
+from tests.support.eventually import eventually
 
 ROOT = Path(__file__).parents[2]
 

@@ -25,9 +25,9 @@ from maskserve_core.triton.tracing import Stage, Tracer, make_tracer, parent_of
 from maskserve_engine.job import Failed, Final
 from maskserve_engine.timeline import RequestTimeline, stages
 from maskserve_engine.triton.frontend import DenoiserFrontend
-from tests.eventually import eventually
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 from tests.fakes.scripted_engine import ScriptedEngine, tensors
+from tests.support.eventually import eventually
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"

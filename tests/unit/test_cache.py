@@ -24,9 +24,9 @@ from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.registry import Encoder, load_encoder
 from maskserve_engine.job import EditJob, Final
-from tests.eventually import eventually
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
-from tests.unit.test_engine import Sink
+from tests.support.eventually import eventually
+from tests.support.sink import Sink
 
 KEY = TemplateKey(
     model_revision="m",

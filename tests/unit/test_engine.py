@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,38 +24,10 @@ from maskserve_core.worker.status import StatusReader
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import Adapter, Encoder, load_adapter, load_encoder
-from maskserve_engine.job import EditJob, EngineEvent, Failed, Final, Preview, Progress
-from tests.eventually import eventually
+from maskserve_engine.job import EditJob, Failed, Final, Preview, Progress
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
-
-
-class Sink:
-    """Collects one edit's events."""
-
-    def __init__(self) -> None:
-        self.events: list[EngineEvent] = []
-        self.done = threading.Event()
-
-    def __call__(self, event: EngineEvent) -> None:
-        self.events.append(event)
-        if isinstance(event, Final | Failed):
-            self.done.set()
-
-    def wait(self) -> Final | Failed:
-        assert self.done.wait(60), "no final answer"
-        last = self.events[-1]
-        assert isinstance(last, Final | Failed)
-        return last
-
-    def final(self) -> Final:
-        last = self.wait()
-        assert isinstance(last, Final), last
-        return last
-
-    def error(self) -> Any:
-        last = self.wait()
-        assert isinstance(last, Failed), last
-        return last.error
+from tests.support.eventually import eventually
+from tests.support.sink import Sink
 
 
 @pytest.fixture(scope="module")

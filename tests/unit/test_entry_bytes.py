@@ -9,7 +9,7 @@ from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, end_bytes,
 from maskserve_core.planning.flops import flux_work
 from maskserve_core.planning.flops_unet import unet_work
 from maskserve_harness.benchmarks.models import FLUX_DEV
-from tests.unit.model_configs import TINY_SDXL
+from tests.support.model_configs import TINY_SDXL
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("float32", np.float32), ("bfloat16", np.uint16)])

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from maskserve_core.planning.flops import KINDS, ModelWork, RowTokens, flop_limit, flux_work
 from maskserve_core.planning.flops_unet import unet_work
 from maskserve_harness.benchmarks.models import FLUX_DEV
-from tests.unit.model_configs import REAL_SD21, REAL_SDXL, TINY_FLUX, TINY_SD21, TINY_SDXL
+from tests.support.flop_count import counted
+from tests.support.model_configs import REAL_SD21, REAL_SDXL, TINY_FLUX, TINY_SD21, TINY_SDXL
 
 
 @pytest.fixture(autouse=True)
@@ -23,13 +22,6 @@ def on_meta() -> Iterator[None]:
     """Shapes are all that is counted; nothing is computed."""
     with torch.device("meta"):
         yield
-
-
-def counted(run: Callable[[], Any]) -> int:
-    """What torch counts; the math kernel, because the CPU's fused one is not in its registry."""
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        run()
-    return counter.get_total_flops()
 
 
 def run_flux(model: Any, tokens: int, text: int, guidance: bool, rows: int = 1) -> Any:

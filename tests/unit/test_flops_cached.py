@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from maskserve_core.planning.flops import KINDS, flux_work
 from maskserve_core.planning.flops_unet import unet_work
-from tests.unit.model_configs import TINY_FLUX, TINY_SDXL
-from tests.unit.test_flops import counted
+from tests.support.flop_count import counted
+from tests.support.model_configs import TINY_FLUX, TINY_SDXL
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from maskserve_core.triton.keepalive import KeepAlive, responses_of
-from tests.eventually import eventually
+from tests.support.eventually import eventually
 
 
 class Responses:

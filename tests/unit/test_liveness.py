@@ -22,7 +22,7 @@ from maskserve_core.worker.liveness import (
     silence_limit_s,
     unwell,
 )
-from tests.eventually import eventually
+from tests.support.eventually import eventually
 
 CHILD = """
 import sys

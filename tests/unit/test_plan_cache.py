@@ -10,7 +10,7 @@ from maskserve_core.planning.planner import plan
 from maskserve_core.planning.step_costs import StepCosts
 from maskserve_core.planning.two_stream import evaluate
 from maskserve_harness.benchmarks.models import FLUX_DEV
-from tests.unit.test_planner import flux_costs
+from tests.support.planning import flux_costs
 
 
 class Builder:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maskserve_core.planning.cost_model import CostModel, Line, estimate
+from maskserve_core.planning.cost_model import CostModel, Line
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_core.planning.flops import KINDS, flux_work
 from maskserve_core.planning.flops_unet import unet_work
@@ -25,8 +25,8 @@ from maskserve_core.planning.two_stream import (
     run,
 )
 from maskserve_harness.benchmarks.models import FLUX_DEV
-from tests.unit.model_configs import TINY_SDXL
-from tests.unit.planning import INF, algorithm_1, costs_of, random_costs
+from tests.support.model_configs import TINY_SDXL
+from tests.support.planning import INF, algorithm_1, costs_of, flux_costs, random_costs
 
 leads = st.one_of(st.none(), st.integers(0, 9).map(float))
 
@@ -150,16 +150,6 @@ def test_a_restore_that_algorithm_1_does_not_see() -> None:
 
 
 # --- Real models. -----------------------------------------------------------------------------
-
-
-def flux_costs(
-    gbytes: float, fmt: str = "bfloat16", masks: tuple[float, ...] = (0.11,), **more: float
-) -> StepCosts:
-    work = flux_work(FLUX_DEV, 128, 128)
-    model = CostModel("x", estimate("H100").compute, {"host": Line(0.0, 1e-9 / gbytes)}, "estimate")
-    rows = [work.row_at(m, 512) for m in masks]
-    loads = block_bytes(work, [(4096 - r.active[0],) for r in rows], FORMATS[fmt])
-    return step_costs(work, work.totals(rows), model, {"host": loads}, **more)
 
 
 def test_flux_kinds_follow_the_link() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.planning.step_costs import StepCosts
 from maskserve_core.planning.two_stream import actions, evaluate, items_of, period, run
-from tests.unit.planning import INF, costs_of, random_costs, simulate
+from tests.support.planning import INF, costs_of, random_costs, simulate
 
 small = st.integers(0, 6)
 programs = st.lists(st.tuples(small, small, small), min_size=1, max_size=5)

@@ -22,8 +22,8 @@ from maskserve_harness.probing.calls import (
     texts,
 )
 from maskserve_harness.probing.calls import decode as pixels
-from tests.eventually import eventually
 from tests.fakes.pictures import blob_mask, encode, scene
+from tests.support.eventually import eventually
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from maskserve_serving.worker import Worker
-from tests.e2e.calls import Grpc, pixels, plain_edit
+from tests.support.calls import Grpc, pixels, plain_edit
 
 
 class Beside:
