@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import threading
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -190,10 +189,3 @@ def test_control_says_how_the_worker_is(grpc: Grpc) -> None:
     assert status["alive"]
     assert status["in_flight"] == 0
     assert grpc.control(op="heartbeat")["state"] == "ready"
-    took = []
-    for _ in range(3):  # the machine may stall once
-        began = time.monotonic()
-        for _ in range(20):
-            grpc.control(op="status")
-        took.append(time.monotonic() - began)
-    assert min(took) < 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, ImageOps
 
 Bytes3D = npt.NDArray[np.uint8]
 
@@ -140,6 +141,18 @@ def odd_images(height: int = 45, width: int = 61) -> Iterator[OddImage]:
         (b"eXIf", b"II*\0junk"),
     )
     yield OddImage("metadata-bombs", png_file(width, height, 8, 2, raw, hostile), rgb)
+
+
+def as_pillow_reads(encoded: bytes) -> Bytes3D:
+    """RGB [H, W, 3] of any picture, by Pillow alone: turned as its EXIF says, 16-bit grey cut to
+    the high byte.
+    """
+    with warnings.catch_warnings(), Image.open(io.BytesIO(encoded)) as opened:
+        warnings.simplefilter("ignore")  # of damaged metadata
+        turned = ImageOps.exif_transpose(opened)
+        if turned.mode.startswith("I"):
+            turned = Image.fromarray((np.asarray(turned).astype(np.uint32) >> 8).astype(np.uint8))
+        return np.asarray(turned.convert("RGB"))
 
 
 def _l(grey: npt.NDArray[np.uint8]) -> Image.Image:

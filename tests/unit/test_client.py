@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -268,10 +267,8 @@ def test_closing_the_client_ends_edits_in_flight() -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_timeouts_cancel_on_the_server(streaming: bool) -> None:
     with FakeServer(step_s=30) as worker, Client(worker.url) as client:
-        start = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="no answer within the timeout"):
             ask(client, streaming, timeout=0.3)
-        assert time.monotonic() - start < 5
         assert worker.withdrawn.wait(5)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 import warnings
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,11 +17,12 @@ from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.triton.control import OPERATIONS, parse_operation
-from tests.fakes.corpus.case import Case, Either, Refused, Works
+from tests.fakes.corpus.case import Case, Damaged, Refused, Works
 from tests.fakes.corpus.collection import edit_cases, sample
 from tests.fakes.corpus.settings import KEYS, good_settings
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.hostile import good_inputs
+from tests.fakes.pictures import as_pillow_reads
 
 CONFIG = Config(model=ModelConfig(path="models/demo"))
 CASES = edit_cases()
@@ -38,15 +37,12 @@ def prepare(inputs: dict[str, bytes]) -> PreparedEdit:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_case_gets_its_documented_answer(case: Case) -> None:
     inputs = case.inputs
-    began = time.process_time()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
             done: PreparedEdit | MaskserveError = prepare(inputs)
         except MaskserveError as error:
             done = error
-    # Generous, for slow machines: what is refused here took far longer than that once.
-    assert time.process_time() - began < 5
     assert seen == []
     match case.expected:
         case Refused() as refused:
@@ -61,9 +57,14 @@ def test_each_case_gets_its_documented_answer(case: Case) -> None:
             weights = decode_image(done.paste, "PASTE", LimitsConfig()).pixels[..., 0]
             if kept.any():
                 np.testing.assert_array_equal(weights == 0, kept)
-        case Either() if not isinstance(done, PreparedEdit):
-            assert str(done).startswith(tuple(each.start for each in Either.refusals))
+        case Damaged() as damaged if isinstance(done, MaskserveError):
+            assert str(done).startswith(damaged.refused.start), str(done)[:200]
             check_message(str(done))
+        case Damaged():
+            np.testing.assert_array_equal(
+                decode_image(done.source, "SOURCE", LimitsConfig()).pixels,
+                as_pillow_reads(inputs["IMAGE"]),
+            )
 
 
 JSON = st.recursive(
@@ -77,15 +78,23 @@ ANY_TEXT = st.binary() | JSON.map(lambda value: json.dumps(value).encode())
 @SAME_EVERY_TIME
 @given(ANY_TEXT)
 def test_any_settings_are_parsed_or_refused(raw: bytes) -> None:
-    with suppress(InvalidRequest):
-        assert parse_settings(dump_settings(parse_settings(raw))) == parse_settings(raw)
+    try:
+        parsed = parse_settings(raw)
+    except InvalidRequest as refusal:
+        check_message(str(refusal))
+    else:
+        assert parse_settings(dump_settings(parsed)) == parsed
 
 
 @SAME_EVERY_TIME
 @given(ANY_TEXT)
 def test_any_operation_is_parsed_or_refused(raw: bytes) -> None:
-    with suppress(InvalidRequest):
-        assert parse_operation(raw)["op"] in OPERATIONS
+    try:
+        parsed = parse_operation(raw)
+    except InvalidRequest as refusal:
+        check_message(str(refusal))
+    else:
+        assert parsed["op"] in OPERATIONS
 
 
 @SAME_EVERY_TIME
@@ -114,6 +123,18 @@ def test_any_tensors_beside_good_ones_are_edited_or_refused(changed: dict[str, b
         prepare({**good_inputs(), **changed})
     except MaskserveError as error:
         check_message(str(error))
+
+
+def test_some_damage_is_noticed_and_some_is_not() -> None:
+    """Else one side of what is expected of damaged files is never looked at."""
+    damaged = [case.inputs for case in CASES if isinstance(case.expected, Damaged)]
+    noticed = 0
+    for inputs in damaged:
+        try:
+            prepare(inputs)
+        except MaskserveError:
+            noticed += 1
+    assert 30 < noticed < len(damaged) - 30
 
 
 def check_message(text: str) -> None:

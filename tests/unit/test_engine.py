@@ -266,11 +266,13 @@ def test_the_status_record_shows_rows_and_stays_fresh(
     engine.submit(
         job(encoder, 14, "seen", num_inference_steps=300, strength=1.0, cache="off"), sink
     )
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
+
+    def running() -> bool:
         status = reader.read()
-        if status is not None and status.running:
-            break
+        return status is not None and bool(status.running)
+
+    eventually("the row is shown", running, 30.0)
+    status = reader.read()
     assert status is not None
     assert [row.request_id for row in status.running] == ["seen"]
     assert status.running[0].steps_left <= 300

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,13 +38,19 @@ class Works:
 
 
 @dataclass(frozen=True)
-class Either:
-    """A final edit, or one of `refusals`: bytes that were damaged."""
+class Damaged:
+    """A file with damage that a decoder may overlook: refused by its field's name, or edited as
+    Pillow alone reads what is left of it.
+    """
 
-    refusals: ClassVar = (Refused("IMAGE"), Refused("MASK"))
+    field: str
+
+    @property
+    def refused(self) -> Refused:
+        return Refused(self.field)
 
 
-Expected: TypeAlias = Refused | Works | Either
+Expected: TypeAlias = Refused | Works | Damaged
 
 
 @dataclass(frozen=True)
@@ -74,5 +80,6 @@ def works(sort: str, name: str, source: Pixels, kept: Bools, **changed: bytes) -
     return Case(sort, name, lambda: {**good_inputs(), **changed}, Works(source, kept))
 
 
-def either(sort: str, name: str, **changed: bytes) -> Case:
-    return Case(sort, name, lambda: {**good_inputs(), **changed}, Either())
+def damaged(sort: str, name: str, field: str, file: bytes) -> Case:
+    """The good request with a damaged IMAGE or MASK."""
+    return Case(sort, name, lambda: {**good_inputs(), field: file}, Damaged(field))

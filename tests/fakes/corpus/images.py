@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
-from tests.fakes.corpus.case import Case, Pixels, either, refused, works
+from tests.fakes.corpus.case import Case, Pixels, damaged, refused, works
 from tests.fakes.corpus.encoding import (
     GREY,
     GREY_ALPHA,
@@ -45,7 +45,7 @@ def image_cases() -> Iterator[Case]:
         yield works("image", name, picture, mask == 0, **inputs)
     # Pillow takes missing rows for black ones.
     short = png_of(header(*SIZE[::-1]), (b"IDAT", zlib.compress(bytes(507))), (b"IEND", b""))
-    yield either("image", "PNG of too few rows", IMAGE=short)
+    yield damaged("image", "PNG of too few rows", "IMAGE", short)
     for name, encoded in _broken().items():
         yield refused("image", name, "IMAGE", IMAGE=encoded)
 

@@ -9,7 +9,7 @@ from functools import cache
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.fakes.corpus.case import Case, either
+from tests.fakes.corpus.case import Case, damaged
 from tests.fakes.corpus.drawn import drawn
 from tests.fakes.corpus.encoding import RGB, chunks_of, png, png_of
 from tests.fakes.hostile import SIZE
@@ -19,8 +19,8 @@ DRAWN = 210
 
 
 def mutation_cases() -> Iterator[Case]:
-    for index, (field, what, damaged) in enumerate(drawn(damaged_files(), DRAWN)):
-        yield either("mutation", f"{index}: {field} {what}", **{field: damaged})
+    for index, (field, what, file) in enumerate(drawn(damaged_files(), DRAWN)):
+        yield damaged("mutation", f"{index}: {field} {what}", field, file)
 
 
 def damaged_files() -> st.SearchStrategy[tuple[str, str, bytes]]:
