@@ -31,7 +31,8 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import Worker
-from tests.e2e.calls import (
+from tests.fakes.pictures import blob_mask, encode, scene
+from tests.support.calls import (
     Grpc,
     Http,
     InferenceServerException,
@@ -42,7 +43,6 @@ from tests.e2e.calls import (
     tensors,
     texts,
 )
-from tests.fakes.pictures import blob_mask, encode, scene
 
 LONG = {"num_inference_steps": 1000}
 SOON_S = 3.0

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.eventually import eventually
-from tests.support.sink import Sink
 
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.engine import Engine
@@ -18,6 +16,8 @@ from maskserve_engine.families.registry import Encoder, load_adapter, load_encod
 from maskserve_engine.job import EditJob, Final
 from maskserve_engine.requests.audits import Audit, Audits, drift_of
 from tests.fakes.jobs import config_of, encode_case, random_case
+from tests.support.eventually import eventually
+from tests.support.sink import Sink
 
 
 @pytest.fixture(scope="module")

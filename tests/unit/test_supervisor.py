@@ -20,8 +20,8 @@ from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
-from tests.eventually import eventually
 from tests.fakes.fake_triton import fake_triton
+from tests.support.eventually import eventually
 
 MODEL = str(CHECKOUT / "assets" / "models" / "demo")
 Start = Callable[..., Supervisor]
