@@ -25,6 +25,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=10**9)]
+Bytes = Annotated[int, Meta(ge=1, le=2**40)]
 MIB = 2**20
 
 
@@ -38,13 +39,17 @@ class Listen(Table, frozen=True):
     host: str = "127.0.0.1"
     """Address of the clients' ports."""
     http_port: Port = 8080
+    """KServe v2 over HTTP; 0 takes a free one."""
     grpc_port: Port = 8081
+    """KServe v2 over gRPC; 0 takes a free one."""
     admin_host: str = "127.0.0.1"
     """Address of the operators' port: metrics, drain, reload. Keep it from clients."""
     admin_port: Port = 8082
+    """The operators' port; 0 takes a free one."""
     tls_cert: str = ""
     """PEM file of the certificate chain; with `tls_key`, both clients' ports speak TLS."""
     tls_key: str = ""
+    """PEM file of the certificate's key."""
 
 
 class Workers(Table, frozen=True):
@@ -81,7 +86,7 @@ class Admission(Table, frozen=True):
 
     max_edits: Count = 512
     """Edits taken and not answered."""
-    max_bytes: Count = 1024 * MIB
+    max_bytes: Bytes = 1024 * MIB
     """Bytes of their requests, those still being read included."""
     waiting_per_worker: Count = 8
     """Edits that wait at a worker; further ones wait here, the most urgent first."""
@@ -103,6 +108,7 @@ class Faults(Table, frozen=True):
     eject_s: Seconds = 2.0
     """How long at first; twice as long each time, until `max_eject_s`. Then one edit tries it."""
     max_eject_s: Seconds = 60.0
+    """The longest that a worker is ejected at a time."""
     max_ejected_share: Share = 0.5
     """Share of the workers that may be ejected at a time."""
     drain_grace_s: Seconds = 60.0
@@ -112,8 +118,10 @@ class Faults(Table, frozen=True):
 class Http(Table, frozen=True):
     """`[http]`: bounds on one HTTP connection."""
 
-    max_body_bytes: Count = 160 * MIB
-    max_header_bytes: Count = 64 * 1024
+    max_body_bytes: Bytes = 160 * MIB
+    """Bytes of one body."""
+    max_header_bytes: Bytes = 64 * 1024
+    """Bytes of a request's headers."""
     max_chunks: Count = 65_536
     """Chunks of one body; a body of a million tiny ones costs more to read than to hold."""
     header_timeout_s: Seconds = 10.0
@@ -121,6 +129,7 @@ class Http(Table, frozen=True):
     min_bytes_per_s: Annotated[int, Meta(ge=0, le=10**9)] = 1024
     """A body that comes more slowly, after ten seconds' grace, is given up."""
     max_connections: Count = 4096
+    """Connections at a time; one more is closed."""
 
 
 class Key(Table, frozen=True):

@@ -60,3 +60,8 @@ def test_the_table_of_bytes_is_what_the_engine_takes() -> None:
     """Printed by `scripts/bytes_table.py`."""
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert table(1024, 28, (1, 2, 4, 7, 14, 28)) in text
+
+
+def test_the_configuration_reference_is_that_of_the_code() -> None:
+    """Written by `python scripts/config_reference.py`."""
+    subprocess.run([sys.executable, "scripts/config_reference.py", "--check"], cwd=ROOT, check=True)

@@ -1,0 +1,18 @@
+"""Every default may stand in the file: it is within the range that its key accepts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import msgspec
+
+from maskserve_core.config import Config, config_of
+from maskserve_router.config import RouterConfig, router_config_of
+
+
+def test_the_workers() -> None:
+    assert config_of(asdict(Config())) == Config()
+
+
+def test_the_routers() -> None:
+    assert router_config_of(msgspec.to_builtins(RouterConfig())) == RouterConfig()
