@@ -151,11 +151,18 @@ def cluster_status(name: str, workers: Iterable[Worker]) -> dict[str, Any]:
             tier: sorted({i for status in up for i in status["templates"].get(tier, ())})
             for tier in tiers
         },
-        "tier_bytes": {
-            tier: sum(status["tier_bytes"].get(tier, 0) for status in up) for tier in tiers
-        },
+        "tier_bytes": _summed(status.get("tier_bytes", {}) for status in up),
+        "counters": _summed(status.get("counters", {}) for status in up),
         "workers": each,
     }
+
+
+def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for table in tables:
+        for name, value in table.items():
+            sums[name] = sums.get(name, 0) + value
+    return sums
 
 
 def _status(worker: Worker) -> dict[str, Any]:

