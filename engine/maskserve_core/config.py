@@ -99,8 +99,40 @@ class CacheConfig:
     """`[cache]`: template activations."""
 
     enabled: bool = _opt(True, "Whether templates are primed and cached rows served.")
-    budget_bytes: int = _opt(2 * 2**30, "Bytes of entries kept in memory.", low=0, high=2**50)
-    entry_kind: str = _opt("kv", "What is kept per block: `kv` or `h`.", of=("kv", "h"))
+    budget_bytes: int = _opt(
+        0,
+        "Bytes on the device, of entries and of what rows have loaded; 0: half of the GPU memory "
+        "that the model leaves, or a quarter of the free memory for a model on the CPU.",
+        low=0,
+        high=2**50,
+    )
+    host_dir: str = _opt(
+        "",
+        "Folder of the host tier, on a tmpfs that the host's workers share; empty: no such tier.",
+    )
+    host_bytes: int = _opt(
+        0, "Bytes of the host tier; 0: half of what is free there.", low=0, high=2**50
+    )
+    disk_dir: str = _opt("", "Folder of the disk tier; empty: no such tier.")
+    disk_bytes: int = _opt(
+        0, "Bytes of the disk tier; 0: half of what is free there.", low=0, high=2**53
+    )
+    remote_url: str = _opt(
+        "", "URL of the remote tier, as fsspec takes it (s3://bucket/folder); empty: no such tier."
+    )
+    remote_bytes: int = _opt(2**40, "Bytes of the remote tier.", low=0, high=2**60)
+    entry_kind: str = _opt(
+        "kv",
+        "What is kept per block: `kv`, `h`, `both`, or `auto`: for each block what the planner "
+        "would take at a mask ratio of 0.2 from the host tier.",
+        of=("kv", "h", "both", "auto"),
+    )
+    plan: str = _opt(
+        "auto",
+        "`auto`: each step loads, projects or computes blocks as is fastest; `fixed`: every block "
+        "takes its entry, whatever that costs.",
+        of=("auto", "fixed"),
+    )
     entry_format: str = _opt("int4", "Storage of entries.", of=("model", "int8", "float8", "int4"))
     stride: int = _opt(
         1000,

@@ -20,16 +20,20 @@ from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, Overloaded
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.cache.priming_prompt import PromptFile
+from maskserve_engine.entry_store import estimated_costs, open_store, sized
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.job import Conditioning, EditJob, Failed, Sink
+from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.price_list import PRICED, PriceList
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
+from maskserve_engine.stages.loader import dtype_of
 from maskserve_engine.stages.revision import model_revision
 from maskserve_engine.status_publisher import StatusPublisher, new_counters
+from maskserve_engine.step_planner import StepPlanner
 from maskserve_engine.step_runner import StepRunner
 
 _log = logging.getLogger(__name__)
@@ -58,14 +62,18 @@ class Engine:
     ) -> None:
         self.config, self.adapter = config, adapter
         runtime = Path(config.runtime_dir) if config.runtime_dir else None
+        costs = MeasuredCosts(estimated_costs(config))
+        kinds, size = sized(config, adapter, costs.model)
         self.cache = TemplateCache(
-            config.cache,
+            config,
             adapter,
+            open_store(config, size, costs.model),
+            kinds,
             revision,
-            str(getattr(adapter, "dtype", "")),
-            config.model.num_inference_steps,
+            str(dtype_of(config)),
             prompt or PromptFile(runtime).read,
         )
+        self.cache.store.on_change = self._arrived
         self._output = OutputThread()
         self.observations = Observations()
         self.audits = Audits(config.cache, self.observations)
@@ -75,7 +83,13 @@ class Engine:
             config, adapter.facts, prices, self.manager, self.cache, self.counters
         )
         self._step_runner = StepRunner(
-            config, adapter, self.manager, self._output, self.counters, self.observations
+            config,
+            adapter,
+            self.manager,
+            StepPlanner(costs),
+            self._output,
+            self.counters,
+            self.observations,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._door = threading.Lock()
@@ -168,6 +182,10 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join(grace_s + 30.0)
         self._output.close(5.0)
+        self.cache.store.close()
+
+    def _arrived(self, key: str) -> None:
+        self._put(lambda: self.manager.arrived(key))
 
     @property
     def state(self) -> State:

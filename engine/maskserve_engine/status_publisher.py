@@ -7,10 +7,12 @@ from pathlib import Path
 from maskserve_core.config import Config, model_name
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.status_record import Served, State
+from maskserve_core.planning.flops import KINDS
 from maskserve_core.worker.status import StatusWriter, WorkerStatus
 from maskserve_engine.price_list import PriceList
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
+from maskserve_engine.step_planner import CHOICES
 
 
 def new_counters() -> dict[str, float]:
@@ -25,6 +27,8 @@ def new_counters() -> dict[str, float]:
         "priming_rows_total": 0,
         "step_seconds_total": 0.0,
         "step_load_stall_seconds_total": 0.0,
+        **{f"plans_total.{choice}": 0 for choice in CHOICES},
+        **{f"plan_blocks_total.{kind}": 0 for kind in KINDS},
     }
 
 
@@ -81,8 +85,8 @@ class StatusPublisher:
             status.pricing = self._prices.pricing
         status.state = state
         status.running, status.waiting = self._manager.rows()
-        status.templates = {"device": cache.template_ids()}
-        status.tier_bytes = {"device": cache.store.nbytes}
+        status.templates = cache.template_ids()
+        status.tier_bytes = cache.store.tier_bytes()
         status.counters = {
             **self._counters,
             **cache.counters(),

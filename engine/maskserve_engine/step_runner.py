@@ -1,25 +1,41 @@
-"""One step of the batch: load what its rows read, run the model, let finished rows leave."""
+"""One step of the batch: turn to what it reads, plan, run, let finished rows leave."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
+from typing import NamedTuple
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.errors import EngineFailed
+from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations
+from maskserve_engine.cache.handle import Handle
+from maskserve_engine.cache.loader import EntryLost
+from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import Preview, Progress
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.state import PrimingState, RequestState
+from maskserve_engine.step_planner import Reading, StepPlan, StepPlanner, wants_of
 
 _log = logging.getLogger(__name__)
 _FAILED_STEPS = 3
 """Steps in a row in which every row failed, after which the engine gives itself up."""
 
 Running = list[RequestState | PrimingState]
+
+
+class _Reads(NamedTuple):
+    """A row of this step and what it reads."""
+
+    edit: RequestState
+    reader: EntryReader
+    handle: Handle
 
 
 class StepRunner:
@@ -33,16 +49,17 @@ class StepRunner:
         config: Config,
         adapter: Adapter,
         manager: RequestManager,
+        planner: StepPlanner,
         output: OutputThread,
         counters: dict[str, float],
         observations: Observations,
     ) -> None:
-        self.adapter, self.manager, self.output = adapter, manager, output
-        self.counters, self.observations = counters, observations
-        kind = "kv" if config.cache.entry_kind == "kv" else "project"
-        self._kinds = (kind,) * adapter.blocks
-        """Per block, for rows that use entries."""
+        self.adapter, self.manager, self.planner = adapter, manager, planner
+        self.output, self.counters, self.observations = output, counters, observations
+        self._fixed = config.cache.plan == "fixed"
         self._dense = ("dense",) * adapter.blocks
+        self._turn = 0
+        """Number of the step."""
         self._failed_steps = 0
 
     def step(self, running: Running) -> None:
@@ -51,59 +68,103 @@ class StepRunner:
         Raises:
             RuntimeError: nothing but failures for several steps.
         """
-        self._load(running)
-        self._run(running)
+        self._turn += 1
+        reading = self._turn_to(running)
+        planned = self._plan(running, reading)
+        seconds = self._run(running, reading, planned)
+        kinds = self._dense if planned is None else planned.plan.kinds
         for edit in list(running):
             try:
-                self._update(edit, len(running))
+                self._update(edit, len(running), kinds, seconds)
             except Exception as error:
                 _log.exception("the end of a step failed", extra=about(edit.request_id))
                 self._drop(edit, error)
 
-    def _load(self, running: Running) -> None:
-        """Bring in the entries that the step's rows read."""
-        reading = [edit for edit in running if edit.row.uses_entries]
-        if not reading:
-            return
-        step_stall = 0.0
-        for edit in reading:
-            begin = time.perf_counter()
-            try:
-                edit.row.load()
-            except Exception as error:
-                _log.exception("entries could not be loaded", extra=about(edit.request_id))
-                running.remove(edit)
-                self._drop(edit, error)
-                continue
-            stall = time.perf_counter() - begin
-            edit.load_stall += stall
-            step_stall += stall
-        self.counters["step_load_stall_seconds_total"] += step_stall
-        self.observations.add("step_load_stall_seconds", step_stall)
+    def _turn_to(self, running: Running) -> list[_Reads]:
+        """Give each row what its step reads, as far as that can be read now."""
+        readers = [(e, e.reader) for e in running if isinstance(e, RequestState) and e.reader]
+        shared = _shared([(reader, e.row.step, e.mask_ratio) for e, reader in readers])
+        reading = []
+        for edit, reader in readers:
+            step = edit.row.step
+            whole = (reader.key, reader.anchors[step]) in shared
+            edit.row.entry = handle = reader.turn_to(step, whole=whole)
+            if handle is not None:
+                reading.append(_Reads(edit, reader, handle))
+        return reading
 
-    def _run(self, running: Running) -> None:
+    def _plan(self, running: Running, reading: list[_Reads]) -> StepPlan | None:
+        """Decide how the rows that read entries run, and ask for what they will read."""
+        if not reading:
+            return None
+        reads = {each.edit.request_id for each in reading}
+        planned = self.planner.plan(
+            self._work(running),
+            [
+                Reading(each.edit.counted, each.handle.load, each.reader.stays(each.edit.row.step))
+                for each in reading
+            ],
+            _sum_of([edit.counted for edit in running if edit.request_id not in reads]),
+            fixed=self._fixed or any(e.edit.job.request.settings.reproducible for e in reading),
+        )
+        wants, later = wants_of(planned.plan), wants_of(planned.ahead)
+        for each in reading:
+            each.handle.want(wants, self._turn)
+        for each in reading:
+            step = each.edit.row.step
+            ahead = each.reader.look_ahead(step)
+            if ahead is not None:
+                handle, at = ahead
+                handle.want(later, self._turn + at - step)
+        self.counters[f"plans_total.{planned.choice}"] += 1
+        for kind, blocks in Counter(planned.plan.kinds).items():
+            self.counters[f"plan_blocks_total.{kind}"] += blocks * len(reading)
+        return planned
+
+    def _run(self, running: Running, reading: list[_Reads], planned: StepPlan | None) -> float:
         """One model call for all rows; when it fails, one call each, so that one bad row or a
-        batch too large for the memory costs nobody else.
+        batch too large for the memory costs nobody else. Returns its seconds.
         """
         if not running:
-            return
+            return 0.0
         self.counters["step_tokens_total"] += sum(edit.step_tokens for edit in running)
+        stalled = sum(each.handle.stalled for each in reading)
         begin = time.perf_counter()
         try:
-            self.adapter.step([edit.row for edit in running], self._kinds)
+            self._step_all(running, reading, planned)
             self._failed_steps = 0
         except Exception:
             _log.exception("a step of %d rows failed; trying its rows one by one", len(running))
-            self._run_alone(running)
-        self.counters["steps_total"] += 1
+            self._run_alone(running, planned)
         taken = time.perf_counter() - begin
+        stall = sum(each.handle.stalled for each in reading) - stalled
+        self.counters["steps_total"] += 1
         self.counters["step_seconds_total"] += taken
         self.observations.add("step_seconds", taken)
+        if reading:
+            self.counters["step_load_stall_seconds_total"] += stall
+            self.observations.add("step_load_stall_seconds", stall)
+        self._learn(running, reading, planned, taken, stall)
+        return taken
 
-    def _run_alone(self, running: Running) -> None:
+    def _step_all(self, running: Running, reading: list[_Reads], planned: StepPlan | None) -> None:
+        """The step; again without the entries that turned out to be lost."""
+        plan = None if planned is None else planned.plan
+        try:
+            self.adapter.step([edit.row for edit in running], plan)
+        except EntryLost as error:
+            _log.warning("a step goes on without an entry: %s", error)
+            for each in reading:
+                if each.handle.load.lost is not None:
+                    each.reader.lose()
+                    each.edit.row.entry = None
+            self.adapter.step([edit.row for edit in running], plan)
+
+    def _run_alone(self, running: Running, planned: StepPlan | None) -> None:
+        plan = None if planned is None else planned.plan
         for edit in list(running):
             try:
-                self.adapter.step([edit.row], self._kinds)
+                self.adapter.step([edit.row], plan)
             except Exception as error:
                 _log.exception("the step of an edit failed", extra=about(edit.request_id))
                 running.remove(edit)
@@ -111,6 +172,28 @@ class StepRunner:
         self._failed_steps = 0 if running else self._failed_steps + 1
         if self._failed_steps >= _FAILED_STEPS:
             raise RuntimeError(f"{_FAILED_STEPS} steps in a row failed for every row")
+
+    def _learn(
+        self,
+        running: Running,
+        reading: list[_Reads],
+        planned: StepPlan | None,
+        taken: float,
+        stall: float,
+    ) -> None:
+        """Have the cost model follow what the step took, and say how far off its plan was."""
+        if len(running) == 0:
+            return
+        reads = {each.edit.request_id for each in reading}
+        cached = _sum_of([edit.counted for edit in running if edit.request_id in reads])
+        dense = _sum_of([edit.counted for edit in running if edit.request_id not in reads])
+        kinds = () if planned is None else planned.plan.kinds
+        costs = self.planner.costs
+        costs.step(self._work(running).batch_flops(cached, kinds, dense), taken - stall)
+        costs.moves(self.manager.cache.store.loader.take_moves())
+        if planned is not None:
+            error = abs(taken - planned.plan.latency) / max(taken, 1e-9)
+            self.observations.add("step_prediction_error", error)
 
     def _drop(self, edit: RequestState | PrimingState, error: Exception) -> None:
         """End what cannot go on."""
@@ -120,13 +203,21 @@ class StepRunner:
             reason = EngineFailed(f"a denoising step failed ({type(error).__name__})")
             self.manager.end(edit.request_id, reason)
 
-    def _update(self, edit: RequestState | PrimingState, rows: int) -> None:
+    def _update(
+        self,
+        edit: RequestState | PrimingState,
+        rows: int,
+        kinds: tuple[str, ...],
+        seconds: float,
+    ) -> None:
         """Count, tell the client how far it is, and let a finished row leave."""
         if isinstance(edit, PrimingState):
+            edit.priming.seconds += seconds / rows
             self.counters["priming_rows_total"] += 1
             self.manager.keep_anchor(edit)
             return
-        cached = edit.count_step(rows, self._kinds, self._dense)
+        cached = edit.row.entry is not None
+        edit.count_step(rows, kinds if cached else self._dense)
         self.counters["cached_rows_total" if cached else "dense_rows_total"] += 1
         computed = edit.active_tokens if cached else edit.total_tokens
         self.counters["active_tokens_total"] += edit.passes * computed
@@ -146,3 +237,36 @@ class StepRunner:
             self.output.send(edit.sink, Preview(step, edit.steps, latents))
         elif settings.progress:
             self.output.send(edit.sink, Progress(step, edit.steps))
+
+    def _work(self, running: Running) -> ModelWork:
+        """Of the first row's size: rows of a batch are as large, or their blocks cost alike."""
+        first = running[0]
+        job = first.priming.job if isinstance(first, PrimingState) else first.job
+        _, height, width = job.moments.shape
+        return self.adapter.work(height, width)
+
+
+def _shared(rows: list[tuple[EntryReader, int, float]]) -> set[tuple[str, Anchor | None]]:
+    """Entries that are better brought in whole, once: rows read more of them than there is.
+
+    Args:
+        rows: reader, step and mask ratio of each.
+    """
+    share: dict[tuple[str, Anchor | None], float] = {}
+    seen: set[tuple[str, Anchor | None, bytes]] = set()
+    for reader, step, mask_ratio in rows:
+        name = (reader.key, reader.anchors[step])
+        if (*name, reader.selection.digest) not in seen:
+            seen.add((*name, reader.selection.digest))
+            share[name] = share.get(name, 0.0) + 1.0 - mask_ratio
+    return {name for name, total in share.items() if total > 1.0}
+
+
+def _sum_of(totals: list[Totals]) -> Totals | None:
+    """Of rows together; None: there are none."""
+    if not totals:
+        return None
+    whole = totals[0]
+    for each in totals[1:]:
+        whole = whole + each
+    return whole

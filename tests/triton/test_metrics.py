@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from maskserve_core.config import CacheConfig, Config
+from maskserve_core.config import Config
+from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.planning.flops import flux_work
 from maskserve_core.triton.metric_table import (
     ENDS,
     ENGINE_METRICS,
@@ -23,7 +25,7 @@ from maskserve_core.triton.metric_table import (
 from maskserve_core.triton.metrics import EngineMetrics, FrontMetrics, MetricsThread
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.engine import Engine
-from maskserve_engine.requests.templates import TemplateCache
+from maskserve_harness.benchmarks.models import FLUX_DEV
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import FakeTriton, Metric
 from tests.fakes.status import READY
@@ -148,10 +150,14 @@ def test_outcomes(code: str, outcome: str) -> None:
 
 def engine_counters() -> set[str]:
     """Names of what an engine counts, those of its cache included."""
-    adapter: Any = SimpleNamespace(facts=FILL_FACTS, anchors=None, blocks=1)
+    adapter: Any = SimpleNamespace(
+        facts=FILL_FACTS,
+        anchors=lambda tokens, steps, stride: (Anchor(0.5, 500.0),),
+        work=lambda height, width: flux_work(FLUX_DEV, height, width),
+        blocks=57,
+    )
     engine = Engine(Config(), adapter, prompt=lambda: None)
-    cache = TemplateCache(CacheConfig(), adapter, "", "", 4, lambda: None)
-    return {*engine.counters, *cache.counters()}
+    return {*engine.counters, *engine.cache.counters()}
 
 
 def test_every_counter_is_published_or_known_not_to_be() -> None:

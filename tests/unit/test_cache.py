@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.config import Config
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.entry_key import (
     Anchor,
     TemplateKey,
@@ -30,7 +30,6 @@ from tests.support.sink import Sink
 
 KEY = TemplateKey(
     model_revision="m",
-    adapters=("a",),
     pixels_id="p",
     noise_seed=1,
     priming_prompt="",
@@ -42,7 +41,6 @@ KEY = TemplateKey(
 )
 OTHER: dict[str, Any] = {
     "model_revision": "n",
-    "adapters": ("a", "b"),
     "pixels_id": "q",
     "noise_seed": 2,
     "priming_prompt": "x",
@@ -103,7 +101,14 @@ def encoder(tiny_fill: Path) -> Encoder:
 
 
 def make_engine(folder: Path, encoder: Encoder, **cache: Any) -> Engine:
-    values = {"entry_format": "model", "stride": 1, "dense_above_ratio": 1.0, **cache}
+    values = {
+        "entry_format": "model",
+        "stride": 1,
+        "dense_above_ratio": 1.0,
+        "plan": "fixed",
+        "budget_bytes": 2**28,
+        **cache,
+    }
     config: Config = config_of(folder, cache=values)
     engine = Engine.load(config)
     engine.cache.prompt = lambda: encoder.encode_prompt("")
@@ -115,7 +120,7 @@ def assert_books_hold(engine: Engine) -> None:
     """Of a stopped engine: what is published of the store is what it holds."""
     engine.cache.store.check_integrity()
     held = {str(t["template_id"]) for t in engine.cache.templates() if not t["priming"]}
-    assert set(engine.cache.template_ids()) == held
+    assert set(engine.cache.template_ids()["device"]) == held
 
 
 @pytest.fixture
@@ -126,7 +131,7 @@ def engine(tiny_fill: Path, encoder: Encoder) -> Any:
     assert_books_hold(engine)
     engine.manager.scheduler.check_integrity()
     assert not engine.cache.priming
-    assert not engine.cache.store._pins
+    assert not engine.cache.store.memory._pins
 
 
 def job(encoder: Encoder, seed: int, name: str, **settings: Any) -> EditJob:
@@ -161,7 +166,7 @@ def test_a_template_is_primed_on_second_sight_and_hit_on_the_third(
     assert outcomes == ["miss", "miss", "hit", "hit"]
     (held,) = engine.templates().result(30)
     assert held["anchors"] >= 4  # stride 1 of the model's four default steps
-    assert held["bytes"] == engine.cache.store.nbytes > 0
+    assert held["bytes"] == engine.cache.store.memory.nbytes > 0
 
 
 def test_a_hit_computes_the_active_tokens_only_and_says_so(
@@ -235,9 +240,9 @@ def test_eviction_while_a_row_runs_changes_nothing(engine: Engine, encoder: Enco
     )
     eventually("the row runs", lambda: sink.events)
     template_id = job(encoder, 8, "y").request.template_id
-    assert engine.ask(engine.cache.template_ids).result(30) == (template_id,)
+    assert engine.ask(engine.cache.template_ids).result(30)["device"] == (template_id,)
     assert engine.evict(template_id).result(30) > 0
-    assert engine.ask(engine.cache.template_ids).result(30) == ()
+    assert engine.ask(engine.cache.template_ids).result(30)["device"] == ()
     assert np.abs(sink.final().latents - expected.latents).max() <= tolerance(expected.latents)
 
 
@@ -246,10 +251,10 @@ def test_out_of_memory_while_priming_costs_no_edit(
 ) -> None:
     real = engine.adapter.step
 
-    def scarce(rows: Any, kinds: Any) -> None:
+    def scarce(rows: Any, plan: Any) -> None:
         if any(hasattr(row, "recorder") for row in rows):
             raise torch.OutOfMemoryError("no memory for priming")
-        real(rows, kinds)
+        real(rows, plan)
 
     monkeypatch.setattr(engine.adapter, "step", scarce)
     outcomes = [edit(engine, job(encoder, 9, f"e{i}")).meta["cache"] for i in range(3)]
@@ -262,15 +267,29 @@ def test_out_of_memory_while_priming_costs_no_edit(
     settle(engine)
 
 
-def test_a_template_larger_than_the_budget_is_served_dense(
+def test_a_budget_that_cannot_hold_one_template_is_refused_with_its_size(
     tiny_fill: Path, encoder: Encoder
 ) -> None:
-    engine = make_engine(tiny_fill, encoder, budget_bytes=1000)
-    outcomes = [edit(engine, job(encoder, 10, f"e{i}")).meta["cache"] for i in range(4)]
-    settle(engine)
-    assert outcomes == ["miss"] * 4
-    assert engine.cache.store.nbytes == 0
-    engine.close(5.0)
+    with pytest.raises(
+        ConfigError, match=r"\[cache\] budget_bytes: 1000 bytes cannot .* (\d+) bytes"
+    ):
+        make_engine(tiny_fill, encoder, budget_bytes=1000)
+
+
+def test_a_start_says_what_a_template_takes_and_how_many_fit(
+    tiny_fill: Path, encoder: Encoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        make_engine(tiny_fill, encoder).close(5.0)
+    (line,) = [r.getMessage() for r in caplog.records if "a template of" in r.getMessage()]
+    assert "device 0.25 GiB" in line
+
+
+def test_an_edit_that_waits_counts_once(engine: Engine, encoder: Encoder) -> None:
+    edit(engine, job(encoder, 41, "w", cache="require"))
+    counters = engine.cache.counters()
+    assert (counters["cache_hits_total"], counters["cache_misses_total"]) == (1, 0)
+    assert counters["cache_hits_total.device"] == 1
 
 
 def test_the_least_recently_used_template_makes_room(tiny_fill: Path, encoder: Encoder) -> None:
@@ -278,15 +297,15 @@ def test_the_least_recently_used_template_makes_room(tiny_fill: Path, encoder: E
     sizes = []
     for seed in (11, 12, 13):
         edit(probe, job(encoder, seed, f"p{seed}", cache="require"))
-        sizes.append(probe.cache.store.nbytes - sum(sizes))
+        sizes.append(probe.cache.store.memory.nbytes - sum(sizes))
     probe.close(5.0)
     engine = make_engine(tiny_fill, encoder, budget_bytes=sum(sizes) - 1)
     for seed in (11, 12, 11, 13):
         edit(engine, job(encoder, seed, f"{seed}-{time.monotonic_ns()}", cache="require"))
     held = {t["template_id"] for t in engine.templates().result(30)}
     assert job(encoder, 12, "x").request.template_id not in held
-    assert engine.cache.store.nbytes <= engine.cache.store.budget_bytes
-    assert engine.cache.store.evictions >= 1
+    assert engine.cache.store.memory.nbytes <= engine.cache.store.memory.budget_bytes
+    assert engine.cache.store.memory.evictions >= 1
     engine.close(5.0)
     assert_books_hold(engine)
 
@@ -332,8 +351,8 @@ def test_the_books_do_not_grow_with_templates_that_are_gone(
     edits = [job(encoder, seed, f"b{seed}", cache="require") for seed in range(20, 40)]
     for each in edits:
         edit(engine, each)
-    assert engine.cache.store.evictions > 10
-    assert engine.cache._ids.keys() == engine.cache.store.templates().keys()
+    assert engine.cache.store.memory.evictions > 10
+    assert len(engine.cache.store.memory.held()) < 10
     engine.close(5.0)
 
 
@@ -341,8 +360,9 @@ def test_entries_know_their_size(engine: Engine, encoder: Encoder) -> None:
     edit(engine, job(encoder, 15, "e", cache="require"))
     (held,) = engine.templates().result(30)
     tokens = 0
-    for anchor in engine.cache.store.anchors(str(held["key"])):
-        entry = engine.cache.store.get(str(held["key"]), anchor)
+    memory = engine.cache.store.memory
+    for anchor in memory.anchors(str(held["key"])):
+        entry = memory.get(str(held["key"]), anchor)
         assert isinstance(entry, AnchorEntry)
         for block in entry.blocks:
             assert block.keys is not None
@@ -361,9 +381,9 @@ def test_a_template_can_be_primed_ahead_of_its_first_edit(engine: Engine, encode
 def test_a_pinned_template_stays_when_others_need_room(tiny_fill: Path, encoder: Encoder) -> None:
     probe = make_engine(tiny_fill, encoder)
     edit(probe, job(encoder, 17, "p", cache="require"))
-    size = probe.cache.store.nbytes
+    size = probe.cache.store.memory.nbytes
     probe.close(5.0)
-    engine = make_engine(tiny_fill, encoder, budget_bytes=size)
+    engine = make_engine(tiny_fill, encoder, budget_bytes=max(size, 250_000))
     pinned = job(encoder, 17, "a", cache="require")
     engine.pin(pinned.request.template_id, pinned=True).result(30)
     edit(engine, pinned)
@@ -371,5 +391,5 @@ def test_a_pinned_template_stays_when_others_need_room(tiny_fill: Path, encoder:
     assert edit(engine, job(encoder, 17, "c")).meta["cache"] == "hit"
     assert engine.pin(pinned.request.template_id, pinned=False).result(30)
     engine.cache.store.check_integrity()
-    assert not engine.cache.store._pins
+    assert not engine.cache.templates()[0]["pinned"]
     engine.close(5.0)

@@ -69,7 +69,7 @@ def oracle(tiny_fill: Path) -> Adapter:
 def alone(oracle: Adapter, job: EditJob) -> np.ndarray:
     row = oracle.dense_row(job)
     while row.step < row.steps:
-        oracle.step([row], ())
+        oracle.step([row], None)
     return row.result()
 
 

@@ -19,6 +19,7 @@ from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
 from maskserve_engine.families.registry import Encoder, load_adapter, load_encoder
 from maskserve_engine.job import EditJob
+from maskserve_harness.benchmarks.replay import Replay, in_memory
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 
 NOISE_SEED = 1234
@@ -53,9 +54,10 @@ def prime(
     adapter: FluxAdapter, encoder: Encoder, job: EditJob, kind: str = "both", format: str = "model"
 ) -> PrimingRow:
     anchors = adapter.anchors(tokens(job), 4, 1)
-    row = adapter.priming_row(job, anchors, encoder.encode_prompt(""), NOISE_SEED, kind, format)
+    kept = (frozenset({"h", "kv"} if kind == "both" else {kind}),) * adapter.blocks
+    row = adapter.priming_row(job, anchors, encoder.encode_prompt(""), NOISE_SEED, kept, format)
     while row.step < row.steps:
-        adapter.step([row], ())
+        adapter.step([row], None)
     return row
 
 
@@ -63,54 +65,58 @@ def tokens(job: EditJob) -> int:
     return job.moments.shape[1] * job.moments.shape[2] // 4
 
 
-def cached(adapter: FluxAdapter, job: EditJob, primed: PrimingRow) -> FluxRow:
+def cached(replay: Replay, job: EditJob, primed: PrimingRow) -> FluxRow:
     """A cached row that reads, at each step, the entry nearest in sigma."""
     entries = [
         min(primed.done, key=lambda entry: abs(entry.anchor.sigma - sigma))
-        for sigma, _ in adapter.sigmas(job)
+        for sigma, _ in replay.adapter.sigmas(job)
     ]
-    return adapter.cached_row(job, entries, NOISE_SEED)
+    row = replay.cached_row(job, entries, NOISE_SEED)
+    assert isinstance(row, FluxRow)
+    return row
 
 
-def run(adapter: FluxAdapter, rows: list[FluxRow], kinds: tuple[str, ...]) -> None:
-    while any(row.step < row.steps for row in rows):
-        live = [row for row in rows if row.step < row.steps]
-        for row in live:
-            row.load()
-        adapter.step(live, kinds)
+@pytest.fixture
+def replay(adapter: FluxAdapter) -> Replay:
+    return Replay(adapter)
+
+
+def run(replay: Replay, rows: list[FluxRow], kinds: tuple[str, ...]) -> None:
+    while live := [row for row in rows if row.step < row.steps]:
+        replay.step(live, kinds)
 
 
 @pytest.mark.parametrize("kind", ["dense", "project", "kv"])
 def test_with_all_tokens_active_cached_equals_dense(
-    adapter: FluxAdapter, encoder: Encoder, kind: str
+    adapter: FluxAdapter, replay: Replay, encoder: Encoder, kind: str
 ) -> None:
     job = make_job(encoder, 1)
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
-    row, dense = cached(adapter, job, prime(adapter, encoder, job)), adapter.dense_row(job)
-    run(adapter, [row], (kind,) * adapter.blocks)
-    run(adapter, [dense], ())
+    row, dense = cached(replay, job, prime(adapter, encoder, job)), adapter.dense_row(job)
+    run(replay, [row], (kind,) * adapter.blocks)
+    run(replay, [dense], ())
     expected = dense.result()
     assert np.abs(row.result() - expected).max() <= tolerance(expected)
 
 
 @pytest.mark.parametrize("kind", ["dense", "project", "kv"])
 def test_with_a_ring_over_the_whole_picture_cached_equals_dense(
-    adapter: FluxAdapter, encoder: Encoder, kind: str
+    adapter: FluxAdapter, replay: Replay, encoder: Encoder, kind: str
 ) -> None:
     """The ring's tokens take the inputs of the dense row, whose mask is the small one."""
     job = make_job(encoder, 2, mask_ring=64)
     job = replace(job, edit_mask=np.zeros_like(job.edit_mask))
     job.edit_mask[-3:, :5] = 255
-    row, dense = cached(adapter, job, prime(adapter, encoder, job)), adapter.dense_row(job)
-    run(adapter, [row], (kind,) * adapter.blocks)
-    run(adapter, [dense], ())
-    expected = adapter.result(dense)
-    assert np.abs(adapter.result(row) - expected).max() <= tolerance(expected)
+    row, dense = cached(replay, job, prime(adapter, encoder, job)), adapter.dense_row(job)
+    run(replay, [row], (kind,) * adapter.blocks)
+    run(replay, [dense], ())
+    expected = dense.result()
+    assert np.abs(row.result() - expected).max() <= tolerance(expected)
 
 
-def as_primed(adapter: FluxAdapter, job: EditJob, primed: PrimingRow, anchor: int) -> FluxRow:
+def as_primed(replay: Replay, job: EditJob, primed: PrimingRow, anchor: int) -> FluxRow:
     """A cached row whose every model input is that of the priming forward at an anchor."""
-    row = cached(adapter, job, primed)
+    row = cached(replay, job, primed)
     assert row.inactive is not None
     entry, active = primed.done[anchor], row.inactive.active
     inputs = primed.template.at(torch.tensor(entry.anchor.sigma))
@@ -120,7 +126,7 @@ def as_primed(adapter: FluxAdapter, job: EditJob, primed: PrimingRow, anchor: in
     row.text, row.pooled, row.guidance = primed.text, primed.pooled, primed.guidance
     sigma, timestep = entry.anchor.sigma, entry.anchor.timestep
     row.schedule = Schedule(torch.tensor([sigma, 0.0]), (Walk(timestep, sigma, -sigma),))
-    row.inactive.entries, row.step = (entry,), 0
+    row.entry, row.step = in_memory(entry, row.inactive.selection), 0
     return row
 
 
@@ -136,7 +142,7 @@ def outputs_of(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_on_the_priming_inputs_any_mix_of_kinds_equals_dense(
-    adapter: FluxAdapter, encoder: Encoder, seed: int
+    adapter: FluxAdapter, replay: Replay, encoder: Encoder, seed: int
 ) -> None:
     """Entries in model dtype hold exactly what the inactive tokens would have been."""
     jobs = [make_job(encoder, 10 * seed + i) for i in range(3)]
@@ -145,9 +151,7 @@ def test_on_the_priming_inputs_any_mix_of_kinds_equals_dense(
     mixes = list(itertools.product(("dense", "project", "kv"), repeat=adapter.blocks))
     with torch.inference_mode():
         for kinds in mixes:
-            rows = [as_primed(adapter, job, p, anchor) for job, p in zip(jobs, primed, strict=True)]
-            for row in rows:
-                row.load()
+            rows = [as_primed(replay, job, p, anchor) for job, p in zip(jobs, primed, strict=True)]
             outputs = outputs_of(adapter, rows, kinds)
             for row, p, output in zip(rows, primed, outputs, strict=True):
                 p.step = anchor
@@ -159,7 +163,7 @@ def test_on_the_priming_inputs_any_mix_of_kinds_equals_dense(
 
 @pytest.mark.parametrize("kind", ["dense", "project", "kv"])
 def test_a_mixed_batch_equals_each_row_alone(
-    adapter: FluxAdapter, encoder: Encoder, kind: str
+    adapter: FluxAdapter, replay: Replay, encoder: Encoder, kind: str
 ) -> None:
     kinds = (kind,) * adapter.blocks
     jobs = [make_job(encoder, seed) for seed in range(20, 26)]
@@ -167,21 +171,19 @@ def test_a_mixed_batch_equals_each_row_alone(
 
     def rows() -> list[FluxRow]:
         return [
-            adapter.dense_row(job) if number % 3 == 0 else cached(adapter, job, p)
+            adapter.dense_row(job) if number % 3 == 0 else cached(replay, job, p)
             for number, (job, p) in enumerate(zip(jobs, primed, strict=True))
         ]
 
     alone = rows()
     for row in alone:
-        run(adapter, [row], kinds)
+        run(replay, [row], kinds)
     together = rows()
-    run(adapter, together[:2], kinds)  # leave before the others join
+    run(replay, together[:2], kinds)  # leave before the others join
     rest = together[2:]
-    for row in rest[:2]:
-        row.load()
-    adapter.step(rest[:2], kinds)
+    replay.step(rest[:2], kinds)
     rest.pop(1)  # cancelled mid-flight
-    run(adapter, rest, kinds)
+    run(replay, rest, kinds)
     for one, other in zip(alone, together, strict=True):
         if other.step == other.steps:
             expected = one.result()
@@ -189,25 +191,26 @@ def test_a_mixed_batch_equals_each_row_alone(
 
 
 def test_a_step_without_an_anchor_computes_the_pinned_tokens(
-    adapter: FluxAdapter, encoder: Encoder
+    adapter: FluxAdapter, replay: Replay, encoder: Encoder
 ) -> None:
     """It equals the all-dense plan: both compute inactive tokens from the template's inputs."""
     job = make_job(encoder, 30)
     primed = prime(adapter, encoder, job)
-    with_plan, without = cached(adapter, job, primed), cached(adapter, job, primed)
-    assert without.inactive is not None
-    without.inactive.entries = (None,) * without.steps
-    run(adapter, [with_plan], ("dense",) * adapter.blocks)
-    run(adapter, [without], ("kv",) * adapter.blocks)
+    with_plan, without = cached(replay, job, primed), cached(replay, job, primed)
+    replay.reads(without, [None] * without.steps)
+    run(replay, [with_plan], ("dense",) * adapter.blocks)
+    run(replay, [without], ("kv",) * adapter.blocks)
     expected = with_plan.result()
     assert np.abs(without.result() - expected).max() <= tolerance(expected)
 
 
-def test_inactive_tokens_come_back_as_the_template(adapter: FluxAdapter, encoder: Encoder) -> None:
+def test_inactive_tokens_come_back_as_the_template(
+    adapter: FluxAdapter, replay: Replay, encoder: Encoder
+) -> None:
     job = make_job(encoder, 31)
     primed = prime(adapter, encoder, job)
-    row = cached(adapter, job, primed)
-    run(adapter, [row], ("kv",) * adapter.blocks)
+    row = cached(replay, job, primed)
+    run(replay, [row], ("kv",) * adapter.blocks)
     assert row.inactive is not None
     from maskserve_engine.families.flux.latents import pack_latents
 
@@ -215,18 +218,20 @@ def test_inactive_tokens_come_back_as_the_template(adapter: FluxAdapter, encoder
     assert torch.equal(out[row.inactive.index], primed.template.clean[row.inactive.index])
 
 
-def test_a_one_token_mask_runs(adapter: FluxAdapter, encoder: Encoder) -> None:
+def test_a_one_token_mask_runs(adapter: FluxAdapter, replay: Replay, encoder: Encoder) -> None:
     job = make_job(encoder, 32)
     mask = np.zeros_like(job.edit_mask)
     mask[5, 7] = 255
     job = replace(job, edit_mask=mask)
-    row = cached(adapter, job, prime(adapter, encoder, job))
+    row = cached(replay, job, prime(adapter, encoder, job))
     assert len(row.latents) == 1
-    run(adapter, [row], ("kv",) * adapter.blocks)
+    run(replay, [row], ("kv",) * adapter.blocks)
     assert np.isfinite(row.result()).all()
 
 
-def test_entries_are_never_written_by_rows(adapter: FluxAdapter, encoder: Encoder) -> None:
+def test_entries_are_never_written_by_rows(
+    adapter: FluxAdapter, replay: Replay, encoder: Encoder
+) -> None:
     job = make_job(encoder, 33)
     primed = prime(adapter, encoder, job)
     before = [
@@ -237,7 +242,7 @@ def test_entries_are_never_written_by_rows(adapter: FluxAdapter, encoder: Encode
         if c is not None
     ]
     for kind in ("kv", "project", "dense"):
-        run(adapter, [cached(adapter, job, primed)], (kind,) * adapter.blocks)
+        run(replay, [cached(replay, job, primed)], (kind,) * adapter.blocks)
     after = [
         c.data
         for entry in primed.done
@@ -250,15 +255,15 @@ def test_entries_are_never_written_by_rows(adapter: FluxAdapter, encoder: Encode
 
 @pytest.mark.parametrize("format", ["int8", "float8", "int4"])
 def test_stored_formats_stay_close_to_the_model_dtype(
-    adapter: FluxAdapter, encoder: Encoder, format: str
+    adapter: FluxAdapter, replay: Replay, encoder: Encoder, format: str
 ) -> None:
     job = make_job(encoder, 34)
     mask = np.zeros_like(job.edit_mask)
     mask[:16, :24] = 255
     job, results = replace(job, edit_mask=mask), []
     for each in ("model", format):
-        row = cached(adapter, job, prime(adapter, encoder, job, "kv", each))
-        run(adapter, [row], ("kv",) * adapter.blocks)
+        row = cached(replay, job, prime(adapter, encoder, job, "kv", each))
+        run(replay, [row], ("kv",) * adapter.blocks)
         results.append(row.result())
     spread = results[0].std()
     assert 0 < np.abs(results[0] - results[1]).max() < 0.2 * spread

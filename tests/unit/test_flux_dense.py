@@ -55,7 +55,7 @@ class Model:
     def alone(self, case: Case) -> NDArray[np.float32]:
         row = self.row(case)
         while row.step < row.steps:
-            self.adapter.step([row], ())
+            self.adapter.step([row], None)
         return row.result()
 
 
@@ -89,7 +89,7 @@ def test_rows_that_join_and_leave_at_any_step_do_not_change_one_another(
         running = [r for r in running if not (r.request_id == str(cancelled) and r.step >= 1)]
         rng.shuffle(running)
         if running:
-            model.adapter.step(running, ())
+            model.adapter.step(running, None)
         for row in [r for r in running if r.step == r.steps]:
             results[row.request_id] = row.result()
         running = [r for r in running if r.step < r.steps]
@@ -129,5 +129,5 @@ def test_the_estimate_after_the_last_step_is_the_result(model: Model) -> None:
     case = random_case(np.random.default_rng(8), num_inference_steps=4, strength=1.0)
     row = model.row(case)
     while row.step < row.steps:
-        model.adapter.step([row], ())
+        model.adapter.step([row], None)
     assert np.abs(row.estimate() - row.result()).max() <= 1e-5

@@ -7,9 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maskserve_core.planning.flops import Totals
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.requests.state import RequestState
+from maskserve_engine.requests.templates import Route
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
+
+NOTHING = Totals(0, np.zeros((1, 6)), np.zeros((1, 6)), (0.0,), 0.0)
 
 
 @pytest.mark.parametrize(("how", "computed"), [("dense", 16), ("cached", 3)])
@@ -27,9 +31,10 @@ def test_a_negative_prompt_counts_its_pass_of_the_model_too(
             total_tokens=16,
             active_tokens=3,
             steps=4,
+            counted=NOTHING,
             submitted=0.0,
             deadline=None,
-            how=how,
+            route=Route(how, "hit"),
         )
         ticket, status = edit.make_ticket(), edit.status()
         assert edit.step_tokens == passes * computed

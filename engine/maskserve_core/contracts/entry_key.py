@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Raised whenever what an entry holds, or how, changes."""
 
 
@@ -17,7 +17,6 @@ class TemplateKey:
     """What all entries of one primed template share."""
 
     model_revision: str
-    adapters: tuple[str, ...]
     pixels_id: str
     """Digest of the template's pixels at model resolution."""
     noise_seed: int

@@ -80,3 +80,14 @@ def entry_bytes(work: ModelWork, kind: str, fmt: EntryFormat, *, copies: int = 1
     """
     loads = block_bytes(work, [tuple(float(n) for n in work.tokens)], fmt, copies=copies)
     return float(loads[:, ("h", "kv").index(kind)].sum() + end_bytes(work, loads).sum())
+
+
+def kept_bytes(
+    work: ModelWork, kinds: Sequence[frozenset[str]], fmt: EntryFormat, *, copies: int = 1
+) -> float:
+    """As `entry_bytes`, where block i keeps `kinds[i]`: any of "h" and "kv"."""
+    loads = block_bytes(work, [tuple(float(n) for n in work.tokens)], fmt, copies=copies)
+    kept = [
+        ("h" in kind) * h + ("kv" in kind) * kv for kind, (h, kv) in zip(kinds, loads, strict=True)
+    ]
+    return float(sum(kept) + end_bytes(work, loads).sum())

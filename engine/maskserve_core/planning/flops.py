@@ -89,6 +89,16 @@ class Totals:
     """Active tokens of all rows, per level."""
     text: float
 
+    def __add__(self, other: Totals) -> Totals:
+        """Of both batches together."""
+        return Totals(
+            self.rows + other.rows,
+            self.dense + other.dense,
+            self.cached + other.cached,
+            tuple(a + b for a, b in zip(self.active, other.active, strict=True)),
+            self.text + other.text,
+        )
+
 
 @dataclass(frozen=True)
 class ModelWork:
@@ -171,6 +181,20 @@ class ModelWork:
                 for w in (*self.before, self.after)
             ]
         )
+
+    def batch_flops(
+        self, cached: Totals | None, kinds: Sequence[str], dense: Totals | None
+    ) -> float:
+        """FLOPs of one step of cached rows whose block i runs as `kinds[i]`, beside dense ones."""
+        flops = 0.0
+        if cached is not None:
+            blocks = self.block_flops(cached)
+            flops += float(blocks[np.arange(len(blocks)), [KINDS.index(k) for k in kinds]].sum())
+            flops += float(self.fixed_flops(cached).sum())
+        if dense is not None:
+            flops += float(self.block_flops(dense)[:, DENSE].sum())
+            flops += float(self.fixed_flops(dense, dense=True).sum())
+        return flops
 
     def step_flops(self, rows: Sequence[RowTokens], kind: str = "kv") -> float:
         """FLOPs of one step of `rows` with every block run as `kind`."""

@@ -57,24 +57,31 @@ class PlanCache:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def get(self, what: Hashable, totals: Sequence[float], build: Callable[[], StepCosts]) -> Plan:
+    def get(
+        self,
+        what: Hashable,
+        totals: Sequence[float],
+        build: Callable[[], StepCosts],
+        lead: float | None = None,
+    ) -> Plan:
         """The plan for `totals`.
 
         Args:
             what: everything else the costs depend on (model, size, cost model's sequence number,
-                budget, format), compared as it is.
+                budget, format, what has arrived), compared as it is.
             totals: finite numbers of at least 0, as `plan_totals` gives them.
             build: makes the costs; called on a miss alone.
+            lead: as in `plan`; None: the same step repeated.
         """
         steps, log2 = self.steps, math.log2
-        key = (what, *(round(log2(x) * steps) if x > 0 else None for x in totals))
+        key = (what, lead, *(round(log2(x) * steps) if x > 0 else None for x in totals))
         found = self._plans.get(key)
         if found is not None:
             self.hits += 1
             self._plans.move_to_end(key)
             return found
         self.misses += 1
-        made = plan(build(), tolerance=self.tolerance, intervals=_INTERVALS)
+        made = plan(build(), lead=lead, tolerance=self.tolerance, intervals=_INTERVALS)
         self._plans[key] = made
         if len(self._plans) > self.capacity:
             self._plans.popitem(last=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from maskserve_core.planning.cost_model import CostModel
+from maskserve_core.planning.cost_model import CostModel, Line
 from maskserve_core.planning.entry_bytes import end_bytes
 from maskserve_core.planning.flops import KINDS, Floats, ModelWork, Totals
 
@@ -61,6 +61,7 @@ def step_costs(
     model: CostModel,
     load_bytes: Mapping[str, Floats],
     *,
+    end_loads: Mapping[str, Floats] | None = None,
     budget_bytes: float = math.inf,
     dense: Totals | None = None,
 ) -> StepCosts:
@@ -70,8 +71,11 @@ def step_costs(
         work: the model at the image's size.
         totals: sums over the cached rows.
         model: of the worker.
-        load_bytes: per tier, what `block_bytes` gives for the rows whose entries lie there. One
-            transfer per tier and block is assumed.
+        load_bytes: per tier, what `block_bytes` gives for the rows whose entries lie there; 0 for
+            what has arrived, `inf` for what was not kept. One transfer per tier and block is
+            assumed.
+        end_loads: per tier, the bytes of the entry that restores each stack's inactive output;
+            None: as many as `h` of the stack's last block.
         budget_bytes: bytes that may be loaded ahead of their block.
         dense: sums over the dense rows of the same step; they run beside the plan and give the
             load stream their time.
@@ -96,14 +100,21 @@ def step_costs(
         if tier not in model.loads:
             raise ValueError(f"tier: {tier!r} has no numbers; known: {', '.join(model.loads)}")
         line = model.loads[tier]
-        loads += np.where(moved > 0, line.fixed + line.per_unit * moved, 0.0)
-        restored = end_bytes(work, moved)
-        restores += np.where(restored > 0, line.fixed + line.per_unit * restored, 0.0)
-        size += float(moved[:, 1].sum())
+        loads += _seconds(line, moved)
+        restored = end_bytes(work, moved) if end_loads is None else end_loads[tier]
+        restores += _seconds(line, restored)
+        size += float(moved[np.isfinite(moved[:, 1]), 1].sum())
     if work.restore_ends:
         ends[work.ends] = restores
     # Bytes become seconds at this step's own mean rate, so that a budget holds fewer seconds of
     # a slow tier's loads than of none, whatever mixture of tiers the rows lie on.
-    seconds = float(loads[:, 1].sum())
-    ahead = budget_bytes * seconds / size if size else math.inf
+    seconds = float(loads[np.isfinite(loads[:, 1]), 1].sum())
+    ahead = budget_bytes * seconds / size if size and seconds else math.inf
     return StepCosts(compute, loads, before, float(fixed[-1]), ends, ahead)
+
+
+def _seconds(line: Line, moved: Floats) -> Floats:
+    """Of one transfer each; nothing takes no time, what is not there never comes."""
+    there = np.isfinite(moved)
+    seconds = line.fixed + line.per_unit * np.where(there, moved, 0.0)
+    return np.where(there, np.where(moved > 0, seconds, 0.0), math.inf)

@@ -58,6 +58,7 @@ _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 _STALL = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 _WAIT = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _EDIT = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+_SHARE = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _RATIO = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _DRIFT = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 0.75, 1.0)
 
@@ -78,7 +79,11 @@ ENGINE_METRICS = {
     "cache_hits_total": _counter("Edits that found their template's activations.", "tier"),
     "cache_misses_total": _counter("Edits that wanted activations which were not there."),
     "cache_evictions_total": _counter("Templates whose activations were dropped.", "tier"),
-    "cache_corrupt_total": _counter("Entries dropped because their checksum did not hold."),
+    "cache_corrupt_total": _counter("Entries dropped: cut off, or with a wrong checksum.", "tier"),
+    "cache_failures_total": _counter("Reads and writes that a tier's medium refused.", "tier"),
+    "cache_loaded_bytes_total": _counter("Bytes of entries brought to rows.", "tier"),
+    "plans_total": _counter("Steps with cached rows, by how their plan was chosen.", "choice"),
+    "plan_blocks_total": _counter("Blocks that cached rows ran, summed over steps.", "kind"),
     "audits_total": _counter("Cached edits made again without the cache and compared."),
     "cache_distrusts_total": _counter("Templates that run dense as an edit of them drifted."),
     "observations_dropped_total": _counter("Values that histograms lack, for want of room."),
@@ -91,6 +96,9 @@ ENGINE_METRICS = {
         "first templates have histograms of their own.",
         _DRIFT,
         "template",
+    ),
+    "step_prediction_error": _histogram(
+        "How far off a plan's predicted step was, as a share of the step.", _SHARE
     ),
     "mask_ratio": _histogram("Active tokens over all tokens of an edit that was done.", _RATIO),
     "queue_seconds": _histogram(

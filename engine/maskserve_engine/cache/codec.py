@@ -7,6 +7,7 @@ beside the tokens, and keep a few large channels from drowning the rest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,19 +33,33 @@ class Coded:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.data, self.scale, self.groups)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def nbytes_of(self, tokens: int) -> int:
+        """Bytes of so many of its tokens."""
+        fixed = 0 if self.scale is None else self.scale.numel() * self.scale.element_size()
+        return fixed + (self.nbytes - fixed) * tokens // max(1, len(self.data))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in (self.data, self.scale, self.groups) if t is not None)
+
+    def map(
+        self, tokens: Callable[[Tensor], Tensor], channels: Callable[[Tensor], Tensor] | None = None
+    ) -> Coded:
+        """`tokens` applied to what has a row per token, `channels` to the scale per channel."""
+        scale = self.scale if self.scale is None or channels is None else channels(self.scale)
+        groups = None if self.groups is None else tokens(self.groups)
+        return replace(self, data=tokens(self.data), scale=scale, groups=groups)
 
     def take(self, index: Tensor) -> Coded:
         """The tokens at `index`, as a copy."""
-        # float8 has no index_select on every backend: bytes have.
-        raw = self.data.view(torch.uint8) if self.format == "float8" else self.data
-        data = raw.index_select(0, index)
-        return replace(
-            self,
-            data=data.view(_FLOAT8) if self.format == "float8" else data,
-            groups=None if self.groups is None else self.groups.index_select(0, index),
-        )
+
+        def taken(t: Tensor) -> Tensor:
+            # float8 has no index_select on every backend: bytes have.
+            raw = t.view(torch.uint8) if t.dtype == _FLOAT8 else t
+            return raw.index_select(0, index).view(t.dtype)
+
+        return self.map(taken)
 
     def into(self, out: Tensor) -> None:
         """Decode into `out`, [tokens, channels] of any float dtype."""

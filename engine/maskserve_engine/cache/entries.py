@@ -10,24 +10,36 @@ from torch import Tensor
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.cache.codec import Coded, encode
 
+PARTS = ("h", "kv", "end")
+"""What a block may keep: hidden states at its input, keys and values, its stack's output."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockEntry:
-    """One block's activations of the image tokens: `h`, or keys and values, or both."""
+    """One block's activations of the image tokens of its level.
+
+    A model that runs twice per step (classifier-free guidance) keeps both halves, one behind the
+    other: `tokens` is then twice the level's.
+    """
 
     hidden: Coded | None = None
-    """[tokens, width] at the block's input."""
+    """[tokens, width] at the block's input: part `h`."""
     keys: Coded | None = None
-    """[tokens, width] after norm and rotary embedding."""
+    """[tokens, width] after norm and rotary embedding: part `kv`, with the values."""
     values: Coded | None = None
+    end: Coded | None = None
+    """[tokens, width] at the block's output: part `end`, where a UNet's stack ends."""
 
     @property
     def nbytes(self) -> int:
-        return sum(c.nbytes for c in (self.hidden, self.keys, self.values) if c is not None)
+        return sum(coded.nbytes for part in PARTS for coded in self.part(part))
 
-    def take(self, index: Tensor) -> BlockEntry:
-        """The tokens at `index`, copied."""
-        return BlockEntry(*(c and c.take(index) for c in (self.hidden, self.keys, self.values)))
+    def part(self, name: str) -> tuple[Coded, ...]:
+        """The tensors of one of PARTS; none where it is not kept."""
+        if name == "kv":
+            return () if self.keys is None or self.values is None else (self.keys, self.values)
+        one = self.hidden if name == "h" else self.end
+        return () if one is None else (one,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +53,12 @@ class AnchorEntry:
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.blocks)
 
-    def take(self, index: Tensor) -> tuple[BlockEntry, ...]:
-        """What a row with these inactive tokens reads, gathered once per anchor."""
-        return tuple(block.take(index) for block in self.blocks)
-
 
 class Recorder:
-    """Takes a priming row's activations and makes an entry of them (`forward.Capture`).
+    """Takes a priming row's activations and makes an entry of them.
 
     Args:
-        kinds: per block, what to keep: any of "h", "kv".
+        kinds: per block, what to keep: any of "h", "kv". Ends are kept wherever they are told.
         format: storage format.
     """
 
@@ -58,6 +66,7 @@ class Recorder:
         self.kinds, self.format = kinds, format
         self._hidden: dict[int, Coded] = {}
         self._keys: dict[int, tuple[Coded, Coded]] = {}
+        self._ends: dict[int, Coded] = {}
 
     def hidden(self, block: int, hidden: Tensor) -> None:
         if "h" in self.kinds[block]:
@@ -70,9 +79,13 @@ class Recorder:
                 encode(values.flatten(1), self.format),
             )
 
+    def end(self, block: int, output: Tensor) -> None:
+        """`output` [tokens, width]: what the stack that ends with `block` hands on."""
+        self._ends[block] = encode(output, self.format)
+
     def entry(self, anchor: Anchor) -> AnchorEntry:
         blocks = []
         for block in range(len(self.kinds)):
             keys, values = self._keys.get(block, (None, None))
-            blocks.append(BlockEntry(self._hidden.get(block), keys, values))
+            blocks.append(BlockEntry(self._hidden.get(block), keys, values, self._ends.get(block)))
         return AnchorEntry(anchor, tuple(blocks))

@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.planning.flops import ModelWork, Totals
+from maskserve_core.planning.two_stream import Plan
 from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.handle import Handle
+from maskserve_engine.cache.selection import Selection
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 
 
@@ -25,22 +29,17 @@ class Row(Protocol):
     @property
     def steps(self) -> int: ...
 
-    @property
-    def uses_entries(self) -> bool:
-        """Whether the next step reads entries."""
-        ...
-
-    def load(self) -> None:
-        """Bring in what the next step reads."""
-        ...
-
 
 class EditRow(Row, Protocol):
     """An edit in the batch, with the state of its sampler."""
 
+    entry: Handle | None
+    """What its next step reads of its template; set before each step. None: the step computes all
+    its tokens. A step waits for each part where it needs it (`Handle.wait`)."""
+
     @property
-    def loaded_bytes(self) -> int:
-        """Of entries, so far."""
+    def selection(self) -> Selection | None:
+        """The inactive tokens of a cached row; None: a dense row."""
         ...
 
     def result(self) -> NDArray[np.float32]:
@@ -75,6 +74,14 @@ class Adapter(Protocol):
 
     def tokens(self, job: EditJob) -> TokenCounts: ...
 
+    def work(self, height: int, width: int) -> ModelWork:
+        """Counted work, and the shape of entries, at a size of latents."""
+        ...
+
+    def counted(self, job: EditJob) -> Totals:
+        """What a step of this edit costs, beside other rows of equal `batch_key`."""
+        ...
+
     def batch_key(self, job: EditJob) -> Hashable:
         """Rows of equal keys may share a step."""
         ...
@@ -91,10 +98,8 @@ class Adapter(Protocol):
         """A row that computes all tokens, exactly as the diffusers pipeline does."""
         ...
 
-    def cached_row(
-        self, job: EditJob, entries: Sequence[AnchorEntry | None], noise_seed: int
-    ) -> EditRow:
-        """A row that computes the active tokens and reads `entries` (per step) for the rest."""
+    def cached_row(self, job: EditJob, noise_seed: int) -> EditRow:
+        """A row that computes the active tokens and reads entries for the rest."""
         ...
 
     def priming_row(
@@ -103,14 +108,31 @@ class Adapter(Protocol):
         anchors: Sequence[Anchor],
         prompt: Conditioning,
         noise_seed: int,
-        kind: str,
+        kinds: Sequence[frozenset[str]],
         format: str,
     ) -> PrimingRow:
-        """A row that computes the template's entries at `anchors`, one per step."""
+        """A row that computes the template's entries at `anchors`, one per step.
+
+        Args:
+            job: whose template and encodings are used.
+            anchors: in the order of its steps.
+            prompt: the priming prompt.
+            noise_seed: of the template's noise.
+            kinds: per block, what is kept for its inactive tokens: "h", "kv" or both. What the
+                model cannot do without (`end`) is kept besides.
+            format: storage format.
+        """
         ...
 
-    def step(self, rows: Sequence[Row], kinds: Sequence[str]) -> None:
-        """One model call for rows of this adapter; `kinds` per block, for rows that use entries.
+    def step(self, rows: Sequence[Row], plan: Plan | None) -> None:
+        """One model call for rows of this adapter.
+
+        Args:
+            rows: of equal `batch_key`.
+            plan: how the rows that read entries run each block; None: no row reads any.
+
+        Raises:
+            EntryLost: a part of an entry will not come; the rows can do without (`entry`).
 
         No row has moved if it raises, so that the rows can be tried again one by one.
         """

@@ -23,12 +23,13 @@ from maskserve_core.errors import (
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.status import RowStatus
 from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.families.adapter import Adapter, EditRow
 from maskserve_engine.job import EditJob, Failed, Final, Sink
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.state import PrimingState, RequestState
-from maskserve_engine.requests.templates import Route, TemplateCache
+from maskserve_engine.requests.templates import DENSE, Route, TemplateCache
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class RequestManager:
         )
         self.edits: dict[str, RequestState] = {}
         self.primings: dict[str, PrimingState] = {}  # by ticket id
+        self.waiting: dict[str, list[str]] = {}
+        """Request ids of edits that wait for a template, by its key."""
         self.draining = False
         self._listed: list[RequestState | PrimingState | None] = []
         """What was held and what ran when `_waiting` was made."""
@@ -103,6 +106,7 @@ class RequestManager:
     def finish(self, edit: RequestState) -> None:
         """The row has taken its last step: answer."""
         latents = edit.row.result()
+        edit.release()
         if edit.audit is not None:
             self._leave(edit)
             self.audits.judge(edit.audit, latents)
@@ -122,11 +126,10 @@ class RequestManager:
         """Answer an edit that will not finish; its row and entries are let go."""
         edit = self.edits.pop(request_id, None)
         if edit is not None:
+            edit.release()
             if edit.how == "wait":
                 # Else a later edit of this id would be taken for the one that waited.
-                priming = self.cache.priming.get(self.cache.key_of(edit.job))
-                if priming is not None:
-                    priming.waiting.remove(request_id)
+                self.waiting[edit.route.key].remove(request_id)
             self.scheduler.cancel(request_id)
             self.output.send(edit.sink, Failed(error, edit.timeline()))
 
@@ -138,7 +141,7 @@ class RequestManager:
 
     def keep_anchor(self, edit: PrimingState) -> None:
         """A priming row has taken a step: store what it recorded."""
-        if not self.cache.keep(edit.priming, edit.row.take_entry()):
+        if not self.cache.keep(edit.priming, edit.row.take_entry(), edit.row.step):
             self.end_priming(edit, complete=False, unfit=True)
         elif edit.row.step == edit.row.steps:
             self.end_priming(edit, complete=True)
@@ -148,10 +151,14 @@ class RequestManager:
         self.primings.pop(edit.request_id)
         self.scheduler.cancel(edit.request_id)
         self.cache.end(edit.priming, complete=complete, unfit=unfit)
-        for request_id in edit.priming.waiting:
-            waited = self.edits.pop(request_id, None)
-            if waited is not None:
-                self._resume(waited, complete=complete)
+        self.arrived(edit.priming.key)
+
+    def arrived(self, key: str) -> None:
+        """A template can be read now, or will not be: those who waited go on, but for those whose
+        template is still on its way.
+        """
+        for request_id in self.waiting.pop(key, []):
+            self._resume(self.edits.pop(request_id))
 
     def rows(self) -> tuple[tuple[RowStatus, ...], tuple[RowStatus, ...]]:
         """Status of what runs and of what waits; the latter is the same object for as long as the
@@ -180,6 +187,7 @@ class RequestManager:
             active_tokens=tokens.active,
             steps=self.adapter.steps(job),
             batch_key=self.adapter.batch_key(job),
+            counted=self.adapter.counted(job),
             submitted=now,
             deadline=deadline,
         )
@@ -192,33 +200,36 @@ class RequestManager:
         """
         if self.draining:
             raise Overloaded("the worker is draining; send the edit to another or try again later")
-        route = self._route(edit)
-        if route.prime:
-            self._prime(edit.job, urgent=route.how == "wait")
-        priming = self.cache.priming.get(self.cache.key_of(edit.job))
+        self._route(edit)
+        if edit.route.prime:
+            self._prime(edit.job, urgent=edit.how == "wait")
         if edit.how != "wait":
             self._queue(edit)
-        elif priming is None:
+        elif not self._is_coming(edit.route.key):
             self._queue(self._without_cache(edit))
         else:
-            self._check_id(edit)
-            waiting = sum(e.how == "wait" for e in self.edits.values())
+            waiting = sum(map(len, self.waiting.values()))
             if waiting >= self.config.engine.max_waiting:
                 raise Overloaded(f"{waiting} edits wait for their template; try again later")
-            priming.waiting.append(edit.request_id)
-            edit.waited = True
-            self.edits[edit.request_id] = edit
+            self._check_id(edit)
+            self._wait(edit)
 
-    def _route(self, edit: RequestState) -> Route:
+    def _is_coming(self, key: str) -> bool:
+        return key in self.cache.priming or self.cache.store.busy(key)
+
+    def _wait(self, edit: RequestState) -> None:
+        edit.waited = True
+        self.waiting.setdefault(edit.route.key, []).append(edit.request_id)
+        self.edits[edit.request_id] = edit
+
+    def _route(self, edit: RequestState, *, again: bool = False) -> None:
         """Decide how it runs. A template that has drifted serves those only who insist on it."""
         settings = edit.job.request.settings
         drift = self.audits.over_limit(self.cache.key_of(edit.job))
         if drift is not None and settings.cache == "auto" and not settings.reproducible:
-            edit.drift, route = drift, Route("dense", "off")
+            edit.drift, edit.route = drift, DENSE
         else:
-            route = self.cache.route(edit.job, edit.mask_ratio)
-        edit.how, edit.cache, edit.entries = route.how, route.outcome, route.entries
-        return route
+            edit.route = self.cache.route(edit.job, edit.mask_ratio, again=again)
 
     def _audit(self) -> None:
         """Make a cached edit again, now that nothing else is to be done."""
@@ -244,6 +255,7 @@ class RequestManager:
         self.scheduler.submit(edit.make_ticket())
         edit.queued = time.monotonic()
         self.edits[edit.request_id] = edit
+        self.cache.count(edit.route)
 
     def _check_id(self, edit: RequestState) -> None:
         if edit.request_id in self.edits:
@@ -258,15 +270,19 @@ class RequestManager:
                 "SETTINGS.cache is 'require', but the template could not be primed (it does not "
                 "fit the cache's budget, or the worker is short of memory)"
             )
-        edit.how, edit.cache = "dense", "miss"
+        edit.route = Route("dense", "miss", edit.route.key)
         return edit
 
-    def _resume(self, edit: RequestState, *, complete: bool) -> None:
-        """Queue an edit that has waited for its template."""
+    def _resume(self, edit: RequestState) -> None:
+        """Queue an edit that has waited for its template, or have it wait on."""
         try:
-            if complete:
-                self._route(edit)
-            self._queue(self._without_cache(edit) if edit.how == "wait" else edit)
+            self._route(edit, again=True)
+            if edit.how != "wait":
+                self._queue(edit)
+            elif self._is_coming(edit.route.key):
+                self._wait(edit)
+            else:
+                self._queue(self._without_cache(edit))
         except MaskserveError as error:
             self.output.send(edit.sink, Failed(error, edit.timeline()))
 
@@ -289,7 +305,7 @@ class RequestManager:
         )
         try:
             self.scheduler.submit(ticket)
-            self.primings[row_id] = PrimingState(priming, ticket, tokens)
+            self.primings[row_id] = PrimingState(priming, ticket, tokens, self.adapter.counted(job))
         except Overloaded:
             self.cache.end(priming, complete=False)
 
@@ -312,10 +328,16 @@ class RequestManager:
                 self.end(ticket.request_id, EngineFailed("the edit could not be prepared"))
 
     def _make_row(self, edit: RequestState) -> EditRow:
-        if edit.how == "cached":
-            seed = self.cache.noise_seed(edit.job)
-            return self.adapter.cached_row(edit.job, edit.entries, seed)
-        return self.adapter.dense_row(edit.job)
+        if edit.how != "cached":
+            return self.adapter.dense_row(edit.job)
+        row = self.adapter.cached_row(edit.job, self.cache.noise_seed(edit.job))
+        assert row.selection is not None
+        settings, route = edit.job.request.settings, edit.route
+        sure = settings.reproducible or settings.cache == "require"
+        edit.reader = EntryReader(
+            self.cache.store, route.key, route.anchors, row.selection, sure=sure
+        )
+        return row
 
     def _admit_priming(self, edit: PrimingState) -> None:
         prompt = self.cache.prompt()
@@ -325,6 +347,6 @@ class RequestManager:
             edit.priming.anchors,
             prompt,
             edit.priming.noise_seed,
-            self.config.cache.entry_kind,
+            self.cache.kinds,
             self.config.cache.entry_format,
         )

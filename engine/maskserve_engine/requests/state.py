@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maskserve_core.contracts.status_record import Kind, RowStatus
+from maskserve_core.planning.flops import Totals
 from maskserve_core.worker.step_scheduler import Ticket
-from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.families.adapter import EditRow, PrimingRow
 from maskserve_engine.job import EditJob, Sink
 from maskserve_engine.requests.audits import Audit
-from maskserve_engine.requests.templates import Priming
+from maskserve_engine.requests.templates import DENSE, Priming, Route
 from maskserve_engine.timeline import RequestTimeline
 
 
@@ -27,16 +28,16 @@ class RequestState:
     total_tokens: int
     active_tokens: int
     steps: int
+    counted: Totals
+    """What one step of it costs beside others."""
     submitted: float
     deadline: float | None
     batch_key: Hashable = None
     """Rows of equal keys may share a step."""
-    how: str = "dense"
-    """`dense`, `cached` or `wait`."""
-    cache: str = "off"
-    """What META says of the cache."""
-    entries: tuple[AnchorEntry | None, ...] = ()
-    """Per step, of a cached row."""
+    route: Route = DENSE
+    """How it runs."""
+    reader: EntryReader | None = None
+    """Of a cached row, from admission on."""
     made: EditRow | None = None
     """Its row, from admission on."""
     ticket: Ticket | None = None
@@ -46,10 +47,9 @@ class RequestState:
     admitted: float = 0.0
     first_step: float = 0.0
     """When that was done."""
-    load_stall: float = 0.0
     rows_seen: int = 0
     """Sum over its steps of the rows in the batch."""
-    plans: dict[tuple[str, ...], int] = field(default_factory=dict)
+    plans: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """Steps taken, by the kinds of their blocks."""
     drift: float | None = None
     """Of its template, where that is why it runs dense."""
@@ -67,6 +67,16 @@ class RequestState:
         """Once admitted."""
         assert self.made is not None
         return self.made
+
+    @property
+    def how(self) -> str:
+        """`dense`, `cached` or `wait`."""
+        return self.route.how
+
+    @property
+    def load_stall(self) -> float:
+        """Seconds that its steps have waited for its entries."""
+        return 0.0 if self.reader is None else self.reader.stalled
 
     @property
     def passes(self) -> int:
@@ -102,24 +112,22 @@ class RequestState:
         )
         return self.ticket
 
-    def count_step(self, rows: int, cached: tuple[str, ...], dense: tuple[str, ...]) -> bool:
+    def release(self) -> None:
+        """Let go of what it reads: it ends."""
+        if self.reader is not None:
+            self.reader.release()
+
+    def count_step(self, rows: int, kinds: tuple[str, ...]) -> None:
         """Book a step that was just taken.
 
         Args:
             rows: in the batch.
-            cached: kinds of its blocks if it used entries.
-            dense: and if it did not.
-
-        Returns:
-            whether it used entries.
+            kinds: of its blocks.
         """
         if not self.rows_seen:
             self.first_step = time.monotonic()
         self.rows_seen += rows
-        used = self.how == "cached" and self.entries[self.row.step - 1] is not None
-        plan = cached if used else dense
-        self.plans[plan] = self.plans.get(plan, 0) + 1
-        return used
+        self.plans[kinds] += 1
 
     def status(self) -> RowStatus:
         """The one it has had since how it runs was decided, with the steps now left."""
@@ -149,7 +157,8 @@ class RequestState:
             "worker": worker,
             "model": model,
             "template_id": request.template_id,
-            "cache_bytes": {"device": self.row.loaded_bytes},
+            "cache_tier": self.route.tier,
+            "cache_bytes": {} if self.reader is None else self.reader.loaded,
             "kinds": self.kinds(),
             **({} if self.drift is None else {"drift": round(self.drift, 4)}),
             **self._work(self.steps),
@@ -176,7 +185,7 @@ class RequestState:
             "mask_ring": self.job.mask_ring,
             "active_tokens": self.active_tokens,
             "total_tokens": self.total_tokens,
-            "cache": self.cache,
+            "cache": self.route.outcome,
             "batch_mean": round(self.rows_seen / done, 3) if done else 0.0,
         }
 
@@ -210,9 +219,10 @@ class PrimingState:
     priming: Priming
     ticket: Ticket
     total_tokens: int
+    counted: Totals
+    """What one step of it costs beside others."""
     made: PrimingRow | None = None
     """Its row, from admission on."""
-    load_stall: float = 0.0
 
     @property
     def request_id(self) -> str:

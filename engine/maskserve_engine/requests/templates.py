@@ -6,15 +6,16 @@ of a priming row.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
-from maskserve_core.config import CacheConfig
+from maskserve_core.config import Config
 from maskserve_core.contracts.entry_key import Anchor, TemplateKey, nearest_anchor
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
-from maskserve_engine.cache.store import MemoryStore
+from maskserve_engine.cache.store import Store
+from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import Conditioning, EditJob
 
@@ -26,13 +27,21 @@ class Route:
     """How an edit runs."""
 
     how: str
-    """`dense`, `cached`, or `wait` (until its template is primed)."""
+    """`dense`, `cached`, or `wait` (until its template is primed, or fetched)."""
     outcome: str
     """What META says: `hit`, `miss` or `off`."""
-    entries: tuple[AnchorEntry | None, ...] = ()
-    """Per step, when cached."""
+    key: str = ""
+    """Of the template's entries, where the cache has a say."""
+    anchors: tuple[Anchor | None, ...] = ()
+    """Per step, when cached: the anchor whose entry it reads."""
+    tier: str = ""
+    """Where the template lay, when cached."""
     prime: bool = False
     """Whether the template should now be primed."""
+
+
+DENSE = Route("dense", "off")
+"""Without the cache."""
 
 
 @dataclass(slots=True)
@@ -45,46 +54,51 @@ class Priming:
     job: EditJob
     """The edit (or registration) whose encodings are used."""
     noise_seed: int
-    waiting: list[str] = field(default_factory=list)
-    """Request ids of edits that wait for it."""
+    seconds: float = 0.0
+    """Of its steps so far."""
 
 
 class TemplateCache:
     """Decides hits, priming and pins over one store.
 
     Args:
-        config: `[cache]`.
+        config: of this worker.
         adapter: the model family.
+        store: of the entries.
+        kinds: per block, what priming keeps.
         model_revision: digest of the served weights.
         dtype: of the model, for the key.
-        default_steps: schedule on which anchors are chosen.
         prompt: reads the priming prompt's embedding; None while it is not known.
     """
 
     def __init__(
         self,
-        config: CacheConfig,
+        config: Config,
         adapter: Adapter,
+        store: Store,
+        kinds: tuple[frozenset[str], ...],
         model_revision: str,
         dtype: str,
-        default_steps: int,
         prompt: Callable[[], Conditioning | None],
     ) -> None:
-        self.config, self.adapter = config, adapter
+        self.config, self.adapter, self.store = config.cache, adapter, store
         self.model_revision, self.dtype = model_revision, dtype
-        self.default_steps = default_steps
+        self.default_steps = config.model.num_inference_steps
+        self.kinds = kinds
+        self._kept = ",".join("+".join(sorted(kept)) for kept in kinds)
+        """The kinds as the key says them."""
         self.prompt = prompt
-        self.store = MemoryStore(config.budget_bytes)
-        self.hits = self.misses = 0
+        self.hits: Counter[str] = Counter()
+        """By the tier in which the template lay."""
+        self.misses = 0
         self.primed = self.unprimed = 0
         self.priming: dict[str, Priming] = {}
         self._sights: OrderedDict[str, int] = OrderedDict()
-        self._ids: dict[str, str] = {}  # entry key -> template id, for people
         self._pinned: set[str] = set()  # template ids
         # Sights from which a template that could not be primed is tried again.
         self._retry_at: dict[str, int] = {}
-        self._listed: tuple[str, ...] | None = None
-        """What `template_ids` says; None since something was stored, evicted or begun."""
+        self._listed: tuple[int, dict[str, tuple[str, ...]]] = (-1, {})
+        """What `template_ids` says, and of which version of the store."""
 
     def key_of(self, job: EditJob) -> str:
         """The name of the entries that fit this edit."""
@@ -92,14 +106,13 @@ class TemplateCache:
         guidance = settings.guidance_scale if self.adapter.facts.guidance == "embedded" else None
         return TemplateKey(
             model_revision=self.model_revision,
-            adapters=(),
             pixels_id=job.request.pixels_id or job.request.template_id,
             noise_seed=self.noise_seed(job),
             priming_prompt=PRIMING_PROMPT,
             guidance=guidance,
             text_tokens=len(job.conditioning["prompt_embeds"]),
             dtype=self.dtype,
-            entry_kind=self.config.entry_kind,
+            entry_kind=self._kept,
             entry_format=self.config.entry_format,
         ).digest()
 
@@ -107,77 +120,85 @@ class TemplateCache:
         """Seed of the template's own noise: a function of its pixels."""
         return int((job.request.pixels_id or job.request.template_id)[:12], 16)
 
-    def route(self, job: EditJob, mask_ratio: float) -> Route:
-        """Decide how the edit runs and whether its template is worth priming now."""
+    def route(self, job: EditJob, mask_ratio: float, *, again: bool = False) -> Route:
+        """Decide how the edit runs and whether its template is worth priming now.
+
+        Args:
+            job: the edit.
+            mask_ratio: share of tokens that it computes.
+            again: it has waited, and is no further sight of its template.
+        """
         settings = job.request.settings
         if settings.cache == "off" or not self.config.enabled:
-            return Route("dense", "off")
+            return DENSE
         if settings.cache != "require" and mask_ratio >= self.config.dense_above_ratio:
             # Computing nearly everything is faster than loading the rest.
-            return Route("dense", "off")
-        key = self.key_of(job)
-        seen = self._saw(key)
-        entries = self._entries(key, job)
-        if entries is not None:
-            self.hits += 1
-            return Route("cached", "hit", entries)
-        self.misses += 1
+            return DENSE
+        key, waits = self.key_of(job), settings.cache == "require" or settings.reproducible
+        seen = self._sights.get(key, 0) if again else self._saw(key)
+        anchors = self._anchors(job)
+        per_step = self._nearest(anchors, job)
+        tier = None if key in self.priming else self.store.locate(key, anchors)
+        if tier is not None and any(per_step):
+            ready = self.store.fetch(key, [a for a in anchors if a in per_step])
+            how = "wait" if waits and not ready and not again else "cached"
+            return Route(how, "hit", key, per_step, tier)
         fit = seen >= self._retry_at.get(key, 0)
-        if settings.cache == "require" or (settings.reproducible and fit):
-            return Route("wait", "hit", prime=fit and key not in self.priming)
+        coming = key in self.priming or self.store.busy(key)
+        if waits and any(per_step) and (fit or coming or settings.cache == "require"):
+            return Route("wait", "hit", key, prime=fit and not coming and not again)
         # One-shot images are not worth it: a template is primed from its second sight on.
-        return Route("dense", "miss", prime=fit and seen >= 2 and key not in self.priming)
+        return Route("dense", "miss", key, prime=fit and seen >= 2 and not coming)
+
+    def count(self, route: Route) -> None:
+        """An edit is going to run so: a hit, a miss or neither."""
+        if route.outcome == "hit":
+            self.hits[route.tier] += 1
+        elif route.outcome == "miss":
+            self.misses += 1
 
     def begin(self, job: EditJob) -> Priming | None:
         """Start priming the job's template; None while the priming prompt is unknown."""
         if self.prompt() is None:
             return None
         key = self.key_of(job)
-        tokens = self.adapter.tokens(job).total
-        anchors = self.adapter.anchors(tokens, self.default_steps, self.config.stride)
-        priming = Priming(key, job.request.template_id, anchors, job, self.noise_seed(job))
+        priming = Priming(
+            key, job.request.template_id, self._anchors(job), job, self.noise_seed(job)
+        )
         self.priming[key] = priming
-        self._listed = None
         # What is half primed serves nobody and must not be evicted by its own second half.
-        self.store.pin(key)
+        self.store.memory.pin(key, pinned=True)
         return priming
 
-    def keep(self, priming: Priming, entry: AnchorEntry) -> bool:
-        """Store one anchor; False when there is no room for it, which ends the priming."""
-        evictions = self.store.evictions
-        self._listed = None
-        if not self.store.put(priming.key, entry):
-            return False
-        self._ids[priming.key] = priming.template_id
-        if self.store.evictions > evictions:
-            held = self.store.templates()
-            self._ids = {key: name for key, name in self._ids.items() if key in held}
-        return True
+    def keep(self, priming: Priming, entry: AnchorEntry, done: int) -> bool:
+        """Store one anchor, the `done`-th; False when no tier has room, which ends the priming."""
+        whole_s = priming.seconds / done * len(priming.anchors)
+        note = Note(priming.template_id, len(priming.anchors), whole_s)
+        return self.store.put(priming.key, entry, note)
 
     def wants(self, job: EditJob) -> str:
         """State of the job's template: `primed`, `priming` or `absent`."""
         key = self.key_of(job)
         if key in self.priming:
             return "priming"
-        return "primed" if self.store.anchors(key) else "absent"
+        return "absent" if self.store.locate(key, self._anchors(job)) is None else "primed"
 
     def pin(self, template_id: str) -> bool:
         """Keep a template's entries, those to come too, from eviction; whether any are held."""
+        self._pinned.add(template_id)
         keys = self._keys_of(template_id)
-        if template_id not in self._pinned:
-            self._pinned.add(template_id)
-            for key in keys:
-                self.store.pin(key)
+        for key in keys:
+            self.store.pin(key, pinned=True)
         return bool(keys)
 
     def unpin(self, template_id: str) -> bool:
         """Undo `pin`; False when it was not pinned."""
-        if template_id not in self._pinned:
-            return False
+        keys = self._keys_of(template_id)
+        pinned = template_id in self._pinned or self._is_pinned(keys)
         self._pinned.discard(template_id)
-        for key in self._keys_of(template_id):
-            self.store.unpin(key)
-        return True
+        for key in keys:
+            self.store.pin(key, pinned=False)
+        return pinned
 
     def end(self, priming: Priming, *, complete: bool, unfit: bool = False) -> None:
         """The priming row is gone.
@@ -189,71 +210,82 @@ class TemplateCache:
                 has been asked for twice as often.
         """
         self.priming.pop(priming.key, None)
-        self._listed = None
+        self.store.memory.pin(priming.key, pinned=False)
         if complete:
             self.primed += 1
+            if priming.template_id in self._pinned:
+                self.store.pin(priming.key, pinned=True)
         else:
             self.unprimed += 1
-            self._evict(priming.key)
-        if not (complete and priming.template_id in self._pinned):
-            self.store.unpin(priming.key)  # else its own pin becomes the template's
+            self.store.evict(priming.key)
         if unfit and priming.key in self._sights:  # else nobody has edited it yet
             self._retry_at[priming.key] = 2 * self._sights[priming.key]
 
     def evict(self, template_id: str) -> int:
         """Drop a template's entries; returns bytes. Rows that run keep what they hold."""
         self.unpin(template_id)
-        return sum(self._evict(key) for key in self._keys_of(template_id))
+        return sum(self.store.evict(key) for key in self._keys_of(template_id))
 
     def templates(self) -> list[dict[str, object]]:
-        """What is held, least recently used first."""
+        """What is held in which tier."""
         return [
             {
-                "template_id": self._ids.get(key, ""),
+                "template_id": held.note.template_id,
                 "key": key,
-                "tier": "device",
-                "pinned": self._ids.get(key, "") in self._pinned,
-                "bytes": nbytes,
-                "anchors": len(self.store.anchors(key)),
+                "tier": tier,
+                "pinned": held.pinned or held.note.template_id in self._pinned,
+                "bytes": held.nbytes,
+                "anchors": len(held.anchors),
+                "whole": held.whole,
                 "priming": key in self.priming,
             }
-            for key, nbytes in self.store.templates().items()
+            for tier, templates in self.store.held().items()
+            for key, held in templates.items()
         ]
 
     def counters(self) -> dict[str, float]:
         """Totals, and behind a dot those of one tier or outcome."""
-        return {
-            "cache_hits_total": self.hits,
-            "cache_hits_total.device": self.hits,
+        counters: dict[str, float] = {
+            "cache_hits_total": self.hits.total(),
             "cache_misses_total": self.misses,
-            "cache_evictions_total": self.store.evictions,
-            "cache_evictions_total.device": self.store.evictions,
-            # Entries in memory have no checksum that could fail; files will.
-            "cache_corrupt_total": 0,
+            **self.store.counters(),
             "primings_total.done": self.primed,
             "primings_total.given_up": self.unprimed,
         }
+        for tier in self.store.tiers():
+            counters[f"cache_hits_total.{tier.name}"] = self.hits[tier.name]
+        return counters
 
-    def template_ids(self) -> tuple[str, ...]:
-        """Ids of the templates whose entries are all there; asked for at every step."""
-        if self._listed is None:
-            held = [key for key in self.store.templates() if key not in self.priming]
-            self._listed = tuple(dict.fromkeys(self._ids[key] for key in held if key in self._ids))
-        return self._listed
+    def template_ids(self) -> dict[str, tuple[str, ...]]:
+        """Per tier, the ids of the templates whose entries are all there; asked at every step."""
+        if self._listed[0] != self.store.version:
+            version = self.store.version
+            listed = {
+                tier: tuple(
+                    dict.fromkeys(h.note.template_id for h in templates.values() if h.whole)
+                )
+                for tier, templates in self.store.held().items()
+            }
+            self._listed = version, listed
+        return self._listed[1]
 
     def _keys_of(self, template_id: str) -> list[str]:
-        """Keys of the template's whole entries (those on their way have a pin of their own)."""
-        held = self.store.templates()
-        return [
-            key
-            for key, name in self._ids.items()
-            if name == template_id and key in held and key not in self.priming
-        ]
+        """Keys of the template's entries (those on their way have a pin of their own)."""
+        keys = {
+            key: None
+            for templates in self.store.held().values()
+            for key, held in templates.items()
+            if held.note.template_id == template_id and key not in self.priming
+        }
+        return list(keys)
 
-    def _evict(self, key: str) -> int:
-        self._listed = None
-        self._ids.pop(key, None)
-        return self.store.evict(key)
+    def _is_pinned(self, keys: Collection[str]) -> bool:
+        return any(
+            held.pinned
+            for templates in self.store.held().values()
+            for key, held in templates.items()
+            if key in keys
+        )
 
     def _saw(self, key: str) -> int:
         self._sights[key] = self._sights.pop(key, 0) + 1
@@ -262,18 +294,18 @@ class TemplateCache:
             self._retry_at.pop(forgotten, None)
         return self._sights[key]
 
-    def _entries(self, key: str, job: EditJob) -> tuple[AnchorEntry | None, ...] | None:
-        """Per step of the edit the entry it would read; None when the template is not primed.
+    def _anchors(self, job: EditJob) -> tuple[Anchor, ...]:
+        """Those that a primed template of this size has."""
+        tokens = self.adapter.tokens(job).total
+        return self.adapter.anchors(tokens, self.default_steps, self.config.stride)
+
+    def _nearest(self, anchors: tuple[Anchor, ...], job: EditJob) -> tuple[Anchor | None, ...]:
+        """Per step of the edit the anchor whose entry it would read.
 
         Steps beyond the tolerance of every anchor compute all tokens.
         """
-        if key in self.priming:
-            return None
-        anchors = self.store.anchors(key)
-        if not anchors:
-            return None
-        chosen = []
-        for sigma, timestep in self.adapter.sigmas(job):
-            anchor = nearest_anchor(anchors, sigma, timestep, self.adapter.anchor_tolerance)
-            chosen.append(None if anchor is None else self.store.get(key, anchor))
-        return tuple(chosen) if any(entry is not None for entry in chosen) else None
+        reach = self.adapter.anchor_tolerance
+        return tuple(
+            nearest_anchor(anchors, sigma, timestep, reach)
+            for sigma, timestep in self.adapter.sigmas(job)
+        )

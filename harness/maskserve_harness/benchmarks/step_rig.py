@@ -12,11 +12,13 @@ from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.planning.flops import flux_work
 from maskserve_engine.cache.codec import encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.batch import Batch
 from maskserve_engine.families.flux.blocks import Parts
 from maskserve_engine.families.flux.conditioning import TemplateInputs
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
+from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.checkout import DEMO_MODEL
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -97,9 +99,11 @@ class Bench:
         active = torch.from_numpy(np.sort(order[:count])).to(self.device)
         index = torch.from_numpy(np.sort(order[count:])).to(self.device)
         template = TemplateInputs(row.latents, self._random(tokens, out), condition)
+        selection = Selection([np.sort(order[count:])])
         row.inactive = Inactive(
-            active, index, template.take(index), cis[self.text :][index], (self.entry,)
+            active, index, template.take(index), cis[self.text :][index], selection
         )
+        row.entry = in_memory(self.entry, selection)
         row.cis = torch.cat((cis[: self.text], cis[self.text :][active]))
         row.latents = row.latents[active]
         row.condition = None if condition is None else condition[active]
@@ -132,7 +136,6 @@ class Bench:
         with torch.inference_mode():
             for row in rows:
                 row.step = 0
-                row.load()
             self.batch = Batch.of(rows, self.batch)
             self.batch.step(self.parts, kinds)
 

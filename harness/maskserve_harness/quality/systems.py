@@ -23,12 +23,14 @@ from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import job_of, request_of
+from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.quality.choices import CacheChoice
 from maskserve_harness.quality.thinning import thinned
 
 Picture = NDArray[np.uint8]
 TokenIds = NDArray[np.int64]
 BATCH = 8
+BOTH = (frozenset({"h", "kv"}),)
 
 
 class Rig:
@@ -44,6 +46,7 @@ class Rig:
         self.steps = steps
         self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
         self.adapter = FluxAdapter.load(load_facts(folder), self.config)
+        self.replay = Replay(self.adapter)
         self.prompt = self.encoder.encode_prompt("")
 
     def jobs(self, edits: Sequence[Edit]) -> list[EditJob]:
@@ -68,9 +71,7 @@ class Rig:
         for first in range(0, len(rows), BATCH):
             some = list(rows[first : first + BATCH])
             while some[0].step < (some[0].steps if until is None else until):
-                for row in some:
-                    row.load()
-                self.adapter.step(some, kinds)
+                self.replay.step(some, kinds)
 
     def dense(self, edits: Sequence[Edit], jobs: Sequence[EditJob]) -> list[Picture]:
         rows = [self.adapter.dense_row(job) for job in jobs]
@@ -84,12 +85,14 @@ class Rig:
             tokens = job.moments.shape[1] * job.moments.shape[2] // 4
             anchors = self.adapter.anchors(tokens, self.steps, 1)
             rows.append(
-                self.adapter.priming_row(job, anchors, self.prompt, _seed(job), "both", "model")
+                self.adapter.priming_row(
+                    job, anchors, self.prompt, _seed(job), BOTH * self.adapter.blocks, "model"
+                )
             )
         for first in range(0, len(rows), BATCH):
             some = rows[first : first + BATCH]
             while some[0].step < some[0].steps:
-                self.adapter.step(some, ())
+                self.adapter.step(some, None)
         return [tuple(row.done) for row in rows]
 
     def cached(
@@ -120,7 +123,7 @@ class Rig:
                 for row, earlier in zip(made, rows, strict=False):
                     _take_over(row, earlier)
                 rows = made
-                parts = [thinned(row) for row in rows] if choice.thin else rows
+                parts = [self._thinned(row) for row in rows] if choice.thin else rows
                 self.run(parts, (choice.block_kind,) * self.adapter.blocks, until)
                 for row, part in zip(rows, parts, strict=True):
                     row.latents, row.step = part.latents, part.step
@@ -133,7 +136,12 @@ class Rig:
             min(coded, key=lambda e: (abs(e.anchor.sigma - sigma), -e.anchor.sigma))
             for sigma, _ in self.adapter.sigmas(job)
         ]
-        return self.adapter.cached_row(job, per_step, _seed(job))
+        return self.replay.cached_row(job, per_step, _seed(job))
+
+    def _thinned(self, row: FluxRow) -> FluxRow:
+        part = thinned(row)
+        self.replay.follow(part, row)
+        return part
 
     def tokens_of(self, job: EditJob, ring: int = 0) -> TokenIds:
         """Active tokens of the edit."""
@@ -172,7 +180,7 @@ class Rig:
             )
         self.run(parts, ())
         # Cached rows have the template's latents elsewhere.
-        done = [self.adapter.cached_row(job, (), _seed(job)) for job in jobs]
+        done = [self.adapter.cached_row(job, _seed(job)) for job in jobs]
         for row, part, ids in zip(done, parts, tokens, strict=True):
             assert row.inactive is not None
             row.latents = part.latents[np.searchsorted(ids, row.inactive.active.numpy())]

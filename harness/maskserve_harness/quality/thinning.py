@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.rows import FluxRow
 
 NEAR = 2
@@ -38,6 +39,6 @@ def thinned(row: FluxRow) -> FluxRow:
         index=held.index[chosen],
         template=held.template.take(chosen),
         cis=held.cis[chosen],
-        loaded=None,
+        selection=Selection([held.index[chosen].numpy()]),
     )
     return replace(row, inactive=fewer)

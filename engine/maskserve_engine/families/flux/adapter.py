@@ -17,7 +17,9 @@ from maskserve_core.contracts.entry_key import Anchor, anchor_steps, cover
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.imaging.validation import steps_run
-from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_core.planning.flops import ModelWork, RowTokens, Totals, flux_work
+from maskserve_core.planning.two_stream import Plan
+from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.adapter import Row
 from maskserve_engine.families.flux.batch import Batch
 from maskserve_engine.families.flux.blocks import Parts
@@ -33,8 +35,6 @@ from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, Pri
 from maskserve_engine.families.flux.schedule import Schedule, check_sampler, make_schedule
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.stages.loader import limit_threads, load_part, load_plain
-
-_KEEP = {"kv": frozenset({"kv"}), "h": frozenset({"h"}), "both": frozenset({"h", "kv"})}
 
 
 class FluxAdapter:
@@ -62,6 +62,7 @@ class FluxAdapter:
         self.parts = Parts.of(model)
         self.blocks = len(self.parts.double_blocks) + len(self.parts.single_blocks)
         self._cis = lru_cache(maxsize=64)(self._make_cis)
+        self.work = lru_cache(maxsize=64)(self._make_work)
         self._batch: Batch | None = None
 
     @classmethod
@@ -93,6 +94,17 @@ class FluxAdapter:
         gh, gw = self._grid(job)
         return TokenCounts(len(active), gh * gw)
 
+    def _make_work(self, height: int, width: int) -> ModelWork:
+        return flux_work(self.facts.denoiser, height, width)
+
+    def counted(self, job: EditJob) -> Totals:
+        _, height, width = job.moments.shape
+        texts = [each for each in (job.conditioning, job.negative) if each is not None]
+        active = (float(self.tokens(job).active),)
+        return self.work(height, width).totals(
+            [RowTokens(active, float(len(text["prompt_embeds"]))) for text in texts]
+        )
+
     def batch_key(self, job: EditJob) -> Hashable:
         return None  # rows are packed without padding: any may share a step
 
@@ -114,9 +126,7 @@ class FluxAdapter:
             schedule, start = self._start(job)
             return self._row(job, schedule, start)
 
-    def cached_row(
-        self, job: EditJob, entries: Sequence[AnchorEntry | None], noise_seed: int
-    ) -> FluxRow:
+    def cached_row(self, job: EditJob, noise_seed: int) -> FluxRow:
         with torch.inference_mode():
             schedule, start = self._start(job)
             row = self._row(job, schedule, start)
@@ -130,7 +140,7 @@ class FluxAdapter:
                 index=index,
                 template=self._template(job, noise_seed).take(index),
                 cis=row.cis[text:][index],
-                entries=tuple(entries),
+                selection=Selection([rest]),
             )
             row.cis = torch.cat((row.cis[:text], row.cis[text:][active]))
             row.latents = row.latents[active]
@@ -144,7 +154,7 @@ class FluxAdapter:
         anchors: Sequence[Anchor],
         prompt: Conditioning,
         noise_seed: int,
-        kind: str,
+        kinds: Sequence[frozenset[str]],
         format: str,
     ) -> PrimingRow:
         with torch.inference_mode():
@@ -157,18 +167,18 @@ class FluxAdapter:
                 pooled=self._tensor(prompt["pooled"]),
                 guidance=self._guidance(job),
                 cis=self._cis(*self._grid(job), len(text)),
-                kinds=(_KEEP[kind],) * self.blocks,
+                kinds=kinds,
                 format=format,
             )
 
-    def step(self, rows: Sequence[Row], kinds: Sequence[str]) -> None:
+    def step(self, rows: Sequence[Row], plan: Plan | None) -> None:
         own = cast(Sequence[FluxRow | PrimingRow], rows)
         # Entered anew it costs more than the rest of this; the engine's thread is in it for good.
         with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
             last, self._batch = self._batch, None  # one whose step fails is not stepped again
             batch = Batch.of(own, last)
             del last
-            batch.step(self.parts, kinds)
+            batch.step(self.parts, () if plan is None else plan.kinds)
             self._batch = batch
 
     def session(self) -> AbstractContextManager[object]:

@@ -30,6 +30,7 @@ class Batch:
         self.steps = min(row.steady for row in rows)
         """For how many steps it is packed."""
         self._begin = rows[0].step
+        self._reads = tuple([row.entry is not None for row in rows])
         self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
         """Index and negative prompt of rows that take a second pass, packed behind all rows."""
         inputs = [row.model_input() for row in rows]
@@ -50,6 +51,7 @@ class Batch:
             len(rows) == len(self.rows)
             and all(map(is_, rows, self.rows))
             and 0 <= rows[0].step - self._begin < self.steps
+            and self._reads == tuple([row.entry is not None for row in rows])
         )
 
     def step(self, model: Parts, kinds: Sequence[str]) -> None:

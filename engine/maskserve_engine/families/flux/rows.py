@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.contracts.entry_key import Anchor
-from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Recorder
+from maskserve_engine.cache.entries import AnchorEntry, Recorder
+from maskserve_engine.cache.handle import Handle
+from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.conditioning import Blend, TemplateInputs
 from maskserve_engine.families.flux.forward import RowInput
 from maskserve_engine.families.flux.latents import unpack_latents
@@ -30,19 +32,8 @@ class Inactive:
     """Of the tokens at `index`."""
     cis: Tensor
     """[m, head_dim / 2]"""
-    entries: tuple[AnchorEntry | None, ...]
-    """Per step of the row's schedule; None where no anchor is near enough."""
-    loaded: AnchorEntry | None = None
-    blocks: tuple[BlockEntry, ...] = ()
-    """The tokens at `index` of `loaded`."""
-    loaded_bytes: int = 0
-
-    def load(self, step: int) -> None:
-        """Gather what `step` reads; consecutive steps of one anchor share it."""
-        entry = self.entries[step]
-        if entry is not None and entry is not self.loaded:
-            self.blocks, self.loaded = entry.take(self.index), entry
-            self.loaded_bytes += sum(block.nbytes for block in self.blocks)
+    selection: Selection
+    """The same ids, for who brings entries in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +51,18 @@ class CachedRest:
         return self.inactive.template.at(self.row.sigma)
 
     def hidden(self, block: int, out: Tensor) -> None:
-        coded = self.inactive.blocks[block].hidden
-        assert coded is not None, f"no hidden states kept for block {block}"
-        coded.into(out)
+        (hidden,) = self._entry.wait(block, "h")
+        hidden.into(out)
 
     def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
-        entry = self.inactive.blocks[block]
-        assert entry.keys is not None, f"no keys kept for block {block}"
-        assert entry.values is not None
-        entry.keys.into(keys.flatten(1))
-        entry.values.into(values.flatten(1))
+        loaded_keys, loaded_values = self._entry.wait(block, "kv")
+        loaded_keys.into(keys.flatten(1))
+        loaded_values.into(values.flatten(1))
+
+    @property
+    def _entry(self) -> Handle:
+        assert self.row.entry is not None, "packed for a step that reads no entry"
+        return self.row.entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +103,8 @@ class FluxRow:
     negative: Negative | None = None
     inactive: Inactive | None = None
     """None for a dense row."""
+    entry: Handle | None = None
+    """What the next step reads; None: it computes all tokens."""
     step: int = 0
     place: slice = field(default_factory=lambda: slice(0))
     """Of the computed tokens in the batch."""
@@ -125,14 +120,8 @@ class FluxRow:
         return self.schedule.sigmas[self.step]
 
     @property
-    def uses_entries(self) -> bool:
-        """Whether this step reads entries (else it computes every token)."""
-        return self.inactive is not None and self.inactive.entries[self.step] is not None
-
-    def load(self) -> None:
-        """Bring in what the next step reads."""
-        if self.inactive is not None:
-            self.inactive.load(self.step)
+    def selection(self) -> Selection | None:
+        return None if self.inactive is None else self.inactive.selection
 
     @property
     def channels(self) -> int:
@@ -147,11 +136,9 @@ class FluxRow:
     @property
     def steady(self) -> int:
         """For how many steps from the next one on the same inputs are packed, but for latents."""
-        if self.inactive is None:
-            return self.steps - self.step
-        ahead = self.inactive.entries[self.step :]
-        # Without an entry it packs the tokens pinned to that step, too.
-        return next((i for i, entry in enumerate(ahead) if entry is None), len(ahead)) or 1
+        if self.inactive is not None and self.entry is None:
+            return 1  # the tokens pinned to that step are packed, too
+        return self.steps - self.step
 
     def model_input(self) -> RowInput:
         tokens, cis, rest = self.latents, self.cis, None
@@ -159,7 +146,7 @@ class FluxRow:
             tokens = torch.cat((tokens, self.condition), dim=1)
         if self.inactive is not None:
             rest = CachedRest(self, self.inactive)
-            if not self.uses_entries:  # compute the pinned tokens too, as further image tokens
+            if self.entry is None:  # compute the pinned tokens too, as further image tokens
                 tokens = torch.cat((tokens, rest.tokens()))
                 cis = torch.cat((cis, rest.cis))
                 rest = None
@@ -201,10 +188,6 @@ class FluxRow:
         self.moves = moves
         self.step += 1
 
-    @property
-    def loaded_bytes(self) -> int:
-        return 0 if self.inactive is None else self.inactive.loaded_bytes
-
     def estimate(self) -> NDArray[np.float32]:
         """[C, h, w] latents as the last step's velocity would finish them."""
         assert self.moves is not None, "no step was taken yet"
@@ -242,17 +225,11 @@ class PrimingRow:
     done: list[AnchorEntry] = field(default_factory=list)
     recorder: Recorder | None = None
     negative: None = None
+    entry: None = None
 
     @property
     def steps(self) -> int:
         return len(self.anchors)
-
-    @property
-    def uses_entries(self) -> bool:
-        return False
-
-    def load(self) -> None:
-        """Priming reads nothing."""
 
     def take_entry(self) -> AnchorEntry:
         return self.done.pop()

@@ -1,0 +1,61 @@
+"""A thread for what may take long and nobody waits for: files and networks."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+
+
+class Background:
+    """Runs jobs one after the other; a job that fails is logged and costs no other.
+
+    Args:
+        name: of the thread.
+        idle: called when nothing has come for `idle_s`.
+        idle_s: seconds.
+    """
+
+    def __init__(
+        self, name: str, idle: Callable[[], object] = lambda: None, idle_s: float = 1.0
+    ) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._idle, self._idle_s = idle, idle_s
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._lock, self._started = threading.Lock(), False
+
+    def submit(self, job: Callable[[], object]) -> None:
+        with self._lock:
+            if not self._started:
+                self._started = True
+                self._thread.start()
+        self._jobs.put(job)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until what was submitted so far is done; False if that takes longer."""
+        done = threading.Event()
+        self.submit(done.set)
+        return done.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what was submitted, for at most so long."""
+        if self._started:
+            self._jobs.put(None)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            job: Callable[[], object] | None
+            try:
+                job = self._jobs.get(timeout=self._idle_s)
+            except queue.Empty:
+                job = self._idle
+            if job is None:
+                return
+            try:
+                job()
+            except Exception:
+                _log.exception("a job of %s failed", self._thread.name)

@@ -1,0 +1,69 @@
+"""A row's hold on what it reads of one entry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from maskserve_core.contracts.entry_key import Anchor
+from maskserve_engine.cache.codec import Coded
+from maskserve_engine.cache.loader import Load, Loader, Want
+from maskserve_engine.cache.selection import Selection
+
+
+class Handle:
+    """One entry as one row reads it; valid until released.
+
+    Args:
+        anchor: of the entry.
+        load: shared by the rows that read the same.
+        loader: that brings it in.
+        selection: the row's own tokens.
+        release: told once, when the row lets go.
+    """
+
+    def __init__(
+        self,
+        anchor: Anchor,
+        load: Load,
+        loader: Loader,
+        selection: Selection,
+        release: Callable[[], None],
+    ) -> None:
+        self.anchor, self.load = anchor, load
+        self.stalled = 0.0
+        """Seconds that `wait` has taken."""
+        self._loader, self._selection, self._release = loader, selection, release
+        self._released = False
+
+    def want(self, wants: Iterable[Want], turn: int) -> None:
+        """Have parts brought in for a step; see `Loader.ask`."""
+        self._loader.ask(self.load, wants, turn)
+
+    def ready(self, block: int, part: str) -> bool:
+        """Whether `wait` would return at once."""
+        arrival = self.load.arrived.get((block, part))
+        return arrival is not None and arrival.ready()
+
+    def wait(self, block: int, part: str) -> tuple[Coded, ...]:
+        """The row's own tokens of a part: (`h`,), (keys, values) or (`end`,).
+
+        Raises:
+            EntryLost: it will not come; the row can be stepped without entries.
+        """
+        arrival = self.load.arrived.get((block, part))
+        if arrival is None:
+            begin = time.perf_counter()
+            arrival = self._loader.wait(self.load, (block, part))
+            self.stalled += time.perf_counter() - begin
+        parts = arrival.get()
+        if self.load.selection is not None:
+            return parts
+        ids = self._selection.on(block, parts[0].data.device)
+        return tuple(coded.take(ids) for coded in parts)
+
+    def release(self) -> None:
+        """Let go; what nobody else reads is dropped."""
+        if not self._released:
+            self._released = True
+            self._release()

@@ -1,0 +1,163 @@
+"""The nearest tier: entries in the device's memory, and the books of everything there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from maskserve_core.contracts.entry_key import Anchor
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.tier import Held, Note, Rebuild, chosen_victims, computed_anew
+
+
+class MemoryTier:
+    """Whole entries on the device, and under the same budget what rows hold: entries that were
+    evicted while a row reads them, and tokens that were loaded for rows.
+
+    Args:
+        budget_bytes: of all that.
+        rebuild: seconds to have a template again.
+        clock: seconds.
+    """
+
+    name = "device"
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        rebuild: Rebuild = computed_anew,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.evictions = self.corrupt = self.failures = 0
+        self.booked = 0
+        """Bytes that rows hold beside the kept entries."""
+        self._rebuild, self._clock = rebuild, clock
+        self._held: dict[str, Held] = {}
+        self._entries: dict[tuple[str, Anchor], AnchorEntry] = {}
+        self._kept = 0
+        self._pins: set[str] = set()
+        self._lent: Counter[int] = Counter()
+        """Readers of an entry, by its id."""
+        self._gone: dict[int, AnchorEntry] = {}
+        """Entries no longer kept that rows still read, by id; booked."""
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return self._kept + self.booked
+
+    def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
+        with self._lock:
+            held = self._held.get(key)
+            old = held.anchors.get(entry.anchor, 0) if held else 0
+            if not self._make_room(entry.nbytes - old, frozenset({key})):
+                return False
+            if held is None:
+                held = self._held[key] = Held(note, {}, pinned=key in self._pins)
+            if old:
+                self._let_go(key, entry.anchor)
+            held.note, held.used = note, self._clock()
+            held.anchors[entry.anchor] = entry.nbytes
+            self._entries[key, entry.anchor] = entry
+            self._kept += entry.nbytes
+            return True
+
+    def get(self, key: str, anchor: Anchor) -> AnchorEntry | None:
+        return self._entries.get((key, anchor))
+
+    def anchors(self, key: str) -> frozenset[Anchor]:
+        held = self._held.get(key)
+        return frozenset(held.anchors) if held else frozenset()
+
+    def note(self, key: str) -> Note | None:
+        held = self._held.get(key)
+        return held.note if held else None
+
+    def touch(self, key: str) -> None:
+        if key in self._held:
+            self._held[key].used = self._clock()
+
+    def pin(self, key: str, *, pinned: bool) -> None:
+        with self._lock:
+            (self._pins.add if pinned else self._pins.discard)(key)
+            if key in self._held:
+                self._held[key].pinned = pinned
+
+    def evict(self, key: str) -> int:
+        with self._lock:
+            return self._evict(key)
+
+    def held(self) -> Mapping[str, Held]:
+        with self._lock:
+            return dict(self._held)
+
+    def lend(self, entry: AnchorEntry) -> None:
+        """A row reads a kept entry: its bytes stay booked until it is given back."""
+        with self._lock:
+            self._lent[id(entry)] += 1
+
+    def give_back(self, entry: AnchorEntry) -> None:
+        with self._lock:
+            self._lent[id(entry)] -= 1
+            if not self._lent[id(entry)]:
+                del self._lent[id(entry)]
+                if self._gone.pop(id(entry), None) is not None:
+                    self.booked -= entry.nbytes
+
+    def book(self, nbytes: int, *, force: bool = False) -> bool:
+        """Count bytes that rows are going to hold; False when there is no room for them.
+
+        Args:
+            nbytes: of the tokens.
+            force: book them in any case.
+        """
+        with self._lock:
+            fits = self._make_room(nbytes, frozenset())
+            if fits or force:
+                self.booked += nbytes
+            return fits or force
+
+    def unbook(self, nbytes: int) -> None:
+        with self._lock:
+            self.booked -= nbytes
+
+    def check_integrity(self) -> None:
+        with self._lock:
+            total = sum(held.nbytes for held in self._held.values())
+            assert total == self._kept, f"{self._kept} booked, {total} held"
+            entries = sum(entry.nbytes for entry in self._entries.values())
+            assert entries == total, f"{total} in the books, {entries} in memory"
+            assert self._kept <= self.budget_bytes, "over budget"
+            assert self.booked >= sum(entry.nbytes for entry in self._gone.values())
+            assert all(count > 0 for count in self._lent.values()), "a loan without a reader"
+            assert set(self._gone) <= set(self._lent), "an entry that nobody reads is held"
+
+    def _make_room(self, nbytes: int, keep: frozenset[str]) -> bool:
+        """Evict until `nbytes` fit; nothing is evicted when they cannot."""
+        read = {key for (key, _), entry in self._entries.items() if self._lent[id(entry)]}
+        # Evicting what a row reads frees nothing.
+        missing = self.nbytes + nbytes - self.budget_bytes
+        now = self._clock()
+        chosen = chosen_victims(self._held, missing, keep | read, now, self._rebuild)
+        for key in chosen or ():
+            self._evict(key)
+            self.evictions += 1
+        return chosen is not None
+
+    def _evict(self, key: str) -> int:
+        held = self._held.pop(key, None)
+        if held is None:
+            return 0
+        for anchor in held.anchors:
+            self._let_go(key, anchor)
+        return held.nbytes
+
+    def _let_go(self, key: str, anchor: Anchor) -> None:
+        entry = self._entries.pop((key, anchor))
+        self._kept -= entry.nbytes
+        if self._lent.get(id(entry)):
+            self._gone[id(entry)] = entry
+            self.booked += entry.nbytes

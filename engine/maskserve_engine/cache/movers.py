@@ -1,0 +1,147 @@
+"""How the bytes of an entry get to the device: copied in host memory, or over a CUDA device's link.
+
+Both gather the tokens that a row reads before they travel, so that as few bytes travel as are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from maskserve_engine.cache.codec import Coded
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A part on the device, or on its way there in the device's own order."""
+
+    parts: tuple[Coded, ...]
+    event: torch.cuda.Event | None = None
+    """Passed when the copy is done; None: it is done."""
+
+    def ready(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def get(self) -> tuple[Coded, ...]:
+        """The part, for work of the current stream from here on."""
+        if self.event is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self.event)
+            for coded in self.parts:
+                for tensor in coded.tensors():
+                    tensor.record_stream(stream)  # else its memory could be given away too early
+        return self.parts
+
+
+class Mover(Protocol):
+    """Moves parts to one device; `move` is used by one thread."""
+
+    reads_device: bool
+    """Whether rows read whole entries on the device as they lie there, and nothing has to move."""
+
+    def to_host(self, entry: AnchorEntry) -> AnchorEntry:
+        """The entry in host memory, to be written to a file."""
+        ...
+
+    def move(self, parts: tuple[Coded, ...], ids: NDArray[np.int64] | None) -> Arrival:
+        """Bring the tokens `ids` (None: all) of some tensors to the device."""
+        ...
+
+
+class HostMover:
+    """For a model on the CPU: the device's memory is the host's.
+
+    numpy copies rows on the thread that asks, and lets others run meanwhile; torch would start
+    threads of its own that take the cores from the step. What lies in memory is gathered once, as
+    what comes from a file is: a row reads it for as many steps as its anchor holds.
+    """
+
+    reads_device = False
+
+    def to_host(self, entry: AnchorEntry) -> AnchorEntry:
+        return entry
+
+    def move(self, parts: tuple[Coded, ...], ids: NDArray[np.int64] | None) -> Arrival:
+        return Arrival(tuple(coded.map(lambda t: gathered(t, ids)) for coded in parts))
+
+
+def gathered(source: Tensor, ids: NDArray[np.int64] | None, out: Tensor | None = None) -> Tensor:
+    """A copy of the tokens `ids` (None: all) of `source` [tokens, n], into `out` if given."""
+    count = len(source) if ids is None else len(ids)
+    if out is None:
+        out = torch.empty((count, *source.shape[1:]), dtype=source.dtype)
+    raw, to = (t.view(torch.uint8).numpy() for t in (source, out))
+    if ids is None:
+        np.copyto(to, raw)
+    else:
+        np.take(raw, ids, axis=0, out=to, mode="clip")  # any other mode copies once more
+    return out
+
+
+class CudaMover:
+    """For a model on a CUDA device: a ring of pinned buffers and a stream of its own.
+
+    Tokens are gathered in host memory into a pinned buffer and travel from there without the
+    host waiting; a buffer is used again once its copy has left.
+
+    Args:
+        device: the model's.
+        buffer_bytes: of one pinned buffer.
+        buffers: in the ring: one is filled while the others travel.
+    """
+
+    reads_device = True
+
+    def __init__(self, device: torch.device, buffer_bytes: int, buffers: int = 3) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._ring = [
+            (torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+            for _ in range(buffers)
+        ]
+        self._bytes, self._next = buffer_bytes, 0
+
+    def to_host(self, entry: AnchorEntry) -> AnchorEntry:
+        def down(tensor: Tensor) -> Tensor:
+            return tensor.to("cpu")
+
+        def block(each: BlockEntry) -> BlockEntry:
+            fields = (each.hidden, each.keys, each.values, each.end)
+            return BlockEntry(*(coded and coded.map(down, down) for coded in fields))
+
+        return AnchorEntry(entry.anchor, tuple(block(each) for each in entry.blocks))
+
+    def move(self, parts: tuple[Coded, ...], ids: NDArray[np.int64] | None) -> Arrival:
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            arrived = tuple(
+                coded.map(lambda t: self._travel(t, ids), lambda t: self._travel(t, None))
+                for coded in parts
+            )
+            event = torch.cuda.Event()
+            event.record(self.stream)
+        return Arrival(arrived, event)
+
+    def _travel(self, source: Tensor, ids: NDArray[np.int64] | None) -> Tensor:
+        """Through the ring, a buffer's fill of tokens at a time."""
+        count = len(source) if ids is None else len(ids)
+        arrived = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device=self.device)
+        each = source.nbytes // max(1, len(source))
+        step = max(1, self._bytes // max(1, each))
+        for begin in range(0, count, step):
+            end = min(count, begin + step)
+            some = np.arange(begin, end) if ids is None else ids[begin:end]
+            buffer, left = self._ring[self._next]
+            self._next = (self._next + 1) % len(self._ring)
+            left.synchronize()  # the copy that used it last
+            shape = (end - begin, *source.shape[1:])
+            pinned = buffer[: each * (end - begin)].view(source.dtype).view(shape)
+            gathered(source, some, pinned)
+            arrived[begin:end].copy_(pinned, non_blocking=True)
+            left.record(self.stream)
+        return arrived

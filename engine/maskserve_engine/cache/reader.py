@@ -1,0 +1,129 @@
+"""What one cached row reads over its steps: this step's entry, and the next one ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from maskserve_core.contracts.entry_key import Anchor
+from maskserve_engine.cache.handle import Handle
+from maskserve_engine.cache.selection import Selection
+from maskserve_engine.cache.store import Source, Store
+
+
+class EntryReader:
+    """The row's way to its template's entries.
+
+    It holds the entries from the start, so that an eviction cannot take them from under the row;
+    what is not there yet (a file that is being fetched) is asked for again at each step.
+
+    Args:
+        store: of the entries.
+        key: of the template.
+        anchors: per step of the row; None where no anchor is near enough.
+        selection: the row's inactive tokens.
+        sure: whether a step may not go without its entry for want of room (`reproducible`).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        anchors: Sequence[Anchor | None],
+        selection: Selection,
+        *,
+        sure: bool = False,
+    ) -> None:
+        self.key, self.anchors, self.selection = key, tuple(anchors), selection
+        self.loaded: dict[str, int] = {}
+        """Bytes that travelled for it, by the tier in which they were found."""
+        self.stalled = 0.0
+        """Seconds that steps have waited for it."""
+        self.now: Handle | None = None
+        """What this step reads."""
+        self.next: Handle | None = None
+        """What is being brought in for a later step."""
+        self._store, self._sure = store, sure
+        self._sources: dict[Anchor, Source] = {}
+        for anchor in dict.fromkeys(a for a in self.anchors if a is not None):
+            self._hold(anchor)
+
+    def turn_to(self, step: int, *, whole: bool = False) -> Handle | None:
+        """What `step` reads; None: it computes all tokens."""
+        anchor = self.anchors[step]
+        if self.now is not None and self.now.anchor != anchor:
+            self._finish(self.now)
+            self.now = None
+        if self.now is None and anchor is not None:
+            if self.next is not None and self.next.anchor == anchor:
+                self.now, self.next = self.next, None
+            else:
+                self.now = self._request(anchor, whole=whole, force=self._sure)
+        return self.now
+
+    def look_ahead(self, step: int) -> tuple[Handle, int] | None:
+        """What is read after this step's entry, and by which step; None: nothing, or not now."""
+        at = next(
+            (
+                n
+                for n in range(step, len(self.anchors))
+                if self.anchors[n] not in (None, self.anchors[step])
+            ),
+            None,
+        )
+        if at is None:
+            return None
+        anchor = self.anchors[at]
+        assert anchor is not None
+        if self.next is None or self.next.anchor != anchor:
+            if self.next is not None:
+                self._finish(self.next)
+            self.next = self._request(anchor, whole=False, force=False)
+        return None if self.next is None else (self.next, at)
+
+    def stays(self, step: int) -> int:
+        """Steps from `step` on that read the same entry."""
+        anchor, count = self.anchors[step], 0
+        for each in self.anchors[step:]:
+            if each != anchor:
+                break
+            count += 1
+        return count
+
+    def lose(self) -> None:
+        """Go without the rest of this step's entry: it will not come."""
+        if self.now is not None:
+            anchor = self.now.anchor
+            self._finish(self.now)
+            self.now = None
+            self.anchors = tuple(None if a == anchor else a for a in self.anchors)
+
+    def release(self) -> None:
+        """The row has ended."""
+        for handle in (self.now, self.next):
+            if handle is not None:
+                self._finish(handle)
+        self.now = self.next = None
+        for source in self._sources.values():
+            self._store.let_go(source)
+        self._sources.clear()
+
+    def _hold(self, anchor: Anchor) -> Source | None:
+        source = self._sources.get(anchor) or self._store.hold(self.key, anchor)
+        if source is not None:
+            self._sources[anchor] = source
+        return source
+
+    def _request(self, anchor: Anchor, *, whole: bool, force: bool) -> Handle | None:
+        source = self._hold(anchor)
+        if source is None:
+            return None
+        return self._store.request(
+            self.key, anchor, self.selection, source, whole=whole, force=force
+        )
+
+    def _finish(self, handle: Handle) -> None:
+        self.stalled += handle.stalled
+        tier, moved = self._store.account(handle)
+        if moved:
+            self.loaded[tier] = self.loaded.get(tier, 0) + moved
+        handle.release()

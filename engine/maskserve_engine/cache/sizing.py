@@ -1,0 +1,144 @@
+"""How large templates are, and what the tiers can hold of them."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from maskserve_core.config import CacheConfig, ConfigError
+from maskserve_core.planning.cost_model import CostModel
+from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, kept_bytes
+from maskserve_core.planning.flops import ModelWork
+from maskserve_core.planning.planner import plan
+from maskserve_core.planning.step_costs import step_costs
+from maskserve_engine.cache.folder_tier import SUFFIX
+
+_log = logging.getLogger(__name__)
+Kinds = tuple[frozenset[str], ...]
+"""Per block, what priming keeps: any of "h" and "kv"."""
+
+_KEPT = {"kv": frozenset({"kv"}), "h": frozenset({"h"}), "both": frozenset({"h", "kv"})}
+_TYPICAL = 0.2
+"""Mask ratio for which `auto` chooses."""
+_GPU_SHARE, _CPU_SHARE, _FILES_SHARE = 0.5, 0.25, 0.5
+_GIB = 2**30
+
+
+def choose_kinds(
+    wanted: str, work: ModelWork, fmt: EntryFormat, costs: CostModel, text: float
+) -> Kinds:
+    """What is kept of each block.
+
+    Args:
+        wanted: `[cache] entry_kind`.
+        work: of the model at its native size.
+        fmt: storage format.
+        costs: of the worker.
+        text: tokens of a prompt.
+    """
+    if wanted in _KEPT:
+        return (_KEPT[wanted],) * len(work.blocks)
+    row = work.row_at(_TYPICAL, text)
+    spare = tuple(total - active for total, active in zip(work.tokens, row.active, strict=True))
+    loads = {"host": block_bytes(work, [spare], fmt, copies=work.copies)}
+    best = plan(step_costs(work, work.totals([row]), costs, loads))
+    # A block that is computed restores its hidden states, if anything.
+    return tuple(_KEPT["kv" if kind == "kv" else "h"] for kind in best.kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSize:
+    """Bytes of a template at the model's native size."""
+
+    side: int
+    """Pixels."""
+    anchors: int
+    anchor_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.anchors * self.anchor_bytes
+
+
+def template_size(
+    work: ModelWork, kinds: Kinds, fmt: EntryFormat, anchors: int, side: int
+) -> TemplateSize:
+    return TemplateSize(side, anchors, int(kept_bytes(work, kinds, fmt, copies=work.copies)))
+
+
+def device_budget(config: CacheConfig, device: torch.device) -> int:
+    """Bytes of the device tier: as configured, or a share of what is free."""
+    if config.budget_bytes:
+        return config.budget_bytes
+    if device.type == "cuda":
+        return int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
+    return int(_CPU_SHARE * free_memory())
+
+
+def folder_budget(configured: int, folder: str) -> int:
+    """Bytes of a tier in files: as configured, or a share of what is free, its own files counted
+    as free.
+    """
+    if configured:
+        return configured
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    own = sum(path.stat().st_size for path in Path(folder).rglob("*" + SUFFIX))
+    return int(_FILES_SHARE * (shutil.disk_usage(folder).free + own))
+
+
+def free_memory() -> int:
+    """Bytes that this host can give without swapping."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise ConfigError("[cache] budget_bytes: 0, but this system does not say what memory is free")
+
+
+def check_sizes(
+    config: CacheConfig, size: TemplateSize, budgets: Sequence[tuple[str, int]]
+) -> None:
+    """Say what a template takes and how many fit.
+
+    Args:
+        config: `[cache]`.
+        size: of a template.
+        budgets: (tier, bytes), the device's first.
+
+    Raises:
+        ConfigError: a configured budget cannot hold one template.
+    """
+    configured = {
+        "device": ("budget_bytes", config.budget_bytes),
+        "host": ("host_bytes", config.host_bytes),
+        "disk": ("disk_bytes", config.disk_bytes),
+    }
+    for tier, budget in budgets:
+        name, asked = configured[tier]
+        # With files behind it the device needs no more than what a row reads at a time.
+        least = size.anchor_bytes if tier == "device" and len(budgets) > 1 else size.nbytes
+        if asked and budget < least:
+            raise ConfigError(
+                f"[cache] {name}: {asked} bytes cannot hold one template of "
+                f"{size.side}x{size.side} pixels, which takes {size.nbytes} bytes "
+                f"({size.anchors} entries of {size.anchor_bytes}); give at least {least}, "
+                "0 for a share of what is free, or set [cache] enabled = false"
+            )
+    fits = ", ".join(
+        f"{tier} {budget / _GIB:.2f} GiB: {budget // size.nbytes} templates"
+        for tier, budget in budgets
+    )
+    _log.info(
+        "cache: a template of %dx%d pixels takes %.3f GiB (%d entries of %.3f GiB); %s",
+        size.side,
+        size.side,
+        size.nbytes / _GIB,
+        size.anchors,
+        size.anchor_bytes / _GIB,
+        fits,
+    )

@@ -1,0 +1,95 @@
+"""The store of a worker, as its configuration and model say."""
+
+from __future__ import annotations
+
+import torch
+
+from maskserve_core.config import Config, cores
+from maskserve_core.planning.cost_model import CostModel, estimate
+from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat
+from maskserve_engine.cache.folder_tier import FolderTier
+from maskserve_engine.cache.loader import Loader
+from maskserve_engine.cache.memory_tier import MemoryTier
+from maskserve_engine.cache.movers import CudaMover, HostMover, Mover
+from maskserve_engine.cache.remote_tier import RemoteTier
+from maskserve_engine.cache.sizing import (
+    Kinds,
+    TemplateSize,
+    check_sizes,
+    choose_kinds,
+    device_budget,
+    folder_budget,
+    template_size,
+)
+from maskserve_engine.cache.store import Store
+from maskserve_engine.cache.tier import Held, Rebuild, Tier, computed_anew
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.stages.loader import device_of, dtype_of
+
+_BUFFER = 32 * 2**20
+"""Bytes of one pinned buffer."""
+
+
+def estimated_costs(config: Config) -> CostModel:
+    """What steps and loads cost before any was measured."""
+    device = device_of(config)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    dtype = str(dtype_of(config)).removeprefix("torch.")
+    return estimate(name, dtype, cores=config.model.torch_threads or cores())
+
+
+def entry_format(config: Config) -> EntryFormat:
+    name = config.cache.entry_format
+    return FORMATS[str(dtype_of(config)).removeprefix("torch.") if name == "model" else name]
+
+
+def sized(config: Config, adapter: Adapter, costs: CostModel) -> tuple[Kinds, TemplateSize]:
+    """(per block what is kept, the size of a square template of the model's native area)."""
+    facts, cache, model = adapter.facts, config.cache, config.model
+    side = facts.native_resolution
+    work = adapter.work(side // facts.vae_scale_factor, side // facts.vae_scale_factor)
+    fmt = entry_format(config)
+    kinds = choose_kinds(cache.entry_kind, work, fmt, costs, model.max_sequence_length)
+    tokens = (side // facts.token_pixels) ** 2
+    anchors = adapter.anchors(tokens, model.num_inference_steps, cache.stride)
+    return kinds, template_size(work, kinds, fmt, len(anchors), side)
+
+
+def open_store(config: Config, size: TemplateSize, costs: CostModel) -> Store:
+    """The tiers that `[cache]` names, and a loader for the device.
+
+    Raises:
+        ConfigError: a budget cannot hold one template.
+    """
+    cache, device = config.cache, device_of(config)
+    budgets = [("device", device_budget(cache, device) if cache.enabled else 0)]
+    places = [
+        ("host", cache.host_dir, cache.host_bytes),
+        ("disk", cache.disk_dir, cache.disk_bytes),
+    ]
+    folders: list[FolderTier] = []
+    remote = None
+    below: Rebuild = computed_anew
+    if cache.enabled and cache.remote_url:
+        remote = RemoteTier(cache.remote_url, cache.remote_bytes)
+    for name, folder, configured in reversed(places):
+        if cache.enabled and folder:
+            tier = FolderTier(name, folder, folder_budget(configured, folder), below)
+            below = fetched_from(tier, costs, below)
+            folders.insert(0, tier)
+            budgets.insert(1, (name, tier.budget_bytes))
+    if cache.enabled:
+        check_sizes(cache, size, budgets)
+    mover: Mover = CudaMover(device, _BUFFER) if device.type == "cuda" else HostMover()
+    return Store(MemoryTier(budgets[0][1], below), folders, remote, Loader(mover))
+
+
+def fetched_from(tier: Tier, costs: CostModel, otherwise: Rebuild) -> Rebuild:
+    """Seconds to have a template again where `tier` lies below."""
+
+    def seconds(key: str, held: Held) -> float:
+        if set(held.anchors) <= tier.anchors(key):
+            return costs.load_seconds(tier.name, held.nbytes)
+        return otherwise(key, held)
+
+    return seconds

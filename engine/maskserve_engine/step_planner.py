@@ -1,0 +1,164 @@
+"""Plans for the rows of a step that read entries: which blocks they load, project or compute.
+
+    steady    the best plan for these rows repeated for ever, from what their entries cost in all,
+              divided by the steps that an entry serves; what is brought in ahead follows it
+    arrived   the best plan for one step from what has arrived so far
+
+The steady plan runs as long as its loads keep up. When they do not (a row has just joined, or its
+next entry is late), the step is planned for what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from maskserve_core.planning.flops import Floats, ModelWork, Totals
+from maskserve_core.planning.plan_cache import PlanCache, plan_totals
+from maskserve_core.planning.step_costs import StepCosts, step_costs
+from maskserve_core.planning.two_stream import Plan, evaluate
+from maskserve_engine.cache.loader import Load, Want
+from maskserve_engine.measured_costs import MeasuredCosts
+
+CHOICES = ("here", "steady", "arrived", "fixed")
+_LATE = 1.02
+"""The steady plan keeps up while its step takes at most so many times its steady time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A row that reads an entry in this step."""
+
+    totals: Totals
+    """What the row's step costs."""
+    load: Load
+    stays: int
+    """Steps that read this entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What to do now, and what to bring in for the steps to come."""
+
+    plan: Plan
+    ahead: Plan
+    choice: str
+    """One of CHOICES; `here`: nothing has to travel."""
+
+
+class StepPlanner:
+    """Makes the plan of each step; used by the engine's thread.
+
+    Args:
+        costs: of this worker.
+    """
+
+    def __init__(self, costs: MeasuredCosts) -> None:
+        self.costs = costs
+        self.plans = PlanCache()
+
+    def plan(
+        self,
+        work: ModelWork,
+        rows: Sequence[Reading],
+        dense: Totals | None,
+        *,
+        fixed: bool = False,
+    ) -> StepPlan:
+        """The plan of a step.
+
+        Args:
+            work: of the model at the rows' size.
+            rows: that read entries; at least one.
+            dense: sums over the rows that read none; None: there are no such rows.
+            fixed: take every block's entry whatever that costs (`reproducible`).
+        """
+        totals = rows[0].totals
+        for row in rows[1:]:
+            totals = totals + row.totals
+        loads = {id(row.load): row for row in rows}.values()
+        missing = _Bytes([(row.load.tier, row.load.missing) for row in loads])
+
+        def now() -> StepCosts:
+            return missing.costs(work, totals, self.costs, dense)
+
+        if fixed:
+            made = evaluate(now(), missing.all_loaded(), lead=0.0)
+            return StepPlan(made, made, "fixed")
+        whole = _Bytes([(row.load.tier, row.load.sizes / row.stays) for row in loads])
+        what = (self.costs.sequence, work.tokens, whole.kept)
+        steady = self.plans.get(
+            what,
+            plan_totals(totals, whole.totals, dense),
+            lambda: whole.costs(work, totals, self.costs, dense),
+        )
+        if not missing.any:
+            key = plan_totals(totals, {}, dense)
+            return StepPlan(self.plans.get(what, key, now, 0.0), steady, "here")
+        costs = now()
+        kept_up = evaluate(costs, steady.kinds, lead=0.0)
+        if kept_up.latency <= _LATE * steady.latency:
+            return StepPlan(kept_up, steady, "steady")
+        key = plan_totals(totals, missing.totals, dense)
+        made = self.plans.get((*what, missing.pattern), key, lambda: costs, 0.0)
+        return StepPlan(made, steady, "arrived")
+
+
+def wants_of(plan: Plan) -> list[Want]:
+    """The parts that a plan's step reads, in the order in which it does."""
+    ends = set(plan.end_restores)
+    wants: list[Want] = []
+    for block, part in enumerate(plan.loads):
+        if part != "none":
+            wants.append((block, part))
+        if block in ends:
+            wants.append((block, "end"))
+    return wants
+
+
+class _Bytes:
+    """Bytes to load per tier, block and part, summed over the loads of a step."""
+
+    def __init__(self, loads: Sequence[tuple[str, Floats]]) -> None:
+        self._tiers: dict[str, Floats] = {}
+        for tier, sizes in loads:
+            self._tiers[tier] = self._tiers[tier] + sizes if tier in self._tiers else sizes
+        self._sum: Floats = np.sum(list(self._tiers.values()), axis=0)
+        self._finite = np.isfinite(self._sum)
+        self.any = bool((self._sum[self._finite] > 0).any())
+
+    @property
+    def kept(self) -> bytes:
+        """Which parts all loads have."""
+        return self._finite.tobytes()
+
+    @property
+    def pattern(self) -> bytes:
+        """Which parts have something to travel."""
+        return np.greater(self._sum, 0).tobytes()
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """Bytes per tier."""
+        return {t: float(each[self._finite].sum()) for t, each in sorted(self._tiers.items())}
+
+    def all_loaded(self) -> list[str]:
+        """Kinds that take what is kept of every block."""
+        return ["kv" if kv else "project" for kv in self._finite[:, 1]]
+
+    def costs(
+        self, work: ModelWork, totals: Totals, costs: MeasuredCosts, dense: Totals | None
+    ) -> StepCosts:
+        return step_costs(
+            work,
+            totals,
+            costs.model,
+            {tier: each[:, :2] for tier, each in self._tiers.items()},
+            end_loads={
+                tier: each[work.ends, 2] if work.restore_ends else np.zeros(len(work.ends))
+                for tier, each in self._tiers.items()
+            },
+            dense=dense,
+        )

@@ -1,0 +1,89 @@
+"""Cached rows whose entries are held in memory, stepped without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from maskserve_core.planning.step_costs import StepCosts
+from maskserve_core.planning.two_stream import Plan, evaluate
+from maskserve_engine.cache.entries import PARTS, AnchorEntry
+from maskserve_engine.cache.handle import Handle
+from maskserve_engine.cache.loader import Load, Loader
+from maskserve_engine.cache.movers import Arrival, HostMover
+from maskserve_engine.cache.selection import Selection
+from maskserve_engine.families.adapter import EditRow
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.job import EditJob
+
+
+class _Reads(NamedTuple):
+    row: EditRow
+    """Held, so that no other row takes its id."""
+    entries: tuple[AnchorEntry | None, ...]
+    handles: list[Handle | None]
+
+
+class Replay:
+    """Gives each row of an adapter, before each step, the entry that it reads.
+
+    Args:
+        adapter: of the rows.
+    """
+
+    def __init__(self, adapter: FluxAdapter) -> None:
+        self.adapter = adapter
+        self._reads: dict[int, _Reads] = {}
+
+    def cached_row(
+        self, job: EditJob, entries: Sequence[AnchorEntry | None], noise_seed: int
+    ) -> FluxRow:
+        """A cached row that reads `entries`, per step."""
+        row = self.adapter.cached_row(job, noise_seed)
+        self.reads(row, entries)
+        return row
+
+    def reads(self, row: EditRow, entries: Sequence[AnchorEntry | None]) -> None:
+        """Say what a row reads, per step."""
+        selection = row.selection
+        assert selection is not None
+        made = {id(e): in_memory(e, selection) for e in entries if e is not None}
+        handles = [made.get(id(entry)) for entry in entries]
+        self._reads[id(row)] = _Reads(row, tuple(entries), handles)
+
+    def follow(self, row: EditRow, other: EditRow) -> None:
+        """Have `row` read, with its own tokens, what `other` reads, if that reads anything."""
+        if id(other) in self._reads:
+            self.reads(row, self._reads[id(other)].entries)
+
+    def turn(self, row: EditRow) -> None:
+        """Give the row what its next step reads."""
+        if id(row) in self._reads:
+            row.entry = self._reads[id(row)].handles[row.step]
+
+    def step(self, rows: Sequence[EditRow], kinds: Sequence[str]) -> None:
+        """One step; cached rows run block i as `kinds[i]`."""
+        for row in rows:
+            self.turn(row)
+        self.adapter.step(rows, plan_of_kinds(kinds) if kinds else None)
+
+
+def in_memory(entry: AnchorEntry, selection: Selection) -> Handle:
+    """A hold on the row's tokens of an entry, which have all arrived."""
+    load = Load(entry, "device", selection)
+    for block, each in enumerate(entry.blocks):
+        for part in PARTS:
+            if coded := each.part(part):
+                ids = selection.on(block, coded[0].data.device)
+                load.arrive((block, part), Arrival(tuple(c.take(ids) for c in coded)))
+    return Handle(entry.anchor, load, Loader(HostMover()), selection, lambda: None)
+
+
+def plan_of_kinds(kinds: Sequence[str]) -> Plan:
+    """A plan that runs block i as `kinds[i]`, timed by nothing."""
+    n = len(kinds)
+    costs = StepCosts(np.ones((n, 3)), np.ones((n, 2)), np.zeros(n))
+    return evaluate(costs, kinds, lead=0.0)
