@@ -1,4 +1,4 @@
-"""What the planner's tests share: random costs, the paper's algorithm, and a slow simulation."""
+"""What the planner's tests share: random costs and a slow simulation."""
 
 from __future__ import annotations
 
@@ -63,27 +63,6 @@ def random_costs(draw: st.DrawFn, most: int = 5) -> StepCosts:
         ends=draw(st.lists(optional, min_size=n, max_size=n)),
         ahead=draw(st.one_of(st.just(INF), st.integers(0, 30))),
     )
-
-
-def algorithm_1(
-    cached: Sequence[float], dense: Sequence[float], load: Sequence[float]
-) -> tuple[list[bool], float]:
-    """FlashPS Algorithm 1, with its one C and L per model made one per block.
-
-    Returns:
-        Which blocks use the cache, and the latency it promises.
-    """
-    compute_end = load_end = 0.0
-    use = []
-    for with_cache, without, loading in zip(cached, dense, load, strict=True):
-        ready = max(load_end + loading, compute_end) + with_cache
-        use.append(ready <= compute_end + without)
-        if use[-1]:
-            load_end += loading
-            compute_end = ready
-        else:
-            compute_end += without
-    return use, compute_end
 
 
 def simulate(

@@ -24,9 +24,10 @@ from maskserve_core.planning.two_stream import (
     period,
     run,
 )
+from maskserve_harness.benchmarks.algorithm_1 import algorithm_1
 from maskserve_harness.benchmarks.models import FLUX_DEV
 from tests.support.model_configs import TINY_SDXL
-from tests.support.planning import INF, algorithm_1, costs_of, flux_costs, random_costs
+from tests.support.planning import INF, costs_of, flux_costs, random_costs
 
 leads = st.one_of(st.none(), st.integers(0, 9).map(float))
 

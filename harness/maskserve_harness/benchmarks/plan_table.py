@@ -21,6 +21,7 @@ from maskserve_core.planning.flops_unet import unet_work
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.step_costs import StepCosts, step_costs
 from maskserve_core.planning.two_stream import evaluate
+from maskserve_harness.benchmarks.algorithm_1 import algorithm_1
 from maskserve_harness.benchmarks.models import FLUX_DEV
 
 LINKS = {"PCIe 5 (50 GB/s)": 50.0, "PCIe 4 (25 GB/s)": 25.0, "NVMe (7 GB/s)": 7.0}
@@ -70,17 +71,12 @@ def costs_of(case: Case, mask: float, gbytes: float, fmt: str) -> StepCosts:
 
 def greedy(costs: StepCosts, kind: str) -> float:
     """Steady seconds of what FlashPS Algorithm 1 picks when its cached blocks run as `kind`."""
-    column, load = KINDS.index(kind), {"project": 0, "kv": 1}[kind]
-    compute_end = load_end = 0.0
-    kinds = []
-    rows = zip(costs.compute.tolist(), costs.loads.tolist(), strict=True)
-    for compute, loads in rows:
-        ready = max(load_end + loads[load], compute_end) + compute[column]
-        cached = ready <= compute_end + compute[0]
-        kinds.append(kind if cached else "dense")
-        compute_end = ready if cached else compute_end + compute[0]
-        load_end += loads[load] if cached else 0.0
-    return evaluate(costs, kinds).latency
+    cached, load = (
+        costs.compute[:, KINDS.index(kind)],
+        costs.loads[:, ("project", "kv").index(kind)],
+    )
+    use, _ = algorithm_1(cached.tolist(), costs.compute[:, 0].tolist(), load.tolist())
+    return evaluate(costs, [kind if with_cache else "dense" for with_cache in use]).latency
 
 
 def row_of(case: Case, mask: float, link: str, fmt: str) -> dict[str, Any]:
