@@ -157,7 +157,8 @@ def engine_counters() -> set[str]:
         blocks=57,
     )
     engine = Engine(Config(), adapter, prompt=lambda: None)
-    return {*engine.counters, *engine.cache.counters()}
+    audits = engine.manager.audits.counters()
+    return {*engine.counters, *engine.cache.counters(), *audits}
 
 
 def test_every_counter_is_published_or_known_not_to_be() -> None:
