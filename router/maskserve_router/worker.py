@@ -26,8 +26,6 @@ class PolledStatus(WorkerStatus):
     """Its age when it was handed out; the clocks of two hosts do not compare."""
     alive: bool = True
     in_flight: int = 0
-    registered: tuple[str, ...] = ()
-    """Templates whose image the worker keeps."""
 
 
 _decode = msgspec.json.Decoder(PolledStatus).decode
