@@ -195,7 +195,7 @@ async def test_overload_is_refused_and_every_edit_is_answered():
                 *(call(edit()) for _ in range(60)), return_exceptions=True
             )
         refused = [a for a in answers if isinstance(a, grpc.aio.AioRpcError)]
-        assert len(refused) == 40
+        assert 0 < len(refused) <= 40
         assert all("[OVERLOADED]" in (error.details() or "") for error in refused)
         assert (router.admission.edits, router.admission.bytes, len(router.room)) == (0, 0, 0)
 
