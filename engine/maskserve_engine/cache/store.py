@@ -255,6 +255,10 @@ class Store:
         """Wait until what is under way to and from files is done."""
         return self._files.settle(timeout_s)
 
+    def settle_network(self, timeout_s: float = 30.0) -> bool:
+        """The same of the remote tier."""
+        return self._network.settle(timeout_s)
+
     def close(self) -> None:
         self.loader.close()
         self._files.close(10.0)
