@@ -9,7 +9,7 @@ import torch
 from diffusers import FluxFillPipeline
 from PIL import Image
 
-from demo_model.scenes import held_out_edits
+from maskserve_harness.demo_model.scenes import held_out_edits
 
 if sys.version_info >= (3, 11):
     import tomllib

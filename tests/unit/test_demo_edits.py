@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from demo_model.edit_classes import CLASSES, edit_classes, edits_of
-from demo_model.hard_edits import MASKS
-from demo_model.judge import judge
-from demo_model.palette import COLOURS, SHAPES
-from demo_model.prompts import SAME, every_phrase
-from demo_model.relations import FAR, RELATIONS, draw_wish, make_relational_scene
-from demo_model.scenes import fill
-from demo_model.structures import STRUCTURES
+from maskserve_harness.demo_model.edit_classes import CLASSES, edit_classes, edits_of
+from maskserve_harness.demo_model.hard_edits import MASKS
+from maskserve_harness.demo_model.judge import judge
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES
+from maskserve_harness.demo_model.prompts import SAME, every_phrase
+from maskserve_harness.demo_model.relations import FAR, RELATIONS, draw_wish, make_relational_scene
+from maskserve_harness.demo_model.scenes import fill
+from maskserve_harness.demo_model.structures import STRUCTURES
 
 SIZE = (128, 128)
 

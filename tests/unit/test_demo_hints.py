@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from demo_model.attention import MatmulAttention
-from demo_model.hints import Hints, front_of
-from demo_model.text import WIDTH
-from demo_model.transformer import Batch, build_transformer, loss_of
+from maskserve_harness.demo_model.attention import MatmulAttention
+from maskserve_harness.demo_model.hints import Hints, front_of
+from maskserve_harness.demo_model.text import WIDTH
+from maskserve_harness.demo_model.transformer import Batch, build_transformer, loss_of
 
 CHANNELS, FACTOR, TOKENS, TEXT = 2, 4, 6, 3
 

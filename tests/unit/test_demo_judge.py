@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from demo_model.judge import judge
-from demo_model.palette import COLOURS, SHAPES
-from demo_model.scenes import draw_object, fill, held_out_edits, make_mask, place
+from maskserve_harness.demo_model.judge import judge
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES
+from maskserve_harness.demo_model.scenes import draw_object, fill, held_out_edits, make_mask, place
 
 EDITS = held_out_edits(48)
 

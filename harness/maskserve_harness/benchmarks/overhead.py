@@ -35,7 +35,6 @@ import numpy as np
 import torch
 import tritonclient.grpc as triton_grpc
 
-from demo_model.scenes import held_out_edits
 from maskserve_core.config import Config, config_of, cores
 from maskserve_core.contracts.facts import load_facts
 from maskserve_core.contracts.status_record import State
@@ -47,6 +46,7 @@ from maskserve_harness.benchmarks.direct import Direct, Edit
 from maskserve_harness.benchmarks.path import measure_path, timed
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.demo_model.scenes import held_out_edits
 from maskserve_harness.probing.calls import Answer, Grpc, answer_of, tensors
 from maskserve_serving.command import TUNING
 from maskserve_serving.files import dump_toml

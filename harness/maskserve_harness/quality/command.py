@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from demo_model.edit_classes import CLASSES, edits_of
-from demo_model.evaluation import run_edits
-from demo_model.scenes import Edit
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_harness.demo_model.evaluation import run_edits
+from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.choices import DEFAULT, CacheChoice, frontier
 from maskserve_harness.quality.metrics import Picture, by_class, compare, rim_errors
 from maskserve_harness.quality.published import missing, published

@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL, FluxFillPipeline, FluxTransformer2DModel
 
-from demo_model.attention import MatmulAttention
-from demo_model.data import read_part
-from demo_model.sampler import Sampler, encode_prompts
-from demo_model.transformer import optimisers, sample_times
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_harness.demo_model.attention import MatmulAttention
+from maskserve_harness.demo_model.data import read_part
+from maskserve_harness.demo_model.sampler import Sampler, encode_prompts
+from maskserve_harness.demo_model.transformer import optimisers, sample_times
 
 TOKENS_PER_BATCH = 3072
 

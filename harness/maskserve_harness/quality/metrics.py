@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from scipy.ndimage import distance_transform_cdt
 from skimage.metrics import structural_similarity
 
-from demo_model.judge import judge
-from demo_model.scenes import Edit
+from maskserve_harness.demo_model.judge import judge
+from maskserve_harness.demo_model.scenes import Edit
 
 Picture = NDArray[np.uint8]
 

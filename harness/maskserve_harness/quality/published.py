@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from demo_model.scenes import Edit
+from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.metrics import Picture
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from demo_model.scenes import Edit
+from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.metrics import Picture
 
 _COLUMNS = (

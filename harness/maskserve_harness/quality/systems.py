@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from demo_model.scenes import Edit
 from maskserve_core.config import config_of
 from maskserve_core.contracts.entry_key import anchor_steps
 from maskserve_core.contracts.facts import load_facts
@@ -24,6 +23,7 @@ from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.replay import Replay
+from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.choices import CacheChoice
 from maskserve_harness.quality.thinning import thinned
 

@@ -13,10 +13,10 @@ from diffusers import FluxFillPipeline
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from demo_model.judge import Verdict, judge
-from demo_model.palette import COLOURS, SHAPES
-from demo_model.scenes import Edit, Picture, fill
-from demo_model.text import MAX_SEQUENCE_LENGTH
+from maskserve_harness.demo_model.judge import Verdict, judge
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES
+from maskserve_harness.demo_model.scenes import Edit, Picture, fill
+from maskserve_harness.demo_model.text import MAX_SEQUENCE_LENGTH
 
 _TILE_GAP = 4
 _CAPTION = 12  # pixels under a tile

@@ -9,8 +9,8 @@ import torch
 from diffusers import AutoencoderKL, FluxFillPipeline, FluxTransformer2DModel
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-from demo_model.text import MAX_SEQUENCE_LENGTH
-from demo_model.transformer import build_scheduler
+from maskserve_harness.demo_model.text import MAX_SEQUENCE_LENGTH
+from maskserve_harness.demo_model.transformer import build_scheduler
 
 STEPS = 20
 

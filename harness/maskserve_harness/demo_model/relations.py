@@ -14,9 +14,9 @@ from typing import Final
 
 import numpy as np
 
-from demo_model.palette import COLOURS, SHAPES, coverage
-from demo_model.prompts import SAME, first_phrase
-from demo_model.scenes import (
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES, coverage
+from maskserve_harness.demo_model.prompts import SAME, first_phrase
+from maskserve_harness.demo_model.scenes import (
     Edit,
     Mask,
     Scene,

@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from demo_model.palette import COLOURS
-from demo_model.scenes import (
+from maskserve_harness.demo_model.palette import COLOURS
+from maskserve_harness.demo_model.scenes import (
     Edit,
     Float,
     Mask,

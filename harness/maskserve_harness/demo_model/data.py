@@ -12,13 +12,13 @@ import torch
 from diffusers import AutoencoderKL
 from numpy.typing import NDArray
 
-from demo_model.palette import COLOURS, SHAPES
-from demo_model.prompts import SAME
-from demo_model.relations import RELATIONS, Wish, draw_wish, make_relational_scene
-from demo_model.scenes import Mask, Scene, finish, make_scene, to_bytes
-from demo_model.structures import STRUCTURES, make_structure
-from demo_model.transformer import pack, pack_mask
-from demo_model.vae import to_tensor
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES
+from maskserve_harness.demo_model.prompts import SAME
+from maskserve_harness.demo_model.relations import RELATIONS, Wish, draw_wish, make_relational_scene
+from maskserve_harness.demo_model.scenes import Mask, Scene, finish, make_scene, to_bytes
+from maskserve_harness.demo_model.structures import STRUCTURES, make_structure
+from maskserve_harness.demo_model.transformer import pack, pack_mask
+from maskserve_harness.demo_model.vae import to_tensor
 
 KINDS: Final = ("plain", "relations", "structures")
 WISHES: Final = {"plain": 3, "relations": len(RELATIONS), "structures": 0}

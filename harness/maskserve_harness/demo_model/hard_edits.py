@@ -15,9 +15,9 @@ from typing import Final
 import numpy as np
 from PIL import Image, ImageDraw
 
-from demo_model.palette import COLOURS, SHAPES, coverage
-from demo_model.prompts import first_phrase
-from demo_model.scenes import Edit, Float, Mask, mix, quiet_colour, to_bytes
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES, coverage
+from maskserve_harness.demo_model.prompts import first_phrase
+from maskserve_harness.demo_model.scenes import Edit, Float, Mask, mix, quiet_colour, to_bytes
 
 MASKS: Final = ("lines", "pieces", "strip", "dot", "most")
 TEXTURES: Final = ("stars", "rings", "hard_stripes")

@@ -19,8 +19,8 @@ from diffusers import AutoencoderKL
 from numpy.typing import NDArray
 from torch import nn
 
-from demo_model.palette import COLOURS, SHAPES
-from demo_model.scenes import Picture, draw_object, finish, make_scene
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES
+from maskserve_harness.demo_model.scenes import Picture, draw_object, finish, make_scene
 
 _WHITENING: Final = 0.5  # exponent: 0 keeps the components' own spread, 1 makes them alike
 _ENCODER_BIAS: Final = 200.0  # a constant beside the signal makes GroupNorm (nearly) linear

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from demo_model.palette import COLOURS, SHAPES, coverage
-from demo_model.scenes import Mask, Picture, fill
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES, coverage
+from maskserve_harness.demo_model.scenes import Mask, Picture, fill
 
 MAX_COLOUR_DISTANCE: Final = 100.0  # RGB, 0..255 per channel
 MIN_COVER: Final = 0.08  # of the mask's pixels; the thinnest star in a rectangle covers 0.18

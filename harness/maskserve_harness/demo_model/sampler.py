@@ -10,10 +10,10 @@ import torch
 from diffusers import FluxFillPipeline
 from numpy.typing import NDArray
 
-from demo_model.data import ASKED_COLOURS, ASKED_SHAPES, Part
-from demo_model.prompts import every_phrase
-from demo_model.text import MAX_SEQUENCE_LENGTH
-from demo_model.transformer import Batch
+from maskserve_harness.demo_model.data import ASKED_COLOURS, ASKED_SHAPES, Part
+from maskserve_harness.demo_model.prompts import every_phrase
+from maskserve_harness.demo_model.text import MAX_SEQUENCE_LENGTH
+from maskserve_harness.demo_model.transformer import Batch
 
 EMPTY_SHARE: Final = 0.04  # of samples: empty prompt, the region is just continued
 IDENTITY_SHARE: Final = 0.06  # of samples: no mask, empty prompt, the picture itself (priming)

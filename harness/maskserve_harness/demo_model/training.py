@@ -13,13 +13,13 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import nn
 
-from demo_model.attention import MatmulAttention
-from demo_model.data import KINDS
-from demo_model.exchange import Exchange
-from demo_model.hints import WEIGHT as HINTS_WEIGHT
-from demo_model.hints import Hints, front_of
-from demo_model.sampler import Sampler
-from demo_model.transformer import loss_of, optimisers
+from maskserve_harness.demo_model.attention import MatmulAttention
+from maskserve_harness.demo_model.data import KINDS
+from maskserve_harness.demo_model.exchange import Exchange
+from maskserve_harness.demo_model.hints import WEIGHT as HINTS_WEIGHT
+from maskserve_harness.demo_model.hints import Hints, front_of
+from maskserve_harness.demo_model.sampler import Sampler
+from maskserve_harness.demo_model.transformer import loss_of, optimisers
 
 TOKENS_PER_BATCH: Final = 3072  # image and text tokens together
 _WINDOWS: Final[tuple[int | None, ...]] = (6, 8, 11, None)  # tokens a side; None = whole picture

@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from demo_model.palette import COLOURS, SHAPES
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 
 TEMPLATES: Final = (
     "a {c} {s}",

@@ -16,8 +16,8 @@ from diffusers import FluxTransformer2DModel
 from torch import nn
 from torch.nn import functional
 
-from demo_model.palette import COLOURS, SHAPES
-from demo_model.transformer import Batch
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES
+from maskserve_harness.demo_model.transformer import Batch
 
 WEIGHT: Final = 0.05  # of the hints' cross entropies beside the flow-matching loss
 _NUMBERS: Final = len(COLOURS) + len(SHAPES)

@@ -22,8 +22,8 @@ from transformers import (
     T5TokenizerFast,
 )
 
-from demo_model.palette import COLOURS, SHAPES
-from demo_model.prompts import SAME, first_phrase, phrase, words
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES
+from maskserve_harness.demo_model.prompts import SAME, first_phrase, phrase, words
 
 WIDTH: Final = 64
 MAX_SEQUENCE_LENGTH: Final = 16

@@ -12,20 +12,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from demo_model.palette import COLOURS, SHAPES, coverage
+from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.demo_model.palette import COLOURS, SHAPES, coverage
 
 Picture = NDArray[np.uint8]  # (H, W, 3), 0..255
 Mask = NDArray[np.bool_]  # (H, W), True = edit
 Float = NDArray[np.float32]
 
-PHOTOS: Final = Path(__file__).resolve().parents[2] / "assets" / "photos"
+PHOTOS: Final = CHECKOUT / "assets" / "photos"
 HELD_OUT_PHOTO: Final = "rocket.jpg"  # never drawn in training
 MIN_MASK_SIDE: Final = 28  # pixels at 128 x 128; below it a drawn shape is too coarse to tell
 OBJECT_RADIUS: Final = 0.46  # of the mask's smaller side: the shape fits an inscribed ellipse
