@@ -26,7 +26,7 @@ def main() -> int:
     for case in CASES:
         counts[case.name] = c = count(case)
         print(
-            f"| {case.name} | {c.double:.0f} | {c.single:.0f} | {c.fixed} | {c.step} "
+            f"| {case.name} | {c.double:.1f} | {c.single:.1f} | {c.fixed:.0f} | {c.step} "
             f"| {c.per_block:.1f} |",
             flush=True,
         )

@@ -29,7 +29,7 @@ class Velocities:
         self.last = torch.empty(0)
         self.timesteps: list[float] = []
 
-    def __call__(self, model: Any, packed: Any, timesteps: Any, kinds: Any) -> torch.Tensor:
+    def __call__(self, weights: Any, packed: Any, timesteps: Any, kinds: Any) -> torch.Tensor:
         tokens = packed.tokens
         self.last = torch.randn(len(tokens), CHANNELS).to(tokens.dtype)
         self.timesteps = timesteps.tolist()
@@ -41,6 +41,8 @@ def velocities(monkeypatch: pytest.MonkeyPatch) -> Velocities:
     torch.manual_seed(0)
     fake = Velocities()
     monkeypatch.setattr(batch_module, "forward", fake)
+    monkeypatch.setattr(batch_module, "embed", lambda _, timesteps, *__: timesteps)
+    monkeypatch.setattr(batch_module, "vectors", lambda _, timesteps: timesteps.unbind())
     return fake
 
 

@@ -17,6 +17,7 @@ from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.forward import Packed, forward
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
+from maskserve_engine.families.flux.vectors import embed, vectors
 from maskserve_engine.families.registry import Encoder, load_adapter, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay, in_memory
@@ -136,7 +137,9 @@ def outputs_of(
     """What the model answers for each row, which takes no step."""
     packed = Packed([row.model_input() for row in rows])
     timesteps = torch.tensor([row.walk[0].timestep for row in rows])
-    output = forward(adapter.parts, packed, timesteps, kinds)
+    emb = embed(adapter.weights, timesteps[None], packed.pooled, packed.guidance)
+    [step] = vectors(adapter.weights, emb)
+    output = forward(adapter.weights, packed, step, kinds)
     return [output[begin:end] for begin, end in packed.ways.narrow.image_stream.spans]
 
 

@@ -74,7 +74,10 @@ class Coded:
             torch.mul(grouped.flatten(1), self.scale.to(out.dtype), out=out)
         else:
             assert self.scale is not None
-            torch.mul(self.data.to(out.dtype), self.scale.to(out.dtype), out=out)
+            scale = self.scale.to(out.dtype)
+            # Integers are promoted on the way; float8 is not.
+            data = self.data if self.format == "int8" else self.data.to(out.dtype)
+            torch.mul(data, scale, out=out)
 
 
 def encode(x: Tensor, format: str) -> Coded:

@@ -31,6 +31,7 @@ _NO_KERNEL = ("empty", "new_empty", "detach")
 """Beginnings of names of operations that compute nothing."""
 _ONE_KERNEL = ("linear.", "layer_norm.", "rms_norm.")
 """Operations made of others elsewhere, and of one kernel on CUDA."""
+_NORMS = ("layer_norm.", "rms_norm.")
 _GATHERS = ("index_select", "embedding", "index.Tensor")
 """Operations that read no more of their first tensor than they write."""
 _PACKAGE = "maskserve_engine"
@@ -108,7 +109,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             waits = "" if kwargs.get("non_blocking") else ", the host waits"
             self.log.copies.append(f"{words} in {place} ({name}){waits}")
             return
-        launches = 2 if "_varlen_attn" in name else 1  # it also clears a seed that it never reads
+        launches = 1
+        if "_varlen_attn" in name or (name.startswith(_NORMS) and not given[0].is_contiguous()):
+            launches = 2  # the first clears a seed that it never reads, norms copy
         self.log.kernels[name] += launches
         self.log.places[place] += launches
         written = sum(_size(t) for t in made)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
+from maskserve_engine.families.flux.vectors import AHEAD
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, Log, fake_weights
 from maskserve_harness.benchmarks.step_rig import Bench, build_model
 from maskserve_harness.checkout import CHECKOUT
@@ -56,17 +57,17 @@ CASES = (
 
 @dataclass(frozen=True)
 class Counts:
-    """Kernels of one step."""
+    """Kernels of one step, in the mean."""
 
     double: float
     """Per double block."""
     single: float
-    fixed: int
+    fixed: float
     """Outside the blocks."""
 
     @property
     def step(self) -> int:
-        return round(DOUBLE * self.double + SINGLE * self.single) + self.fixed
+        return round(DOUBLE * self.double + SINGLE * self.single + self.fixed)
 
     @property
     def per_block(self) -> float:
@@ -78,25 +79,38 @@ def count(case: Case) -> Counts:
     """By taking steps of models of few blocks; blocks of one sort launch the same kernels."""
     period = 3 if case.kind == "mixed" else 1
     base, double, single = (
-        steady_step(case, (1 + d * period, 1 + s * period)).launches
-        for d, s in ((0, 0), (1, 0), (0, 1))
+        mean_launches(case, (1 + d * period, 1 + s * period)) for d, s in ((0, 0), (1, 0), (0, 1))
     )
     per_double, per_single = (double - base) / period, (single - base) / period
-    return Counts(per_double, per_single, round(base - per_double - per_single))
+    return Counts(per_double, per_single, base - per_double - per_single)
 
 
-def steady_step(case: Case, blocks: tuple[int, int]) -> Log:
-    """Everything that the second step of the same rows asks of the device."""
+def mean_launches(case: Case, blocks: tuple[int, int]) -> float:
+    """Of the AHEAD steps for which the first one computes the vectors."""
+    first, other = steady_steps(case, blocks)
+    return (first.launches + (AHEAD - 1) * other.launches) / AHEAD
+
+
+def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
+    """What steps of rows that were packed before ask of the device: one that computes the vectors
+    of those ahead, and one that does not.
+    """
     with FakeCuda() as cuda:
         bench = fake_bench(blocks, case.format)
         bench.fill_entry({"mixed": "both"}.get(case.kind, case.kind))
         rows = make_rows(bench, case)
-        bench.step(rows, kinds_of(case, bench.blocks))
-        if case.primes:
-            bench.batch = None  # each anchor has tokens of its own: such a batch is packed anew
-        with cuda.watch() as log:
-            bench.step(rows, kinds_of(case, bench.blocks))
-    return log
+        kinds = kinds_of(case, bench.blocks)
+        bench.step(rows, kinds)
+        for row in rows:
+            row.step = 0
+        logs = []
+        for _ in range(2):
+            if case.primes:
+                bench.batch = None  # each anchor has tokens of its own: packed anew
+            with cuda.watch() as log:
+                bench.step(rows, kinds)
+            logs.append(log)
+    return logs[0], logs[1]
 
 
 def fake_bench(blocks: tuple[int, int], format: str) -> Bench:

@@ -14,10 +14,11 @@ from maskserve_engine.cache.codec import encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.batch import Batch
-from maskserve_engine.families.flux.blocks import Parts
 from maskserve_engine.families.flux.conditioning import TemplateInputs
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
+from maskserve_engine.families.flux.vectors import AHEAD
+from maskserve_engine.families.flux.weights import Weights
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.checkout import DEMO_MODEL
 
@@ -37,6 +38,7 @@ class Bench:
         device: where it runs.
         format: storage format of entries.
         model: of `preset` and `blocks`; made if not given.
+        steps: of each row, which then begins anew. Some of a step's work is done for AHEAD steps.
     """
 
     def __init__(
@@ -47,12 +49,13 @@ class Bench:
         device: torch.device,
         format: str,
         model: Any = None,
+        steps: int = AHEAD,
     ) -> None:
         self.grid, self.text = PRESETS[preset]["grid"], PRESETS[preset]["text"]
-        self.device, self.dtype, self.format = device, dtype, format
+        self.device, self.dtype, self.format, self.steps = device, dtype, format, steps
         self.model = model or build_model(preset, blocks, dtype, device)
-        self.config, self.parts = dict(self.model.config), Parts.of(self.model)
-        self.blocks = len(self.parts.double_blocks) + len(self.parts.single_blocks)
+        self.config, self.weights = dict(self.model.config), Weights.of(self.model)
+        self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         self.work = flux_work(self.config, 2 * self.grid[0], 2 * self.grid[1])
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
         self.batch: Batch | None = None
@@ -81,7 +84,8 @@ class Bench:
         row = FluxRow(
             request_id=str(seed),
             schedule=Schedule(
-                torch.tensor([0.5, 0.45], device=self.device), (Walk(500.0, 0.5, -0.05),)
+                torch.linspace(0.5, 0.45, self.steps + 1, device=self.device),
+                (Walk(500.0, 0.5, -0.05 / self.steps),) * self.steps,
             ),
             grid=self.grid,
             text=self._random(self.text, self.model.inner_dim),
@@ -135,9 +139,14 @@ class Bench:
         kinds = (kind,) * self.blocks if isinstance(kind, str) else kind
         with torch.inference_mode():
             for row in rows:
-                row.step = 0
+                row.step %= row.steps
             self.batch = Batch.of(rows, self.batch)
-            self.batch.step(self.parts, kinds)
+            self.batch.step(self.weights, kinds)
+
+    def walk(self, rows: Sequence[FluxRow], kind: str) -> None:
+        """All steps of rows of this bench."""
+        for _ in range(self.steps):
+            self.step(rows, kind)
 
     def limit(self, ratios: Sequence[float], kind: str) -> float:
         """Dense FLOPs over cached FLOPs of a batch with these mask ratios."""

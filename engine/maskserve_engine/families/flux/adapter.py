@@ -22,7 +22,6 @@ from maskserve_core.planning.two_stream import Plan
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.adapter import Row
 from maskserve_engine.families.flux.batch import Batch
-from maskserve_engine.families.flux.blocks import Parts
 from maskserve_engine.families.flux.conditioning import (
     Start,
     TemplateInputs,
@@ -33,6 +32,7 @@ from maskserve_engine.families.flux.conditioning import (
 from maskserve_engine.families.flux.latents import PATCH, Posterior
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, check_sampler, make_schedule
+from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.stages.loader import limit_threads, load_part, load_plain
 
@@ -59,8 +59,8 @@ class FluxAdapter:
         self.vae_shift, self.vae_scale = vae_shift, vae_scale
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.parts = Parts.of(model)
-        self.blocks = len(self.parts.double_blocks) + len(self.parts.single_blocks)
+        self.weights = Weights.of(model)
+        self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         self._cis = lru_cache(maxsize=64)(self._make_cis)
         self.work = lru_cache(maxsize=64)(self._make_work)
         self._batch: Batch | None = None
@@ -178,7 +178,7 @@ class FluxAdapter:
             last, self._batch = self._batch, None  # one whose step fails is not stepped again
             batch = Batch.of(own, last)
             del last
-            batch.step(self.parts, () if plan is None else plan.kinds)
+            batch.step(self.weights, () if plan is None else plan.kinds)
             self._batch = batch
 
     def session(self) -> AbstractContextManager[object]:

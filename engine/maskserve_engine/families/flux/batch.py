@@ -14,9 +14,10 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from maskserve_engine.families.flux.blocks import Parts
 from maskserve_engine.families.flux.forward import Packed, forward
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
+from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
+from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.families.transfer import to_device
 
 Row = FluxRow | PrimingRow
@@ -38,6 +39,8 @@ class Batch:
         self.packed = Packed(inputs)
         self._stream = self.packed.ways.narrow.image_stream
         self._blends = any(row.blends for row in rows)
+        self._vectors: tuple[Vectors, ...] = ()
+        """Of `AHEAD` steps, the present one among them."""
         self._lay_out()
 
     @classmethod
@@ -54,13 +57,13 @@ class Batch:
             and self._reads == tuple([row.entry is not None for row in rows])
         )
 
-    def step(self, model: Parts, kinds: Sequence[str]) -> None:
+    def step(self, weights: Weights, kinds: Sequence[str]) -> None:
         """Take one step of every row: the model, then FlowMatchEulerDiscreteScheduler's step.
 
         No row has moved if it raises, so that the rows can be tried again one by one.
         """
         at = self.rows[0].step - self._begin
-        velocity = forward(model, self.packed, self._timesteps[at], kinds)
+        velocity = forward(weights, self.packed, self._vectors_of(weights, at), kinds)
         if self._guided:
             self._guide(velocity)
         threads = torch.get_num_threads()
@@ -86,8 +89,8 @@ class Batch:
         changes += [[0.0] * self.steps for _ in self._guided]  # second passes follow their rows
         by_step = [torch.tensor(times).T.contiguous(), torch.tensor(changes).T.contiguous()]
         timesteps, all_changes = to_device(by_step, self.packed.tokens.device)
-        self._timesteps = timesteps.unbind()
-        """Per step: [R]"""
+        self._timesteps = timesteps
+        """[steps, R]"""
         latents = self.packed.tokens[:, : self.rows[0].channels]
         self._latents = latents.unflatten(0, (-1, stream.uniform)) if stream.uniform else latents
         """[R, n, C] where rows are alike, else [N, C]."""
@@ -101,6 +104,14 @@ class Batch:
         ]
         for row, part, (begin, _) in zip(self.rows, self._parts, stream.spans, strict=False):
             row.settle(part, begin)
+
+    def _vectors_of(self, weights: Weights, at: int) -> Vectors:
+        """The vectors of a step, computed when the first of `AHEAD` steps needs its own."""
+        if at % AHEAD == 0:
+            ahead, packed = self._timesteps[at : at + AHEAD], self.packed
+            emb = embed(weights, ahead, packed.pooled, packed.guidance)
+            self._vectors = vectors(weights, emb)
+        return self._vectors[at % AHEAD]
 
     def _guide(self, velocity: Tensor) -> None:
         """Lead rows with a negative prompt away from what their second pass answers."""

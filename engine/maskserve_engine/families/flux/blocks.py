@@ -1,94 +1,136 @@
-"""One FLUX block over packed rows, with the real modules' weights and no patched forward.
+"""One FLUX block over packed rows, with the real model's weights and no patched forward.
 
 Each function computes what the matching diffusers block computes for every row by itself
 (diffusers/models/transformers/transformer_flux.py); the difference is where tokens lie and that a
-cached row's inactive tokens enter as keys only (FlashPS §3.1, Fig. 5 and 7).
+cached row's inactive tokens enter as keys only (FlashPS §3.1, Fig. 5 and 7). What is before and
+after attention are functions of tensors alone (`_before…`, `_after…`): nothing in them knows of
+rows, masks or caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.families.attention import attention
 from maskserve_engine.families.flux.packing import Packing, Stream
+from maskserve_engine.families.flux.weights import Double, Linear, Single, Stem, Weights
 
-FillRest = Callable[[Tensor, Tensor, Packing], None]
-"""Writes keys and values of the inactive tokens into buffers [keys, heads, head_dim]."""
+_EPS = 1e-6
 
 CaptureKeys = Callable[[Tensor, Tensor], None]
 """Sees keys (after norm and rotary embedding) and values in row order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The modules of a FluxTransformer2DModel, found once: a module looks each of its own up by
-    name whenever asked.
-    """
+class FillRest(Protocol):
+    """Writes keys and values of the inactive tokens."""
 
-    x_embedder: Any
-    time_text_embed: Any
-    double_blocks: tuple[Any, ...]
-    single_blocks: tuple[Any, ...]
-    norm_out: Any
-    proj_out: Any
-
-    @classmethod
-    def of(cls, model: Any) -> Parts:
-        return cls(
-            model.x_embedder,
-            model.time_text_embed,
-            tuple(model.transformer_blocks),
-            tuple(model.single_transformer_blocks),
-            model.norm_out,
-            model.proj_out,
-        )
+    def __call__(self, keys: Tensor, values: Tensor, packing: Packing) -> None:
+        """Into buffers [keys, heads, head_dim] of all rows."""
+        ...
 
 
-def rotate(x: Tensor, cis: Tensor) -> Tensor:
-    """Rotary embedding of x [N, heads, head_dim] by cis [N, head_dim / 2], complex."""
+def rotate(x: Tensor, cis: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rotary embedding of x [N, heads, head_dim] by cis [N, head_dim / 2], complex; into `out`."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * cis[:, None]).flatten(-2).to(x.dtype)
+    if out is None:
+        return torch.view_as_real(pairs * cis[:, None]).flatten(-2).to(x.dtype)
+    if out.dtype == torch.float32:
+        torch.mul(pairs, cis[:, None], out=torch.view_as_complex(out.unflatten(-1, (-1, 2))))
+    else:
+        out.copy_(torch.view_as_real(pairs * cis[:, None]).flatten(-2))
+    return out
 
 
-def _heads(x: Tensor, head_dim: int) -> Tensor:
-    return x.unflatten(-1, (-1, head_dim))
+def _norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=_EPS)
+
+
+def _heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Queries or keys [N, width] as [N, heads, head_dim], each head through its norm."""
+    x = x.unflatten(-1, (-1, len(weight)))
+    return F.rms_norm(x, weight.shape, weight, _EPS)
 
 
 def _clip(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
+Vectors = tuple[Tensor, ...]
+"""Shifts, scales and gates in shapes that broadcast with a stream's tokens."""
+
+
+def _before_stem(stem: Stem, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys, values [N, heads, head_dim] of one stream of a double block."""
+    q, k, v = stem.qkv(torch.addcmul(shift, _norm(x), scale).flatten(0, -2)).chunk(3, dim=-1)
+    head_dim = len(stem.norm_q)
+    return _heads(q, stem.norm_q), _heads(k, stem.norm_k), v.unflatten(-1, (-1, head_dim))
+
+
+def _after_stem(stem: Stem, x: Tensor, attended: Tensor, vectors: Vectors) -> Tensor:
+    """One stream of a double block after attention; `attended` [N, width]."""
+    _, _, gate, shift, scale, mlp_gate = vectors
+    x = torch.addcmul(x, gate, stem.out(attended).view_as(x))
+    up = F.gelu(stem.up(torch.addcmul(shift, _norm(x), scale)), approximate="tanh")
+    return torch.addcmul(x, mlp_gate, stem.down(up))
+
+
+def _before_single(
+    block: Single, x: Tensor, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values and the feed-forward part of a single block."""
+    both = block.qkv_up(torch.addcmul(shift, _norm(x), scale).flatten(0, -2))
+    width, head_dim = x.shape[-1], len(block.norm_q)
+    q, k, v, up = both.split((width, width, width, both.shape[-1] - 3 * width), dim=-1)
+    v = v.unflatten(-1, (-1, head_dim))
+    return _heads(q, block.norm_q), _heads(k, block.norm_k), v, F.gelu(up, approximate="tanh")
+
+
+def _after_single(block: Single, x: Tensor, attended: Tensor, up: Tensor, gate: Tensor) -> Tensor:
+    out = block.out(torch.cat((attended, up), dim=-1))
+    return _clip(torch.addcmul(x, gate, out.view_as(x)))
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    cis: Tensor,
     packing: Packing,
     fill: FillRest | None,
     capture: CaptureKeys | None,
 ) -> Tensor:
     """Attention of the computed tokens, in row order, over all of each row's keys: [N, width]."""
-    if capture is not None:
-        capture(k, v)
+    q = rotate(q, cis)
     if fill is None:
+        k = rotate(k, cis)
+        if capture is not None:
+            capture(k, v)
         return attention(q, k, v, packing.computed).flatten(1)
     keys = k.new_empty(packing.all_keys.k_spans[-1][1], *k.shape[1:])
     values = torch.empty_like(keys)
-    packing.place(k, keys)
-    packing.place(v, values)
+    if packing.core_in_keys is None:
+        first = rotate(k, cis, out=keys[: len(k)])
+        values[: len(v)] = v
+    else:
+        first = rotate(k, cis)
+        keys.index_copy_(0, packing.core_in_keys, first)
+        values.index_copy_(0, packing.core_in_keys, v)
+    if capture is not None:
+        capture(first, v)
     fill(keys, values, packing)
     return attention(q, keys, values, packing.all_keys).flatten(1)
 
 
 def double_block(
-    block: Any,
+    block: Double,
     text: Tensor,
     image: Tensor,
-    emb: Tensor,
+    vectors: tuple[Tensor, Tensor],
     packing: Packing,
     cis: Tensor,
     fill: FillRest | None = None,
@@ -97,10 +139,10 @@ def double_block(
     """A FluxTransformerBlock.
 
     Args:
-        block: the diffusers module.
+        block: its weights.
         text: [N_text, width], text stream.
         image: [N_image, width], image stream.
-        emb: [R, width], SiLU of the rows' time-text embedding.
+        vectors: [R, 6 · width] of image and text (`Vectors.double`).
         packing: where the rows lie.
         cis: [N, head_dim / 2] complex rotary factors in row order.
         fill: writes the inactive tokens' keys and values; None when there are none.
@@ -109,94 +151,77 @@ def double_block(
     Returns:
         text and image streams after the block.
     """
-    attn, texts, images = block.attn, packing.text_stream, packing.image_stream
-    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = block.norm1.linear(emb).chunk(6, dim=1)
-    c_shift, c_scale, c_gate, c_mlp_shift, c_mlp_scale, c_mlp_gate = block.norm1_context.linear(
-        emb
-    ).chunk(6, dim=1)
-
-    x = images.modulate(block.norm1.norm(image), scale, shift)
-    c = texts.modulate(block.norm1_context.norm(text), c_scale, c_shift)
-    d = attn.head_dim
-    q = packing.rows_from(
-        attn.norm_added_q(_heads(attn.add_q_proj(c), d)), attn.norm_q(_heads(attn.to_q(x), d))
-    )
-    k = packing.rows_from(
-        attn.norm_added_k(_heads(attn.add_k_proj(c), d)), attn.norm_k(_heads(attn.to_k(x), d))
-    )
-    v = packing.rows_from(_heads(attn.add_v_proj(c), d), _heads(attn.to_v(x), d))
-    attended = _attend(rotate(q, cis), rotate(k, cis), v, packing, fill, capture)
+    of_image = packing.image_stream.spread(vectors[0], 6)
+    of_text = packing.text_stream.spread(vectors[1], 6)
+    x, c = packing.image_stream.wide(image), packing.text_stream.wide(text)
+    ours = _before_stem(block.image, x, of_image[0], of_image[1])
+    texts = _before_stem(block.text, c, of_text[0], of_text[1])
+    q, k, v = (packing.rows_from(*pair) for pair in zip(texts, ours, strict=True))
+    attended = _attend(q, k, v, cis, packing, fill, capture)
     c_attended, x_attended = packing.split(attended)
-
-    image = images.add_gated(image, gate, attn.to_out[0](x_attended))
-    image = images.add_gated(
-        image, mlp_gate, block.ff(images.modulate(block.norm2(image), mlp_scale, mlp_shift))
-    )
-    text = texts.add_gated(text, c_gate, attn.to_add_out(c_attended))
-    text = texts.add_gated(
-        text,
-        c_mlp_gate,
-        block.ff_context(texts.modulate(block.norm2_context(text), c_mlp_scale, c_mlp_shift)),
-    )
+    image = _after_stem(block.image, x, x_attended, of_image).view_as(image)
+    text = _after_stem(block.text, c, c_attended, of_text).view_as(text)
     return _clip(text), image
 
 
 def single_block(
-    block: Any,
+    block: Single,
     x: Tensor,
-    emb: Tensor,
+    vectors: Tensor,
     packing: Packing,
     cis: Tensor,
     fill: FillRest | None = None,
     capture: CaptureKeys | None = None,
 ) -> Tensor:
-    """A FluxSingleTransformerBlock over x [N, width] in row order; arguments as double_block."""
-    attn, rows = block.attn, packing.row_stream
-    shift, scale, gate = block.norm.linear(emb).chunk(3, dim=1)
-    normed = rows.modulate(block.norm.norm(x), scale, shift)
-    d = attn.head_dim
-    q = attn.norm_q(_heads(attn.to_q(normed), d))
-    k = attn.norm_k(_heads(attn.to_k(normed), d))
-    v = _heads(attn.to_v(normed), d)
-    attended = _attend(rotate(q, cis), rotate(k, cis), v, packing, fill, capture)
-    mlp = block.act_mlp(block.proj_mlp(normed))
-    return _clip(rows.add_gated(x, gate, block.proj_out(torch.cat((attended, mlp), dim=1))))
+    """A FluxSingleTransformerBlock over x [N, width] in row order.
+
+    `vectors` [R, 3 · width] are the rows' (`Vectors.single`); other arguments as double_block.
+    """
+    shift, scale, gate = packing.row_stream.spread(vectors, 3)
+    wide = packing.row_stream.wide(x)
+    q, k, v, up = _before_single(block, wide, shift, scale)
+    attended = _attend(q, k, v, cis, packing, fill, capture)
+    return _after_single(block, wide, attended, up, gate).view_as(x)
 
 
 def project_rest(
-    block: Any, hidden: Tensor, emb: Tensor, stream: Stream, cis: Tensor
+    block: Double | Single, hidden: Tensor, vectors: Tensor, stream: Stream, cis: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of inactive image tokens from their hidden states (FlashPS Fig. 5).
 
     Args:
-        block: a double or single block.
+        block: its weights.
         hidden: [M, width] at the block's input, packed by row.
-        emb: [R, width], as in double_block.
+        vectors: [R, …] of the block's image tokens, shift and scale first.
         stream: where the rows lie in `hidden`.
         cis: [M, head_dim / 2] complex rotary factors.
 
     Returns:
         keys (after norm and rotary embedding) and values, [M, heads, head_dim].
     """
-    norm = block.norm1 if hasattr(block, "norm1") else block.norm
-    parts = norm.linear(emb).chunk(6 if hasattr(block, "norm1") else 3, dim=1)
-    normed = stream.modulate(norm.norm(hidden), parts[1], parts[0])
-    attn = block.attn
-    keys = rotate(attn.norm_k(_heads(attn.to_k(normed), attn.head_dim)), cis)
-    return keys, _heads(attn.to_v(normed), attn.head_dim)
+    width = hidden.shape[1]
+    shift, scale = stream.spread(vectors[:, : 2 * width], 2)
+    own = block.image if isinstance(block, Double) else block
+    qkv = block.image.qkv if isinstance(block, Double) else block.qkv_up
+    rows = slice(width, 3 * width)
+    keys_values = Linear(qkv.weight[rows], None if qkv.bias is None else qkv.bias[rows])
+    normed = torch.addcmul(shift, _norm(stream.wide(hidden)), scale).view_as(hidden)
+    k, v = keys_values(normed).chunk(2, dim=1)
+    return rotate(_heads(k, own.norm_k), cis), v.unflatten(-1, (-1, len(own.norm_k)))
 
 
-def last_layer(model: Parts, image: Tensor, emb: Tensor, stream: Stream) -> Tensor:
+def last_layer(weights: Weights, image: Tensor, vectors: Tensor, stream: Stream) -> Tensor:
     """What FluxTransformer2DModel does after its blocks.
 
     Args:
-        model: whose last modules are run.
+        weights: whose last layers are run.
         image: [N, width], computed image tokens.
-        emb: [R, width], SiLU of the rows' time-text embedding.
+        vectors: [R, 2 · width], scale and shift.
         stream: how the rows lie in `image`.
 
     Returns:
         [N, out_channels].
     """
-    scale, shift = model.norm_out.linear(emb.to(image.dtype)).chunk(2, dim=1)
-    return model.proj_out(stream.modulate(model.norm_out.norm(image), scale, shift))
+    scale, shift = stream.spread(vectors, 2)
+    normed = torch.addcmul(shift, _norm(stream.wide(image)), scale)
+    return weights.proj_out(normed.view_as(image))

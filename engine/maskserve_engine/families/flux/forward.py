@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.families.flux.blocks import (
     CaptureKeys,
     FillRest,
-    Parts,
     double_block,
     last_layer,
     project_rest,
     single_block,
 )
 from maskserve_engine.families.flux.packing import Packing, Widening, widening
+from maskserve_engine.families.flux.vectors import Vectors
+from maskserve_engine.families.flux.weights import Double, Single, Weights
 from maskserve_engine.families.transfer import to_device
 
 
@@ -114,25 +114,15 @@ class Packed:
         return both
 
 
-def time_text_embedding(model: Parts, packed: Packed, timesteps: Tensor) -> Tensor:
-    """[R, width] as every norm takes it: rounded as diffusers' pipeline and model round timestep
-    and guidance, and through SiLU.
-    """
-    dtype = packed.tokens.dtype  # model.dtype walks over every parameter to find out
-    # The pipeline divides by 1000 in the latents' dtype and the model multiplies again.
-    timesteps = timesteps.to(dtype) / 1000 * 1000
-    if packed.guidance is None:
-        return F.silu(model.time_text_embed(timesteps, packed.pooled))
-    return F.silu(model.time_text_embed(timesteps, packed.guidance, packed.pooled))
-
-
-def forward(model: Parts, packed: Packed, timesteps: Tensor, kinds: Sequence[str] = ()) -> Tensor:
+def forward(
+    weights: Weights, packed: Packed, vectors: Vectors, kinds: Sequence[str] = ()
+) -> Tensor:
     """The model's output for the computed image tokens of every row.
 
     Args:
-        model: of a FluxTransformer2DModel.
+        weights: of a FluxTransformer2DModel.
         packed: any mix of rows; those with `rest` are cached rows.
-        timesteps: [R] the sampler's, 0 to 1000, float32.
+        vectors: of this step.
         kinds: `dense`, `project` or `kv` per block, double blocks first, for all cached rows of
             the step; not read when there are none. `project` and `dense` take the inactive hidden
             states from the model's start or the dense block before them, else from `Rest.hidden`.
@@ -140,26 +130,36 @@ def forward(model: Parts, packed: Packed, timesteps: Tensor, kinds: Sequence[str
     Returns:
         [N, out_channels] in the order of `packed.tokens`.
     """
-    emb = time_text_embedding(model, packed, timesteps)
-    state = _State(model, packed, emb, kinds)
-    for index, block in enumerate(model.double_blocks):
-        fill, capture = state.enter(index, block)
+    state = _State(weights, packed, vectors, kinds)
+    for index, double in enumerate(weights.double_blocks):
+        fill, capture = state.enter(index, double)
         state.text, state.image = double_block(
-            block, state.text, state.image, emb, state.packing, state.cis, fill, capture
+            double,
+            state.text,
+            state.image,
+            vectors.double[index],
+            state.packing,
+            state.cis,
+            fill,
+            capture,
         )
     state.join_streams()
-    for index, block in enumerate(model.single_blocks, start=len(model.double_blocks)):
-        fill, capture = state.enter(index, block)
-        state.image = single_block(block, state.image, emb, state.packing, state.cis, fill, capture)
+    for index, single in enumerate(weights.single_blocks, start=len(weights.double_blocks)):
+        fill, capture = state.enter(index, single)
+        state.image = single_block(
+            single, state.image, vectors.of(index), state.packing, state.cis, fill, capture
+        )
     stream = packed.ways.narrow.image_stream
-    return last_layer(model, state.computed_image(), emb, stream)
+    return last_layer(weights, state.computed_image(), vectors.last, stream)
 
 
 class _State:
     """Hidden states between blocks and whether inactive tokens are among them (`wide`)."""
 
-    def __init__(self, model: Parts, packed: Packed, emb: Tensor, kinds: Sequence[str]) -> None:
-        self.model, self.packed, self.emb, self.kinds = model, packed, emb, kinds
+    def __init__(
+        self, weights: Weights, packed: Packed, vectors: Vectors, kinds: Sequence[str]
+    ) -> None:
+        self.weights, self.packed, self.vectors, self.kinds = weights, packed, vectors, kinds
         self.ways, self.rest_cis = packed.ways, packed.rest_cis
         self.cached = packed.rest_cis is not None
         self.wide = not self.cached  # without cached rows both packings are the same
@@ -168,9 +168,11 @@ class _State:
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # double blocks: two streams; single blocks: one in row order
         self.text = packed.text
-        self.image = model.x_embedder(packed.tokens)
+        self.image = weights.x_embedder(packed.tokens)
 
-    def enter(self, index: int, block: Any) -> tuple[FillRest | None, CaptureKeys | None]:
+    def enter(
+        self, index: int, block: Double | Single
+    ) -> tuple[FillRest | None, CaptureKeys | None]:
         """Bring the inactive tokens in or drop them, as the block's kind asks.
 
         Returns:
@@ -200,7 +202,7 @@ class _State:
         """[m, width] the inactive tokens at the block's input: at hand, or restored."""
         if index == 0:
             tokens = torch.cat([rest.tokens() for rest in self.packed.rests if rest is not None])
-            return self.model.x_embedder(tokens)
+            return self.weights.x_embedder(tokens)
         if self.carried is not None and self.carried[0] == index:
             return self.carried[1]
         assert self.rest_cis is not None
@@ -210,7 +212,7 @@ class _State:
                 rest.hidden(index, hidden[begin:end])
         return hidden
 
-    def fill(self, index: int, block: Any) -> FillRest | None:
+    def fill(self, index: int, block: Double | Single) -> FillRest | None:
         """How the block's inactive keys come about; None when none are missing."""
         kind = self.kinds[index]
         if kind == "dense":
@@ -228,16 +230,14 @@ class _State:
                 rest.keys_values(index, keys[begin:end], values[begin:end])
 
     def _fill_projected(
-        self, index: int, block: Any, keys: Tensor, values: Tensor, packing: Packing
+        self, index: int, block: Double | Single, keys: Tensor, values: Tensor, packing: Packing
     ) -> None:
         assert self.rest_cis is not None
         k, v = project_rest(
-            block, self._hidden(index), self.emb, self.ways.rest_stream, self.rest_cis
+            block, self._hidden(index), self.vectors.of(index), self.ways.rest_stream, self.rest_cis
         )
-        for number, (begin, end) in enumerate(self.ways.rest_stream.spans):
-            to_begin, to_end = packing.rest_keys(number)
-            keys[to_begin:to_end] = k[begin:end]
-            values[to_begin:to_end] = v[begin:end]
+        packing.place_rest(k, keys)
+        packing.place_rest(v, values)
 
     def capture(self, index: int) -> CaptureKeys:
         """Hand the priming rows' hidden states over now, their keys and values when known."""

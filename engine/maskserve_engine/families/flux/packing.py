@@ -40,24 +40,21 @@ class Stream:
     uniform: int
     """The common length of all rows, or 0."""
 
-    def spread(self, x: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` [N, D] and per-row `vectors` [R, D] in shapes that broadcast together."""
-        if len(self.spans) == 1:
-            return x, vectors
-        if self.uniform:
-            return x.unflatten(0, (len(self.spans), self.uniform)), vectors[:, None]
-        return x, vectors.index_select(0, self.row_of)
+    def wide(self, x: Tensor) -> Tensor:
+        """`x` [N, D], or [R, n, D] where several rows have n tokens each."""
+        return x.unflatten(0, (len(self.spans), -1)) if self._by_row else x
 
-    def modulate(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """Return x · (1 + scale) + shift, `scale` and `shift` [R, D] being each row's own."""
-        wide, scale = self.spread(x, 1 + scale)
-        _, shift = self.spread(x, shift)
-        return torch.addcmul(shift, wide, scale).view_as(x)
+    def spread(self, vectors: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """Per-row vectors [R, parts · D] as so many tensors that broadcast with `wide` tokens."""
+        if self._by_row:
+            vectors = vectors[:, None]
+        elif len(self.spans) > 1:
+            vectors = vectors.index_select(0, self.row_of)
+        return vectors.chunk(parts, dim=-1)
 
-    def add_gated(self, x: Tensor, gate: Tensor, y: Tensor) -> Tensor:
-        """Return x + gate · y, `gate` [R, D] being each row's own."""
-        wide, gate = self.spread(x, gate)
-        return torch.addcmul(wide, gate, y.view_as(wide)).view_as(x)
+    @property
+    def _by_row(self) -> bool:
+        return self.uniform > 0 and len(self.spans) > 1
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,8 @@ class Packing:
     """They attend to text, computed image tokens and rest."""
     core_in_keys: Tensor | None
     """[N] positions of the computed tokens among all keys; None: the first ones."""
+    rest_in_keys: Tensor | None
+    """[M] positions of the inactive tokens among all keys; None: the last ones."""
 
     def rows_from(self, text: Tensor, image: Tensor) -> Tensor:
         """Row order from the two streams."""
@@ -107,12 +106,12 @@ class Packing:
             return wide[:, self.text[0] :].flatten(0, 1)
         return rows.index_select(0, self.image_in_rows)
 
-    def place(self, computed: Tensor, keys: Tensor) -> None:
-        """Write the computed tokens' keys or values [N, …] to their places among all keys."""
-        if self.core_in_keys is None:
-            keys[: len(computed)] = computed
+    def place_rest(self, rest: Tensor, keys: Tensor) -> None:
+        """Write the inactive tokens' keys or values [M, …], packed by row, to their places."""
+        if self.rest_in_keys is None:
+            keys[len(keys) - len(rest) :] = rest
         else:
-            keys.index_copy_(0, self.core_in_keys, computed)
+            keys.index_copy_(0, self.rest_in_keys, rest)
 
     def rest_keys(self, row: int) -> Span:
         _, end = self.all_keys.k_spans[row]
@@ -150,6 +149,7 @@ def _pack(text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...]) 
     core = [t + i for t, i in zip(text, image, strict=True)]
     keys = [c + r for c, r in zip(core, rest, strict=True)]
     core_keys = [(b, b + c) for (b, _), c in zip(spans(keys), core, strict=True)]
+    rest_keys = [(b + c, e) for (b, e), c in zip(spans(keys), core, strict=True)]
     return Packing(
         text=text,
         image=image,
@@ -163,6 +163,7 @@ def _pack(text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...]) 
         computed=_segments(core, core),
         all_keys=_segments(core, keys),
         core_in_keys=None if one else torch.from_numpy(_positions(core_keys)),
+        rest_in_keys=None if one else torch.from_numpy(_positions(rest_keys)),
     )
 
 

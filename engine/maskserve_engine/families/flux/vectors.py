@@ -1,0 +1,88 @@
+"""Each block's shifts, scales and gates: what timestep, guidance and prompt do to it.
+
+They depend on nothing else of a step, so those of several steps are computed at once: their
+weights, a quarter of FLUX.1's, are then read once for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from maskserve_engine.families.flux.weights import Linear, Weights
+
+AHEAD = 8
+"""Steps whose vectors are computed at once. A batch that ends earlier has lost little: the time
+goes into reading the weights, not into the products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Of one step. Scales have 1 added."""
+
+    double: tuple[tuple[Tensor, Tensor], ...]
+    """Per double block, for image and text: [R, 6 · width]."""
+    single: tuple[Tensor, ...]
+    """Per single block: [R, 3 · width]."""
+    last: Tensor
+    """[R, 2 · width]: scale and shift of the last layer."""
+
+    def of(self, index: int) -> Tensor:
+        """[R, …] of the image tokens of a block, double blocks first; shift and scale lead."""
+        if index < len(self.double):
+            return self.double[index][0]
+        return self.single[index - len(self.double)]
+
+
+def embed(weights: Weights, timesteps: Tensor, pooled: Tensor, guidance: Tensor | None) -> Tensor:
+    """[S, R, width] as every norm takes it: rounded as diffusers' pipeline and model round timestep
+    and guidance, and through SiLU.
+
+    Args:
+        weights: of the model.
+        timesteps: [S, R] the sampler's, 0 to 1000, float32.
+        pooled: [R, pooled width]
+        guidance: [R], times 1000; None for models without it.
+    """
+    steps, rows = timesteps.shape
+    # The pipeline divides by 1000 in the latents' dtype and the model multiplies again.
+    times = timesteps.to(pooled.dtype).flatten() / 1000 * 1000
+    texts = pooled.repeat(steps, 1)
+    if guidance is None:
+        emb = weights.time_text_embed(times, texts)
+    else:
+        emb = weights.time_text_embed(times, guidance.repeat(steps), texts)
+    return F.silu(emb).view(steps, rows, -1)
+
+
+def vectors(weights: Weights, emb: Tensor) -> tuple[Vectors, ...]:
+    """The vectors of each step.
+
+    Args:
+        weights: of the model.
+        emb: [S, R, width] from `embed`.
+    """
+    width = weights.width
+
+    def steps(layer: Linear, scales: tuple[int, ...]) -> tuple[Tensor, ...]:
+        out = layer(emb)
+        for part in scales:
+            out[..., part * width : (part + 1) * width] += 1
+        return out.unbind()
+
+    doubles = [
+        (steps(block.image.vectors, (1, 4)), steps(block.text.vectors, (1, 4)))
+        for block in weights.double_blocks
+    ]
+    singles = [steps(block.vectors, (1,)) for block in weights.single_blocks]
+    last = steps(weights.last_vectors, (0,))
+    return tuple(
+        Vectors(
+            tuple((image[at], text[at]) for image, text in doubles),
+            tuple(block[at] for block in singles),
+            last[at],
+        )
+        for at in range(len(emb))
+    )
