@@ -10,11 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
 
 from maskserve_core.contracts.meta import TIMINGS
 from maskserve_serving.worker import Worker
 from tests.fakes.pictures import blob_mask, scene
-from tests.support.calls import Grpc, Http, pixels, plain_edit, stream
+from tests.support.calls import (
+    Grpc,
+    Http,
+    InferenceServerException,
+    pixels,
+    plain_edit,
+    stream,
+    tensors,
+)
 
 FINAL_KEYS = {
     "event", "step", "steps", "request_id", "seed", "worker", "model", "template_id",
@@ -126,8 +136,8 @@ def test_output_formats(grpc: Grpc, form: str) -> None:
 
 
 def test_plain_json_over_http(worker: Worker, grpc: Grpc) -> None:
-    """As with curl: base64 text in and out, no binary extension."""
-    inputs = plain_edit(output_encoding="base64")
+    """As with curl: base64 text in and, without a word about it, out; no binary extension."""
+    inputs = plain_edit()
     text = {
         "IMAGE": base64.b64encode(inputs["IMAGE"]).decode(),
         "MASK": "data:image/png;base64," + base64.b64encode(inputs["MASK"]).decode(),
@@ -149,8 +159,20 @@ def test_plain_json_over_http(worker: Worker, grpc: Grpc) -> None:
     assert json.loads(outputs["META"])["event"] == "final"
 
 
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_the_timeout_of_a_request_is_its_deadline(worker: Worker, protocol: str) -> None:
+    module = {"grpc": triton_grpc, "http": triton_http}[protocol]
+    url = {"grpc": worker.grpc_url, "http": worker.http_url.removeprefix("http://")}[protocol]
+    with module.InferenceServerClient(url) as client:
+        inputs = tensors(module, plain_edit(num_inference_steps=1000))
+        with pytest.raises(
+            InferenceServerException, match=r"\[DEADLINE_EXCEEDED\] timeout: 300 ms"
+        ):
+            client.infer("edit", inputs, timeout=300_000)
+
+
 def test_generate_stream_over_http(worker: Worker, grpc: Grpc) -> None:
-    inputs = plain_edit(output_encoding="base64", progress=True)
+    inputs = plain_edit(progress=True)
     body = {
         "IMAGE": base64.b64encode(inputs["IMAGE"]).decode(),
         "MASK": base64.b64encode(inputs["MASK"]).decode(),

@@ -113,12 +113,17 @@ class Request:
         self._parameters = parameters
         self.trace_context: str | None = None
         """JSON with `traceparent`; None as for a request that is not traced."""
+        self.timeout_us = 0
 
     def get_response_sender(self) -> Sender:
         return self.sender
 
     def parameters(self) -> str:
         return self._parameters
+
+    def timeout(self) -> int:
+        """KServe's parameter `timeout`, in microseconds; 0 for none."""
+        return self.timeout_us
 
     def trace(self) -> Trace:
         return Trace(self.trace_context)

@@ -360,6 +360,32 @@ def test_of_many_cancels_one_is_true_and_its_edit_is_cancelled(
         assert sum(won) == (answer.error() is not None)
 
 
+@pytest.mark.parametrize(
+    ("settings", "timeout_us", "name"),
+    [
+        ({}, 29_500, "timeout: 30 ms"),
+        ({"deadline_ms": 60_000}, 29_500, "timeout: 30 ms"),
+        ({"deadline_ms": 30}, 60_000_000, "SETTINGS.deadline_ms: 30 ms"),
+        ({"deadline_ms": 30}, 2**63 - 1, "SETTINGS.deadline_ms: 30 ms"),
+    ],
+)
+def test_the_shorter_of_timeout_and_deadline_is_kept(
+    api: FakeTriton,
+    front: Front,
+    stuck: Stuck,
+    settings: dict[str, Any],
+    timeout_us: int,
+    name: str,
+) -> None:
+    api.models["edit_pipeline"] = stuck
+    api.models["denoiser"] = lambda call: [reply(META=b"{}")]
+    request = edit(api, settings)
+    request.timeout_us = timeout_us
+    front.execute([request])
+    text, _ = error_of(request)
+    assert text == f"[DEADLINE_EXCEEDED] {name} passed before the edit was done"
+
+
 def test_a_deadline_is_kept_by_the_front(api: FakeTriton, front: Front, stuck: Stuck) -> None:
     api.models["edit_pipeline"] = stuck
     api.models["denoiser"] = lambda call: [reply(META=b"{}")]

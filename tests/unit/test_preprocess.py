@@ -227,3 +227,23 @@ def test_inpaint_models_get_whole_latents_so_that_no_mask_vanishes() -> None:
         ready = prepare(facts, IMAGE=source, MASK=picture, SETTINGS=b"{}")
         assert (ready.edit_mask > 127).sum() == expected
         assert ready.edit_mask[13, 21] == 255
+
+
+@pytest.mark.parametrize(
+    ("as_text", "asked", "answered"),
+    [
+        (False, {}, "raw"),
+        (True, {}, "base64"),
+        (True, {"output_encoding": "raw"}, "raw"),
+        (False, {"output_encoding": "base64"}, "base64"),
+    ],
+)
+def test_an_answer_is_encoded_as_the_mask_came(
+    as_text: bool, asked: dict[str, Any], answered: str
+) -> None:
+    """JSON carries bytes as text only, and no model is told that a request was JSON."""
+    mask = good_inputs()["MASK"]
+    if as_text:
+        mask = b"data:image/png;base64," + base64.b64encode(mask)
+    made = prepare(MASK=mask, SETTINGS=settings(**asked))
+    assert made.request.settings.output_encoding == answered

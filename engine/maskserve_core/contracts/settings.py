@@ -14,7 +14,7 @@ from maskserve_core.errors import InvalidRequest
 
 MASK_MODES = ("auto", "white", "alpha")
 OUTPUT_FORMATS = ("png", "jpeg", "webp")
-OUTPUT_ENCODINGS = ("raw", "base64")
+OUTPUT_ENCODINGS = ("auto", "raw", "base64")
 CACHE_MODES = ("auto", "off", "require")
 
 MAX_SETTINGS_BYTES = 64 * 1024
@@ -54,8 +54,8 @@ class EditSettings:
     """Tokens round the mask that a cached edit computes too; what is pasted stays the mask's."""
     output_format: str = "png"
     """Encoding of the answer."""
-    output_encoding: str = "raw"
-    """`raw` bytes, or `base64` text for JSON clients."""
+    output_encoding: str = "auto"
+    """`raw` bytes or `base64` text; `auto`: as MASK came, which JSON carries as text only."""
     progress: bool = False
     """Send a progress event after every step (`edit_stream`)."""
     preview_every: int = 0

@@ -176,6 +176,11 @@ def encode_image(pixels: Pixels, output_format: str) -> bytes:
     return out.getvalue()
 
 
+def came_as_text(raw: bytes) -> bool:
+    """Whether an image that was decoded came as base64 or a data: URI."""
+    return not is_container(raw)
+
+
 def to_base64(data: bytes) -> bytes:
     """Base64 text without line breaks, as ASCII bytes."""
     return base64.b64encode(data)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_core.imaging.geometry import model_size, resize
-from maskserve_core.imaging.images import Decoded, decode_image, decode_mask
+from maskserve_core.imaging.images import Decoded, came_as_text, decode_image, decode_mask
 from maskserve_core.imaging.masks import build_masks
 from maskserve_core.imaging.png import encode_png
 from maskserve_core.imaging.validation import (
@@ -91,6 +91,9 @@ def prepare_edit(
         asked.mask_dilate,
         asked.mask_feather,
     )
+    if asked.output_encoding == "auto":
+        encoding = "base64" if came_as_text(mask) else "raw"
+        asked = replace(asked, output_encoding=encoding)
     complete = with_defaults(asked, facts, config)
     assert complete.seed is not None
     assert complete.request_id is not None

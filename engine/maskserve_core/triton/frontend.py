@@ -25,7 +25,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
+from maskserve_core.contracts.settings import (
+    MAX_DEADLINE_MS,
+    EditSettings,
+    dump_settings,
+    parse_settings,
+)
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -70,6 +75,8 @@ class _Call:
     inputs: dict[str, bytes]
     settings: EditSettings
     answer: Answer
+    limit_name: str = "SETTINGS.deadline_ms"
+    """What the client bounded the edit by."""
     traceparent: str = ""
     """The span below which the models record what they do for it."""
     accepted_ns: int = field(default_factory=time.time_ns)
@@ -168,8 +175,10 @@ class Front:
         # Drawn here, so that a repeated try of the same edit gives the same picture.
         request_id = request_log.request_id = settings.request_id or uuid.uuid4().hex
         seed = settings.seed if settings.seed is not None else secrets.randbits(_SEED_BITS)
+        limit_ms, limit_name = _limit(settings, request)
         settings = replace(
             settings,
+            deadline_ms=limit_ms,
             request_id=request_id,
             seed=seed,
             # Of what nobody would see, nothing is made.
@@ -185,7 +194,8 @@ class Front:
             if problem is not None:
                 answer.fail(problem)
                 return
-        call = _Call(request_id, inputs, settings, answer, request_log.span.traceparent)
+        traceparent = request_log.span.traceparent
+        call = _Call(request_id, inputs, settings, answer, limit_name, traceparent)
         with self._lock:
             held = self._calls.get(request_id)
             # A client may send the id again as soon as it has its answer.
@@ -258,7 +268,7 @@ class Front:
             self._withdraw(call, Cancelled("the client cancelled the request"))
         elif call.too_late(now) and not call.answer.done:
             limit = call.settings.deadline_ms
-            late = f"SETTINGS.deadline_ms: {limit} ms passed before the edit was done"
+            late = f"{call.limit_name}: {limit} ms passed before the edit was done"
             self._withdraw(call, DeadlineExceeded(late))
         elif call.heard and now - call.heard > _LOST_S:
             # Triton 2.51 never ends an ensemble in which a step fails while others are under way.
@@ -297,3 +307,15 @@ class Front:
     def _snapshot(self) -> list[_Call]:
         with self._lock:
             return list(self._calls.values())
+
+
+def _limit(settings: EditSettings, request: Any) -> tuple[int | None, str]:
+    """Milliseconds until an edit is given up, and what says so: the setting or KServe's parameter.
+
+    Triton hands the parameter over in microseconds, 0 if there is none.
+    """
+    timeout_ms = -(-request.timeout() // 1000)
+    given = settings.deadline_ms
+    if 0 < timeout_ms <= MAX_DEADLINE_MS and (given is None or timeout_ms < given):
+        return timeout_ms, "timeout"
+    return given, "SETTINGS.deadline_ms"

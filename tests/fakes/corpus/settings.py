@@ -29,7 +29,7 @@ _VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "mask_dilate": ((0, 1, 512), (-1, 513, 2**40)),
     "mask_feather": ((0, 1, 512), (-1, 513, 2**40)),
     "output_format": (("png", "webp"), ("", "PNG", "gif", "png\0")),
-    "output_encoding": (("raw", "base64"), ("", "hex", "RAW")),
+    "output_encoding": (("auto", "raw", "base64"), ("", "hex", "RAW")),
     "progress": ((True, False), ()),
     "preview_every": ((0, 1, 1000), (-1, 1001)),
     "cache": (("auto", "off"), ("", "on", "required")),
