@@ -73,6 +73,16 @@ def worker_files(base_port: int, workers: int) -> list[WorkerFiles]:
     return [WorkerFiles(memory / name, disk / name) for name in names]
 
 
+def running_files(base_port: int) -> list[WorkerFiles]:
+    """The folders of the workers that a supervisor runs at this base port."""
+    found = [sorted(Path(root).glob(f"{_prefix(base_port)}*")) for root in (_memory(), _disk())]
+    return [
+        WorkerFiles(own, disk / own.name)
+        for memory, disk in zip(*found, strict=True)
+        for own in sorted(memory.iterdir())
+    ]
+
+
 def folders_of(files: list[WorkerFiles]) -> set[Path]:
     """The folders that `worker_files` made."""
     return {path.parent for own in files for path in (own.root, own.templates)}

@@ -20,6 +20,7 @@ from maskserve_harness.faults.client_faults import (
 from maskserve_harness.faults.repository import sabotaged_repository
 from maskserve_harness.faults.sabotage import PREVIEWS
 from maskserve_harness.faults.site import Site
+from maskserve_harness.faults.supervisor_faults import try_supervisor_kill
 from maskserve_harness.faults.worker_faults import (
     RETURN_BAR_S,
     WorkerFault,
@@ -61,6 +62,12 @@ def test_clients_are_told_and_the_worker_returns(site: Site, fault: WorkerFault)
     assert trial.as_told, trial
     assert trial.serves_s <= trial.load_s + RETURN_BAR_S, trial
     assert not any("Traceback" in message for message in trial.seen), trial
+
+
+@pytest.mark.slow
+def test_a_killed_supervisor_is_back_as_soon(model: Path, tmp_path: Path) -> None:
+    trial = try_supervisor_kill(str(model), tmp_path, side=64, steps=1000)
+    assert trial.serves_s <= trial.load_s + RETURN_BAR_S, trial
 
 
 def test_previews_that_cannot_be_made_cost_the_edit_nothing(site: Site) -> None:

@@ -4,15 +4,18 @@
     python scripts/measure_faults.py --show docs/benchmarks/faults.json
 
 Starts a worker, then for each fault: five long edits (three gRPC, one HTTP, one stream), the
-fault, the clients' answers, the restart, the next edit that is done. Then, in a full batch, each
-way for a client to leave. Exit code 1 when an answer came too late or named another reason,
-when a worker needed more than its load time and 15 s, or when a row went on for over two steps.
+fault, the clients' answers, the restart, the next edit that is done. At last the supervisor itself
+is killed and started again. And, in a full batch, each way for a client to leave.
+
+Exit code 1 when an answer came too late or named another reason, when a worker needed more than
+its load time and 15 s, or when a row went on for over two steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -30,6 +33,7 @@ from maskserve_harness.faults.client_faults import (
 )
 from maskserve_harness.faults.repository import sabotaged_repository
 from maskserve_harness.faults.site import Site
+from maskserve_harness.faults.supervisor_faults import FAULT, try_supervisor_kill
 from maskserve_harness.faults.table import client_table, worker_table
 from maskserve_harness.faults.worker_faults import try_worker_fault, worker_faults
 from maskserve_serving.errors import ServeError
@@ -65,7 +69,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="folder in diffusers format")
     parser.add_argument("--side", type=int, default=128, help="pixels of the square source")
     parser.add_argument("--steps", type=int, default=200, help="denoising steps of a long edit")
-    parser.add_argument("--only", default="", help="only faults whose names hold this text")
+    parser.add_argument("--only", default="", help="only faults whose names match this expression")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--show", type=Path, help="print the tables of a figures file; no run")
     return parser.parse_args(argv)
@@ -85,15 +89,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             rows = site.worker.config.engine.max_rows
             left = []
             for leaving in client_faults():
-                if args.only in leaving.name:
+                if re.search(args.only, leaving.name):
                     with full_batch(site, rows - 1):
                         left.append(try_client_fault(site, leaving).to_json())
                     print(left[-1], flush=True)
             harm = []
             for fault in worker_faults():
-                if args.only in fault.name:
+                if re.search(args.only, fault.name):
                     harm.append(try_worker_fault(site, fault).to_json())
                     print(harm[-1], flush=True)
+        if re.search(args.only, FAULT):
+            logs = folder / "killed"
+            harm.append(try_supervisor_kill(str(args.model), logs, args.side, args.steps).to_json())
+            print(harm[-1], flush=True)
     return {
         "command": " ".join(["scripts/measure_faults.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,10 +20,11 @@ from maskserve_harness.probing.calls import Grpc, Http, Stream
 from maskserve_serving.heartbeat import says_ready
 from maskserve_serving.supervisor import STEADY_S
 
+CLIENTS = 5
 RETURN_BAR_S = 15.0
 """Beyond the worker's load time."""
-_PATIENCE_S = 60.0
-_LOAD_S = 300.0
+PATIENCE_S = 60.0
+LOAD_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,10 @@ def worker_faults() -> list[WorkerFault]:
         WorkerFault("front `edit` killed", _signal("edit", kill), code=""),
         WorkerFault("front `edit_stream` killed", _signal("edit_stream", kill), code=""),
         WorkerFault("tritonserver killed", _signal("tritonserver", kill), code=""),
+        WorkerFault("tritonserver stopped", _signal("tritonserver", stop), code=""),
+        WorkerFault("the supervisor surprised, denoiser killed", _surprise),
+        # The last one: the logs stay so.
+        WorkerFault("the disk of the logs full, denoiser killed", _fill_log_disk),
     ]
 
 
@@ -90,26 +95,21 @@ def try_worker_fault(site: Site, fault: WorkerFault) -> WorkerTrial:
     Raises:
         TimeoutError: a client was never answered, or the worker did not return.
     """
-    calls = [_unary, _unary, _unary, _over_http, _stream]
     harm = threading.Event()
     restarts = site.worker.restarts
     if restarts:
         time.sleep(STEADY_S + 1.0)  # what fails sooner is restarted later
-    with ThreadPoolExecutor(len(calls)) as pool:
-        answers = [
-            pool.submit(_visit, call, site, f"doomed-{number}-{time.monotonic_ns()}", harm)
-            for number, call in enumerate(calls)
-        ]
-        until("the edits run", lambda: _all_run(site, answers), _PATIENCE_S)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        answers = begin_visits(site, pool, harm)
         harm.set()
         began = time.monotonic()
         fault.inject(site)
-        not_well = _when(lambda: not site.says_well())
-        not_ready = _when(lambda: not says_ready(site.worker.http_url, 1.0))
-        ends = [answer.result(_PATIENCE_S) for answer in answers]
+        not_well = when(lambda: not site.says_well())
+        not_ready = when(lambda: not says_ready(site.worker.http_url, 1.0))
+        ends = [answer.result(PATIENCE_S) for answer in answers]
     # Asked all along: an engine gives itself up when steps of one client after another fail.
     serves = until(
-        "it serves again", lambda: site.serves() and site.worker.restarts > restarts, _LOAD_S
+        "it serves again", lambda: site.serves() and site.worker.restarts > restarts, LOAD_S
     )
     messages = [message for _, message in ends]
     answered_s = max(at for at, _ in ends) - began
@@ -118,8 +118,8 @@ def try_worker_fault(site: Site, fault: WorkerFault) -> WorkerTrial:
         clients=len(ends),
         seen=tuple(sorted(set(messages))),
         answered_s=round(answered_s, 2),
-        not_well_s=round(not_well.result(_PATIENCE_S) - began, 2),
-        not_ready_s=round(not_ready.result(_PATIENCE_S) - began, 2),
+        not_well_s=round(not_well.result(PATIENCE_S) - began, 2),
+        not_ready_s=round(not_ready.result(PATIENCE_S) - began, 2),
         serves_s=round(serves - began, 2),
         load_s=round(site.worker.loaded_in_s, 2),
         as_told=answered_s <= fault.answer_bar_s
@@ -132,6 +132,27 @@ def _signal(model: str, number: signal.Signals) -> Callable[[Site], None]:
     return lambda site: site.process(model).send_signal(number)
 
 
+def _surprise(site: Site) -> None:
+    """An exception that nobody foresaw, each time the supervisor looks for a second."""
+    sick, end = site.worker.sick, time.monotonic() + 1.0
+
+    def surprise() -> str | None:
+        if time.monotonic() < end:
+            raise ValueError("a surprise")
+        return sick()
+
+    site.worker.sick = surprise  # type: ignore[method-assign]
+    site.process("denoiser").kill()
+
+
+def _fill_log_disk(site: Site) -> None:
+    """/dev/full can be opened, and every write to it says that no space is left."""
+    for log in site.worker.spec.options.log_dir.glob(f"{site.worker.name}.*"):
+        log.unlink()
+        log.symlink_to("/dev/full")
+    site.process("denoiser").kill()
+
+
 def _sabotage(how: str) -> Callable[[Site], None]:
     def inject(site: Site) -> None:
         scratch = site.worker.spec.files.runtime / f".{ORDER}"
@@ -141,18 +162,33 @@ def _sabotage(how: str) -> Callable[[Site], None]:
     return inject
 
 
-def _when(check: Callable[[], bool]) -> Future[float]:
+def when(check: Callable[[], bool]) -> Future[float]:
     """The time.monotonic() at which `check` first holds, watched on a thread of its own."""
     future: Future[float] = Future()
 
     def watch() -> None:
         try:
-            future.set_result(until("it is seen", check, _PATIENCE_S))
+            future.set_result(until("it is seen", check, PATIENCE_S))
         except TimeoutError as error:
             future.set_exception(error)
 
     threading.Thread(target=watch, daemon=True).start()
     return future
+
+
+def begin_visits(
+    site: Site, pool: Executor, harm: threading.Event
+) -> list[Future[tuple[float, str]]]:
+    """Have clients edit until the harm is done; returns when each has a row.
+
+    Each ends with the time.monotonic() of its last answer, and what that was.
+    """
+    answers = [
+        pool.submit(_visit, call, site, f"doomed-{number}-{time.monotonic_ns()}", harm)
+        for number, call in enumerate((_unary, _unary, _unary, _over_http, _stream))
+    ]
+    until("the edits run", lambda: _all_run(site, answers), PATIENCE_S)
+    return answers
 
 
 def _all_run(site: Site, answers: list[Future[tuple[float, str]]]) -> bool:
@@ -177,11 +213,11 @@ def _visit(
 
 def _unary(site: Site, name: str) -> str:
     with closing(Grpc(site.worker.grpc_url)) as client:
-        return _told(lambda: client.edit(site.inputs(name), _PATIENCE_S))
+        return _told(lambda: client.edit(site.inputs(name), PATIENCE_S))
 
 
 def _over_http(site: Site, name: str) -> str:
-    with closing(Http(site.worker.http_url, _PATIENCE_S)) as client:
+    with closing(Http(site.worker.http_url, PATIENCE_S)) as client:
         try:
             return _told(lambda: client.edit(site.inputs(name)))
         except (OSError, HTTPConnectionClosed) as error:
@@ -191,7 +227,7 @@ def _over_http(site: Site, name: str) -> str:
 def _stream(site: Site, name: str) -> str:
     with closing(Stream(site.worker.grpc_url)) as opened:
         opened.send(site.inputs(name))
-        return _told(lambda: opened.next(_PATIENCE_S))
+        return _told(lambda: opened.next(PATIENCE_S))
 
 
 def _told(call: Callable[[], object]) -> str:

@@ -1,0 +1,105 @@
+"""The supervisor is killed and started again at once: how soon a worker serves again."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from maskserve_harness.faults.site import Site, until
+from maskserve_harness.faults.worker_faults import (
+    CLIENTS,
+    LOAD_S,
+    PATIENCE_S,
+    WorkerTrial,
+    begin_visits,
+    when,
+)
+from maskserve_serving.files import running_files
+from maskserve_serving.heartbeat import says_ready
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.runtime import find_runtime
+from maskserve_serving.spec import Spec
+from maskserve_serving.worker import Worker
+
+FAULT = "supervisor killed and started again"
+
+
+class _Serving:
+    """`maskserve serve` with one worker, as a process of its own."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        self._command = [sys.executable, "-m", "maskserve_client.cli", "serve"]
+        self._command += ["--model", options.model, "--base-port", str(options.base_port)]
+        self._command += ["--log-dir", str(options.log_dir)]
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> float:
+        """Start it and wait until it is ready; what the worker took to load."""
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            found = re.search(r"ready after (\d+) s", line)
+            if found is not None:
+                return float(found.group(1))
+        raise TimeoutError("maskserve serve ended without being ready")
+
+    def site(self, side: int, steps: int) -> Site:
+        """Its worker, seen from here."""
+        options = self._options
+        [files] = running_files(options.base_port)
+        runtime = find_runtime(options.tritonserver, options.cache_dir)
+        return Site(Worker(Spec(0, options, runtime, {}, files)), side, steps)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.communicate(timeout=PATIENCE_S)
+
+
+def try_supervisor_kill(model: str, log_dir: Path, side: int, steps: int) -> WorkerTrial:
+    """Run five long edits, kill the supervisor, start it again, and edit.
+
+    Raises:
+        TimeoutError: a client was never answered, or the worker did not return.
+    """
+    serving = _Serving(ServeOptions(model, base_port=free_base_port(), log_dir=log_dir))
+    harm = threading.Event()
+    try:
+        serving.start()
+        site = serving.site(side, steps)
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            answers = begin_visits(site, pool, harm)
+            harm.set()
+            began = time.monotonic()
+            serving.kill()
+            not_well = when(lambda: not site.says_well())
+            not_ready = when(lambda: not says_ready(site.worker.http_url, 1.0))
+            load_s = serving.start()
+            ends = [answer.result(PATIENCE_S) for answer in answers]
+        serves = until("it serves again", site.serves, LOAD_S)
+    finally:
+        serving.stop()
+    return WorkerTrial(
+        fault=FAULT,
+        clients=CLIENTS,
+        seen=tuple(sorted({message for _, message in ends})),
+        answered_s=round(max(at for at, _ in ends) - began, 2),
+        not_well_s=round(not_well.result(PATIENCE_S) - began, 2),
+        not_ready_s=round(not_ready.result(PATIENCE_S) - began, 2),
+        serves_s=round(serves - began, 2),
+        load_s=load_s,
+        as_told=True,  # nobody of ours is left to tell them
+    )
