@@ -12,15 +12,18 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from maskserve_serving.errors import ServeError
-from maskserve_serving.options import DEFAULT_BASE_PORT, MODELS, ServeOptions
+from maskserve_serving.options import DEFAULT_BASE_PORT, DEFAULT_ROUTER_PORT, MODELS, ServeOptions
 
 if TYPE_CHECKING:
+    from maskserve_serving.router import Router
     from maskserve_serving.supervisor import Supervisor
+    from maskserve_serving.worker import Worker
 
 DESCRIPTION = f"""\
 Serve a model with Triton on this host: one server for each worker, watched and restarted.
 
 Worker i listens at base + 10*i + {{0 HTTP, 1 gRPC, 2 metrics}}; the base is {DEFAULT_BASE_PORT}.
+The router, with --router, listens at {DEFAULT_ROUTER_PORT} (HTTP), +1 (gRPC) and +2 (operators).
 Ctrl-C or SIGTERM finishes the edits that were accepted and stops; a second one stops at once.
 """
 EPILOG = """\
@@ -42,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="where the workers' ports begin (default %(default)s)",
     )
+    add("--router", action="store_true", help="run a router in front of the workers")
+    add(
+        "--router-port",
+        type=int,
+        default=DEFAULT_ROUTER_PORT,
+        metavar="PORT",
+        help="its HTTP port; then gRPC and the operators' (default %(default)s)",
+    )
+    add("--router-config", type=Path, metavar="FILE", help="configuration file of the router")
     add("--config", type=Path, metavar="FILE", help="configuration file (TOML)")
     add(
         "--log-dir",
@@ -115,6 +127,9 @@ def _options(given: argparse.Namespace) -> ServeOptions:
         workers=given.workers,
         host=given.host,
         base_port=given.base_port,
+        router=given.router,
+        router_port=given.router_port,
+        router_config=given.router_config,
         config=given.config,
         log_dir=given.log_dir,
         tritonserver=given.tritonserver,
@@ -127,14 +142,19 @@ def _options(given: argparse.Namespace) -> ServeOptions:
 
 
 def _announce(supervisor: Supervisor) -> None:
-    for worker in supervisor.workers:
+    fronts: list[Worker | Router] = list(supervisor.workers)
+    if supervisor.router is not None:
+        fronts.append(supervisor.router)
+    for each in fronts:
         print(
-            f"{worker.name}: HTTP {worker.http_url}  gRPC {worker.grpc_url}  "
-            f"metrics {worker.metrics_url}  log {worker.spec.log}",
+            f"{each.name}: HTTP {each.http_url}  gRPC {each.grpc_url}  "
+            f"metrics {each.metrics_url}  log {each.output}",
             flush=True,
         )
     print("ready; Ctrl-C finishes accepted edits and stops", flush=True)
-    print(f"try: {_next_command(supervisor.workers[0].grpc_url)}", flush=True)
+    print(
+        f"try: {_next_command((supervisor.router or supervisor.workers[0]).grpc_url)}", flush=True
+    )
 
 
 def _next_command(grpc_url: str) -> str:

@@ -57,9 +57,7 @@ def command(
     ]
     if runtime.backends is not None:
         arguments.append(f"--backend-directory={runtime.backends}")
-    launcher = str(Path(__file__).with_name("launch.py"))
-    server = [str(runtime.binary), *arguments, *trace, *options.triton_args]
-    return [sys.executable, launcher, str(os.getpid()), *server]
+    return [str(runtime.binary), *arguments, *trace, *options.triton_args]
 
 
 TUNING = {

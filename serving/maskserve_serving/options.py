@@ -13,6 +13,7 @@ _CARRIED = (_PACKAGE / "model_repository").is_dir()
 _MODELS_ROOT = _PACKAGE if _CARRIED else _PACKAGE.parents[1]
 MODELS, ENSEMBLE = _MODELS_ROOT / "model_repository", _MODELS_ROOT / "ensemble"
 """Triton's model repositories: the models, and the ensemble that joins them."""
+DEFAULT_ROUTER_PORT = 8080
 DEFAULT_BASE_PORT = 9000
 """The client's default address is the first worker's gRPC port, one above."""
 
@@ -37,6 +38,12 @@ class ServeOptions:
     """Address that the workers listen on."""
     base_port: int = DEFAULT_BASE_PORT
     """Worker i listens at base + 10·i + {0 HTTP, 1 gRPC, 2 metrics}."""
+    router: bool = False
+    """Whether a router runs in front of the workers."""
+    router_port: int = DEFAULT_ROUTER_PORT
+    """Its ports: this one for HTTP, then gRPC and the operators' (metrics)."""
+    router_config: Path | None = None
+    """TOML file of the router."""
     config: Path | None = None
     """TOML file; its `[model] path`, `runtime_dir` and `worker` are set for each worker."""
     log_dir: Path = field(default_factory=lambda: Path("logs"))

@@ -1,7 +1,6 @@
 """Processes that a killed supervisor left: its Triton on its way out, or a model's process alone.
 
-Each has the path of its worker's configuration in its environment, in a folder that only its own
-supervisor made.
+Each has the folder of its supervisor in its environment.
 """
 
 from __future__ import annotations
@@ -13,20 +12,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+RUN_DIR = "MASKSERVE_RUN_DIR"
+"""Environment variable: the folder that the supervisor made for this run."""
 # A Triton that was told to stop waits so long for its models (command.EXIT_TIMEOUT_S), and a bit.
 _PATIENCE_S = 15.0
 _POLL_S = 0.1
 
 
 def orphans_of(folder: Path) -> list[int]:
-    """Ids of the processes whose configuration lies in `folder`, as far as this user may see."""
-    mark = f"MASKSERVE_CONFIG={folder}/".encode()
+    """Ids of the processes of the supervisor that made `folder`, as far as this user may see."""
+    mark = f"{RUN_DIR}={folder}".encode()
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():
             with suppress(OSError):  # gone meanwhile, or another user's
-                variables = (process / "environ").read_bytes().split(b"\0")
-                if any(variable.startswith(mark) for variable in variables):
+                if mark in (process / "environ").read_bytes().split(b"\0"):
                     found.append(int(process.name))
     return found
 

@@ -28,17 +28,22 @@ class Ports:
         return {"HTTP": self.http, "gRPC": self.grpc, "metrics": self.metrics}
 
 
-def check_free(host: str, ports: Ports) -> None:
+def check_free(host: str, ports: Ports, option: str = "--base-port") -> None:
     """Raise a ServeError that names the first port somebody else listens on."""
     for use, port in ports.all().items():
         if not 0 < port < 65536:
-            raise ServeError(f"port {port} ({use}) does not exist; choose another --base-port")
+            raise ServeError(f"port {port} ({use}) does not exist; choose another {option}")
         problem = _problem(host, port)
         if problem is not None:
             raise ServeError(
                 f"port {port} ({use}) on {host} cannot be used: {problem}; stop what uses it or "
-                "choose another --base-port"
+                f"choose another {option}"
             )
+
+
+def reachable(host: str) -> str:
+    """The address to ask at where a server listens at `host`, as it stands in a URL."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
 
 
 def free_base_port(workers: int = 1, host: str = "127.0.0.1") -> int:

@@ -1,4 +1,4 @@
-"""The supervisor: starts the workers, restarts one that fails, drains and stops them all."""
+"""The supervisor: starts workers and router, restarts what fails, drains and stops them all."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import os
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles, folders_of, hold, read_tables, remove_stale
 from maskserve_serving.options import ServeOptions
+from maskserve_serving.process import Process
+from maskserve_serving.router import Router
 from maskserve_serving.runtime import check_packages, find_runtime
 from maskserve_serving.source import with_model
 from maskserve_serving.tracing import with_trace
-from maskserve_serving.worker import Worker, check_logs, check_ports, make_workers
+from maskserve_serving.watch import Watch
+from maskserve_serving.worker import Worker, make_workers
 
 _TICK_S = 0.2
 _PROGRESS_S = 5.0
@@ -31,21 +34,6 @@ dead; it aborts or waits for good. So that is tried again even at the first star
 _ANSWERS_S = 1.5
 
 
-@dataclass(slots=True)
-class _Watch:
-    """Where one worker stands."""
-
-    worker: Worker
-    ready: bool = False
-    ready_since: float = 0.0
-    failures: int = 0
-    start_at: float = 0.0
-    """When to start the worker; 0 while it runs."""
-    said_at: float = 0.0
-    surprise: str = ""
-    """The newest exception that nobody foresaw."""
-
-
 class Supervisor:
     """Workers of this host, from start to stop. Use it as a context manager.
 
@@ -58,7 +46,8 @@ class Supervisor:
     def __init__(self, options: ServeOptions) -> None:
         self.options = options
         self.workers: list[Worker] = []
-        self._watches: list[_Watch] = []
+        self.router: Router | None = None
+        self._watches: list[Watch] = []
         self._closing = threading.Event()
         self._looking_away = threading.Event()
         self._stopped = threading.Event()
@@ -92,12 +81,17 @@ class Supervisor:
         check_packages()
         runtime = find_runtime(options.tritonserver, options.cache_dir)
         self.workers = make_workers(options, runtime, tables)
-        self._watches = [_Watch(worker, start_at=1e-9) for worker in self.workers]
+        if options.router:
+            addresses = [worker.grpc_url for worker in self.workers]
+            run_dir = self.workers[0].spec.files.root.parent
+            self.router = Router(self.workers[0].spec.options, addresses, run_dir)
+        self._watches = [Watch(process, start_at=1e-9) for process in self._processes()]
         try:
             self._held = hold(self._files())
             remove_stale(options.base_port, self._files(), options.say)
-            check_ports(self.workers)
-            check_logs(self.workers)
+            for process in self._processes():
+                process.check_ports()
+                process.check_log()
             # One thread starts every worker and outlives them: the kernel takes the end of the
             # thread that started a process for the end of its parent (launch.py).
             self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
@@ -108,46 +102,43 @@ class Supervisor:
             raise
 
     def stop(self, grace_s: float | None = None) -> bool:
-        """Drain and stop every worker; whether every accepted edit was finished."""
+        """Drain and stop router and workers; whether every accepted edit was finished."""
         self._look_away()
         if grace_s is None:
             grace_s = self.options.drain_grace_s
-        finished = [True] * len(self.workers)
 
-        def stop(index: int, watch: _Watch) -> None:
-            worker = watch.worker
+        def stop(watch: Watch) -> bool:
+            process = watch.process
             if not watch.ready:
-                worker.kill()  # loading, or failed: it has no edits
-                return
-            grace = worker.config.engine.drain_grace_s if grace_s is None else grace_s
-            finished[index] = worker.finish_edits(grace)
-            worker.terminate()
-            worker.log.write(logging.INFO, "stopped", "stopped", finished=finished[index])
+                process.kill()  # loading, or failed: it has no edits
+                return True
+            finished = process.finish_edits(grace_s)
+            process.terminate()
+            process.log.write(logging.INFO, "stopped", "stopped", finished=finished)
+            return finished
 
-        stoppers = [
-            threading.Thread(target=stop, args=pair, daemon=True)
-            for pair in enumerate(self._watches)
-        ]
-        for stopper in stoppers:
-            stopper.start()
-        for stopper in stoppers:
-            stopper.join()
+        finished = True
+        # The router first: it has the workers finish what it has passed on.
+        for group in ([self.router], self.workers):
+            watches = [watch for watch in self._watches if watch.process in group]
+            with ThreadPoolExecutor(max(1, len(watches))) as pool:
+                finished = all(pool.map(stop, watches)) and finished
         self._end_thread()
         self._remove_files()
-        return all(finished)
+        return finished
 
     def kill(self) -> None:
         """Stop at once, whatever is in flight; for any thread, also beside `stop`."""
         self._look_away()
-        for worker in self.workers:
-            worker.kill()
+        for process in self._processes():
+            process.kill()
         self._end_thread()
         self._remove_files()
 
     def abort(self) -> None:
         """Make a `stop` that is going on end at once; safe in a signal handler."""
-        for worker in self.workers:
-            worker.signal_group()
+        for process in self._processes():
+            process.signal_group()
 
     def in_flight(self) -> int:
         """Edits accepted and not yet answered, over all workers."""
@@ -169,7 +160,7 @@ class Supervisor:
         # The workers would be told that their parent died if this thread ended before them.
         self._stopped.wait()
 
-    def _tend(self, watch: _Watch) -> None:
+    def _tend(self, watch: Watch) -> None:
         try:
             self._step(watch)
         except ServeError as error:
@@ -178,54 +169,54 @@ class Supervisor:
             # No process or thread can be had now, or no room for a file.
             self._restart(watch, f"{type(error).__name__}: {error}")
 
-    def _step(self, watch: _Watch) -> None:
+    def _step(self, watch: Watch) -> None:
         now = time.monotonic()
         if watch.start_at:
             if now >= watch.start_at:
                 watch.start_at = 0.0
-                watch.worker.start()
+                watch.process.start()
                 watch.said_at = now
             return
-        reason = watch.worker.exit_reason()
+        reason = watch.process.exit_reason()
         if reason is not None:
-            self._restart(watch, reason, stalled=watch.worker.aborted())
+            self._restart(watch, reason, stalled=watch.process.aborted())
         elif watch.ready:
             self._look_after(watch, now)
-        elif watch.worker.ready():
+        elif watch.process.ready():
             self._set_ready(watch, now)
-        elif (unheard := watch.worker.unheard()) is not None:
-            self._restart(watch, unheard, stalled=True)
-        elif watch.worker.loading_s > self.options.load_timeout_s:
+        elif (stalled := watch.process.stalled()) is not None:
+            self._restart(watch, stalled, stalled=True)
+        elif watch.process.loading_s > self.options.load_timeout_s:
             limit = self.options.load_timeout_s
-            self._restart(watch, f"not ready after {limit:g} s; the log is {watch.worker.spec.log}")
+            self._restart(watch, f"not ready after {limit:g} s; the log is {watch.process.output}")
         elif now - watch.said_at >= _PROGRESS_S:
             watch.said_at = now
-            loaded = ", ".join(sorted(watch.worker.loaded())) or "none yet"
-            self._say(watch, f"loading for {watch.worker.loading_s:.0f} s; models ready: {loaded}")
+            progress = watch.process.progress()
+            self._say(watch, f"loading for {watch.process.loading_s:.0f} s; {progress}")
 
-    def _look_after(self, watch: _Watch, now: float) -> None:
+    def _look_after(self, watch: Watch, now: float) -> None:
         if watch.failures and now - watch.ready_since > STEADY_S:
             watch.failures = 0
-        sick = watch.worker.sick()
+        sick = watch.process.sick()
         if sick is not None:
             end = now + _ANSWERS_S
-            while watch.worker.in_flight() and time.monotonic() < end:
+            while watch.process.in_flight() and time.monotonic() < end:
                 self._closing.wait(0.05)
             self._restart(watch, sick)
 
-    def _set_ready(self, watch: _Watch, now: float) -> None:
+    def _set_ready(self, watch: Watch, now: float) -> None:
         watch.ready_since = now
-        after_s = watch.worker.loaded_in_s = watch.worker.loading_s
-        problem = watch.worker.settle()
+        after_s = watch.process.loaded_in_s = watch.process.loading_s
+        problem = watch.process.settle()
         if problem is not None:
             self._say(watch, problem)
         self._say(watch, f"ready after {after_s:.0f} s")
-        watch.worker.log.write(logging.INFO, "ready", "ready", after_s=round(after_s, 1))
+        watch.process.log.write(logging.INFO, "ready", "ready", after_s=round(after_s, 1))
         with self._changed:
             watch.ready = True
             self._changed.notify_all()
 
-    def _restart(self, watch: _Watch, reason: str, *, stalled: bool = False) -> None:
+    def _restart(self, watch: Watch, reason: str, *, stalled: bool = False) -> None:
         """End what is left of a worker and plan its next start.
 
         `stalled`: the machine is to blame, not what the worker was told.
@@ -236,15 +227,15 @@ class Supervisor:
         with self._changed:
             watch.ready = False
             if given_up:
-                self._failure = ServeError(f"{watch.worker.name}: {reason}")
+                self._failure = ServeError(f"{watch.process.name}: {reason}")
             self._changed.notify_all()
-        watch.worker.kill()
+        watch.process.kill()
         pause = _BACKOFF_S[min(watch.failures, len(_BACKOFF_S) - 1)]
         watch.failures += 1
         if not never_served:
-            watch.worker.restarts += 1
+            watch.process.restarts += 1
         watch.start_at = time.monotonic() + pause
-        log = watch.worker.log
+        log = watch.process.log
         if given_up:
             log.write(logging.ERROR, "failed to start", "failed", reason=reason)
         else:
@@ -276,9 +267,8 @@ class Supervisor:
             self._thread.join()
 
     def _remove_files(self) -> None:
-        for worker in self.workers:
-            worker.remove_files()
-            worker.log.close()
+        for process in self._processes():
+            process.remove_files()
         for folder in folders_of(self._files()):
             try:
                 folder.rmdir()
@@ -289,13 +279,16 @@ class Supervisor:
         for file in held:
             os.close(file)
 
+    def _processes(self) -> list[Process]:
+        return [*self.workers, *([self.router] if self.router is not None else [])]
+
     def _files(self) -> list[WorkerFiles]:
         return [worker.spec.files for worker in self.workers]
 
-    def _say_once(self, watch: _Watch, surprise: str) -> None:
+    def _say_once(self, watch: Watch, surprise: str) -> None:
         if surprise != watch.surprise:
             watch.surprise = surprise
             self._say(watch, surprise)
 
-    def _say(self, watch: _Watch, what: str) -> None:
-        watch.worker.say(what)
+    def _say(self, watch: Watch, what: str) -> None:
+        watch.process.say(what)

@@ -17,7 +17,9 @@ _LAST_WORDS_S = 0.5
 _FAILED = re.compile(r"failed to load '([^']+)' version \d+: (\w+[\w ]*?): (.*)")
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _ABORTED = re.compile(r"^terminate called after throwing an instance of '([^']+)'", re.MULTILINE)
-_ERROR_LINE = re.compile(r"^(?:E\d{4} [\d:.]+ \d+ [^\]]*\] ?|error: )\"?(.*?)\"?$")
+_ERROR_LINE = re.compile(
+    r"^(?:E\d{4} [\d:.]+ \d+ [^\]]*\] ?|error: |maskserve-router: )\"?(.*?)\"?$"
+)
 # Said of every start on a machine without a GPU.
 _HARMLESS = ("CudaDriverHelper", "CUDA driver version is insufficient")
 

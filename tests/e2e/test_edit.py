@@ -165,9 +165,8 @@ def test_the_timeout_of_a_request_is_its_deadline(worker: Worker, protocol: str)
     url = {"grpc": worker.grpc_url, "http": worker.http_url.removeprefix("http://")}[protocol]
     with module.InferenceServerClient(url) as client:
         inputs = tensors(module, plain_edit(num_inference_steps=1000))
-        with pytest.raises(
-            InferenceServerException, match=r"\[DEADLINE_EXCEEDED\] timeout: 300 ms"
-        ):
+        # Said by the front or by the engine, whoever looks first.
+        with pytest.raises(InferenceServerException, match=r"\[DEADLINE_EXCEEDED\]"):
             client.infer("edit", inputs, timeout=300_000)
 
 

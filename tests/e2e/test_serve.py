@@ -214,3 +214,35 @@ def test_past_the_grace_edits_are_refused(serve: Callable[..., Serving], model: 
     assert serving.lines[-1] == "stopped; not every accepted edit was finished"
     client.close()
     serving.nothing_left()
+
+
+def test_a_router_runs_in_front_and_comes_back(serve: Callable[..., Serving], model: Path) -> None:
+    ports = Ports(*(free := free_base_port(), free + 1, free + 2))
+    serving = serve(
+        "--model", str(model), "--router", "--router-port", str(ports.http), base_port=free + 10
+    )
+    serving.until("ready;")
+    assert any(
+        line.startswith(f"router: HTTP http://127.0.0.1:{ports.http}") for line in serving.lines
+    )
+    client = Grpc(f"127.0.0.1:{ports.grpc}")
+    expected, meta = client.edit(plain_edit())
+    assert meta["worker"] == "worker-0"
+    [router] = [
+        process
+        for process in psutil.Process(serving.process.pid).children()
+        if "maskserve_router" in process.cmdline()
+    ]
+    router.kill()
+    serving.until("router: ready after")
+    client.close()
+    client = Grpc(f"127.0.0.1:{ports.grpc}")
+    assert client.edit(plain_edit())[0] == expected
+    long = client.begin(plain_edit(num_inference_steps=200))
+    eventually("it runs", lambda: client.control(op="status")["running"])
+    serving.process.send_signal(signal.SIGTERM)
+    assert long.wait()[1]["event"] == "final"
+    assert serving.wait() == 0
+    client.close()
+    check_free("127.0.0.1", ports)
+    serving.nothing_left()

@@ -159,7 +159,7 @@ def test_a_refused_process_is_tried_again(start: Start, monkeypatch: pytest.Monk
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return popen(*args, **options)  # type: ignore[call-overload]
 
-    monkeypatch.setattr("maskserve_serving.worker.subprocess.Popen", refuse)
+    monkeypatch.setattr("maskserve_serving.process.subprocess.Popen", refuse)
     kill_server(supervisor)
     restarted(supervisor, 3)
 
@@ -183,7 +183,7 @@ def test_what_speaks_no_http_is_not_ready() -> None:
 def test_a_killed_supervisor_can_be_started_again_at_once(tmp_path: Path) -> None:
     """Its Triton takes a moment to end, and holds the ports until then."""
     base = free_base_port()
-    program = fake_triton(tmp_path, ends_in_s=2.0)
+    program = fake_triton(tmp_path, ends_in_s=10.0)
     command = [sys.executable, "-m", "maskserve_client.cli", "serve", "--model", MODEL]
     command += ["--base-port", str(base), "--tritonserver", str(program)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -206,21 +206,20 @@ def test_a_killed_supervisor_can_be_started_again_at_once(tmp_path: Path) -> Non
     first = serve()
     first.kill()
     first.communicate()
-    second = serve()
+    second = serve()  # begins to look within seconds, also on a busy machine
     try:
         assert "waiting for 1 processes of a killed supervisor to end" in said[1]
     finally:
         second.send_signal(signal.SIGTERM)
-        second.communicate(timeout=60)
+        second.communicate(timeout=120)
     assert second.returncode == 0
 
 
 def test_an_orphan_that_stays_is_killed(tmp_path: Path) -> None:
     stay = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-    config = tmp_path / "worker-0" / "config.toml"
     left = [sys.executable, "-c", stay]
-    mine = subprocess.Popen(left, env=os.environ | {"MASKSERVE_CONFIG": str(config)})
-    other = subprocess.Popen(left, env=os.environ | {"MASKSERVE_CONFIG": f"{tmp_path}2/c.toml"})
+    mine = subprocess.Popen(left, env=os.environ | {orphans.RUN_DIR: str(tmp_path)})
+    other = subprocess.Popen(left, env=os.environ | {orphans.RUN_DIR: f"{tmp_path}2"})
     try:
         eventually("it is found", lambda: orphans.orphans_of(tmp_path) == [mine.pid])
         orphans.end_orphans(tmp_path, print, patience_s=0.2)

@@ -74,12 +74,14 @@ class RequestManager:
         now = time.monotonic()
         late = [r for r, e in self.edits.items() if e.how == "wait" and e.late(now)]
         for request_id in late:
-            self.end(request_id, DeadlineExceeded("settings.deadline_ms passed while waiting"))
+            self.end(request_id, DeadlineExceeded("its deadline passed while the edit waited"))
         if not len(self.scheduler) and not self.draining:
             self._audit()
         decision = self.scheduler.schedule(now)
         for ticket in decision.expired:
-            self.end(ticket.request_id, DeadlineExceeded("settings.deadline_ms has passed"))
+            self.end(
+                ticket.request_id, DeadlineExceeded("its deadline passed before the edit was done")
+            )
         for ticket in decision.admitted:
             self._admit(ticket)
         held: list[RequestState | PrimingState | None] = [

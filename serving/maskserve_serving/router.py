@@ -1,0 +1,64 @@
+"""The router in front of this host's workers, as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import Ports, check_free, reachable
+from maskserve_serving.process import Process
+
+# Its event loop decodes no pictures: it answers within milliseconds.
+_SILENT_S = 10.0
+_DRAIN_GRACE_S = 60.0
+
+
+class Router(Process):
+    """`maskserve-router` with the workers of one supervisor.
+
+    Args:
+        options: of the supervisor.
+        workers: gRPC addresses.
+        run_dir: folder of the supervisor.
+    """
+
+    def __init__(self, options: ServeOptions, workers: Sequence[str], run_dir: Path) -> None:
+        self._options, self._workers = options, workers
+        base = options.router_port
+        self.ports = Ports(base, base + 1, base + 2)
+        host = reachable(options.host)
+        url = f"http://{host}:{self.ports.http}"
+        output = options.log_dir / "router.log"
+        super().__init__("router", "maskserve-router", url, output, run_dir, options.say)
+        self.grpc_url = f"{host}:{self.ports.grpc}"
+        self.metrics_url = f"http://127.0.0.1:{self.ports.metrics}/metrics"
+
+    def check_ports(self) -> None:
+        check_free(self._options.host, self.ports, "--router-port")
+
+    def start(self) -> None:
+        self.check_ports()
+        command = [sys.executable, "-m", "maskserve_router", "--host", self._options.host]
+        for name, port in zip(("http", "grpc", "admin"), self.ports.all().values(), strict=True):
+            command += [f"--{name}-port", str(port)]
+        for worker in self._workers:
+            command += ["--worker", worker]
+        if self._options.router_config is not None:
+            command += ["--config", str(self._options.router_config)]
+        self.launch(command, {**os.environ, "PYTHONUNBUFFERED": "1"})
+
+    def progress(self) -> str:
+        return "waiting for a worker"
+
+    def sick(self) -> str | None:
+        return self.unresponsive(_SILENT_S)
+
+    def in_flight(self) -> int:
+        """None of its own: the workers have what it has passed on."""
+        return 0
+
+    def finish_edits(self, grace_s: float | None) -> bool:
+        return self.end_within(_DRAIN_GRACE_S if grace_s is None else grace_s)

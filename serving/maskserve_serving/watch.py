@@ -1,0 +1,22 @@
+"""Where the supervisor stands with one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maskserve_serving.process import Process
+
+
+@dataclass(slots=True)
+class Watch:
+    """From its first start on."""
+
+    process: Process
+    ready: bool = False
+    ready_since: float = 0.0
+    failures: int = 0
+    start_at: float = 0.0
+    """When to start the worker; 0 while it runs."""
+    said_at: float = 0.0
+    surprise: str = ""
+    """The newest exception that nobody foresaw."""
