@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Whether this machine can set maskserve up: one sentence per thing that is missing.
 
 Runs before anything is installed, under whatever Python the machine has, so it uses the standard

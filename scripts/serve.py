@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Serve maskserve's workers on this host: the same as `maskserve serve`."""
 
 import sys

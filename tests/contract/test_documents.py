@@ -65,3 +65,9 @@ def test_the_table_of_bytes_is_what_the_engine_takes() -> None:
 def test_the_configuration_reference_is_that_of_the_code() -> None:
     """Written by `python scripts/config_reference.py`."""
     subprocess.run([sys.executable, "scripts/config_reference.py", "--check"], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.py")), ids=lambda p: p.name)
+def test_scripts_are_entry_points_of_a_screen(script: Path) -> None:
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 50
+    assert script.stat().st_mode & 0o111, "it is started by its name"

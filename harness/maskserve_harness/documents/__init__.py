@@ -1,0 +1,1 @@
+"""Documents that follow the code, written by it."""
