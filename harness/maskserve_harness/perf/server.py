@@ -116,13 +116,14 @@ def _split(option: str, url: str) -> tuple[str, int]:
 
 
 @contextmanager
-def own_server(model: str, log_dir: Path) -> Iterator[Server]:
+def own_server(model: str, log_dir: Path, config: Path | None = None) -> Iterator[Server]:
     """A worker on free ports. It drains and stops at the end, and stops at once on an exception.
 
     Raises:
         ServeError: it cannot start.
     """
-    supervisor = Supervisor(ServeOptions(model=model, base_port=free_base_port(), log_dir=log_dir))
+    options = ServeOptions(model=model, base_port=free_base_port(), log_dir=log_dir, config=config)
+    supervisor = Supervisor(options)
     supervisor.start()
     try:
         worker = supervisor.workers[0]

@@ -55,6 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="write the record to this JSON file")
     add("--compare", type=Path, metavar="RECORD", help="an earlier record")
     add("--url", help="host:port (gRPC) of a worker that runs; HTTP is at the port before")
+    add("--config", type=Path, help="configuration (TOML) of a worker of its own")
     add("--model", default=str(DEMO_MODEL), help="model folder")
     return parser.parse_args(argv)
 
@@ -65,5 +66,5 @@ def take(options: argparse.Namespace) -> Record:
             server = running_server(options.url, None)
         else:
             logs = Path(stack.enter_context(TemporaryDirectory()))
-            server = stack.enter_context(own_server(options.model, logs))
+            server = stack.enter_context(own_server(options.model, logs, options.config))
         return stack.enter_context(closing(Recorder(server, print))).take()
