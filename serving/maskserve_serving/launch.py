@@ -1,8 +1,8 @@
 """Become tritonserver or the router, and end when the supervisor dies.
 
-Run as `python launch.py PARENT_PID PROGRAM ARGUMENTS…`. A supervisor that is killed cannot stop what
-it runs, so the kernel is asked to kill it then (PR_SET_PDEATHSIG, which exec keeps). By SIGTERM
-Triton would lose the edits in flight too, but hold their clients and its ports for 10 s.
+Run as `python launch.py PARENT_PID PROGRAM ARGUMENTS…`. A supervisor that is killed cannot stop
+what it runs, so the kernel is asked to kill it then (PR_SET_PDEATHSIG, which exec keeps). Told
+to stop, Triton would lose the edits in flight too, but hold clients and ports for 10 s.
 """
 
 import ctypes
