@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP) ## a masked edit through a real Triton; writes demo-output/
-	$(PY) scripts/demo.py
+	$(PY) scripts/demo.py --model $(MODEL)
 
 test: $(STAMP) ## the tests, with a real Triton
 	$(PY) -m pytest $(PYTEST_FLAGS)

@@ -64,3 +64,15 @@ def tiny_inpaint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.fakes.tiny_model import build_tiny_model
 
     return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny-inpaint", "inpaint")
+
+
+@pytest.fixture(scope="session")
+def tiny_unets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of tiny Stable Diffusion models: `sd` and `sdxl`, `base` and `fill`."""
+    from tests.fakes.tiny_unet import VARIANTS, build_tiny_unet
+
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        name: build_tiny_unet(folder / name, xl=name.startswith("sdxl"), fill=name.endswith("fill"))
+        for name in VARIANTS
+    }

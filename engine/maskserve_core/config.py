@@ -127,6 +127,13 @@ class CacheConfig:
         "would take at a mask ratio of 0.2 from the host tier.",
         of=("kv", "h", "both", "auto"),
     )
+    cfg_entries: str = _opt(
+        "shared",
+        "Under classifier-free guidance, `shared`: both passes of a step read the same entries; "
+        "`own`: the pass of the negative prompt reads entries primed without a prompt, at "
+        "twice the bytes. The same where that is what an empty prompt is (SD 2.1).",
+        of=("shared", "own"),
+    )
     plan: str = _opt(
         "auto",
         "`auto`: each step loads, projects or computes blocks as is fastest; `fixed`: every block "
@@ -173,7 +180,7 @@ class LogConfig:
     file: str = _opt(
         "",
         "Lines are appended to this file, which all processes share; empty: to standard error, "
-        "which is Triton's log. `maskserve serve` names one per worker unless this is set.",
+        "which is Triton's log. serve.py names one per worker unless this is set.",
     )
 
 

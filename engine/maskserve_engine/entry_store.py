@@ -49,10 +49,11 @@ def sized(config: Config, adapter: Adapter, costs: CostModel) -> tuple[Kinds, Te
     side = facts.native_resolution
     work = adapter.work(side // facts.vae_scale_factor, side // facts.vae_scale_factor)
     fmt = entry_format(config)
-    kinds = choose_kinds(cache.entry_kind, work, fmt, costs, model.max_sequence_length)
+    halves = adapter.entry_halves
+    kinds = choose_kinds(cache.entry_kind, work, fmt, costs, model.max_sequence_length, halves)
     tokens = (side // facts.token_pixels) ** 2
     anchors = adapter.anchors(tokens, model.num_inference_steps, cache.stride)
-    return kinds, template_size(work, kinds, fmt, len(anchors), side)
+    return kinds, template_size(work, kinds, fmt, len(anchors), side, halves)
 
 
 def open_store(config: Config, size: TemplateSize, costs: CostModel) -> Store:

@@ -15,10 +15,11 @@ from maskserve_core.contracts.status_record import RowStatus
 from maskserve_core.planning.cost_model import CostModel, Line, estimate, fit
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.planning.flops import flux_work
+from maskserve_core.planning.flops_unet import unet_work
 from maskserve_core.routing.estimate import pricing_of
 from maskserve_engine.stages.loader import device_of, dtype_of
 
-PRICED = {"flux": flux_work}
+PRICED = {"flux": flux_work, "unet": unet_work}
 """Family -> what counts its work."""
 _WINDOW = 256
 _EVERY = 32

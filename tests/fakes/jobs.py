@@ -61,6 +61,19 @@ def guided(rng: np.random.Generator) -> dict[str, Any]:
     return {"negative_prompt": str(rng.choice(WORDS)), "true_cfg_scale": scale}
 
 
+def unet_case(rng: np.random.Generator, **settings: Any) -> Case:
+    """A random edit, with classifier-free guidance and a negative prompt every other time."""
+    asked: dict[str, Any] = {
+        "strength": float(rng.choice([1.0, 0.8, 0.55, 0.3])),
+        "num_inference_steps": int(rng.integers(4, 9)),
+        "guidance_scale": float(rng.choice([1.0, 7.5])),
+        **settings,
+    }
+    if asked["guidance_scale"] > 1 and "negative_prompt" not in asked:
+        asked["negative_prompt"] = str(rng.choice(["", "x", "a red star"]))
+    return random_case(rng, **asked)
+
+
 def encode_case(encoder: Encoder, case: Case, request_id: str) -> EditJob:
     request = request_of(case.pixels, case.prompt, case.settings, case.seed, request_id)
     return job_of(encoder, request, case.pixels, case.mask)

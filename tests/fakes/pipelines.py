@@ -1,4 +1,4 @@
-"""diffusers' own FLUX pipelines, asked for what our edits ask."""
+"""diffusers' own pipelines, asked for what our edits ask."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ def diffusers_edit(
     seed: int,
     **asked: Any,
 ) -> Any:
-    """`images` of FluxFillPipeline or FluxInpaintPipeline, at the picture's own size.
+    """`images` of an inpainting pipeline, at the picture's own size.
 
     `asked` are further arguments of the pipeline, such as `output_type`.
     """
     height, width = mask.shape
     if settings.negative_prompt is not None:
-        asked["negative_prompt"] = settings.negative_prompt
-        asked["true_cfg_scale"] = settings.true_cfg_scale
+        # For SDXL no negative prompt is another thing than an empty one; with us they are the same.
+        zeros = pipeline.config.get("force_zeros_for_empty_prompt", False)
+        asked["negative_prompt"] = (
+            (settings.negative_prompt or None) if zeros else (settings.negative_prompt)
+        )
+        if settings.true_cfg_scale is not None:
+            asked["true_cfg_scale"] = settings.true_cfg_scale
     return pipeline(
         prompt=prompt,
         image=Image.fromarray(pixels),

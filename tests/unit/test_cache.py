@@ -49,6 +49,7 @@ OTHER: dict[str, Any] = {
     "dtype": "bfloat16",
     "entry_kind": "h",
     "entry_format": "int4",
+    "entry_halves": 2,
     "layout_version": 99,
 }
 

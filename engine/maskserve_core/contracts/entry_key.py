@@ -27,6 +27,8 @@ class TemplateKey:
     dtype: str
     entry_kind: str
     entry_format: str
+    entry_halves: int = 1
+    """2: both passes of guided steps have entries of their own."""
     layout_version: int = LAYOUT_VERSION
 
     def digest(self) -> str:

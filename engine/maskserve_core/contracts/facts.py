@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maskserve_core.config import ConfigError
+from maskserve_core.planning.flops_unet import check_unet
 
 # Pipeline class → (family, semantics). Text-to-image pipelines are served with the inpainting
 # semantics of their family, as diffusers' own FluxInpaintPipeline.from_pretrained does.
@@ -21,6 +22,13 @@ _PIPELINES = {
     "FluxInpaintPipeline": ("flux", "inpaint"),
     "FluxPipeline": ("flux", "inpaint"),
     "FluxImg2ImgPipeline": ("flux", "inpaint"),
+    # A UNet's channels say which semantics it has, whatever pipeline it was saved from.
+    "StableDiffusionPipeline": ("unet", ""),
+    "StableDiffusionImg2ImgPipeline": ("unet", ""),
+    "StableDiffusionInpaintPipeline": ("unet", ""),
+    "StableDiffusionXLPipeline": ("unet", ""),
+    "StableDiffusionXLImg2ImgPipeline": ("unet", ""),
+    "StableDiffusionXLInpaintPipeline": ("unet", ""),
 }
 
 
@@ -53,11 +61,20 @@ class ModelFacts:
     """Whether `true_cfg_scale` is served: a second pass, beside embedded guidance."""
     denoiser: dict[str, Any]
     """The transformer's or UNet's config.json, for FLOP counting."""
+    strength_rounds_up: bool = True
+    """Whether a part of a step that `strength` leaves is run, by the pipeline's own rule."""
+    zeros_for_empty_prompt: bool = False
+    """Whether an empty negative prompt is zeros instead of its encoding (SDXL)."""
 
     @property
     def token_pixels(self) -> int:
         """Pixels per token along one side, at the finest level."""
         return self.vae_scale_factor * self.patch
+
+    @property
+    def micro_conditioning(self) -> bool:
+        """Whether the model takes sizes and a pooled prompt beside the prompt (SDXL)."""
+        return self.denoiser.get("addition_embed_type") == "text_time"
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -113,5 +130,44 @@ def _flux(folder: Path, semantics: str, native_resolution: int) -> ModelFacts:
     )
 
 
-_READERS: dict[str, Callable[[Path, str, int], ModelFacts]] = {"flux": _flux}
+def _unet(folder: Path, _: str, native_resolution: int) -> ModelFacts:
+    index, unet = _json(folder / "model_index.json"), _json(folder / "unet" / "config.json")
+    vae = _json(folder / "vae" / "config.json")
+    try:
+        check_unet(unet)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"[model] path: unet/config.json: {error}") from error
+    xl = unet.get("addition_embed_type") == "text_time"
+    scale, channels = 2 ** (len(vae["block_out_channels"]) - 1), int(vae["latent_channels"])
+    semantics = {channels: "inpaint", 2 * channels + 1: "fill"}.get(int(unet["in_channels"]))
+    if semantics is None or int(unet["out_channels"]) != channels:
+        raise ConfigError(
+            f"[model] path: the UNet takes {unet['in_channels']} channels and gives "
+            f"{unet['out_channels']}; with a VAE of {channels} served: {channels} (base) or "
+            f"{2 * channels + 1} (inpainting) to {channels}"
+        )
+    facts = ModelFacts(
+        family="unet",
+        semantics=semantics,
+        vae_scale_factor=scale,
+        latent_channels=channels,
+        patch=1,
+        native_resolution=native_resolution or int(unet["sample_size"]) * scale,
+        size_multiple=scale,
+        guidance="cfg",
+        true_cfg=False,
+        denoiser=unet,
+        strength_rounds_up=False,
+        zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", xl)),
+    )
+    parts = ["scheduler", "text_encoder", "tokenizer"]
+    if facts.micro_conditioning:
+        parts += ["text_encoder_2", "tokenizer_2"]
+    for part in parts:
+        if not (folder / part).is_dir():
+            raise ConfigError(f"[model] path: {folder} has no folder {part!r}")
+    return facts
+
+
+_READERS: dict[str, Callable[[Path, str, int], ModelFacts]] = {"flux": _flux, "unet": _unet}
 """By family: reads (folder, semantics, native resolution or 0)."""

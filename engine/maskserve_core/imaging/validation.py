@@ -21,9 +21,17 @@ _SEED_BITS = 32
 """Drawn seeds are short enough to read out, and exact in clients whose numbers are doubles."""
 
 
-def steps_run(num_inference_steps: int, strength: float) -> int:
-    """Denoising steps that run of a schedule, by diffusers' image-to-image rule."""
+def steps_run(num_inference_steps: int, strength: float, *, rounds_up: bool = True) -> int:
+    """Denoising steps that run of a schedule, by diffusers' image-to-image rule.
+
+    Args:
+        num_inference_steps: of the whole schedule.
+        strength: share of it that is run.
+        rounds_up: as ModelFacts.strength_rounds_up.
+    """
     initial = min(num_inference_steps * strength, num_inference_steps)
+    if not rounds_up:
+        return int(initial)
     return num_inference_steps - int(max(num_inference_steps - initial, 0))
 
 
@@ -37,7 +45,7 @@ def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) ->
     if settings.model is not None and settings.model != served:
         raise InvalidRequest("SETTINGS.model", "is not served here", served)
     _check_guidance(settings, facts, config)
-    _check_steps(settings, config)
+    _check_steps(settings, facts, config)
     if settings.cache == "require" and not config.cache.enabled:
         raise InvalidRequest("SETTINGS.cache", "is require, but caching is off", "auto or off")
 
@@ -93,13 +101,13 @@ def _check_true_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -
         )
 
 
-def _check_steps(settings: EditSettings, config: Config) -> None:
+def _check_steps(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
     steps = _steps(settings, config)
     if steps > config.limits.max_steps:
         raise InvalidRequest(
             "SETTINGS.num_inference_steps", f"is {steps}", f"1 to {config.limits.max_steps}"
         )
-    if steps_run(steps, settings.strength) < 1:
+    if steps_run(steps, settings.strength, rounds_up=facts.strength_rounds_up) < 1:
         raise InvalidRequest(
             "SETTINGS.strength",
             f"{settings.strength:g} of {steps} steps runs none of them",

@@ -72,6 +72,9 @@ def end_bytes(work: ModelWork, loads: Floats) -> Floats:
 def entry_bytes(work: ModelWork, kind: str, fmt: EntryFormat, *, copies: int = 1) -> float:
     """Bytes that one anchor of one template takes in the store, all tokens, stack ends included.
 
+    A UNet's stack begins with all tokens at hand, from its convolutions: no `h` of its first block
+    is kept.
+
     Args:
         work: the model at the image's size.
         kind: `h` or `kv`.
@@ -79,7 +82,10 @@ def entry_bytes(work: ModelWork, kind: str, fmt: EntryFormat, *, copies: int = 1
         copies: as in `block_bytes`.
     """
     loads = block_bytes(work, [tuple(float(n) for n in work.tokens)], fmt, copies=copies)
-    return float(loads[:, ("h", "kv").index(kind)].sum() + end_bytes(work, loads).sum())
+    kept = loads[:, ("h", "kv").index(kind)].copy()
+    if kind == "h" and work.restore_ends:
+        kept[work.starts] = 0.0
+    return float(kept.sum() + end_bytes(work, loads).sum())
 
 
 def kept_bytes(

@@ -122,6 +122,8 @@ class ModelWork:
     widths: Floats = field(init=False, repr=False, compare=False)
     ends: NDArray[np.intp] = field(init=False, repr=False, compare=False)
     """Index of the last block of each stack."""
+    starts: NDArray[np.intp] = field(init=False, repr=False, compare=False)
+    """Index of the first block of each stack."""
 
     def __post_init__(self) -> None:
         table = [[getattr(b, term) for term in TERMS] for b in self.blocks]
@@ -130,6 +132,8 @@ class ModelWork:
         object.__setattr__(self, "widths", np.array([b.width for b in self.blocks], dtype=float))
         ends = {b.stack: i for i, b in enumerate(self.blocks)}
         object.__setattr__(self, "ends", np.array(list(ends.values()), dtype=np.intp))
+        starts = np.concatenate((np.zeros(1, np.intp), self.ends[:-1] + 1))
+        object.__setattr__(self, "starts", starts)
 
     def row_at(self, mask_ratio: float, text: float) -> RowTokens:
         """A row whose mask covers exactly `mask_ratio` of each level: a lower bound, because a

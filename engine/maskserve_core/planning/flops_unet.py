@@ -20,8 +20,12 @@ def _per_level(value: Any, levels: int) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value] * levels
 
 
-def _refuse_unknown(config: dict[str, Any]) -> None:
-    """Options that would change the count and that no served model uses."""
+def check_unet(config: dict[str, Any]) -> None:
+    """Refuse options that neither the count nor the adapter knows: no served model uses them.
+
+    Raises:
+        ValueError: naming the option.
+    """
     plain = {
         "mid_block_type": "UNetMidBlock2DCrossAttn",
         "only_cross_attention": False,
@@ -33,17 +37,22 @@ def _refuse_unknown(config: dict[str, Any]) -> None:
         "resnet_time_scale_shift": "default",
         "time_embedding_type": "positional",
         "time_cond_proj_dim": None,
+        "time_embedding_act_fn": None,
+        "encoder_hid_dim_type": None,
+        "cross_attention_norm": None,
+        "center_input_sample": False,
+        "downsample_padding": 1,
         "reverse_transformer_layers_per_block": None,
     }
     for key, usual in plain.items():
         if config.get(key, usual) != usual:
-            raise ValueError(f"{key}: {config[key]!r} is not counted; counted: {usual!r}")
+            raise ValueError(f"{key}: {config[key]!r} is not served; served: {usual!r}")
     for key, known in (("down_block_types", _DOWN), ("up_block_types", _UP)):
         for kind in config[key]:
             if kind not in known:
-                raise ValueError(f"{key}: {kind} is not counted; counted: {', '.join(known)}")
+                raise ValueError(f"{key}: {kind} is not served; served: {', '.join(known)}")
     if config.get("addition_embed_type") not in (None, "text_time"):
-        raise ValueError(f"addition_embed_type: {config['addition_embed_type']!r} is not counted")
+        raise ValueError(f"addition_embed_type: {config['addition_embed_type']!r} is not served")
 
 
 @dataclass
@@ -103,9 +112,9 @@ def unet_work(
         guidance: classifier-free guidance: every row is two evaluations.
 
     Raises:
-        ValueError: the config uses a part that is not counted.
+        ValueError: the config uses a part that is not served.
     """
-    _refuse_unknown(config)
+    check_unet(config)
     channels = [int(c) for c in config["block_out_channels"]]
     levels = len(channels)
     layers = [int(n) for n in _per_level(config["layers_per_block"], levels)]

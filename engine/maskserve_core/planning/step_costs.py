@@ -90,8 +90,7 @@ def step_costs(
     if dense is not None:
         before += work.block_flops(dense)[:, 0] * per_flop
         fixed = fixed + work.fixed_flops(dense, dense=True) * per_flop
-    starts = np.concatenate(([0], work.ends[:-1] + 1))
-    before[starts] += fixed[:-1]
+    before[work.starts] += fixed[:-1]
     before[0] += model.compute.fixed
     loads = np.zeros((len(work.blocks), 2))
     ends = np.full(len(work.blocks), NO_RESTORE)

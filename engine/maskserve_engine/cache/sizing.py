@@ -30,7 +30,12 @@ _GIB = 2**30
 
 
 def choose_kinds(
-    wanted: str, work: ModelWork, fmt: EntryFormat, costs: CostModel, text: float
+    wanted: str,
+    work: ModelWork,
+    fmt: EntryFormat,
+    costs: CostModel,
+    text: float,
+    halves: int = 1,
 ) -> Kinds:
     """What is kept of each block.
 
@@ -40,15 +45,26 @@ def choose_kinds(
         fmt: storage format.
         costs: of the worker.
         text: tokens of a prompt.
+        halves: entries kept per token (`Adapter.entry_halves`).
     """
     if wanted in _KEPT:
-        return (_KEPT[wanted],) * len(work.blocks)
+        return _of_use(work, (_KEPT[wanted],) * len(work.blocks))
     row = work.row_at(_TYPICAL, text)
     spare = tuple(total - active for total, active in zip(work.tokens, row.active, strict=True))
-    loads = {"host": block_bytes(work, [spare], fmt, copies=work.copies)}
+    loads = {"host": block_bytes(work, [spare], fmt, copies=halves)}
     best = plan(step_costs(work, work.totals([row]), costs, loads))
     # A block that is computed restores its hidden states, if anything.
-    return tuple(_KEPT["kv" if kind == "kv" else "h"] for kind in best.kinds)
+    return _of_use(work, tuple(_KEPT["kv" if kind == "kv" else "h"] for kind in best.kinds))
+
+
+def _of_use(work: ModelWork, kinds: Kinds) -> Kinds:
+    """Without the hidden states of blocks that begin a UNet's stack: those are at hand, from the
+    convolutions before it.
+    """
+    if not work.restore_ends:
+        return kinds
+    begin = set(work.starts.tolist())
+    return tuple(kept - {"h"} if i in begin else kept for i, kept in enumerate(kinds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +82,9 @@ class TemplateSize:
 
 
 def template_size(
-    work: ModelWork, kinds: Kinds, fmt: EntryFormat, anchors: int, side: int
+    work: ModelWork, kinds: Kinds, fmt: EntryFormat, anchors: int, side: int, halves: int = 1
 ) -> TemplateSize:
-    return TemplateSize(side, anchors, int(kept_bytes(work, kinds, fmt, copies=work.copies)))
+    return TemplateSize(side, anchors, int(kept_bytes(work, kinds, fmt, copies=halves)))
 
 
 def device_budget(config: CacheConfig, device: torch.device) -> int:

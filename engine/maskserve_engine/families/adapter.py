@@ -65,6 +65,8 @@ class Adapter(Protocol):
     facts: ModelFacts
     blocks: int
     """Transformer blocks a plan speaks of."""
+    entry_halves: int
+    """2 where both passes of guided steps have entries of their own, else 1."""
     anchor_tolerance: float
     """How far, in sigma, a step may be from the anchor it uses."""
 

@@ -60,7 +60,14 @@ def _flux() -> Family:
     return Family(FluxEncoder.load, FluxAdapter.load, Decoder.load)
 
 
-FAMILIES: dict[str, Callable[[], Family]] = {"flux": _flux}
+def _unet() -> Family:
+    from maskserve_engine.families.unet.adapter import UnetAdapter
+    from maskserve_engine.families.unet.encode import UnetEncoder
+
+    return Family(UnetEncoder.load, UnetAdapter.load, Decoder.load)
+
+
+FAMILIES: dict[str, Callable[[], Family]] = {"flux": _flux, "unet": _unet}
 """By the name in ModelFacts.family; imported when first asked for."""
 
 

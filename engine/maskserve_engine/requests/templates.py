@@ -114,6 +114,7 @@ class TemplateCache:
             dtype=self.dtype,
             entry_kind=self._kept,
             entry_format=self.config.entry_format,
+            entry_halves=self.adapter.entry_halves,
         ).digest()
 
     def noise_seed(self, job: EditJob) -> int:

@@ -25,7 +25,10 @@ class Decoder:
         from diffusers import AutoencoderKL
 
         limit_threads(config)
-        return cls(load_part(config, "vae", AutoencoderKL))
+        vae = load_part(config, "vae", AutoencoderKL)
+        if vae.dtype == torch.float16 and vae.config.force_upcast:
+            vae = vae.float()  # in half precision it overflows, as its folder says
+        return cls(vae)
 
     def decode(self, latents: NDArray[np.float32]) -> NDArray[np.uint8]:
         """[C, h, w] latents as the sampler leaves them → [H, W, 3] pixels."""

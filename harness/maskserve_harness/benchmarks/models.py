@@ -41,3 +41,35 @@ FLUX_DEV_FACTS = ModelFacts(
     denoiser=FLUX_DEV,
 )
 """What is read from the folder of FLUX.1-dev."""
+
+SDXL: dict[str, Any] = {
+    "sample_size": 128,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "layers_per_block": 2,
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+"""unet/config.json of SDXL base."""
+
+SD21: dict[str, Any] = {
+    "sample_size": 96,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": (320, 640, 1280, 1280),
+    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+    "layers_per_block": 2,
+    "attention_head_dim": (5, 10, 20, 20),
+    "cross_attention_dim": 1024,
+    "use_linear_projection": True,
+}
+"""unet/config.json of Stable Diffusion 2.1."""

@@ -7,6 +7,9 @@ is the counted FLOPs of the dense step over those of the cached one (planning/fl
 blocks: loading and decoding entries, packing, filling keys, embedders, final layer, sampler.
 
     python scripts/bench_step.py --preset flux-1024 --blocks 1+1 --json step.json
+
+UNets (`sdxl-1024`, `sd21-768`) are timed whole, one pass per row, and `rest_ms` is left out: their
+convolutions are in no block.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from maskserve_engine.families.flux import forward as forward_module
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
+from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
 
 
 def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) -> float:
@@ -67,7 +71,7 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) ->
     return whole - spent["blocks"] + spent["fill"]
 
 
-def measure(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(bench: Bench | UnetBench, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every kind and batch in turn."""
     results = []
     for kind in args.kind:
@@ -75,37 +79,43 @@ def measure(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
         for batch in args.batch:
             ratios = [args.mask_ratios[i % len(args.mask_ratios)] for i in range(batch)]
             mixes = [[m] for m in args.mask_ratios] if batch == 1 else [ratios]
-            results += measure_mixes(bench, kind, mixes, args.repeat)
+            timer = Timer(bench.device, args.clock)
+            results += measure_mixes(bench, timer, kind, mixes, args.repeat)
     return results
 
 
 def measure_mixes(
-    bench: Bench, kind: str, mixes: Sequence[Sequence[float]], repeat: int
+    bench: Bench | UnetBench,
+    timer: Timer,
+    kind: str,
+    mixes: Sequence[Sequence[float]],
+    repeat: int,
 ) -> list[dict[str, Any]]:
     """A dense batch and cached batches of these mask ratios, in turn, `repeat` rounds."""
-    timer = Timer(bench.device)
-    dense = [bench.row(None, i) for i in range(len(mixes[0]))]
-    cached = [[bench.row(m, i) for i, m in enumerate(mix)] for mix in mixes]
+    dense: list[Any] = [bench.row(None, i) for i in range(len(mixes[0]))]
+    cached: list[Any] = [[bench.row(m, i) for i, m in enumerate(mix)] for mix in mixes]
+    warm_up = int(repeat > 1)
     rounds = [
         [timer.ms(partial(bench.step, rows, kind)) for rows in (dense, *cached)]
-        for _ in range(repeat + 1)
-    ][1:]  # the first round warms up
+        for _ in range(repeat + warm_up)
+    ][warm_up:]
     dense_times, *times = map(list, zip(*rounds, strict=True))
     results = []
     for mix, rows, taken in zip(mixes, cached, times, strict=True):
-        rest = [rest_time(bench, timer, rows, kind) for _ in range(3)]
-        results.append(_result(bench, kind, mix, dense_times, taken, rest))
+        results.append(_result(bench, kind, mix, dense_times, taken))
+        if isinstance(bench, Bench):
+            rest = [rest_time(bench, timer, rows, kind) for _ in range(3)]
+            results[-1]["rest_ms"] = round(statistics.median(rest), 3)
         print(_line(results[-1]), flush=True)
     return results
 
 
 def _result(
-    bench: Bench,
+    bench: Bench | UnetBench,
     kind: str,
     mix: Sequence[float],
     dense: Sequence[float],
     cached: Sequence[float],
-    rest: Sequence[float],
 ) -> dict[str, Any]:
     dense_ms, ms = statistics.median(dense), statistics.median(cached)
     limit = bench.limit(mix, kind)
@@ -119,7 +129,6 @@ def _result(
         "speedup": round(dense_ms / ms, 3),
         "flop_limit": round(limit, 3),
         "of_limit": round(dense_ms / ms / limit, 3),
-        "rest_ms": round(statistics.median(rest), 3),
     }
 
 
@@ -128,13 +137,13 @@ def _line(r: dict[str, Any]) -> str:
     return (
         f"{r['kind']:8} batch {r['batch']} m {ratio:>5}  dense {r['dense_ms']:9.1f} ms  "
         f"cached {r['ms']:9.1f} ms  {r['speedup']:5.2f}x of {r['flop_limit']:5.2f}x "
-        f"= {r['of_limit']:.2f}  rest {r['rest_ms']:.2f} ms"
+        f"= {r['of_limit']:.2f}" + (f"  rest {r['rest_ms']:.2f} ms" if "rest_ms" in r else "")
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--preset", choices=PRESETS, default="flux-1024")
+    parser.add_argument("--preset", choices=(*PRESETS, *UNETS), default="flux-1024")
     parser.add_argument("--blocks", help="double+single blocks to keep, such as 1+1; all if absent")
     parser.add_argument("--mask-ratios", type=float, nargs="+", default=[0.05, 0.11, 0.2, 0.35])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
@@ -142,7 +151,8 @@ def main() -> int:
     parser.add_argument("--format", choices=FORMATS, default="model")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=5, help="rounds; above 1, one warms up")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     blocks = None
@@ -153,7 +163,14 @@ def main() -> int:
         blocks = (int(double), int(single))
     device = torch.device(args.device)
     torch.manual_seed(0)
-    bench = Bench(args.preset, blocks, getattr(torch, args.dtype), device, args.format)
+    dtype = getattr(torch, args.dtype)
+    bench: Bench | UnetBench
+    if args.preset in UNETS:
+        if blocks:
+            parser.error("--blocks: UNets are timed whole")
+        bench = UnetBench(args.preset, dtype, device, args.format)
+    else:
+        bench = Bench(args.preset, blocks, dtype, device, args.format)
     print(f"{args.preset}, {bench.blocks} blocks, {args.dtype}, {hardware(device)}", flush=True)
     results = measure(bench, args)
     if args.json:

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, FluxFillPipeline, FluxTransformer2DModel
+from diffusers import AutoencoderKL, DiffusionPipeline, FluxFillPipeline, FluxTransformer2DModel
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-from maskserve_harness.demo_model.text import MAX_SEQUENCE_LENGTH
 from maskserve_harness.demo_model.transformer import build_scheduler
 
 STEPS = 20
@@ -30,8 +29,10 @@ def assemble(
     )
 
 
-def export(pipe: FluxFillPipeline, folder: Path) -> None:
-    """Write `pipe` as fp32 safetensors, and the server's call arguments beside it."""
+def export(pipe: DiffusionPipeline, folder: Path, max_sequence_length: int, **more: float) -> None:
+    """Write `pipe` as fp32 safetensors, and the server's call arguments, `more` among them, beside
+    it.
+    """
     pipe.to(torch.float32).save_pretrained(folder, safe_serialization=True)
     for config in folder.glob("*/config.json"):  # the build's own paths help nobody
         parts = json.loads(config.read_text())
@@ -39,7 +40,7 @@ def export(pipe: FluxFillPipeline, folder: Path) -> None:
         config.write_text(json.dumps(parts, indent=2, sort_keys=True) + "\n")
     (folder / "maskserve.toml").write_text(
         "[model]\n"
-        f"max_sequence_length = {MAX_SEQUENCE_LENGTH}\n"
+        f"max_sequence_length = {max_sequence_length}\n"
         f"native_resolution = {int(pipe.vae.config.sample_size)}\n"
-        f"num_inference_steps = {STEPS}\n"
+        f"num_inference_steps = {STEPS}\n" + "".join(f"{k} = {v}\n" for k, v in more.items())
     )

@@ -20,7 +20,7 @@ from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.demo_model import data
 from maskserve_harness.demo_model.export import assemble, export
 from maskserve_harness.demo_model.sampler import Sampler, encode_prompts
-from maskserve_harness.demo_model.text import train_text
+from maskserve_harness.demo_model.text import MAX_SEQUENCE_LENGTH, train_text
 from maskserve_harness.demo_model.training import Plan, merged_ema, train
 from maskserve_harness.demo_model.transformer import build_transformer
 from maskserve_harness.demo_model.vae import build_vae, train_decoder
@@ -72,7 +72,7 @@ def main() -> int:
                 return code
     weights, samples = merged_ema(args.work)
     transformer.load_state_dict(weights)
-    export(pipe, args.out)
+    export(pipe, args.out, MAX_SEQUENCE_LENGTH)
     print(f"exported to {args.out} after {samples} samples")
     return 0
 

@@ -29,10 +29,11 @@ from maskserve_engine.families.flux.conditioning import (
     start_inpaint,
     template_inputs,
 )
-from maskserve_engine.families.flux.latents import PATCH, Posterior
+from maskserve_engine.families.flux.latents import PATCH
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, check_sampler, make_schedule
 from maskserve_engine.families.flux.weights import Weights
+from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.stages.loader import limit_threads, load_part, load_plain
 
@@ -50,6 +51,7 @@ class FluxAdapter:
 
     anchor_tolerance = 1.0
     """Any anchor serves any step (docs/adr/0007): how near it is to be, the stride says."""
+    entry_halves = 1
 
     def __init__(
         self, facts: ModelFacts, model: Any, sampler: Any, vae_shift: float, vae_scale: float

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.families.flux.latents import PATCH, Posterior, draw, pack_latents
+from maskserve_engine.families.flux.latents import PATCH, pack_latents
 from maskserve_engine.families.flux.schedule import Schedule
+from maskserve_engine.families.posterior import Posterior, draw
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,39 @@
+"""Latents of an image as a VAE gives them: a Gaussian, drawn from where the pipeline draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Posterior:
+    """The VAE's Gaussian over an image's latents, scaled as the model expects.
+
+    Args:
+        moments: [2C, h, w], mean and log-variance.
+        shift: the VAE's shift_factor.
+        scale: the VAE's scaling_factor.
+        dtype: the model's; sampling happens in it, as in the pipeline.
+    """
+
+    def __init__(
+        self, moments: NDArray[np.float32], shift: float, scale: float, dtype: torch.dtype
+    ) -> None:
+        mean, logvar = torch.from_numpy(moments).to(dtype).chunk(2)
+        self.mean, self.std = mean, torch.exp(0.5 * logvar.clamp(-30.0, 20.0))
+        self.shift, self.scale = shift, scale
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        """[C, h, w]; draws C·h·w numbers from `generator`, with a leading batch axis."""
+        noise = draw(self.mean.shape, generator, self.mean.dtype)
+        return (self.mean + self.std * noise - self.shift) * self.scale
+
+    def mode(self) -> Tensor:
+        return (self.mean - self.shift) * self.scale
+
+
+def draw(shape: torch.Size, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Normal noise [C, h, w] as diffusers' randn_tensor draws it for a batch of one."""
+    return torch.randn((1, *shape), generator=generator, dtype=dtype)[0]

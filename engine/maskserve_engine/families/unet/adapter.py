@@ -1,0 +1,275 @@
+"""Stable Diffusion 2.1 and SDXL, base and inpainting, behind the engine's adapter interface."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.entry_key import Anchor, anchor_steps
+from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.imaging.masks import active_tokens, active_tokens_per_level
+from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
+from maskserve_core.planning.flops_unet import unet_work
+from maskserve_core.planning.two_stream import Plan
+from maskserve_engine.cache.selection import Selection
+from maskserve_engine.families.adapter import Row
+from maskserve_engine.families.posterior import Posterior
+from maskserve_engine.families.unet.batch import Batch
+from maskserve_engine.families.unet.conditioning import (
+    Start,
+    TemplateInputs,
+    start_row,
+    template_inputs,
+)
+from maskserve_engine.families.unet.forward import added_embedding, block_places
+from maskserve_engine.families.unet.rows import (
+    Guidance,
+    Inactive,
+    Prompt,
+    UnetPrimingRow,
+    UnetRow,
+)
+from maskserve_engine.families.unet.sampler import (
+    TRAINED_STEPS,
+    NoiseLevels,
+    Sampler,
+    check_sampler,
+    load_sampler,
+)
+from maskserve_engine.job import Conditioning, EditJob, TokenCounts
+from maskserve_engine.stages.loader import limit_threads, load_part
+
+
+class UnetAdapter:
+    """Rows of edits over one UNet2DConditionModel.
+
+    Args:
+        facts: what the model folder says.
+        model: UNet2DConditionModel in eval mode.
+        sampler: the pipeline's own, copied for every row.
+        vae_scale: the VAE's scaling_factor.
+        exact_vae: whether the pipeline runs the VAE in float32 whatever the model's dtype.
+        own_entries: whether the second pass of guided steps has entries of its own, where they
+            would differ (`[cache] cfg_entries`).
+    """
+
+    anchor_tolerance = 1.0
+    """Any anchor serves any step (docs/adr/0007). An anchor's sigma is its timestep's share of all
+    that the model was trained on."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        model: Any,
+        sampler: Any,
+        vae_scale: float,
+        *,
+        exact_vae: bool,
+        own_entries: bool = False,
+    ) -> None:
+        check_sampler(sampler)
+        self.facts, self.model, self.sampler = facts, model, sampler
+        self.vae_scale, self.exact_vae = vae_scale, exact_vae
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.entry_halves = 2 if own_entries and facts.zeros_for_empty_prompt else 1
+        self._vae_dtype = torch.float32 if exact_vae else self.dtype
+        self.places = block_places(model)
+        self.blocks = len(self.places)
+        self._depth = range(len(model.down_blocks))
+        self._noise_levels = NoiseLevels(sampler)
+        self._timesteps = lru_cache(maxsize=256)(self._make_timesteps)
+        self.work = lru_cache(maxsize=64)(self._make_work)
+        self._batch: Batch | None = None
+
+    @classmethod
+    def load(cls, facts: ModelFacts, config: Config) -> UnetAdapter:
+        """Raises ConfigError when a part is missing, unreadable or not served."""
+        from diffusers import AutoencoderKL, UNet2DConditionModel
+
+        limit_threads(config)
+        vae = AutoencoderKL.load_config(f"{config.model.path}/vae")
+        return cls(
+            facts,
+            load_part(config, "unet", UNet2DConditionModel),
+            load_sampler(config),
+            float(vae.get("scaling_factor", 0.18215)),
+            exact_vae=facts.micro_conditioning and bool(vae.get("force_upcast", True)),
+            own_entries=config.cache.cfg_entries == "own",
+        )
+
+    def steps(self, job: EditJob) -> int:
+        return len(self._walk(job))
+
+    def tokens(self, job: EditJob) -> TokenCounts:
+        active = active_tokens(job.edit_mask, self.facts.token_pixels, job.mask_ring)
+        _, height, width = job.moments.shape
+        return TokenCounts(len(active), height * width)
+
+    def counted(self, job: EditJob) -> Totals:
+        _, height, width = job.moments.shape
+        active = tuple(float(len(ids)) for ids in self._active(job).values())
+        passes = [each for each in (job.conditioning, job.negative) if each is not None]
+        return self.work(height, width).totals(
+            [RowTokens(active, float(len(each["prompt_embeds"]))) for each in passes]
+        )
+
+    def batch_key(self, job: EditJob) -> Hashable:
+        return job.moments.shape  # convolutions run on all positions of all rows at once
+
+    def sigmas(self, job: EditJob) -> list[tuple[float, float]]:
+        """(timestep as a share of all, timestep) of each model call: the samplers scale their own
+        latents differently, but the model takes the same at the same timestep.
+        """
+        return [(t / TRAINED_STEPS, t) for t in self._walk(job)]
+
+    def anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
+        """Of every `stride` timesteps of the schedule the one in their middle."""
+        walk = tuple(dict.fromkeys(self._timesteps(steps, 1.0)))  # PNDM takes one of them twice
+        taken = [Anchor(t / TRAINED_STEPS, t) for t in walk]
+        chosen = anchor_steps([anchor.sigma for anchor in taken], stride)
+        return tuple(taken[i] for i in chosen)
+
+    def dense_row(self, job: EditJob) -> UnetRow:
+        with torch.inference_mode():
+            return self._row(job)
+
+    def cached_row(self, job: EditJob, noise_seed: int) -> UnetRow:
+        with torch.inference_mode():
+            row = self._row(job)
+            _, height, width = job.moments.shape
+            ids = self._active(job)
+            mask = np.zeros(height * width, np.bool_)
+            mask[ids[0]] = True
+            rest = []
+            for level, count in enumerate(self.work(height, width).tokens):
+                left = np.setdiff1d(np.arange(count), ids[level])
+                rest.append(np.concatenate([left + count * i for i in range(self.entry_halves)]))
+            row.inactive = Inactive(
+                active={
+                    level: torch.from_numpy(found).to(self.device) for level, found in ids.items()
+                },
+                mask=torch.from_numpy(mask.reshape(1, height, width)).to(self.device),
+                template=self._template(job, noise_seed),
+                selection=Selection(rest, [place.level for place in self.places]),
+                halves=self.entry_halves,
+            )
+            return row
+
+    def priming_row(
+        self,
+        job: EditJob,
+        anchors: Sequence[Anchor],
+        prompt: Conditioning,
+        noise_seed: int,
+        kinds: Sequence[frozenset[str]],
+        format: str,
+    ) -> UnetPrimingRow:
+        none = {name: np.zeros_like(array) for name, array in prompt.items()}
+        with torch.inference_mode():
+            return UnetPrimingRow(
+                request_id=job.request.request_id,
+                template=self._template(job, noise_seed),
+                anchors=tuple(anchors),
+                prompts=tuple(
+                    self._prompt(each, job) for each in (prompt, none)[: self.entry_halves]
+                ),
+                kinds=kinds,
+                format=format,
+            )
+
+    def step(self, rows: Sequence[Row], plan: Plan | None) -> None:
+        own = cast(Sequence[UnetRow | UnetPrimingRow], rows)
+        # Entered anew it costs more than the rest of this; the engine's thread is in it for good.
+        with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
+            last, self._batch = self._batch, None  # one whose step fails is not stepped again
+            batch = Batch.of(self.model, own, last)
+            del last
+            batch.step(() if plan is None else plan.kinds)
+            self._batch = batch
+
+    def session(self) -> AbstractContextManager[object]:
+        return torch.inference_mode()
+
+    def release(self) -> None:
+        self._batch = None
+
+    def _row(self, job: EditJob) -> UnetRow:
+        settings = job.request.settings
+        assert settings.num_inference_steps is not None
+        sampler = Sampler(self.sampler, settings.num_inference_steps, settings.strength)
+        start = self._start(job, sampler)
+        guidance = None
+        if job.negative is not None:
+            assert settings.guidance_scale is not None, "preprocess fills in the model's default"
+            guidance = Guidance(self._prompt(job.negative, job), settings.guidance_scale)
+        blend, condition = start.blend, start.condition
+        return UnetRow(
+            request_id=job.request.request_id,
+            sampler=sampler,
+            noise_levels=self._noise_levels,
+            prompt=self._prompt(job.conditioning, job),
+            guidance=guidance,
+            latents=start.latents.to(self.device),
+            condition=None if condition is None else condition.to(self.device),
+            blend=None if blend is None else blend.to(self.device),
+        )
+
+    def _start(self, job: EditJob, sampler: Sampler) -> Start:
+        """Draw everything random of the edit, in the pipeline's own order, on the CPU."""
+        generator = torch.Generator("cpu").manual_seed(job.request.seed)
+        masked = self._posterior(job.masked_moments) if self.facts.semantics == "fill" else None
+        return start_row(
+            self._posterior(job.moments), masked, job.edit_mask, sampler, generator, self.dtype
+        )
+
+    def _template(self, job: EditJob, noise_seed: int) -> TemplateInputs:
+        return template_inputs(
+            self._posterior(job.moments),
+            noise_seed,
+            self._noise_levels,
+            self.dtype,
+            self.device,
+            fill=self.facts.semantics == "fill",
+        )
+
+    def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
+        return Posterior(moments, 0.0, self.vae_scale, self._vae_dtype)
+
+    def _prompt(self, conditioning: Conditioning, job: EditJob) -> Prompt:
+        text = self._tensor(conditioning["prompt_embeds"])
+        if not self.facts.micro_conditioning:
+            return Prompt(text, None)
+        # diffusers' defaults: the picture as if it were original, whole and wanted at this size.
+        height, width = job.edit_mask.shape
+        sizes = torch.tensor([height, width, 0, 0, height, width], device=self.device)
+        pooled = self._tensor(conditioning["pooled"])
+        return Prompt(text, added_embedding(self.model, pooled, sizes.to(self.dtype)))
+
+    def _walk(self, job: EditJob) -> tuple[float, ...]:
+        settings = job.request.settings
+        assert settings.num_inference_steps is not None
+        return self._timesteps(settings.num_inference_steps, settings.strength)
+
+    def _make_timesteps(self, steps: int, strength: float) -> tuple[float, ...]:
+        return tuple(map(float, Sampler(self.sampler, steps, strength).timesteps))
+
+    def _make_work(self, height: int, width: int) -> ModelWork:
+        return unet_work(self.facts.denoiser, height, width, guidance=False)
+
+    def _active(self, job: EditJob) -> dict[int, NDArray[np.int64]]:
+        """Computed tokens per level."""
+        return active_tokens_per_level(
+            job.edit_mask, self.facts.token_pixels, self._depth, job.mask_ring
+        )
+
+    def _tensor(self, array: NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(array).to(self.device, self.dtype)

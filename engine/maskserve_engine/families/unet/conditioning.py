@@ -1,0 +1,120 @@
+"""What an edit adds to a UNet row: inpainting's extra channels, or the blend after each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from maskserve_engine.families.posterior import Posterior, draw
+from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """Base models: outside the mask, latents follow the noised source."""
+
+    mask: Tensor
+    """[1, h, w], 1 = edit."""
+    clean: Tensor
+    """[C, h, w] source latents."""
+    noise: Tensor
+    """[C, h, w] the request's noise."""
+
+    def apply(self, latents: Tensor, sampler: Sampler, after: int) -> Tensor:
+        """Latents as they go into step `after`, or leave the last one."""
+        source = self.clean
+        if after < len(sampler.timesteps):
+            source = sampler.noised(self.clean[None], self.noise[None], after)[0]
+        return (1 - self.mask) * source + self.mask * latents
+
+    def to(self, device: torch.device) -> Blend:
+        return Blend(self.mask.to(device), self.clean.to(device), self.noise.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A row's tensors before its first step, in the model's dtype."""
+
+    latents: Tensor
+    """[C, h, w]"""
+    condition: Tensor | None
+    """[1 + C, h, w] mask and masked image of inpainting models."""
+    blend: Blend | None
+    """Of base models."""
+
+
+def start_row(
+    image: Posterior,
+    masked: Posterior | None,
+    edit_mask: NDArray[np.uint8],
+    sampler: Sampler,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+) -> Start:
+    """The preparation of StableDiffusionInpaintPipeline and StableDiffusionXLInpaintPipeline.
+
+    Draws, in their order: the image's sample where it is used, the noise, the masked image's
+    sample. (Base models draw the last one too and never use it.)
+
+    Args:
+        image: of the source.
+        masked: of the source with the masked area blanked; None for base models.
+        edit_mask: [H, W], above 127 = edit.
+        sampler: the row's.
+        generator: of the edit's seed.
+        dtype: of the model.
+    """
+    clean = None
+    if masked is None or not sampler.whole:
+        clean = image.sample(generator).to(dtype)
+    noise = draw(image.mean.shape, generator, dtype)
+    latents = sampler.start(None if clean is None else clean[None], noise[None])[0]
+    mask = torch.from_numpy(edit_mask > 127).float()[None, None]
+    mask = F.interpolate(mask, size=noise.shape[1:])[0].to(dtype)
+    if masked is None:
+        assert clean is not None
+        return Start(latents, None, Blend(mask, clean, noise))
+    return Start(latents, torch.cat((mask, masked.sample(generator).to(dtype))), None)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateInputs:
+    """The template's own inputs: what priming runs on and inactive tokens are pinned to."""
+
+    clean: Tensor
+    """[C, h, w] posterior mode of the source."""
+    noise: Tensor
+    """[C, h, w] the template's own noise."""
+    condition: Tensor | None
+    """[1 + C, h, w]: for inpainting models an empty mask and the unmasked image."""
+    levels: NoiseLevels
+
+    def latents_at(self, timestep: float) -> Tensor:
+        """[C, h, w] as the model takes them."""
+        return self.levels.mixed(self.clean, self.noise, timestep)
+
+    def at(self, timestep: float) -> Tensor:
+        """[in_channels, h, w] model input."""
+        latents = self.latents_at(timestep)
+        return latents if self.condition is None else torch.cat((latents, self.condition))
+
+
+def template_inputs(
+    image: Posterior,
+    noise_seed: int,
+    levels: NoiseLevels,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    fill: bool,
+) -> TemplateInputs:
+    """The template's inputs; equal for every edit of the same pixels and noise seed."""
+    clean = image.mode().to(dtype)
+    noise = draw(clean.shape, torch.Generator("cpu").manual_seed(noise_seed), dtype)
+    condition = torch.cat((torch.zeros_like(clean[:1]), clean)).to(device) if fill else None
+    return TemplateInputs(clean.to(device), noise.to(device), condition, levels)

@@ -1,0 +1,221 @@
+"""UNet rows: one edit or one template being primed, with all the state between its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from maskserve_core.contracts.entry_key import Anchor
+from maskserve_engine.cache.entries import AnchorEntry, Recorder
+from maskserve_engine.cache.handle import Handle
+from maskserve_engine.cache.selection import Selection
+from maskserve_engine.families.unet.conditioning import Blend, TemplateInputs
+from maskserve_engine.families.unet.forward import PassInput
+from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as one pass of the model takes it."""
+
+    text: Tensor
+    """[T, width]"""
+    added: Tensor | None
+    """[embedding width] of SDXL's micro-conditioning (`forward.added_embedding`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guidance:
+    """Classifier-free guidance: each step also runs the model with the negative prompt, and is
+    led away from its answer.
+    """
+
+    negative: Prompt
+    scale: float
+    """guidance_scale, above 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inactive:
+    """A cached row's tokens outside the mask: what stands in for computing them."""
+
+    active: Mapping[int, Tensor]
+    """Level → [n] ids of the computed tokens."""
+    mask: Tensor
+    """[1, h, w] bool: active at level 0."""
+    template: TemplateInputs
+    selection: Selection
+    """The others' ids, per level; where entries have two halves, of one behind the other."""
+    halves: int = 1
+    """2: the second pass reads the entries' second half."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRest:
+    """`stack.Rest` of one pass of a row, at whatever step it is."""
+
+    row: UnetRow
+    half: int
+    """Of the entries: 0, or 1 for the second pass where it has its own."""
+
+    def hidden(self, block: int, out: Tensor) -> None:
+        self._read(block, "h", out)
+
+    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
+        self._read(block, "kv", keys.flatten(1), values.flatten(1))
+
+    def end(self, block: int, out: Tensor) -> None:
+        self._read(block, "end", out)
+
+    def _read(self, block: int, part: str, *outs: Tensor) -> None:
+        assert self.row.entry is not None, "packed for a step that reads no entry"
+        begin = self.half * len(outs[0])
+        own = slice(begin, begin + len(outs[0]))
+        for coded, out in zip(self.row.entry.wait(block, part), outs, strict=True):
+            coded.map(lambda tokens: tokens[own]).into(out)
+
+
+@dataclass(slots=True)
+class UnetRow:
+    """One edit inside the running batch."""
+
+    request_id: str
+    sampler: Sampler
+    noise_levels: NoiseLevels
+    prompt: Prompt
+    guidance: Guidance | None
+    latents: Tensor
+    """[C, h, w]; what lies outside a cached row's active tokens is never read."""
+    condition: Tensor | None
+    blend: Blend | None
+    inactive: Inactive | None = None
+    """None for a dense row."""
+    entry: Handle | None = None
+    """What its next step reads; None: the step computes every token."""
+    step: int = 0
+    _taken: Tensor | None = None
+    _answer: Tensor | None = None
+
+    @property
+    def steps(self) -> int:
+        return len(self.sampler.timesteps)
+
+    @property
+    def timestep(self) -> float:
+        return float(self.sampler.timesteps[self.step])
+
+    @property
+    def selection(self) -> Selection | None:
+        """The inactive tokens of a cached row."""
+        return None if self.inactive is None else self.inactive.selection
+
+    def passes(self) -> list[PassInput]:
+        """What the model is given in the next step: the prompt's pass, then the negative's."""
+        prompts = [self.prompt]
+        if self.guidance is not None:
+            prompts.append(self.guidance.negative)
+        inactive = self.inactive
+        if inactive is None or self.entry is None:
+            return [PassInput(each.text, each.added) for each in prompts]
+        return [
+            PassInput(
+                each.text,
+                each.added,
+                inactive.active,
+                CachedRest(self, min(number, inactive.halves - 1)),
+            )
+            for number, each in enumerate(prompts)
+        ]
+
+    def sample(self) -> Tensor:
+        """[in_channels, h, w] the model's input of the next step."""
+        taken = self.sampler.scaled(self.latents, self.step)
+        if self.inactive is not None:
+            pinned = self.inactive.template.latents_at(self.timestep)
+            taken = torch.where(self.inactive.mask, taken, pinned)
+        self._taken = taken
+        return taken if self.condition is None else torch.cat((taken, self.condition))
+
+    def advance(self, answers: Tensor) -> None:
+        """Take the sampler's step.
+
+        Args:
+            answers: [passes, C, h, w] of the model.
+        """
+        answer = answers[0]
+        if self.guidance is not None:
+            away = answers[1]
+            answer = away + self.guidance.scale * (answer - away)
+        self._answer = answer
+        moved = self.sampler.move(answer[None], self.step, self.latents[None])[0]
+        self.step += 1
+        if self.blend is not None:
+            moved = self.blend.apply(moved, self.sampler, self.step)
+        self.latents = moved
+
+    def estimate(self) -> NDArray[np.float32]:
+        """[C, h, w] the latents that the last step's answer expects in the end."""
+        assert self._taken is not None, "no step was taken yet"
+        assert self._answer is not None
+        timestep = float(self.sampler.timesteps[self.step - 1])
+        return self._image(self.noise_levels.estimate(self._taken, self._answer, timestep))
+
+    def result(self) -> NDArray[np.float32]:
+        """[C, h, w] latents."""
+        return self._image(self.latents)
+
+    def _image(self, latents: Tensor) -> NDArray[np.float32]:
+        if self.inactive is not None:
+            latents = torch.where(self.inactive.mask, latents, self.inactive.template.clean)
+        return latents.float().cpu().numpy()
+
+
+@dataclass(slots=True)
+class UnetPrimingRow:
+    """A template whose entries are computed, one anchor per step."""
+
+    request_id: str
+    template: TemplateInputs
+    anchors: tuple[Anchor, ...]
+    prompts: tuple[Prompt, ...]
+    """Of each pass: the priming prompt, and none where entries have two halves."""
+    kinds: Sequence[frozenset[str]]
+    """Per block, what is kept: any of "h" and "kv"."""
+    format: str
+    entry: None = None
+    step: int = 0
+    capture: Recorder = field(init=False)
+    _done: list[AnchorEntry] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.capture = Recorder(self.kinds, self.format)
+
+    @property
+    def steps(self) -> int:
+        return len(self.anchors)
+
+    @property
+    def timestep(self) -> float:
+        return self.anchors[self.step].timestep
+
+    def passes(self) -> list[PassInput]:
+        return [PassInput(each.text, each.added) for each in self.prompts]
+
+    def sample(self) -> Tensor:
+        """[in_channels, h, w] the template noised to the next anchor."""
+        self.capture = Recorder(self.kinds, self.format)
+        return self.template.at(self.timestep)
+
+    def advance(self, answers: Tensor) -> None:
+        """Keep what was recorded; nothing has moved."""
+        self._done.append(self.capture.entry(self.anchors[self.step]))
+        self.step += 1
+
+    def take_entry(self) -> AnchorEntry:
+        """What the last step has recorded; once per step."""
+        return self._done.pop()

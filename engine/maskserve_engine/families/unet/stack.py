@@ -1,0 +1,263 @@
+"""One stack (Transformer2DModel) of the UNet over computed tokens, with the real modules' weights.
+
+GroupNorm, proj_in, proj_out and the residual run on all positions; between them the blocks compute
+active tokens only (design §4, "Cached row"):
+
+    proj_in ► all tokens ─► block ► block ► … ► active tokens ─┐
+                     └ inactive: K and V only, or dropped      ├► all tokens ► proj_out
+                                     inactive: from the cache ─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from maskserve_engine.families.attention import Segments, attention
+from maskserve_engine.families.unet.levels import Level, Sparse
+
+
+class Rest(Protocol):
+    """A cached pass's inactive tokens: what of them the plan's blocks may need.
+
+    Blocks are numbered over the whole UNet, in the order they run.
+    """
+
+    def hidden(self, block: int, out: Tensor) -> None:
+        """Write their cached hidden states at the block's input into `out` [m, width]."""
+        ...
+
+    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
+        """Write their cached keys and values into [m, heads, head_dim] each."""
+        ...
+
+    def end(self, block: int, out: Tensor) -> None:
+        """Write their cached hidden states behind a stack's last block into `out` [m, width]."""
+        ...
+
+
+class Capture(Protocol):
+    """Where a priming row's activations go. Tensors are views: copy what is kept."""
+
+    def hidden(self, block: int, hidden: Tensor) -> None:
+        """`hidden` [tokens, width] at the block's input."""
+        ...
+
+    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
+        """`keys` and `values` [tokens, heads, head_dim]."""
+        ...
+
+    def end(self, block: int, output: Tensor) -> None:
+        """`output` [tokens, width] behind a stack's last block."""
+        ...
+
+
+class Text:
+    """The prompts of all passes, packed, and their keys and values in each block.
+
+    These are the same at every step, so each block projects them once for as long as the batch
+    holds.
+    """
+
+    def __init__(self, states: Tensor) -> None:
+        self.states = states
+        self._projected: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keys_values(self, number: int, attn: Any) -> tuple[Tensor, Tensor]:
+        """[T, heads, head_dim] each, for block `number` and its cross-attention."""
+        if number not in self._projected:
+            self._projected[number] = (
+                _heads(attn.to_k(self.states), attn),
+                _heads(attn.to_v(self.states), attn),
+            )
+        return self._projected[number]
+
+
+Fill = Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Completes a self-attention's computed keys and values by those of the other tokens."""
+
+
+def transformer_block(
+    block: Any,
+    number: int,
+    tokens: Tensor,
+    own: Segments,
+    cross: Segments,
+    text: Text,
+    fill: Fill | None,
+    see: Callable[[Tensor, Tensor], None] | None,
+) -> Tensor:
+    """A BasicTransformerBlock over packed tokens.
+
+    Args:
+        block: the real module.
+        number: of the block in the UNet.
+        tokens: [n, width] computed tokens.
+        own: of self-attention, whose keys are complete.
+        cross: of cross-attention.
+        text: the passes' prompts.
+        fill: None where all tokens are computed.
+        see: is shown the computed keys and values; None: nobody is.
+    """
+    normed, attn = block.norm1(tokens), block.attn1
+    keys, values = _heads(attn.to_k(normed), attn), _heads(attn.to_v(normed), attn)
+    if see is not None:
+        see(keys, values)
+    if fill is not None:
+        keys, values = fill(block, keys, values)
+    mixed = attention(_heads(attn.to_q(normed), attn), keys, values, own)
+    tokens = tokens + attn.to_out[0](mixed.flatten(1))
+
+    attn = block.attn2
+    query = _heads(attn.to_q(block.norm2(tokens)), attn)
+    mixed = attention(query, *text.keys_values(number, attn), cross)
+    tokens = tokens + attn.to_out[0](mixed.flatten(1))
+    return tokens + block.ff(block.norm3(tokens))
+
+
+def _heads(x: Tensor, attn: Any) -> Tensor:
+    return x.unflatten(1, (attn.heads, -1))
+
+
+class Stack:
+    """One run through a stack.
+
+    Args:
+        level: of the stack.
+        text: the passes' prompts.
+        rests: per pass; None where it computes all tokens.
+        captures: (first pass, behind its last pass, capture) of each priming row.
+        kinds: per block of the UNet, for passes with a rest.
+    """
+
+    def __init__(
+        self,
+        level: Level,
+        text: Text,
+        rests: Sequence[Rest | None],
+        captures: Sequence[tuple[int, int, Capture]],
+        kinds: Sequence[str],
+    ) -> None:
+        self.level, self.text, self.rests = level, text, rests
+        self.captures, self.kinds = captures, kinds
+        self.sparse: Sparse | None = None  # while inactive tokens are left out
+        self.left: Tensor | None = None  # the inactive tokens at the next block's input, at hand
+
+    def run(self, module: Any, first: int, x: Tensor) -> Tensor:
+        """The Transformer2DModel `module`, whose first block has the number `first`, on
+        [P, C, h, w].
+        """
+        passes, _, height, width = x.shape
+        tokens = _project_in(module, x)
+        for number, block in enumerate(module.transformer_blocks, start=first):
+            tokens = self._block(block, number, tokens)
+        tokens = self._end(number, tokens)
+        return x + _project_out(module, tokens.unflatten(0, (passes, height, width)))
+
+    def _block(self, block: Any, number: int, tokens: Tensor) -> Tensor:
+        fill = None
+        if self.level.sparse is not None:
+            tokens = self._widen_or_narrow(number, tokens)
+            fill = self._fill(number)
+        see = self._capture(number, tokens) if self.captures else None
+        at = self.sparse or self.level
+        tokens = transformer_block(block, number, tokens, at.own, at.cross, self.text, fill, see)
+        self.left = None  # the inactive tokens are a block behind now
+        return tokens
+
+    def _widen_or_narrow(self, number: int, tokens: Tensor) -> Tensor:
+        """Bring the inactive tokens in or leave them out, as the block's kind asks."""
+        dense = self.kinds[number] == "dense"
+        if dense and self.sparse is not None:
+            tokens, self.sparse = self.sparse.join(tokens, self._inactive(number, tokens)), None
+        elif not dense and self.sparse is None:
+            self.sparse = self.level.sparse
+            assert self.sparse is not None
+            # What was computed is nearer to the edit than an entry, and loads nothing.
+            tokens, self.left = self.sparse.split(tokens)
+        return tokens
+
+    def _inactive(self, number: int, like: Tensor) -> Tensor:
+        """[m, width] the inactive tokens at the block's input: at hand, or restored."""
+        if self.left is not None:
+            return self.left
+        return self._restored(like, lambda rest, out: rest.hidden(number, out))
+
+    def _restored(self, like: Tensor, read: Callable[[Rest, Tensor], None]) -> Tensor:
+        assert self.sparse is not None
+        out = like.new_empty(len(self.sparse.rest), like.shape[1])
+        for rest, (begin, end) in zip(self.rests, self.sparse.rest_spans, strict=True):
+            if rest is not None:
+                read(rest, out[begin:end])
+        return out
+
+    def _fill(self, number: int) -> Fill | None:
+        if self.sparse is None:
+            return None
+        sparse, project = self.sparse, self.kinds[number] == "project"
+
+        def fill(block: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            if project:
+                attn = block.attn1
+                normed = block.norm1(self._inactive(number, keys.flatten(1)))
+                more = _heads(attn.to_k(normed), attn), _heads(attn.to_v(normed), attn)
+            else:
+                more = self._loaded(number, keys)
+            return sparse.join(keys, more[0]), sparse.join(values, more[1])
+
+        return fill
+
+    def _loaded(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.sparse is not None
+        shape = (len(self.sparse.rest), *like.shape[1:])
+        keys, values = like.new_empty(shape), like.new_empty(shape)
+        for rest, (begin, end) in zip(self.rests, self.sparse.rest_spans, strict=True):
+            if rest is not None:
+                rest.keys_values(number, keys[begin:end], values[begin:end])
+        return keys, values
+
+    def _capture(self, number: int, tokens: Tensor) -> Callable[[Tensor, Tensor], None]:
+        """Hand the priming rows' hidden states over now, their keys and values when known."""
+        own = self._own_parts()
+        for capture, at in own:
+            capture.hidden(number, tokens[at])
+
+        def see(keys: Tensor, values: Tensor) -> None:
+            for capture, at in own:
+                capture.keys_values(number, keys[at], values[at])
+
+        return see
+
+    def _own_parts(self) -> list[tuple[Capture, slice]]:
+        """Where each priming row lies among the computed tokens."""
+        spans = (self.sparse or self.level).own.q_spans
+        return [
+            (capture, slice(spans[first][0], spans[behind - 1][1]))
+            for first, behind, capture in self.captures
+        ]
+
+    def _end(self, number: int, tokens: Tensor) -> Tensor:
+        """All tokens behind the stack's last block `number`."""
+        for capture, at in self._own_parts():
+            capture.end(number, tokens[at])
+        if self.sparse is None:
+            return tokens
+        rest = self._restored(tokens, lambda rest, out: rest.end(number, out))
+        return self.sparse.join(tokens, rest)
+
+
+def _project_in(module: Any, x: Tensor) -> Tensor:
+    """[P, C, h, w] as tokens [P · h · w, width]."""
+    x = module.norm(x)
+    if module.use_linear_projection:
+        return module.proj_in(x.permute(0, 2, 3, 1).flatten(0, 2))
+    return module.proj_in(x).permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def _project_out(module: Any, tokens: Tensor) -> Tensor:
+    """[P, h, w, width] as [P, C, h, w]."""
+    if module.use_linear_projection:
+        return module.proj_out(tokens).permute(0, 3, 1, 2)
+    return module.proj_out(tokens.permute(0, 3, 1, 2))

@@ -1,0 +1,149 @@
+"""A UNet of true width with random weights, and synthetic rows and entries for it.
+
+Rows are one pass each: classifier-free guidance doubles dense and cached steps alike. Masks are
+squares, because scattered tokens would touch nearly all tokens of the coarser levels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DDIMScheduler, UNet2DConditionModel
+
+from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.imaging.masks import active_tokens_per_level
+from maskserve_core.planning.flops import RowTokens
+from maskserve_core.planning.flops_unet import unet_work
+from maskserve_engine.cache.codec import encode
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+from maskserve_engine.cache.selection import Selection
+from maskserve_engine.families.unet.batch import Batch
+from maskserve_engine.families.unet.conditioning import TemplateInputs
+from maskserve_engine.families.unet.forward import added_embedding, block_places
+from maskserve_engine.families.unet.rows import Inactive, Prompt, UnetRow
+from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
+from maskserve_harness.benchmarks.models import SD21, SDXL
+from maskserve_harness.benchmarks.replay import in_memory
+
+UNETS: dict[str, dict[str, Any]] = {"sdxl-1024": SDXL, "sd21-768": SD21}
+TEXT = 77
+
+
+class UnetBench:
+    """A UNet and synthetic rows of it; the counterpart of `step_rig.Bench`.
+
+    Args:
+        preset: a key of UNETS.
+        dtype: of weights, activations and entries in model format.
+        device: where it runs.
+        format: storage format of entries.
+    """
+
+    def __init__(self, preset: str, dtype: torch.dtype, device: torch.device, format: str) -> None:
+        self.device, self.dtype, self.format = device, dtype, format
+        config = UNETS[preset]
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                self.model = UNet2DConditionModel(**config).eval().requires_grad_(False)
+        finally:
+            torch.set_default_dtype(before)
+        self.side = int(config["sample_size"])
+        self.work = unet_work(config, self.side, self.side, guidance=False)
+        self.levels = tuple(place.level for place in block_places(self.model))
+        self.blocks = len(self.levels)
+        self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
+        self.batch: Batch | None = None
+        self.sampler = DDIMScheduler()
+
+    def fill_entry(self, kind: str) -> None:
+        """Random entries of one template for all blocks: `kv`, `project` (hidden) or `both`."""
+        blocks = []
+        for number, block in enumerate(self.work.blocks):
+            shape = self.work.tokens[block.level], block.width
+
+            def coded(shape: tuple[int, int] = shape) -> Any:
+                return encode(self._random(*shape), self.format)
+
+            hidden = coded() if kind in ("project", "both") else None
+            keys, values = (coded(), coded()) if kind in ("kv", "both") else (None, None)
+            end = coded() if number in self.work.ends else None
+            blocks.append(BlockEntry(hidden, keys, values, end))
+        self.entry = AnchorEntry(Anchor(0.5, 500.0), tuple(blocks))
+
+    def row(self, mask_ratio: float | None, seed: int) -> UnetRow:
+        """A dense row (None), or a cached one whose mask is a square of that share."""
+        channels, side = 4, self.side
+        levels = NoiseLevels(self.sampler)
+        added = None
+        if self.model.config.addition_embed_type:
+            sizes = torch.tensor([1024, 1024, 0, 0, 1024, 1024], device=self.device)
+            with torch.inference_mode():
+                added = added_embedding(self.model, self._random(1280), sizes.to(self.dtype))
+        row = UnetRow(
+            request_id=str(seed),
+            sampler=Sampler(self.sampler, 2),
+            noise_levels=levels,
+            prompt=Prompt(self._random(TEXT, self.model.config.cross_attention_dim), added),
+            guidance=None,
+            latents=self._random(channels, side, side),
+            condition=None,
+            blend=None,
+        )
+        if mask_ratio is None:
+            return row
+        mask = self._mask(mask_ratio)
+        ids = active_tokens_per_level(mask, 1, range(len(self.work.tokens)))
+        rest = [
+            np.setdiff1d(np.arange(count), ids[level])
+            for level, count in enumerate(self.work.tokens)
+        ]
+        selection = Selection(rest, self.levels)
+        row.inactive = Inactive(
+            active={level: torch.from_numpy(found).to(self.device) for level, found in ids.items()},
+            mask=torch.from_numpy(mask[None] > 0).to(self.device),
+            template=TemplateInputs(row.latents, self._random(channels, side, side), None, levels),
+            selection=selection,
+        )
+        row.entry = in_memory(self.entry, selection)
+        return row
+
+    def step(self, rows: Sequence[UnetRow], kind: str) -> None:
+        """What the engine does with a batch at one step; `kind` of all blocks."""
+        with torch.inference_mode():
+            for row in rows:
+                row.step = 0
+            self.batch = Batch.of(self.model, rows, self.batch)
+            self.batch.step((kind,) * self.blocks)
+
+    def limit(self, ratios: Sequence[float], kind: str) -> float:
+        """Dense FLOPs over cached FLOPs of a batch with these masks, tokens as they are."""
+        cached = [
+            RowTokens(
+                tuple(
+                    float(len(ids))
+                    for ids in active_tokens_per_level(
+                        self._mask(m), 1, range(len(self.work.tokens))
+                    ).values()
+                ),
+                TEXT,
+            )
+            for m in ratios
+        ]
+        return self.work.step_flops(cached, "dense") / self.work.step_flops(cached, kind)
+
+    def _mask(self, ratio: float) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """A square of that share of the picture, in its middle."""
+        mask = np.zeros((self.side, self.side), np.uint8)
+        side = max(1, round(math.sqrt(ratio) * self.side))
+        begin = (self.side - side) // 2
+        mask[begin : begin + side, begin : begin + side] = 255
+        return mask
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device).to(self.dtype)

@@ -1,0 +1,85 @@
+"""Train the demo UNet beside the demo model and write it as a diffusers folder.
+
+Stages, each skipped when its result lies in the work folder: the VAE's decoder, the drawn
+samples, the UNet (resumes from its checkpoint). Then export.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, StableDiffusionInpaintPipeline
+from diffusers.utils import logging
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_harness.demo_model import data
+from maskserve_harness.demo_model.export import export
+from maskserve_harness.demo_model.unet import TEXT_LENGTH, build_sampler, build_unet, narrow_vae
+from maskserve_harness.demo_model.unet_data import Sampler, encode_prompts
+from maskserve_harness.demo_model.unet_training import train
+from maskserve_harness.demo_model.vae import train_decoder
+
+GUIDANCE = 2.5
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--demo", type=Path, default=DEMO_MODEL, help="the demo model's folder")
+    add("--work", type=Path, default=CHECKOUT / ".cache/demo-unet-train", help="work folder")
+    add("--out", type=Path, default=DEMO_MODEL.with_name("demo-unet"), help="folder to export to")
+    add("--scenes", type=int, default=10_000, help="scenes to draw, with three wishes each")
+    add("--vae-minutes", type=float, default=5, help="training time of the VAE's decoder")
+    add("--minutes", type=float, default=90, help="training time of the UNet, by the clock")
+    add("--rate", type=float, default=2e-3, help="peak learning rate")
+    add("--threads", type=int, default=1, help="CPU threads")
+    add("--export-only", action="store_true", help="export the latest checkpoint and stop")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    logging.disable_progress_bar()
+    torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+    wide = AutoencoderKL.from_pretrained(args.demo / "vae").eval()
+    narrow = _vae(args, wide)
+    tokenizer = CLIPTokenizer.from_pretrained(args.demo / "tokenizer", model_max_length=TEXT_LENGTH)
+    encoder = CLIPTextModel.from_pretrained(args.demo / "text_encoder").eval()
+    torch.manual_seed(0)
+    unet, sampler = build_unet(), build_sampler()
+    checkpoint = args.work / "unet.pt"
+    if not args.export_only:
+        folder = args.work / "data"
+        data.write_part(wide, folder, "plain", (128, 128), args.scenes, 0)
+        samples = Sampler(
+            folder, wide, narrow.config.scaling_factor, encode_prompts(tokenizer, encoder), 1
+        )
+        train(unet, sampler, samples, checkpoint, time.time() + 60 * args.minutes, args.rate)
+    state = torch.load(checkpoint, weights_only=True)
+    unet.load_state_dict(state["ema"])
+    pipe = StableDiffusionInpaintPipeline(
+        vae=narrow,
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        unet=unet,
+        scheduler=sampler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    export(pipe, args.out, TEXT_LENGTH, guidance_scale=GUIDANCE)
+    print(f"exported to {args.out} after {state['samples']} samples")
+    return 0
+
+
+def _vae(args: argparse.Namespace, wide: AutoencoderKL) -> AutoencoderKL:
+    folder = args.work / "vae"
+    if not (folder / "config.json").exists():
+        narrow = narrow_vae(wide)
+        train_decoder(narrow, folder, args.vae_minutes * 60)
+    return AutoencoderKL.from_pretrained(folder).eval()
