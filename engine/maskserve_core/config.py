@@ -180,7 +180,7 @@ class LogConfig:
     file: str = _opt(
         "",
         "Lines are appended to this file, which all processes share; empty: to standard error, "
-        "which is Triton's log. serve.py names one per worker unless this is set.",
+        "which is Triton's log. `maskserve serve` names one per worker unless this is set.",
     )
 
 

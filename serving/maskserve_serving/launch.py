@@ -1,7 +1,8 @@
-"""Become tritonserver, and be told to stop when the supervisor dies.
+"""Become tritonserver or the router, and end when the supervisor dies.
 
-Run as `python launch.py PARENT_PID PROGRAM ARGUMENTS…`: a supervisor that is killed cannot stop its
-workers, so the kernel is asked to send them SIGTERM then (PR_SET_PDEATHSIG, which exec keeps).
+Run as `python launch.py PARENT_PID PROGRAM ARGUMENTS…`. A supervisor that is killed cannot stop
+what it runs, so the kernel is asked to kill it then (PR_SET_PDEATHSIG, which exec keeps). Told
+to stop, Triton would lose the edits in flight too, but hold clients and ports for 10 s.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ _STACK_BYTES = 512 * 2**20
 
 def main() -> None:
     parent, program, *arguments = sys.argv[1:]
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         sys.exit("the supervisor died before the worker began")
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)

@@ -1,4 +1,4 @@
-"""Processes that a killed supervisor left: its Triton on its way out, or a model's process alone.
+"""Processes that a killed supervisor left: models' processes on their way out, or stuck.
 
 Each has the folder of its supervisor in its environment.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 
 RUN_DIR = "MASKSERVE_RUN_DIR"
 """Environment variable: the folder that the supervisor made for this run."""
-# A Triton that was told to stop waits so long for its models (command.EXIT_TIMEOUT_S), and a bit.
-_PATIENCE_S = 15.0
+# A model's process ends within a second of its server, or within some on a busy machine.
+_PATIENCE_S = 10.0
 _POLL_S = 0.1
 
 

@@ -23,6 +23,8 @@ from maskserve_serving.errors import ServeError
 
 OLDEST_GLIBC = (2, 35)
 _PACKAGE = "nvidia-pytriton"
+_OF_WORKERS = ("torch", "diffusers", "transformers")
+_OF_ROUTER = ("grpc_health", "httptools", "prometheus_client", "starlette", "uvicorn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +39,19 @@ class Runtime:
     version: str
 
 
-def check_packages() -> None:
-    """Raise unless what a worker's models import is installed.
+def check_packages(*, router: bool = False) -> None:
+    """Raise unless what the workers, and the router, import is installed.
 
     Raises:
         ServeError: it names the package and how to install it.
     """
-    for module in ("torch", "diffusers", "transformers"):
+    wanted = dict.fromkeys(_OF_WORKERS, "engine,server")
+    if router:
+        wanted |= dict.fromkeys(_OF_ROUTER, "engine,server,router")
+    for module, extras in wanted.items():
         if importlib.util.find_spec(module) is None:
             raise ServeError(
-                f"the package {module} is not installed, which workers need "
-                "(pip install 'maskserve[engine,server]')"
+                f"the package {module} is not installed (pip install 'maskserve[{extras}]')"
             )
 
 

@@ -78,7 +78,7 @@ class Supervisor:
         if options.workers < 1:
             raise ServeError(f"--workers: {options.workers} is not at least 1")
         tables = with_trace(with_model(read_tables(options.config), options.model), options)
-        check_packages()
+        check_packages(router=options.router)
         runtime = find_runtime(options.tritonserver, options.cache_dir)
         self.workers = make_workers(options, runtime, tables)
         if options.router:

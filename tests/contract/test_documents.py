@@ -39,6 +39,19 @@ def test_links_between_documents_lead_somewhere(text: Path) -> None:
             assert target.exists(), f"{text.name}: {link}"
 
 
+FOLDERS = "assets|client|docs|engine|ensemble|harness|model_repository|router|scripts|serving|tests"
+OUTPUT = "(?<!--json )"
+FILE = re.compile(
+    rf"(?<![\w/.-]){OUTPUT}(?:{FOLDERS})/[\w./-]+\.(?:json|md|npz|pbtxt|png|py|toml|yaml)\b"
+)
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_that_documents_name_are_there(text: Path) -> None:
+    named = set(FILE.findall(text.read_text(encoding="utf-8")))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
 def test_every_setting_is_in_the_readme() -> None:
     from maskserve_core.contracts.settings import setting_names
 

@@ -1,7 +1,7 @@
 """A program that the supervisor takes for tritonserver: it answers over HTTP and keeps a record.
 
-No model runs, so a start takes a moment. It goes deaf when a file says so, and takes its time to
-end when it is told to.
+No model runs, so a start takes a moment. It goes deaf when a file says so, and has a child that
+outlives it, like the process of a model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _PROGRAM = """\
 #!{python}
 import sys
 sys.path[:0] = {path!r}
-import http.server, os, signal, threading, time, tomllib
+import http.server, os, subprocess, threading, time, tomllib
 from maskserve_core.worker.status import StatusWriter, WorkerStatus
 
 def record():
@@ -23,10 +23,6 @@ def record():
         writer.write(WorkerStatus("worker-0", "m", "ready", max_rows=1, max_waiting=1))
         time.sleep(0.1)
 
-def end(*_):
-    time.sleep({ends_in_s})
-    os._exit(0)
-
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         while os.path.exists({deaf!r}):
@@ -34,7 +30,8 @@ class Health(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
-signal.signal(signal.SIGTERM, end)
+outlive = f"while kill -0 {{os.getpid()}} 2>/dev/null; do sleep 0.1; done; sleep {lingers_s}"
+subprocess.Popen(["/bin/sh", "-c", outlive], stdout=subprocess.DEVNULL)
 threading.Thread(target=record, daemon=True).start()
 port = next(int(a.split("=")[1]) for a in sys.argv if a.startswith("--http-port="))
 print("fake Triton at", port, flush=True)
@@ -42,12 +39,12 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Health).serve_forever()
 """
 
 
-def fake_triton(folder: Path, ends_in_s: float = 0.0) -> Path:
+def fake_triton(folder: Path, lingers_s: float = 0.0) -> Path:
     """The program, made in `folder`; while `folder/deaf` exists it answers nobody."""
     program = folder / "tritonserver"
     program.write_text(
         _PROGRAM.format(
-            python=sys.executable, path=sys.path, deaf=str(folder / "deaf"), ends_in_s=ends_in_s
+            python=sys.executable, path=sys.path, deaf=str(folder / "deaf"), lingers_s=lingers_s
         )
     )
     program.chmod(0o755)

@@ -14,6 +14,7 @@ import pytest
 
 from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
 from maskserve_core.worker.liveness import (
+    SERVER_PID,
     Processes,
     Silence,
     sign_in,
@@ -65,6 +66,20 @@ def soon(folder: Path) -> str | None:
     """What is found unwell, with a moment for the kernel to act."""
     eventually("it is unwell", lambda: unwell(folder), 2.0)
     return unwell(folder)
+
+
+def test_a_model_whose_server_was_gone_before_it_began_ends(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    env = {"PYTHONPATH": os.pathsep.join(sys.path), SERVER_PID: str(gone.pid)}
+    orphan = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path)],
+        env=os.environ | env,
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    assert orphan.returncode == 1
 
 
 def test_the_living_are_well(tmp_path: Path, child: subprocess.Popen[str]) -> None:

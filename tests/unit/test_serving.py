@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -389,3 +390,21 @@ def test_a_server_gets_a_large_stack_and_its_models_know_it() -> None:
     stack_kib, own, told = said.stdout.split()
     assert stack_kib == "unlimited" or int(stack_kib) >= 512 * 1024
     assert own == told
+
+
+@pytest.mark.parametrize(
+    ("missing", "router", "extras"),
+    [("torch", False, "engine,server"), ("uvicorn", True, "engine,server,router")],
+)
+def test_a_missing_package_is_told_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, missing: str, router: bool, extras: str
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == missing else find_spec(name)
+    )
+    with pytest.raises(ServeError) as refused:
+        runtime.check_packages(router=router)
+    assert str(refused.value) == (
+        f"the package {missing} is not installed (pip install 'maskserve[{extras}]')"
+    )
