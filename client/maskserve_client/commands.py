@@ -216,7 +216,13 @@ def templates_list(options: argparse.Namespace) -> None:
 
 def _kept(template: dict[str, Any]) -> str:
     """What a server keeps of a template, in words."""
-    cached = "cached" if template["entries"] else "not cached"
+    tiers = [
+        f"{entry.get('tier', '?')} {entry.get('bytes', 0) / 2**20:.1f} MiB"
+        + ("" if entry.get("whole", True) else " (in part)")
+        + (", pinned" if entry.get("pinned") else "")
+        for entry in template["entries"]
+    ]
+    cached = f"cached on {', '.join(tiers)}" if tiers else "not cached"
     if template["registered"]:
         return f"registered, {cached}"
     return f"{cached} only: register the image to edit it by this id"

@@ -81,7 +81,12 @@ def find_source(folder: Path) -> Path:
 def serve_options(options: argparse.Namespace) -> ServeOptions:
     logs = options.out / "logs"
     print(f"starting Triton with {options.model}; its log is in {logs}", flush=True)
-    return ServeOptions(model=options.model, base_port=free_base_port(), log_dir=logs)
+    return ServeOptions(
+        model=options.model,
+        base_port=free_base_port(),
+        log_dir=logs,
+        entries=options.out / "entries",
+    )
 
 
 def prime(client: Client, image: Path) -> None:
@@ -132,7 +137,9 @@ def compare(client: Client, image: Path, options: argparse.Namespace, cached: Ed
     difference = np.abs(np.asarray(dense.image, int) - np.asarray(cached.image, int))
     inside = upright(options.mask, "L").point(lambda value: 255 * (value >= 128))
     level = difference[np.asarray(inside) > 0].mean()
+    loaded = sum(cached.meta["cache_bytes"].values()) / 2**20
     print(f"cache: hit; each step computed {share}")
+    print(f"the first edit read {loaded:.1f} MiB from tier {cached.meta['cache_tier']}")
     print(
         f"denoising took {meta['timings_ms']['denoise']:.0f} ms, with all tokens "
         f"{dense.meta['timings_ms']['denoise']:.0f} ms ({saved:.1f}x); the two pictures differ by "

@@ -12,7 +12,13 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from maskserve_serving.errors import ServeError
-from maskserve_serving.options import DEFAULT_BASE_PORT, DEFAULT_ROUTER_PORT, MODELS, ServeOptions
+from maskserve_serving.options import (
+    DEFAULT_BASE_PORT,
+    DEFAULT_ROUTER_PORT,
+    MODELS,
+    ServeOptions,
+    default_entries,
+)
 
 if TYPE_CHECKING:
     from maskserve_serving.router import Router
@@ -67,6 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="an installed tritonserver in place of the one from pip",
+    )
+    add(
+        "--entries",
+        type=lambda text: Path(text) if text else None,
+        default=default_entries(),
+        metavar="DIR",
+        help="keep cached activations there, across restarts (default %(default)s); '' for nowhere",
     )
     add(
         "--load-timeout",
@@ -133,6 +146,7 @@ def _options(given: argparse.Namespace) -> ServeOptions:
         config=given.config,
         log_dir=given.log_dir,
         tritonserver=given.tritonserver,
+        entries=given.entries,
         load_timeout_s=given.load_timeout,
         drain_grace_s=given.drain_grace,
         otlp_url=given.otlp_url,

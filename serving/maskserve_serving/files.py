@@ -45,6 +45,11 @@ class WorkerFiles:
     def status(self) -> Path:
         return self.runtime / "status"
 
+    @property
+    def entries(self) -> Path:
+        """Host tier of cached activations, which all workers of the supervisor share."""
+        return self.root.parent / "entries"
+
     def prepare(self, tables: dict[str, Any]) -> Config:
         """Clear the folder and write the worker's configuration; returns it as the worker sees it.
 

@@ -23,6 +23,11 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maskserve"
 
 
+def default_entries() -> Path:
+    """The disk tier of servers started by hand."""
+    return default_cache_dir() / "entries"
+
+
 def _say(line: str) -> None:
     print(line, flush=True)
 
@@ -51,6 +56,9 @@ class ServeOptions:
     """An installed server to use in place of the one from pip."""
     cache_dir: Path = field(default_factory=default_cache_dir)
     """Where the server from pip is laid out, once per version."""
+    entries: Path | None = None
+    """Where cached activations outlive the server, as the disk tier of all its workers, beside a
+    host tier in memory while it runs; None: neither, unless the configuration names them."""
     load_timeout_s: float = 900.0
     """How long a worker may take to load its model."""
     drain_grace_s: float | None = None

@@ -42,3 +42,11 @@ class Spec:
         if "file" in given or given.get("format", "json") != "json":
             return tables
         return with_values(tables, "log", file=str(self.log.with_suffix(".jsonl")))
+
+    def with_entries(self, tables: dict[str, Any]) -> dict[str, Any]:
+        """`tables`, with folders for cached activations unless they name their own."""
+        if self.options.entries is None:
+            return tables
+        disk = str(self.options.entries.absolute())
+        own = {"host_dir": str(self.files.entries), "disk_dir": disk}
+        return with_values(tables, "cache", **{**own, **tables.get("cache", {})})

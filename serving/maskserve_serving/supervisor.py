@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 import time
 import traceback
@@ -270,6 +271,7 @@ class Supervisor:
         for process in self._processes():
             process.remove_files()
         for folder in folders_of(self._files()):
+            shutil.rmtree(folder / "entries", ignore_errors=True)
             try:
                 folder.rmdir()
             except OSError:

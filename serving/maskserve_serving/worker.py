@@ -74,7 +74,8 @@ class Worker(Process):
             "runtime_dir": str(spec.files.runtime),
             "templates_dir": str(spec.files.templates),
         }
-        tables = with_values(spec.with_log(spec.tables), "", worker=self.name, **folders)
+        tables = spec.with_entries(spec.with_log(spec.tables))
+        tables = with_values(tables, "", worker=self.name, **folders)
         self.config = spec.files.prepare(tables)
         if self.config.model.torch_threads == 0:
             threads = max(1, cores() // spec.options.workers)

@@ -193,7 +193,11 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                     for name in sorted(self.worker.templates)
                 ]
                 listed += [
-                    {"template_id": name, "registered": False, "entries": [{"anchor": 0}]}
+                    {
+                        "template_id": name,
+                        "registered": False,
+                        "entries": [{"tier": "disk", "bytes": 2**20}],
+                    }
                     for name in self.worker.cached_only
                 ]
                 return json.dumps({"templates": listed}).encode()

@@ -159,7 +159,7 @@ def test_a_template_that_cannot_be_named_in_an_edit_is_marked(capsys: Capture) -
     with FakeServer(cached_only=["c" * 32]) as worker:
         assert main(["templates", "ls", "--url", worker.url]) == 0
     assert capsys.readouterr().out == (
-        f"{'c' * 32}  cached only: register the image to edit it by this id\n"
+        f"{'c' * 32}  cached on disk 1.0 MiB only: register the image to edit it by this id\n"
     )
 
 

@@ -2,26 +2,60 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
+import os
+from contextlib import suppress
 from pathlib import Path
 
-_EDGE = 64 * 1024
+import xxhash
+
+_PARTS = ("transformer", "unet", "vae", "text_encoder", "text_encoder_2", "scheduler")
+_CACHED = ".maskserve-digests.json"
+"""Beside the weights: file -> size, time of change, digest."""
+_CHUNK = 2**24
 
 
 def model_revision(folder: str | Path) -> str:
-    """32 hexadecimal digits over every part that shapes activations.
+    """32 hexadecimal digits over every byte of every part that shapes activations.
 
-    Configurations are read whole; of weight files the name, the size and both ends, which hold the
-    safetensors header and the last tensor: enough to tell two trainings apart without reading
-    tens of gigabytes.
+    Entries outlive a process, so two trainings must never share a name. Digests of files are kept
+    beside them and hold for as long as size and time of change do: tens of gigabytes are read at
+    the first start only. A folder that cannot be written is read at each start.
     """
     folder = Path(folder)
-    digest = hashlib.blake2b(digest_size=16)
-    for part in ("transformer", "vae", "text_encoder", "text_encoder_2", "scheduler"):
-        for path in sorted((folder / part).glob("*")):
-            digest.update(f"{part}/{path.name}:{path.stat().st_size}".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(_EDGE))
-                file.seek(max(path.stat().st_size - _EDGE, 0))
-                digest.update(file.read(_EDGE))
+    known, digest = _read(folder), xxhash.xxh3_128()
+    now: dict[str, list[int | str]] = {}
+    for part in _PARTS:
+        for path in sorted(p for p in (folder / part).glob("*") if p.is_file()):
+            name, about = f"{part}/{path.name}", path.stat()
+            held = known.get(name, [0, 0, ""])
+            fresh = held[:2] == [about.st_size, about.st_mtime_ns]
+            of_file = str(held[2]) if fresh else _digest(path)
+            now[name] = [about.st_size, about.st_mtime_ns, of_file]
+            digest.update(f"{name}:{about.st_size}:{of_file};".encode())
+    if now != known:
+        _write(folder, now)
     return digest.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _read(folder: Path) -> dict[str, list[int | str]]:
+    try:
+        known = json.loads((folder / _CACHED).read_text(encoding="utf-8"))
+        return {str(name): [int(a), int(b), str(c)] for name, (a, b, c) in known.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write(folder: Path, known: dict[str, list[int | str]]) -> None:
+    aside = folder / f"{_CACHED}.{os.getpid()}"
+    with suppress(OSError):
+        aside.write_text(json.dumps(known), encoding="utf-8")
+        aside.replace(folder / _CACHED)

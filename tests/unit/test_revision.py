@@ -1,0 +1,44 @@
+"""The digest of the served weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from maskserve_engine.stages import revision
+from maskserve_engine.stages.revision import model_revision
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "weights.safetensors").write_bytes(bytes(300_000))
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_a_byte_in_the_middle_of_a_large_file_makes_another_model(folder: Path) -> None:
+    before, path = model_revision(folder), folder / "transformer" / "weights.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[150_000] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(1, 1))  # of equal size
+    assert model_revision(folder) != before
+
+
+def test_files_are_read_once_and_the_digest_is_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = model_revision(folder)
+
+    def unwanted(path: Path) -> str:
+        raise AssertionError(f"{path} was read again")
+
+    monkeypatch.setattr(revision, "_digest", unwanted)
+    assert model_revision(folder) == first
+    monkeypatch.undo()
+    (folder / ".maskserve-digests.json").write_text("not JSON")
+    assert model_revision(folder) == first
