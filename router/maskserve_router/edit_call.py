@@ -52,6 +52,11 @@ class EditCall:
         limits = [self.timeout] if self.timeout is not None else []
         if self.settings is not None and self.settings.deadline_ms is not None:
             limits.append(self.settings.deadline_ms / 1e3)
+        # KServe's own; the worker keeps it too. Looked for first: a map makes what is asked of it.
+        if "timeout" in self.message.parameters:
+            asked_us = self.message.parameters["timeout"].int64_param
+            if asked_us > 0:
+                limits.append(asked_us / 1e6)
         return self.arrival + min(limits) if limits else None
 
     def left(self) -> float | None:

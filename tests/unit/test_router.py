@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import gzip
 import hashlib
 import json
 import ssl
@@ -11,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import grpc.aio
 import pytest
@@ -26,6 +29,7 @@ from maskserve_router.pool import Pool
 from maskserve_router.room import Room
 from maskserve_router.router import Router
 from maskserve_router.worker import PolledStatus, Worker
+from tests.fakes.collector import collector
 
 SIDE = 64
 FAST = Hardware(dense_seconds=0.01)
@@ -40,6 +44,7 @@ class Faulty(EmulatedWorker):
         self.status = grpc.StatusCode.INTERNAL
         self.text = "[ENGINE_FAILED] the process of its denoiser has died"
         self.seen: list[dict[str, Any]] = []
+        self.headers: list[dict[str, Any]] = []
         self._frozen = False
 
     def freeze(self) -> None:
@@ -51,6 +56,7 @@ class Faulty(EmulatedWorker):
             await asyncio.Event().wait()
         message = pb.ModelInferRequest.FromString(raw)
         if message.model_name != "control":
+            self.headers.append(dict(context.invocation_metadata()))
             self.seen.append(json.loads(message.raw_input_contents[3][4:]))
             if self.fails:
                 self.fails -= 1
@@ -63,9 +69,9 @@ class Faulty(EmulatedWorker):
 
 @asynccontextmanager
 async def cluster(
-    count: int = 2, hardware: Hardware | None = None, **tables: Any
+    hardware: Hardware | None = None, models: tuple[str, ...] = ("flux", "flux"), **tables: Any
 ) -> AsyncIterator[tuple[Router, list[Faulty]]]:
-    workers = [Faulty(f"w{i}", hardware) for i in range(count)]
+    workers = [Faulty(f"w{i}", hardware, model=model) for i, model in enumerate(models)]
     for worker in workers:
         await worker.start()
     try:
@@ -246,6 +252,87 @@ def control_request(op: str, **fields: str) -> bytes:
     message.raw_input_contents.append(len(value).to_bytes(4, "little") + value)
     encoded: bytes = message.SerializeToString()
     return encoded
+
+
+async def test_the_model_that_settings_name_chooses_among_workers():
+    async with cluster(models=("one", "two")) as (router, workers), calling(router) as call:
+        for _ in range(3):
+            await call(edit(model="two"))
+        assert [len(worker.seen) for worker in workers] == [0, 3]
+        with pytest.raises(grpc.aio.AioRpcError, match="is not served here; accepted: one, two"):
+            await call(edit(model="three"))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"SETTINGS\.model: is needed"):
+            await call(edit())
+    routing = {"default_model": "one"}
+    running = cluster(models=("one", "two"), routing=routing)
+    async with running as (router, workers), calling(router) as call:
+        await call(edit())
+        assert [len(worker.seen) for worker in workers] == [1, 0]
+
+
+async def test_http_says_how_things_stand_by_its_status():
+    admission = {"max_edits": 1}
+    async with cluster(hardware=FAST, admission=admission) as (router, workers):
+        url = f"http://127.0.0.1:{router.http.port}"
+        body = {
+            "inputs": [
+                {"name": name, "datatype": "BYTES", "shape": [1], "data": [text]}
+                for name, text in (
+                    ("IMAGE", ""),
+                    ("MASK", base64.b64encode(mask_of(100, SIDE)).decode()),
+                    ("PROMPT", "x"),
+                    ("SETTINGS", json.dumps({"template_id": "0" * 32})),
+                )
+            ]
+        }
+        async with aiohttp.ClientSession(url) as session:
+
+            async def infer(model: str = "edit") -> tuple[int, str | None, Any]:
+                path = f"/v2/models/{model}/infer"
+                async with session.post(path, data=json.dumps(body)) as answer:
+                    return answer.status, answer.headers.get("retry-after"), await answer.json()
+
+            answers = await asyncio.gather(infer(), infer())
+            assert sorted(status for status, _, _ in answers) == [200, 429]
+            refused = max(answers)
+            assert refused[1] == "1"
+            assert refused[2]["error"].startswith("[OVERLOADED] 1 edits are under way")
+            assert (await infer("denoiser"))[0] == 404
+            async with session.get("/v2/models/denoiser/ready") as answer:
+                assert answer.status == 400
+            for worker in workers:
+                worker.fails, worker.text = 1, "[ENGINE_FAILED] broken"
+            assert (await infer())[0] == 503
+            gzipped = gzip.compress(json.dumps(body).encode())
+            headers = {"content-encoding": "gzip"}
+            path = "/v2/models/edit/infer"
+            async with session.post(path, data=gzipped, headers=headers) as answer:
+                assert answer.status == 200
+            bomb = gzip.compress(bytes(200 * 2**20))
+            async with session.post(path, data=bomb, headers=headers) as answer:
+                assert answer.status == 400
+            for worker in workers:
+                await worker.stop()
+            await until("both are down", lambda: not router.pool.up())
+            assert (await infer())[0] == 503
+            async with session.get("/readyz") as answer:
+                assert answer.status == 503
+            async with session.get("/healthz") as answer:
+                assert answer.status == 200
+
+
+async def test_the_routers_span_stands_between_the_clients_and_the_workers():
+    with collector() as collected:
+        trace = {"otlp_url": collected.url, "interval_s": 0.05}
+        async with cluster(trace=trace) as (router, workers), calling(router) as call:
+            trace_id, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+            await call(edit(), metadata=(("traceparent", f"00-{trace_id}-{parent}-01"),))
+            (headers,) = [h for worker in workers for h in worker.headers]
+            await until("the span has come", lambda: collected.trace(trace_id))
+    (span,) = collected.trace(trace_id)
+    assert (span.name, span.parent_id) == ("route", parent)
+    assert headers["traceparent"] == f"00-{trace_id}-{span.span_id}-01"
+    assert span.attributes["maskserve.code"] == "OK"
 
 
 # The waiting room, without sockets.

@@ -303,6 +303,18 @@ def test_a_second_try_is_the_same_edit_with_what_is_left_of_its_time():
     assert settings_of(kept.encoded()) == {"seed": 5, "request_id": "x"}
 
 
+def test_the_first_of_three_deadlines_counts():
+    message = message_of({**TENSORS, "SETTINGS": b'{"deadline_ms":5000}'})
+    assert make_edit_call(message_of(TENSORS), 1).deadline is None
+    call = make_edit_call(message, 1, timeout=9.0)
+    assert call.deadline == pytest.approx(call.arrival + 5.0)
+    call = make_edit_call(message, 1, timeout=2.0)
+    assert call.deadline == pytest.approx(call.arrival + 2.0)
+    message.parameters["timeout"].int64_param = 1_000_000  # KServe's, in microseconds
+    call = make_edit_call(message, 1, timeout=2.0)
+    assert call.deadline == pytest.approx(call.arrival + 1.0)
+
+
 def test_contents_that_are_not_raw_are_read_and_written_too():
     message = pb.ModelInferRequest(model_name="edit")
     for name, value in TENSORS.items():

@@ -26,7 +26,6 @@ from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 from maskserve_harness.simulator.hardware import Hardware
 
 SERVICE = "inference.GRPCInferenceService"
-MODEL = "flux"
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -48,6 +47,7 @@ class EmulatedWorker:
         answer_bytes: size of the picture that answers.
         max_rows: of its batch.
         max_waiting: of its queue.
+        model: name of the one that it serves.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class EmulatedWorker:
         answer_bytes: int = 100,
         max_rows: int = 8,
         max_waiting: int = 100_000,
+        model: str = "flux",
     ) -> None:
         self._hardware = hardware
         self._scheduler = StepScheduler(max_rows, max_waiting)
@@ -68,7 +69,7 @@ class EmulatedWorker:
         side = round((hardware.tokens if hardware else 4096) ** 0.5)
         self._status = WorkerStatus(
             name,
-            MODEL,
+            model,
             "ready",
             max_rows,
             max_waiting,
