@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from maskserve_router.config import Key
 from maskserve_router.failures import Later, Unauthorized
 from maskserve_router.metrics import Metrics
 
-_RETRY_S = 1.0
+_REMEMBERED = 0.1
+"""Weight of the last edit in the mean gap between two that end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +66,9 @@ class Admission:
         self.bytes = 0
         self.closed = False
         """The router is stopping."""
+        self._ended_at = 0.0
+        self._gap_s = 0.0
+        """Mean seconds between the ends of two edits."""
 
     @contextmanager
     def edit(self, client: Client, size: int) -> Iterator[None]:
@@ -86,6 +91,7 @@ class Admission:
         finally:
             self.edits -= 1
             client.edits -= 1
+            self._ended(time.monotonic())
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
@@ -102,6 +108,12 @@ class Admission:
         finally:
             self.bytes -= size
 
+    def _ended(self, now: float) -> None:
+        gap = min(now - self._ended_at, 60.0) if self._ended_at else 0.0
+        self._gap_s += _REMEMBERED * (gap - self._gap_s)
+        self._ended_at = now
+
     def _refuse(self, reason: str, message: str) -> None:
+        """Refuse until, at the pace of late, half of what is under way is done."""
         self._metrics.rejections.labels(reason).inc()
-        raise Later(f"{message}; try again later", _RETRY_S)
+        raise Later(f"{message}; try again later", self._gap_s * self.edits / 2)

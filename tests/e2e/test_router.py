@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ import tritonclient.http.aio as http_aio
 from maskserve_client import Client
 from maskserve_core.errors import TemplateNotFound
 from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.cluster.faults import Cluster, faults, try_fault
+from maskserve_harness.cluster.judged_load import known_edits
 from maskserve_harness.cluster.site import RouterSite
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.tool import find_tool
@@ -49,13 +52,19 @@ SOON_S = 3.0
 
 
 @pytest.fixture(scope="module")
-def workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+    """Two workers."""
     logs = tmp_path_factory.mktemp("logs")
     options = ServeOptions(
         model=str(model), workers=2, base_port=free_base_port(2), log_dir=logs, say=lambda _: None
     )
     with Supervisor(options) as running:
-        yield running.workers
+        yield running
+
+
+@pytest.fixture(scope="module")
+def workers(pair: Supervisor) -> list[Worker]:
+    return pair.workers
 
 
 @pytest.fixture(scope="module")
@@ -467,3 +476,16 @@ def test_a_router_that_stops_finishes_what_it_took(workers: list[Worker], tmp_pa
         assert site.stop(60) == 0
         assert time.monotonic() - begin < 60
         assert all(one.wait()[1]["event"] == "final" for one in pending)
+
+
+@pytest.mark.parametrize(
+    "name", ["clients that leave at random", "router killed and started again", "denoiser killed"]
+)
+async def test_no_edit_is_lost_or_wrong(pair: Supervisor, router: RouterSite, name: str) -> None:
+    edits = await asyncio.to_thread(known_edits, [w.grpc_url for w in pair.workers], 64, 2, 3)
+    (fault,) = [one for one in faults() if one.name == name]
+    trial = await try_fault(Cluster(pair, router, edits), replace(fault, seconds=3.0, clients=4))
+    assert (trial["lost"], trial["wrong"]) == (0, 0)
+    assert trial["right"] > 0
+    if name == "denoiser killed":
+        assert not trial["errors"]  # what it held was done by the other
