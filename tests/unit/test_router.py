@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 import pytest
 import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.routing import Edit, NoWorkerAvailable, make_policy
@@ -319,6 +320,41 @@ async def test_http_says_how_things_stand_by_its_status():
                 assert answer.status == 503
             async with session.get("/healthz") as answer:
                 assert answer.status == 200
+
+
+async def test_grpcs_own_health_check_follows_the_workers():
+    states = health_pb2.HealthCheckResponse
+    async with (
+        cluster() as (router, workers),
+        grpc.aio.insecure_channel(f"127.0.0.1:{router.grpc.port}") as channel,
+    ):
+        check = health_pb2_grpc.HealthStub(channel).Check
+        await until("a worker serves", router.pool.ready)
+        assert (await check(health_pb2.HealthCheckRequest())).status == states.SERVING
+        for worker in workers:
+            await worker.stop()
+        await until("both are down", lambda: not router.pool.up())
+        assert (await check(health_pb2.HealthCheckRequest())).status == states.NOT_SERVING
+
+
+async def test_routers_side_by_side_see_each_others_edits():
+    async with cluster(hardware=Hardware(dense_seconds=0.05)) as (router, workers):
+        config = {
+            "listen": {"http_port": 0, "grpc_port": 0, "admin_port": 0},
+            "workers": {"addresses": [worker.address for worker in workers]},
+        }
+        async with Router(router_config_of(config)) as other, calling(router) as call:
+            pending = asyncio.ensure_future(call(edit(active=4096)))
+            await until("it runs", lambda: any(worker._running for worker in workers))
+            busy = next(worker for worker in workers if worker._running)
+            await until(
+                "the other has read of it",
+                lambda: bool(other.pool.workers[busy.address].view(0.0).running),
+            )
+            async with calling(other) as elsewhere:
+                await elsewhere(edit())
+            assert [len(worker.seen) for worker in workers] == [1, 1]
+            await pending
 
 
 async def test_the_routers_span_stands_between_the_clients_and_the_workers():
