@@ -19,7 +19,7 @@ from maskserve_router.edit_call import parse_request
 from maskserve_router.failures import Failure, grpc_status, guarded, retry_after, text_of
 from maskserve_router.front import Front
 from maskserve_router.server_calls import ServerCalls, operators_only, shared_memory_refused
-from maskserve_router.upstream import LARGE_READS, SERVICE
+from maskserve_router.upstream import SERVICE
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 _SPARE_CALLS = 64
@@ -35,7 +35,6 @@ class GrpcServer:
         self._front, self._calls = front, calls
         self._server = grpc.aio.server(
             options=(
-                *LARGE_READS,
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_receive_message_length", config.http.max_body_bytes),
                 ("grpc.max_metadata_size", config.http.max_header_bytes),

@@ -11,14 +11,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 SERVICE = "inference.GRPCInferenceService"
 Metadata: TypeAlias = Sequence[tuple[str, str]]
-LARGE_READS = (
-    # Pictures come in reads of megabytes, not of 8 KB: a third of what it costs to pass one on.
-    ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
-    ("grpc.experimental.tcp_min_read_chunk_size", 1 << 18),
-    ("grpc.experimental.tcp_max_read_chunk_size", 1 << 22),
-)
 OPTIONS = (
-    *LARGE_READS,
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
