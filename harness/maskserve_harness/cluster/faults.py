@@ -170,18 +170,12 @@ async def _running(model: Path, folder: Path) -> Any:
         await asyncio.to_thread(supervisor.stop, 5)
 
 
-async def measure(
-    model: Path, chosen: list[Fault], say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Do each harm under load; what became of the edits."""
-    trials = []
+async def measure(model: Path, chosen: list[Fault], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Do each harm under load, and tell what became of the edits."""
     with tempfile.TemporaryDirectory() as name:
         async with _running(model, Path(name)) as cluster:
             for fault in chosen:
-                trial = await try_fault(cluster, fault)
-                trials.append(trial)
-                say(f"{fault.name}: {trial}")
-    return trials
+                tell(await try_fault(cluster, fault))
 
 
 async def try_fault(cluster: Cluster, fault: Fault) -> dict[str, Any]:

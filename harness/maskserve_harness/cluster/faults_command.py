@@ -18,18 +18,26 @@ from maskserve_harness.cluster.faults import faults, measure
 def main() -> int:
     """Harm, count, and fail if an edit was lost or wrong."""
     options = _parser().parse_args()
+    report: dict[str, Any]
     if options.show:
         report = json.loads(options.show.read_text())
     else:
-        chosen = [one for one in faults(options.overload) if options.only in one.name]
         report = {
             "command": " ".join(["python", "scripts/measure_router_faults.py", *sys.argv[1:]]),
             "hardware": machine(),
             "date": date.today().isoformat(),
-            "trials": asyncio.run(measure(options.model, chosen, lambda s: print(s, flush=True))),
+            "trials": [],
         }
-        if options.json:
-            options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+        def tell(trial: dict[str, Any]) -> None:
+            """Written as they come: a long run that is ended leaves what it had."""
+            report["trials"].append(trial)
+            print(json.dumps(trial), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+        chosen = [one for one in faults(options.overload) if options.only in one.name]
+        asyncio.run(measure(options.model, chosen, tell))
     print(table(report["trials"]))
     return 1 if any(trial["lost"] or trial["wrong"] for trial in report["trials"]) else 0
 
