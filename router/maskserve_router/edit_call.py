@@ -32,7 +32,7 @@ class EditCall:
     settings: EditSettings | None
     """With seed and request id; None where the request has another form than it should. A worker
     says what is wrong with it."""
-    image: bytes
+    image: memoryview
     mask: bytes
     request_id: str
     size: int
@@ -127,9 +127,11 @@ def make_edit_call(
         InvalidRequest: naming the setting.
     """
     try:
-        image, mask, raw = (read_input(message, name) for name in ("IMAGE", "MASK", "SETTINGS"))
+        image = view_input(message, "IMAGE")
+        mask, raw = read_input(message, "MASK"), read_input(message, "SETTINGS")
     except LookupError:
-        return EditCall(message, None, b"", b"", uuid.uuid4().hex, size, metadata, timeout)
+        nothing = memoryview(b"")
+        return EditCall(message, None, nothing, b"", uuid.uuid4().hex, size, metadata, timeout)
     settings = parse_settings(raw)
     settings = replace(
         settings,
@@ -146,15 +148,20 @@ def read_input(message: pb.ModelInferRequest, name: str) -> bytes:
     Raises:
         LookupError: there is no such input, or not in that form.
     """
+    return bytes(view_input(message, name))
+
+
+def view_input(message: pb.ModelInferRequest, name: str) -> memoryview:
+    """The same without a further copy, for what may be large."""
     raw = _raw(message, name)
     if raw is None:
         contents = _input(message, name)[1].contents.bytes_contents
         if len(contents) != 1:
             raise LookupError(name)
-        return bytes(contents[0])
+        return memoryview(contents[0])
     if int.from_bytes(raw[:4], "little") + 4 != len(raw):
         raise LookupError(name)
-    return raw[4:]
+    return memoryview(raw)[4:]
 
 
 def _write(message: pb.ModelInferRequest, name: str, value: bytes) -> None:
@@ -171,7 +178,8 @@ def _raw(message: pb.ModelInferRequest, name: str) -> bytes | None:
         return None
     if len(message.raw_input_contents) != len(message.inputs):
         raise LookupError(name)
-    return bytes(message.raw_input_contents[_input(message, name)[0]])
+    raw: bytes = message.raw_input_contents[_input(message, name)[0]]
+    return raw
 
 
 def _input(

@@ -61,7 +61,7 @@ class Measure:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def edit(
-        self, image: bytes, mask: bytes, settings: EditSettings, served: Served, model: str
+        self, image: memoryview, mask: bytes, settings: EditSettings, served: Served, model: str
     ) -> tuple[Edit, bytes]:
         """The edit as policies see it, and its image's digest.
 
@@ -109,7 +109,7 @@ class Measure:
         return not digest or self._templates.get(digest) is not None
 
 
-def image_digest(image: bytes) -> bytes:
+def image_digest(image: memoryview) -> bytes:
     """What an encoded image is remembered by; empty for none.
 
     Of its length and three parts of it, as to read all of a large one takes a millisecond. Who
@@ -124,9 +124,9 @@ def image_digest(image: bytes) -> bytes:
 
 
 def _count(
-    image: bytes, mask: bytes, settings: EditSettings, served: Served, limits: LimitsConfig
+    image: memoryview, mask: bytes, settings: EditSettings, served: Served, limits: LimitsConfig
 ) -> tuple[int, int]:
-    size = read_size(image, "IMAGE", limits) if image else None
+    size = read_size(bytes(image), "IMAGE", limits) if image else None
     return count_tokens(mask, settings, served, limits, size)
 
 

@@ -202,7 +202,7 @@ def test_the_binary_extension_there_and_back():
     assert (message.parameters["a"].int64_param, message.parameters["b"].string_param) == (1, "x")
     assert not wanted.is_binary("META")
     call = make_edit_call(message, len(body))
-    assert (call.image, call.mask) == (TENSORS["IMAGE"], TENSORS["MASK"])
+    assert (bytes(call.image), call.mask) == (TENSORS["IMAGE"], TENSORS["MASK"])
     response = pb.ModelInferResponse(model_name="edit", model_version="1", id="7")
     for name, value in (("IMAGE", b"\xff\xfe"), ("META", b'{"a":1}')):
         response.outputs.add(name=name, datatype="BYTES", shape=[1])

@@ -125,7 +125,11 @@ class EmulatedWorker:
         settings = parse_settings(inputs["SETTINGS"])
         if self._hardware is not None:
             await self._edit(inputs["MASK"], settings, self._hardware)
-        meta = {"event": "final", "template_id": settings.template_id or "", "seed": settings.seed}
+        meta = {
+            "event": "final",
+            "template_id": settings.template_id or "0" * 32,
+            "seed": settings.seed,
+        }
         return _answer({"IMAGE": self._answer, "META": msgspec.json.encode(meta)})
 
     async def _stream(
