@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_harness.benchmarks.bytes_table import table
+from maskserve_harness.benchmarks.bytes_table import table, unet_table
 from maskserve_harness.faults.bars import missed_bars
 from maskserve_harness.faults.table import client_table, worker_table
 
@@ -73,6 +73,7 @@ def test_the_table_of_bytes_is_what_the_engine_takes() -> None:
     """Printed by `scripts/bytes_table.py`."""
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert table(1024, 28, (1, 2, 4, 7, 14, 28)) in text
+    assert unet_table(28) in text
 
 
 def test_the_configuration_reference_is_that_of_the_code() -> None:

@@ -16,8 +16,15 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.planning.flops import flux_work
+from maskserve_core.planning.flops_unet import unet_work
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_harness.benchmarks.models import FLUX_DEV, FLUX_DEV_FACTS, FLUX_DEV_SAMPLER
+from maskserve_harness.benchmarks.models import (
+    FLUX_DEV,
+    FLUX_DEV_FACTS,
+    FLUX_DEV_SAMPLER,
+    SD21,
+    SDXL,
+)
 
 KINDS = ("kv", "h")
 SHOWN = ("bfloat16", "int8", "int4")
@@ -55,6 +62,26 @@ def table(side: int, steps: int, strides: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
+def unet_table(steps: int) -> str:
+    """The UNets' markdown table, in GiB per anchor and in all anchors of every step, both halves of
+    a guided step sharing entries.
+
+    Args:
+        steps: of the schedule, each an anchor.
+    """
+    lines = [
+        _row("model", "kind", "format", "per anchor", f"stride 1, {steps} anchors"),
+        "|---" * 5 + "|",
+    ]
+    for name, (config, side) in {"SDXL 1024": (SDXL, 128), "SD 2.1 768": (SD21, 96)}.items():
+        work = unet_work(config, side, side, guidance=False)
+        for kind in KINDS:
+            for fmt in SHOWN:
+                each = entry_bytes(work, kind, FORMATS[fmt]) / 2**30
+                lines.append(_row(name, kind, fmt, f"{each:.3f}", f"{each * steps:.2f}"))
+    return "\n".join(lines)
+
+
 def _row(*cells: object) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
@@ -67,4 +94,6 @@ def main() -> int:
     args = parser.parse_args()
     print(f"FLUX.1-dev, {args.side}x{args.side}, {args.steps} steps: GiB per template\n")
     print(table(args.side, args.steps, args.strides))
+    print(f"\nUNets at their native size, {args.steps} steps: GiB per template\n")
+    print(unet_table(args.steps))
     return 0
