@@ -41,6 +41,7 @@ def test_one_byte_of_one_pixel_is_a_difference() -> None:
     changed[3, 4, 1] ^= 1
     found = differences({"edit": answer(pixels)}, {"edit": answer(changed)})
     assert [line.split(": ")[:2] for line in found] == [["edit", "image"], ["edit", "pixels"]]
+    assert found[1] == "edit: pixels: 1 of 192 samples differ, by up to 1 of 255"
 
 
 def test_other_bytes_of_the_same_pixels_are_a_difference_of_the_image_alone() -> None:

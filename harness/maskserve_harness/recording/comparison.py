@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+PICTURE = "picture"
+"""Key of an answer's picture: encoded, in base64. Said of two is how far they are apart."""
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], where: str = "") -> list[str]:
@@ -17,7 +26,11 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], where: str 
     for key in [*before, *(key for key in after if key not in before)]:
         path = f"{where}{key}"
         old, new = before.get(key), after.get(key)
-        if key == "events" and isinstance(old, dict) and isinstance(new, dict):
+        if key == PICTURE:
+            continue
+        if key == "pixels" and {PICTURE} <= before.keys() & after.keys() and old != new:
+            lines.append(f"{path}: {_apart(pixels_of(before), pixels_of(after))}")
+        elif key == "events" and isinstance(old, dict) and isinstance(new, dict):
             lines += _event_differences(old, new, path)
         elif isinstance(old, dict) and isinstance(new, dict):
             lines += differences(old, new, f"{path}: ")
@@ -34,6 +47,18 @@ def _event_differences(old: dict[str, Any], new: dict[str, Any], path: str) -> l
     for event in shared:
         lines += differences(old[event], new[event], f"{path}: {event}: ")
     return lines
+
+
+def pixels_of(answer: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
+    """Pixels [H, W, 3] of an answer's picture."""
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(answer[PICTURE]))))
+
+
+def _apart(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8]) -> str:
+    if old.shape != new.shape:
+        return f"{old.shape} before, {new.shape} now"
+    levels = np.abs(old.astype(int) - new)
+    return f"{(levels > 0).sum()} of {levels.size} samples differ, by up to {levels.max()} of 255"
 
 
 def _shown(record: Mapping[str, Any], key: str) -> str:

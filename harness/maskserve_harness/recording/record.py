@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 import time
 from collections.abc import Callable
@@ -12,12 +11,11 @@ from contextlib import closing
 from functools import partial
 from typing import Any, TypeAlias
 
-import numpy as np
-from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from maskserve_harness.perf.server import Server
 from maskserve_harness.probing.calls import Answer, Grpc, Http, Stream
+from maskserve_harness.recording.comparison import PICTURE, pixels_of
 from maskserve_harness.recording.edits import TEMPLATES, Case, cases
 
 Record: TypeAlias = dict[str, dict[str, Any]]
@@ -125,7 +123,8 @@ def answer_digest(answer: Answer) -> dict[str, Any]:
     digest: dict[str, Any] = {"image": _sha(image), "meta": kept}
     if image:
         raw = image if image[:1] in b"\x89\xffR" else base64.b64decode(image)
-        pixels = np.asarray(Image.open(io.BytesIO(raw)))
+        digest[PICTURE] = base64.b64encode(raw).decode()
+        pixels = pixels_of(digest)
         digest["pixels"] = f"{pixels.shape} {_sha(pixels.tobytes())}"
     return digest
 
