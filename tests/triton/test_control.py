@@ -190,11 +190,24 @@ def test_a_cancel_is_answered_by_the_front_that_has_the_edit(
     first, second = front("edit", set()), front("edit_stream", {"mine"})
     assert cancelled("mine") == {"cancelled": True}
     assert asked == [("edit", "mine"), ("edit_stream", "mine")]
-    assert cancelled("other") == {"cancelled": False}
+    for nobodys in ("other", "\ud800 half a pair", "x" * 10_000):
+        assert cancelled(nobodys) == {"cancelled": False}
     second.close()
     assert cancelled("mine") == {"cancelled": False}
     first.close()
     assert api.calls_of("denoiser") == []
+
+
+def test_who_asks_and_goes_away_is_no_trouble(
+    api: FakeTriton, control: Control, config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    front = CancelListener(config.runtime_dir, "edit", lambda request_id: request_id == "mine")
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+            asking.connect(str(Path(config.runtime_dir) / "cancels" / "edit"))
+    assert ask(api, control, {"op": "cancel", "request_id": "mine"}) == {"cancelled": True}
+    front.close()
+    assert caplog.records == []
 
 
 def test_a_front_that_was_killed_or_hangs_is_no_reason_to_hang(

@@ -42,7 +42,8 @@ def _ask(folder: Path, front: str, request_id: str) -> bool:
         with _socket() as asking, _short(folder) as short:
             asking.settimeout(_TIMEOUT_S)
             asking.connect(f"{short}/{front}")
-            asking.send(request_id.encode()[:_MAX_ID_BYTES])
+            # What is no text names no edit: "?" is in no request id.
+            asking.send(request_id.encode("utf-8", "replace")[:_MAX_ID_BYTES])
             return asking.recv(1) == _WITHDRAWN
     except (ConnectionError, FileNotFoundError):
         return False  # it has ended, and with it its edits
@@ -83,13 +84,18 @@ class CancelListener:
             except OSError:
                 return
             with asked:
-                asked.settimeout(_TIMEOUT_S)
                 try:
-                    known = self._withdraw(asked.recv(_MAX_ID_BYTES).decode("utf-8", "replace"))
-                    asked.send(_WITHDRAWN if known else _UNKNOWN)
+                    self._answer(asked)
+                except OSError:
+                    pass  # it has asked and gone away
                 except Exception as error:
-                    # One that asks and goes away is no reason to answer nobody any more.
+                    # No surprise is a reason to answer nobody any more.
                     log.error("a cancel could not be answered: %s", error, exc_info=error)
+
+    def _answer(self, asked: socket.socket) -> None:
+        asked.settimeout(_TIMEOUT_S)
+        request_id = asked.recv(_MAX_ID_BYTES).decode("utf-8", "replace")
+        asked.send(_WITHDRAWN if self._withdraw(request_id) else _UNKNOWN)
 
 
 def _socket() -> socket.socket:
