@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from maskserve_core.config import Config, config_of
+from maskserve_engine.families.registry import load_adapter
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.soaking.ledger import Ledger
 from maskserve_harness.soaking.load import Load
@@ -70,6 +71,16 @@ def test_the_cache_is_sized_for_the_dtype_that_the_engine_takes(
 
     monkeypatch.setattr("maskserve_engine.stages.loader.device_of", on_cuda)
     assert bytes_of() == bytes_of(dtype="bfloat16")
+
+
+@pytest.mark.parametrize("stride", [1, 6, 7, 1000])
+def test_the_cache_is_sized_for_the_anchors_that_the_engine_takes(stride: int) -> None:
+    config = config_of({"model": {"path": str(DEMO)}, "cache": {"stride": stride}})
+    adapter = load_adapter(config)
+    tokens = (adapter.facts.native_resolution // adapter.facts.token_pixels) ** 2
+    anchors = adapter.anchors(tokens, config.model.num_inference_steps, stride)
+    one = config_of({"model": {"path": str(DEMO)}, "cache": {"stride": 1000}})
+    assert template_bytes(config) == len(anchors) * template_bytes(one)
 
 
 def test_a_visitor_that_cannot_come_is_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def steady(samples: Sequence[Sample]) -> list[Sample]:
     if not samples:
         return []
     end = WARM_UP_SHARE * samples[-1].time_s
-    evicted = [s.time_s for s in samples if s.counters.get("cache_evictions_total", 0) > 0]
+    evicted = [s.time_s for s in samples if s.counters.get("cache_evictions_total.device", 0) > 0]
     if evicted:
         end = max(end, evicted[0])
     return [sample for sample in samples if sample.time_s > end]

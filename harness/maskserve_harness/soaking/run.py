@@ -136,8 +136,8 @@ def template_bytes(config: Config) -> int:
 
         stored = str(dtype_of(config)).removeprefix("torch.")
     work = flux_work(facts.denoiser, side, side)
-    # The engine adds an anchor or two where a step of another schedule would be out of reach.
-    anchors = math.ceil(config.model.num_inference_steps / config.cache.stride) + 1
+    # As many as anchor_steps takes; any anchor serves any step, so the engine adds none.
+    anchors = math.ceil(config.model.num_inference_steps / config.cache.stride)
     return int(anchors * entry_bytes(work, config.cache.entry_kind, FORMATS[stored]))
 
 
@@ -175,7 +175,7 @@ def progress(minute: int, sample: Sample) -> str:
         f"{minute:4d} min: {count['edits_total']:.0f} edits, {sample.window.per_s:.1f} visits/s, "
         f"P50 {'-' if p50 is None else round(p50)} ms, {sample.memory / 2**20:.1f} MiB + shm "
         f"{sample.shared_memory / 2**20:.1f} MiB, rows {sample.running}+{sample.waiting}, "
-        f"{sample.cached} templates, {count['cache_evictions_total']:.0f} evictions, "
+        f"{sample.cached} templates, {count['cache_evictions_total.device']:.0f} evictions, "
         f"{sample.window.unexpected} unexpected"
     )
 
