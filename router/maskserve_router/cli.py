@@ -13,6 +13,7 @@ from typing import Any
 from maskserve_core.config import ConfigError
 from maskserve_core.worker.logs import log_handler
 from maskserve_router.config import RouterConfig, load_router_config
+from maskserve_router.memory import keep_freed_memory
 from maskserve_router.router import Router
 
 log = logging.getLogger("maskserve.router")
@@ -21,6 +22,7 @@ log = logging.getLogger("maskserve.router")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; SIGHUP reads the configuration's workers anew."""
     options = _parser().parse_args(arguments)
+    keep_freed_memory()
     try:
         config = _config(options)
         handler = log_handler(config.log, config.name, "router")

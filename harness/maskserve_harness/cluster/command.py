@@ -75,7 +75,8 @@ def _show(report: dict[str, Any]) -> None:
     for size, figures in report.get("added_ms", {}).items():
         print(
             f"{size:7} direct {figures['direct_p50']:.2f} ms, through the router "
-            f"{figures['router_p50']:.2f} ms: {figures['p50']:+.2f} ms"
+            f"{figures['router_p50']:.2f} ms: {figures['p50']:+.2f} ms, "
+            f"{figures['of_it_grpc']:+.2f} through a proxy that does nothing"
         )
     for way, rate in report.get("requests_per_s", {}).items():
         print(f"{way:7} {rate:.0f} requests of 1 KB per second")

@@ -9,9 +9,14 @@ from contextlib import contextmanager
 from multiprocessing.queues import Queue
 from typing import Any
 
+import grpc
+import grpc.aio
+
 from maskserve_harness.cluster.emulated import EmulatedWorker
+from maskserve_harness.cluster.requests import INFER, OPTIONS
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.config import router_config_of
+from maskserve_router.memory import keep_freed_memory
 from maskserve_router.router import Router
 
 _START_S = 60.0
@@ -56,6 +61,13 @@ def router(addresses: list[str], policy: str = "mask_aware") -> Iterator[tuple[s
 
 
 @contextmanager
+def proxy(address: str) -> Iterator[str]:
+    """A process that passes bytes on to `address` and does nothing else; its gRPC address."""
+    with _process(_serve_proxy, address) as url:
+        yield url
+
+
+@contextmanager
 def _process(serve: Callable[..., None], *arguments: Any) -> Iterator[Any]:
     """A process that serves until the block is left; what it put into its queue first."""
     context = multiprocessing.get_context("spawn")
@@ -85,8 +97,32 @@ def _serve_workers(
 
 def _serve_router(said: Queue[Any], tables: dict[str, Any]) -> None:
     async def serve() -> None:
+        keep_freed_memory()  # as the command does
         async with Router(router_config_of(tables)) as router:
             said.put((f"127.0.0.1:{router.grpc.port}", f"127.0.0.1:{router.http.port}"))
+            await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+def _serve_proxy(said: Queue[Any], address: str) -> None:
+    async def serve() -> None:
+        async with grpc.aio.insecure_channel(address, OPTIONS) as channel:
+            send = channel.unary_unary(INFER)
+
+            async def pass_on(raw: bytes, _: object) -> bytes:
+                answer: bytes = await send(raw)
+                return answer
+
+            server = grpc.aio.server(options=OPTIONS)
+            service, method = INFER.strip("/").split("/")
+            handlers = {method: grpc.unary_unary_rpc_method_handler(pass_on)}
+            server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler(service, handlers),)
+            )
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            said.put(f"127.0.0.1:{port}")
             await asyncio.Event().wait()
 
     asyncio.run(serve())

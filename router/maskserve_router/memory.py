@@ -1,0 +1,25 @@
+"""How this process keeps its memory."""
+
+from __future__ import annotations
+
+import ctypes
+
+# malloc.h of glibc.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_MIB = 2**20
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed for the next picture.
+
+    By default each block of a picture's size is fetched from the kernel and given back: its pages
+    are faulted in and zeroed for every copy. Kept, passing a picture on takes half the CPU time.
+    Other C libraries are left as they are.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_MMAP_THRESHOLD, 32 * _MIB)  # the most that it takes
+    mallopt(_TRIM_THRESHOLD, 256 * _MIB)
+    mallopt(_TOP_PAD, 16 * _MIB)
