@@ -337,7 +337,7 @@ def test_an_interrupt_cancels_on_the_server_and_is_130(
             _, error = process.communicate(timeout=30)
         assert process.returncode == 130
         assert error == b"maskserve: interrupted\n"
-        assert worker.withdrawn.wait(5)
+        assert worker.withdrawn.wait(30)
     assert sorted(path.name for path in folder.iterdir()) == ["a.png", "m.png"]
 
 
