@@ -75,9 +75,7 @@ class StepPlanner:
             dense: sums over the rows that read none; None: there are no such rows.
             fixed: take every block's entry whatever that costs (`reproducible`).
         """
-        totals = rows[0].totals
-        for row in rows[1:]:
-            totals = totals + row.totals
+        totals = _sum_of(rows)
         loads = {id(row.load): row for row in rows}.values()
         missing = _Bytes([(row.load.tier, row.load.missing) for row in loads])
 
@@ -104,6 +102,19 @@ class StepPlanner:
         key = plan_totals(totals, missing.totals, dense)
         made = self.plans.get((*what, missing.pattern), key, lambda: costs, 0.0)
         return StepPlan(made, steady, "arrived")
+
+    def costs_of(self, work: ModelWork, rows: Sequence[Reading], dense: Totals | None) -> StepCosts:
+        """What `plan` decides over: the step's costs with what has arrived."""
+        totals = _sum_of(rows)
+        missing = _Bytes([(row.load.tier, row.load.missing) for row in rows])
+        return missing.costs(work, totals, self.costs, dense)
+
+
+def _sum_of(rows: Sequence[Reading]) -> Totals:
+    totals = rows[0].totals
+    for row in rows[1:]:
+        totals = totals + row.totals
+    return totals
 
 
 def wants_of(plan: Plan) -> list[Want]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.config import Config, ConfigError
+from maskserve_core.config import ConfigError
 from maskserve_core.contracts.entry_key import (
     Anchor,
     TemplateKey,
@@ -23,8 +23,9 @@ from maskserve_core.errors import EngineFailed
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.registry import Encoder, load_encoder
-from maskserve_engine.job import EditJob, Final
-from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
+from maskserve_engine.job import Final
+from tests.fakes.jobs import config_of, tolerance
+from tests.support.engines import edit, job, make_engine
 from tests.support.eventually import eventually
 from tests.support.sink import Sink
 
@@ -101,22 +102,6 @@ def encoder(tiny_fill: Path) -> Encoder:
     return load_encoder(config_of(tiny_fill))
 
 
-def make_engine(folder: Path, encoder: Encoder, **cache: Any) -> Engine:
-    values = {
-        "entry_format": "model",
-        "stride": 1,
-        "dense_above_ratio": 1.0,
-        "plan": "fixed",
-        "budget_bytes": 2**28,
-        **cache,
-    }
-    config: Config = config_of(folder, cache=values)
-    engine = Engine.load(config)
-    engine.cache.prompt = lambda: encoder.encode_prompt("")
-    engine.start()
-    return engine
-
-
 def assert_books_hold(engine: Engine) -> None:
     """Of a stopped engine: what is published of the store is what it holds."""
     engine.cache.store.check_integrity()
@@ -133,21 +118,6 @@ def engine(tiny_fill: Path, encoder: Encoder) -> Any:
     engine.manager.scheduler.check_integrity()
     assert not engine.cache.priming
     assert not engine.cache.store.memory._pins
-
-
-def job(encoder: Encoder, seed: int, name: str, **settings: Any) -> EditJob:
-    case = random_case(
-        np.random.default_rng(seed), **{"strength": 1.0, "guidance_scale": 3.0, **settings}
-    )
-    mask = np.zeros_like(case.mask)
-    mask[:16, 8:24] = 255
-    return encode_case(encoder, replace(case, mask=mask), name)
-
-
-def edit(engine: Engine, each: EditJob) -> Final:
-    sink = Sink()
-    engine.submit(each, sink)
-    return sink.final()
 
 
 def settle(engine: Engine) -> None:

@@ -328,6 +328,7 @@ class Store:
         try:
             for anchor in anchors:
                 self._open_file(key, anchor)
+            self._look()
         finally:
             if self.remote is None or all((key, anchor) in self._open for anchor in anchors):
                 self._end(key, anchors)

@@ -25,7 +25,20 @@ from maskserve_harness.checkout import DEMO_MODEL
 PRESETS: dict[str, dict[str, Any]] = {
     "flux-1024": {"grid": (64, 64), "text": 512},
     "demo": {"grid": (16, 16), "text": 16},
+    "small": {"grid": (24, 24), "text": 32},
 }
+
+SMALL = {
+    "num_layers": 4,
+    "num_single_layers": 8,
+    "attention_head_dim": 64,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 64,
+    "pooled_projection_dim": 64,
+    "axes_dims_rope": (8, 28, 28),
+    "guidance_embeds": True,
+}
+"""A FLUX of which a step is short on a CPU: many blocks, as pipelining needs, of little width."""
 
 
 class Bench:
@@ -175,6 +188,8 @@ def build_model(
     if preset == "demo":
         folder = DEMO_MODEL / "transformer"
         config = FluxTransformer2DModel.load_config(folder)
+    elif preset == "small":
+        config = SMALL
     else:  # FLUX.1-dev is the class's own default configuration
         config = {"guidance_embeds": True}
     if blocks is not None:

@@ -1,0 +1,47 @@
+"""Engines of a tiny model whose activations are cached, and edits for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maskserve_core.config import Config
+from maskserve_engine.engine import Engine
+from maskserve_engine.families.registry import Encoder
+from maskserve_engine.job import EditJob, Final
+from tests.fakes.jobs import config_of, encode_case, random_case
+from tests.support.sink import Sink
+
+
+def make_engine(folder: Path, encoder: Encoder, **cache: Any) -> Engine:
+    values = {
+        "entry_format": "model",
+        "stride": 1,
+        "dense_above_ratio": 1.0,
+        "plan": "fixed",
+        "budget_bytes": 2**28,
+        **cache,
+    }
+    config: Config = config_of(folder, cache=values)
+    engine = Engine.load(config)
+    engine.cache.prompt = lambda: encoder.encode_prompt("")
+    engine.start()
+    return engine
+
+
+def job(encoder: Encoder, seed: int, name: str, **settings: Any) -> EditJob:
+    case = random_case(
+        np.random.default_rng(seed), **{"strength": 1.0, "guidance_scale": 3.0, **settings}
+    )
+    mask = np.zeros_like(case.mask)
+    mask[:16, 8:24] = 255
+    return encode_case(encoder, replace(case, mask=mask), name)
+
+
+def edit(engine: Engine, each: EditJob) -> Final:
+    sink = Sink()
+    engine.submit(each, sink)
+    return sink.final()
