@@ -169,7 +169,10 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     running = edit.add_argument_group("how to serve it")
     running.add_argument("--cache", choices=CACHE_MODES, help="use of cached activations")
     running.add_argument(
-        "--reproducible", action="store_true", default=None, help="equal pixels at any load"
+        "--reproducible",
+        action="store_true",
+        default=None,
+        help="the same way through the cache at any load",
     )
     running.add_argument("--priority", type=int, metavar="N", help="higher runs first")
     running.add_argument("--deadline-ms", type=int, metavar="MS", help="give up after so long")

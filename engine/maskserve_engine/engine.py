@@ -30,7 +30,7 @@ from maskserve_engine.price_list import PRICED, PriceList
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
-from maskserve_engine.stages.loader import dtype_of
+from maskserve_engine.stages.loader import device_in_words, dtype_of
 from maskserve_engine.stages.revision import model_revision
 from maskserve_engine.status_publisher import StatusPublisher, new_counters
 from maskserve_engine.step_planner import StepPlanner
@@ -105,6 +105,7 @@ class Engine:
         Raises:
             ConfigError: the model cannot be served.
         """
+        _log.info("the denoiser's device: %s", device_in_words(config))
         adapter = load_adapter(config)
         prices = PriceList(config, adapter.facts) if adapter.facts.family in PRICED else None
         return cls(config, adapter, revision=model_revision(config.model.path), prices=prices)

@@ -132,9 +132,11 @@ class StepRunner:
         begin = time.perf_counter()
         try:
             self._step_all(running, reading, planned)
-            self._failed_steps = 0
+            whole, self._failed_steps = True, 0
         except Exception:
             _log.exception("a step of %d rows failed; trying its rows one by one", len(running))
+            whole = False
+        if not whole:  # outside of `except`, whose error keeps the tensors of the failed step
             self._run_alone(running, planned)
         taken = time.perf_counter() - begin
         stall = sum(each.handle.stalled for each in reading) - stalled

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, help="folder in diffusers format, or a hub id")
     add("--workers", type=int, default=1, metavar="N", help="Triton servers (default %(default)s)")
+    add("--share-gpus", action="store_true", help="allow more workers than there are GPUs")
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     add(
         "--base-port",
@@ -138,6 +139,7 @@ def _options(given: argparse.Namespace) -> ServeOptions:
     return ServeOptions(
         model=given.model,
         workers=given.workers,
+        share_gpus=given.share_gpus,
         host=given.host,
         base_port=given.base_port,
         router=given.router,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maskserve_core.config import Config
+from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports
 from maskserve_serving.runtime import Runtime
@@ -70,6 +71,8 @@ TUNING = {
     # Threads of one operation wait for one another by spinning. Where something else wants their
     # cores that takes a step many times as long; after this many turns they sleep instead.
     "GOMP_SPINCOUNT": "5000",
+    # Activations change size with every mask: segments that grow leave no gaps behind.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 """Read when a process starts; what the environment already says wins."""
 
@@ -92,22 +95,30 @@ def environment(runtime: Runtime, config: Path, gpu: str | None) -> dict[str, st
         PATH=os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)]),
     )
     if runtime.libraries:
-        env["LD_LIBRARY_PATH"] = _joined(*runtime.libraries, env.get("LD_LIBRARY_PATH"))
+        # Without the host's own: its CUDA libraries would be loaded in place of torch's.
+        env["LD_LIBRARY_PATH"] = _joined(*runtime.libraries)
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpu
     return env
 
 
-def gpu_of_worker(index: int, workers: int) -> str | None:
-    """CUDA_VISIBLE_DEVICES of a worker: one device each when there are several of both."""
-    if workers == 1:
-        return None
+def gpu_of_worker(index: int, workers: int, *, share: bool = False) -> str | None:
+    """CUDA_VISIBLE_DEVICES of a worker: one device each; None where there are none.
+
+    Raises:
+        ServeError: there are fewer devices than workers, and they are not to `share` them.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         devices = [device for device in visible.split(",") if device]
     else:
         listed = Path("/proc/driver/nvidia/gpus")
         devices = [str(i) for i in range(len(list(listed.glob("*"))))]
+    if devices and workers > len(devices) and not share:
+        raise ServeError(
+            f"--workers: {workers} workers on {len(devices)} GPU(s) would each load the model on "
+            "the same ones; say --share-gpus if that is meant"
+        )
     return devices[index % len(devices)] if devices else None
 
 

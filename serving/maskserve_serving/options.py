@@ -39,6 +39,8 @@ class ServeOptions:
     model: str
     """Folder in diffusers format, or a hub id."""
     workers: int = 1
+    share_gpus: bool = False
+    """Whether there may be more workers than GPUs."""
     host: str = "127.0.0.1"
     """Address that the workers listen on."""
     base_port: int = DEFAULT_BASE_PORT

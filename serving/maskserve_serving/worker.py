@@ -83,7 +83,8 @@ class Worker(Process):
         self._status.close()
         self._processes.close()
         self._status, self._silence = StatusReader(spec.files.status), Silence()
-        gpu = gpu_of_worker(spec.index, spec.options.workers)
+        options = spec.options
+        gpu = gpu_of_worker(spec.index, options.workers, share=options.share_gpus)
         trace = trace_arguments(self.config.trace, self.name)
         self.log.open(self.config)
         self.launch(

@@ -343,8 +343,10 @@ def test_a_first_start_is_tried_again_when_the_machine_stalled(
     assert count.stat().st_size == tries
 
 
-def test_the_command_line_is_hardened(tmp_path: Path) -> None:
-    server = runtime.Runtime(Path("/t/bin/tritonserver"), Path("/t/backends"), (), "x")
+def test_the_command_line_is_hardened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/host/cuda/lib64")
+    libraries = (Path("/t/lib"),)
+    server = runtime.Runtime(Path("/t/bin/tritonserver"), Path("/t/backends"), libraries, "x")
     options = ServeOptions(model="m", triton_args=("--trace-config=rate=1",))
     own = ports.Ports(9000, 9001, 9002)
     line = command.command(options, Config(), server, own, "maskserve-9000-")
@@ -362,13 +364,17 @@ def test_the_command_line_is_hardened(tmp_path: Path) -> None:
     assert env["MASKSERVE_CONFIG"] == str(tmp_path / "config.toml")
     assert env["HF_HUB_OFFLINE"] == "1"
     assert env["CUDA_VISIBLE_DEVICES"] == "1"
+    assert env["LD_LIBRARY_PATH"] == "/t/lib"
     assert env["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
 
 
 def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    assert command.gpu_of_worker(0, 1) is None
-    assert [command.gpu_of_worker(i, 3) for i in range(3)] == ["2", "5", "2"]
+    assert command.gpu_of_worker(0, 1) == "2"
+    assert [command.gpu_of_worker(i, 2) for i in range(2)] == ["2", "5"]
+    assert [command.gpu_of_worker(i, 3, share=True) for i in range(3)] == ["2", "5", "2"]
+    with pytest.raises(ServeError, match="3 workers on 2 GPU"):
+        command.gpu_of_worker(0, 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert command.gpu_of_worker(0, 2) is None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from torch import Tensor
+
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.cache.codec import Coded
 from maskserve_engine.cache.loader import Load, Loader, Want
@@ -51,6 +53,15 @@ class Handle:
         Raises:
             EntryLost: it will not come; the row can be stepped without entries.
         """
+        parts, ids = self.wait_whole(block, part)
+        return parts if ids is None else tuple(coded.take(ids) for coded in parts)
+
+    def wait_whole(self, block: int, part: str) -> tuple[tuple[Coded, ...], Tensor | None]:
+        """A part as it lies on the device, and which of its tokens are the row's; None: all are.
+
+        Raises:
+            EntryLost: as `wait`.
+        """
         arrival = self.load.arrived.get((block, part))
         if arrival is None:
             begin = time.perf_counter()
@@ -58,9 +69,8 @@ class Handle:
             self.stalled += time.perf_counter() - begin
         parts = arrival.get()
         if self.load.selection is not None:
-            return parts
-        ids = self._selection.on(block, parts[0].data.device)
-        return tuple(coded.take(ids) for coded in parts)
+            return parts, None
+        return parts, self._selection.on(block, parts[0].data.device)
 
     def release(self) -> None:
         """Let go; what nobody else reads is dropped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,23 @@ import torch
 
 from maskserve_core.config import Config, ConfigError
 
+_GPUS = Path("/proc/driver/nvidia/gpus")
+"""Where NVIDIA's driver lists its devices."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def device_of(config: Config) -> torch.device:
-    """The device `[model] device` names; `auto` takes CUDA where there is one."""
+    """The device `[model] device` names; `auto` takes CUDA where there is one.
+
+    Raises:
+        ConfigError: no such device, or `auto` on a host with GPUs that torch cannot use: a model
+            that silently ran on the CPU instead would look like a fault of something else.
+    """
     name = config.model.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and (reason := unusable_gpus()) is not None:
+            raise ConfigError(f'[model] device: {reason}; say device = "cpu" to do without')
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -24,6 +34,29 @@ def device_of(config: Config) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"[model] device: {name!r} asked for, but there is no CUDA device")
     return device
+
+
+def unusable_gpus() -> str | None:
+    """Why the GPUs of this host cannot be used; None if it has none that this process may see."""
+    cards = len(list(_GPUS.glob("*")))
+    if not cards or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} is built without CUDA"
+    else:
+        try:
+            torch.cuda.init()
+            why = "torch.cuda.is_available() is false"
+        except (RuntimeError, AssertionError) as error:
+            why = _first_line(error)
+    return f"this host has {cards} NVIDIA GPU(s) that cannot be used: {why}"
+
+
+def device_in_words(config: Config) -> str:
+    """The device and dtype, for the log."""
+    device, dtype = device_of(config), str(dtype_of(config)).removeprefix("torch.")
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    return f"{device}{name}, {dtype}, torch {torch.__version__}"
 
 
 def dtype_of(config: Config) -> torch.dtype:

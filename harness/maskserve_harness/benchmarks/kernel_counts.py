@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from maskserve_engine.families.flux.packing import widening
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.vectors import AHEAD
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, Log, fake_weights
@@ -115,6 +116,7 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
 
 def fake_bench(blocks: tuple[int, int], format: str) -> Bench:
     """FLUX.1-dev with so many double and single blocks; call inside FakeCuda."""
+    widening.cache_clear()  # its tensors belong to the device before
     model = fake_weights(build_model("flux-1024", blocks, torch.bfloat16, torch.device("meta")))
     return Bench("flux-1024", blocks, torch.bfloat16, DEVICE, format, model)
 

@@ -71,14 +71,17 @@ class Replay:
         self.adapter.step(rows, plan_of_kinds(kinds) if kinds else None)
 
 
-def in_memory(entry: AnchorEntry, selection: Selection) -> Handle:
-    """A hold on the row's tokens of an entry, which have all arrived."""
-    load = Load(entry, "device", selection)
+def in_memory(entry: AnchorEntry, selection: Selection, *, whole: bool = False) -> Handle:
+    """A hold on the row's tokens of an entry, which have all arrived; or on all of them, as where
+    entries lie on the device.
+    """
+    load = Load(entry, "device", None if whole else selection)
     for block, each in enumerate(entry.blocks):
         for part in PARTS:
             if coded := each.part(part):
                 ids = selection.on(block, coded[0].data.device)
-                load.arrive((block, part), Arrival(tuple(c.take(ids) for c in coded)))
+                own = coded if whole else tuple(c.take(ids) for c in coded)
+                load.arrive((block, part), Arrival(own))
     return Handle(entry.anchor, load, Loader(HostMover()), selection, lambda: None)
 
 

@@ -120,7 +120,7 @@ class Bench:
         row.inactive = Inactive(
             active, index, template.take(index), cis[self.text :][index], selection
         )
-        row.entry = in_memory(self.entry, selection)
+        row.entry = in_memory(self.entry, selection, whole=self.device.type == "cuda")
         row.cis = torch.cat((cis[: self.text], cis[self.text :][active]))
         row.latents = row.latents[active]
         row.condition = None if condition is None else condition[active]

@@ -21,6 +21,7 @@ from maskserve_engine.families.flux.blocks import (
 from maskserve_engine.families.flux.packing import Packing, Widening, widening
 from maskserve_engine.families.flux.vectors import Vectors
 from maskserve_engine.families.flux.weights import Double, Single, Weights
+from maskserve_engine.families.place import Source, place
 from maskserve_engine.families.transfer import to_device
 
 
@@ -40,8 +41,8 @@ class Rest(Protocol):
         """Write their cached hidden states at the block's input into `out` [m, width]."""
         ...
 
-    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
-        """Write their cached keys and values into [m, heads, head_dim] each."""
+    def keys_values(self, block: int) -> Source:
+        """Where their cached keys and values lie."""
         ...
 
 
@@ -224,10 +225,8 @@ class _State:
         return lambda keys, values, packing: self._fill_loaded(index, keys, values, packing)
 
     def _fill_loaded(self, index: int, keys: Tensor, values: Tensor, packing: Packing) -> None:
-        for number, rest in enumerate(self.packed.rests):
-            if rest is not None:
-                begin, end = packing.rest_keys(number)
-                rest.keys_values(index, keys[begin:end], values[begin:end])
+        sources = [None if rest is None else rest.keys_values(index) for rest in self.packed.rests]
+        place(sources, keys, values, packing.places)
 
     def _fill_projected(
         self, index: int, block: Double | Single, keys: Tensor, values: Tensor, packing: Packing

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_engine.families.attention import Segments, Span, ends, spans, uniform
+from maskserve_engine.families.place import Places
 from maskserve_engine.families.transfer import to_device
 
 
@@ -78,8 +79,8 @@ class Packing:
     """They attend to text, computed image tokens and rest."""
     core_in_keys: Tensor | None
     """[N] positions of the computed tokens among all keys; None: the first ones."""
-    rest_in_keys: Tensor | None
-    """[M] positions of the inactive tokens among all keys; None: the last ones."""
+    places: Places
+    """Of the inactive tokens among all keys."""
 
     def rows_from(self, text: Tensor, image: Tensor) -> Tensor:
         """Row order from the two streams."""
@@ -108,14 +109,10 @@ class Packing:
 
     def place_rest(self, rest: Tensor, keys: Tensor) -> None:
         """Write the inactive tokens' keys or values [M, …], packed by row, to their places."""
-        if self.rest_in_keys is None:
+        if len(self.text) == 1:
             keys[len(keys) - len(rest) :] = rest
         else:
-            keys.index_copy_(0, self.rest_in_keys, rest)
-
-    def rest_keys(self, row: int) -> Span:
-        _, end = self.all_keys.k_spans[row]
-        return end - self.rest[row], end
+            keys.index_copy_(0, self.places.to, rest)
 
 
 def _positions(spans: Sequence[Span]) -> NDArray[np.int64]:
@@ -163,7 +160,13 @@ def _pack(text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...]) 
         computed=_segments(core, core),
         all_keys=_segments(core, keys),
         core_in_keys=None if one else torch.from_numpy(_positions(core_keys)),
-        rest_in_keys=None if one else torch.from_numpy(_positions(rest_keys)),
+        places=Places(
+            spans=tuple(rest_keys),
+            row_of=torch.from_numpy(np.repeat(np.arange(len(rest)), rest)),
+            local=torch.from_numpy(_positions([(0, r) for r in rest])),
+            to=torch.from_numpy(_positions(rest_keys)),
+            numbers=torch.from_numpy(np.arange(max(rest))),
+        ),
     )
 
 

@@ -18,6 +18,7 @@ from maskserve_engine.families.flux.conditioning import Blend, TemplateInputs
 from maskserve_engine.families.flux.forward import RowInput
 from maskserve_engine.families.flux.latents import unpack_latents
 from maskserve_engine.families.flux.schedule import Schedule, Walk
+from maskserve_engine.families.place import Source
 
 
 @dataclass(slots=True)
@@ -54,10 +55,9 @@ class CachedRest:
         (hidden,) = self._entry.wait(block, "h")
         hidden.into(out)
 
-    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
-        loaded_keys, loaded_values = self._entry.wait(block, "kv")
-        loaded_keys.into(keys.flatten(1))
-        loaded_values.into(values.flatten(1))
+    def keys_values(self, block: int) -> Source:
+        (keys, values), ids = self._entry.wait_whole(block, "kv")
+        return Source(keys, values, ids)
 
     @property
     def _entry(self) -> Handle:

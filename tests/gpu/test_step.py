@@ -1,0 +1,64 @@
+"""What only a CUDA device can show: its kernels compute what the CPU's do, and wait for none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from maskserve_engine.cache.codec import encode
+from maskserve_engine.families.attention import Segments, attention, ends, spans, uniform
+from maskserve_engine.families.place import Places, Source, fused, place
+from maskserve_harness.benchmarks.step_rig import Bench
+
+CUDA = torch.device("cuda", 0)
+
+
+def segments(queries: list[int], keys: list[int]) -> Segments:
+    q, k = spans(queries), spans(keys)
+    return Segments(q, k, ends(q).to(CUDA), ends(k).to(CUDA), uniform(queries), uniform(keys))
+
+
+def test_the_variable_length_kernel_agrees_with_each_row_alone() -> None:
+    queries, keys = [100, 33, 257], [300, 133, 257]
+    q = torch.randn(sum(queries), 24, 128, device=CUDA, dtype=torch.bfloat16)
+    k, v = (torch.randn(sum(keys), 24, 128, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    rows = segments(queries, keys)
+    together = attention(q, k, v, rows)
+    for (qb, qe), (kb, ke) in zip(rows.q_spans, rows.k_spans, strict=True):
+        alone = attention(
+            q[qb:qe].float(), k[kb:ke].float(), v[kb:ke].float(), segments([qe - qb], [ke - kb])
+        )
+        assert torch.allclose(together[qb:qe].float(), alone, atol=2e-2)
+
+
+@pytest.mark.parametrize("format", ["model", "int8", "float8", "int4"])
+def test_the_placing_kernel_writes_what_the_plain_path_writes(format: str) -> None:
+    pytest.importorskip("triton")
+    draw = [torch.randn(64, 96).bfloat16() for _ in range(2)]
+    ids = torch.randperm(64)[:40]
+    at = Places(((8, 48),), torch.zeros(40, dtype=torch.long), *(torch.arange(40),) * 3)
+    at = Places(at.spans, *(x.to(CUDA) for x in (at.row_of, at.local, at.to + 8, at.numbers)))
+    keys, values = (encode(x.to(CUDA), format) for x in draw)
+    outs = [torch.zeros(48, 3, 32, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
+    source = Source(keys, values, ids.to(CUDA))
+    fused([source], outs[0], outs[1], at)
+    plain = [out.cpu() for out in outs[2:]]
+    host = Source(encode(draw[0], format), encode(draw[1], format), ids)
+    place([host], plain[0], plain[1], Places(at.spans, at.row_of, at.local, at.to, at.numbers))
+    assert torch.equal(outs[0].cpu(), plain[0])
+    assert torch.equal(outs[1].cpu(), plain[1])
+
+
+@pytest.mark.parametrize("kind", ["kv", "project"])
+def test_steady_steps_wait_for_nothing(kind: str) -> None:
+    bench = Bench("flux-1024", (1, 1), torch.bfloat16, CUDA, "int8")
+    bench.fill_entry(kind)
+    rows = [bench.row(ratio, seed) for seed, ratio in enumerate((0.1, 0.3, None))]
+    bench.step(rows, kind)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            bench.step(rows, kind)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

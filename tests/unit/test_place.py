@@ -1,0 +1,71 @@
+"""The kernel that places cached keys and values, interpreted, against the plain path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# The interpreter is chosen when a kernel is defined, and inductor must not see it: a process apart.
+PROGRAM = """
+import sys
+import torch
+from maskserve_engine.cache.codec import encode
+from maskserve_engine.families.place import Places, Source, fused, place
+
+format = sys.argv[1]
+for seed in range(6):
+    torch.manual_seed(seed)
+    draw = lambda low, high: int(torch.randint(low, high, ()))
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+    heads, head_dim, rows = draw(1, 4), 32, draw(1, 5)
+    sources, spans, end = [], [], 0
+    for row in range(rows):
+        computed, tokens = draw(1, 5), draw(1, 12)
+        inactive = draw(0, tokens + 1)
+        ids = torch.randperm(tokens)[:inactive]
+        keys, values = (encode(torch.randn(tokens, heads * head_dim).to(dtype), format)
+                        for _ in range(2))
+        if row % 3 == 2:  # gathered before
+            keys, values, ids = keys.take(ids), values.take(ids), None
+        dense = rows > 1 and row == draw(0, rows)
+        inactive = 0 if dense else inactive
+        sources.append(None if dense else Source(keys, values, ids))
+        spans.append((end + computed, end + computed + inactive))
+        end += computed + inactive
+    if not any(sources) or not sum(e - b for b, e in spans):
+        continue
+    places = Places(
+        tuple(spans),
+        torch.cat([torch.full((e - b,), row) for row, (b, e) in enumerate(spans)]),
+        torch.cat([torch.arange(e - b) for b, e in spans]),
+        torch.cat([torch.arange(b, e) for b, e in spans]),
+        torch.arange(max(e - b for b, e in spans)),
+    )
+    expected = [torch.randn(end, heads, head_dim).to(dtype) for _ in range(2)]
+    result = [each.clone() for each in expected]
+    place(sources, *expected, places)
+    fused(sources, *result, places)
+    for one, other in zip(expected, result):
+        # The interpreter cuts bfloat16 off where hardware and torch round.
+        ulps = 2 ** -6 if dtype == torch.bfloat16 and format != "model" else 0.0
+        assert torch.allclose(one, other, rtol=ulps, atol=0.0), (format, seed, dtype)
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("format", ["model", "int8", "float8", "int4"])
+def test_the_kernel_writes_what_the_plain_path_writes(format: str) -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, format],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.stdout.strip() == "equal", done.stderr[-3000:]
