@@ -23,18 +23,22 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCH = ["--blocks", "19+38", "--batch", "1", "4", "8", "--repeat", "3", "--format", "int8"]
 
 
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def link_gb_per_s(device: torch.device) -> float:
     """Of copies from pinned memory to the device."""
     host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = _event(), _event()
     there.copy_(host, non_blocking=True)
     begin.record()
     for _ in range(8):
         there.copy_(host, non_blocking=True)
     end.record()
     end.synchronize()
-    return 8 * host.numel() / 1e6 / begin.elapsed_time(end)
+    return 8 * host.numel() / 1e6 / float(begin.elapsed_time(end))
 
 
 def steps(json_file: Path) -> dict[str, Any]:
