@@ -11,18 +11,9 @@ are reached. A step takes the longest of the three.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 
-import torch
-
-from maskserve_core.planning.flops import flux_work
-from maskserve_harness.benchmarks.kernel_counts import DOUBLE, SINGLE, TABLE
-from maskserve_harness.benchmarks.step_rig import PRESETS, build_model
-
-PEAK_FLOPS, PEAK_BYTES = 989e12, 3.35e12
-"""Of an H100 SXM: bfloat16 without sparsity, and its memory."""
+from maskserve_harness.benchmarks.estimate import PEAK_BYTES, PEAK_FLOPS, steps
 
 
 def main() -> int:
@@ -31,33 +22,20 @@ def main() -> int:
     parser.add_argument("--bytes-reached", type=float, default=0.7, help="share of the peak")
     parser.add_argument("--launch-us", type=float, default=6.0, help="of the host, per kernel")
     args = parser.parse_args()
-    blocks = (DOUBLE, SINGLE)
-    model = build_model("flux-1024", blocks, torch.bfloat16, torch.device("meta"))
-    weights = sum(2 * p.numel() for p in model.parameters())
-    (down, across), text = PRESETS["flux-1024"]["grid"], PRESETS["flux-1024"]["text"]
-    work = flux_work(dict(model.config), 2 * down, 2 * across)
-    launches = json.loads(TABLE.read_text(encoding="utf-8"))
     print("| batch | m | TFLOP | GB read | launches | compute ms | memory ms | host ms | step ms |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for batch in (1, 4, 8):
-        for ratio in (None, 0.05, 0.11, 0.2, 0.35):
-            rows = [work.row_at(ratio or 1.0, text)] * batch
-            flops = work.step_flops(rows, "kv" if ratio else "dense")
-            rest = 0.0 if ratio is None else 1.0 - ratio
-            entries = batch * rest * down * across * 2 * (DOUBLE + SINGLE) * model.inner_dim
-            name = "dense, 4 rows" if batch > 1 else "dense, 1 row"
-            if ratio is not None:
-                name = f"kv int8, {batch} row" + ("s, mixed" if batch > 1 else "")
-            kernels = launches[name]["step"]
-            times = (
-                1e3 * flops / (PEAK_FLOPS * args.flops_reached),
-                1e3 * (weights + entries) / (PEAK_BYTES * args.bytes_reached),
-                1e-3 * args.launch_us * kernels,
-            )
-            cells = " | ".join(f"{ms:.1f}" for ms in (*times, max(times)))
-            what = "dense" if ratio is None else f"{ratio:.2f}"
-            gigabytes = math.ceil((weights + entries) / 1e8) / 10
-            print(f"| {batch} | {what} | {flops / 1e12:.1f} | {gigabytes} | {kernels} | {cells} |")
+    for step in steps():
+        times = (
+            1e3 * step.flops / (PEAK_FLOPS * args.flops_reached),
+            1e3 * step.nbytes / (PEAK_BYTES * args.bytes_reached),
+            1e-3 * args.launch_us * step.launches,
+        )
+        cells = " | ".join(f"{ms:.1f}" for ms in (*times, max(times)))
+        what = "dense" if step.ratio is None else f"{step.ratio:.2f}"
+        print(
+            f"| {step.rows} | {what} | {step.flops / 1e12:.1f} | {step.nbytes / 1e9:.1f} "
+            f"| {step.launches} | {cells} |"
+        )
     return 0
 
 

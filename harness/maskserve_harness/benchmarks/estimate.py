@@ -1,0 +1,47 @@
+"""What a step should take on a GPU: counted work over the device's published peaks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from maskserve_core.planning.flops import flux_work
+from maskserve_harness.benchmarks.kernel_counts import DOUBLE, SINGLE, TABLE
+from maskserve_harness.benchmarks.step_rig import PRESETS, build_model
+
+PEAK_FLOPS, PEAK_BYTES = 989e12, 3.35e12
+"""Of an H100 SXM: bfloat16 without sparsity, and its memory."""
+
+
+class Step(NamedTuple):
+    """Counted work of one step of FLUX.1-dev at 1024x1024."""
+
+    rows: int
+    ratio: float | None
+    """Mask ratio of the rows; None: dense ones."""
+    flops: float
+    nbytes: float
+    """Weights and int8 entries, read once."""
+    launches: int
+
+
+def steps() -> Iterator[Step]:
+    """By rows and mask ratio."""
+    model = build_model("flux-1024", (DOUBLE, SINGLE), torch.bfloat16, torch.device("meta"))
+    weights = sum(2 * p.numel() for p in model.parameters())
+    (down, across), text = PRESETS["flux-1024"]["grid"], PRESETS["flux-1024"]["text"]
+    work = flux_work(dict(model.config), 2 * down, 2 * across)
+    launches = json.loads(TABLE.read_text(encoding="utf-8"))
+    for rows in (1, 4, 8):
+        for ratio in (None, 0.05, 0.11, 0.2, 0.35):
+            totals = [work.row_at(ratio or 1.0, text)] * rows
+            flops = work.step_flops(totals, "kv" if ratio else "dense")
+            rest = 0.0 if ratio is None else 1.0 - ratio
+            entries = rows * rest * down * across * 2 * (DOUBLE + SINGLE) * model.inner_dim
+            name = "dense, 4 rows" if rows > 1 else "dense, 1 row"
+            if ratio is not None:
+                name = f"kv int8, {rows} rows, mixed" if rows > 1 else "kv int8, 1 row"
+            yield Step(rows, ratio, flops, weights + entries, launches[name]["step"])
