@@ -1,0 +1,95 @@
+"""What caching costs on the demo model, small: a check that a cache which does nothing fails.
+
+The rival is the masked tokens alone, as if the rest of the picture did not exist. On edits that
+need nothing beyond the mask's rim it passes any bar; on these it must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from demo_model.edit_classes import edits_of
+from demo_model.scenes import Edit
+from maskserve_core.config import CacheConfig, ModelConfig
+from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.quality.choices import DEFAULT, ONE_ANCHOR, CacheChoice, frontier
+from maskserve_harness.quality.metrics import RIM, compare, rim_errors, summary
+from maskserve_harness.quality.systems import Picture, Rig
+
+BAR = 30.0
+"""dB inside the mask, against our dense rows."""
+LEAD = 6.0
+"""dB that the rival stays behind."""
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    return Rig(DEMO_MODEL, steps=6)
+
+
+def test_a_cache_that_does_nothing_fails(rig: Rig) -> None:
+    edits = edits_of("strip", 4)
+    jobs = rig.jobs(edits)
+    dense = rig.dense(edits, jobs)
+    ours = rig.cached(edits, jobs, rig.entries(jobs), DEFAULT)
+    alone = rig.alone(edits, jobs, [rig.tokens_of(job) for job in jobs])
+    kept, lost = (summary(compare(edits, made, dense)) for made in (ours, alone))
+    assert kept.psnr_in_mask >= BAR > lost.psnr_in_mask
+    assert kept.psnr_in_mask >= lost.psnr_in_mask + LEAD
+    assert kept.worst_psnr_in_mask >= lost.worst_psnr_in_mask + LEAD
+    assert kept.outside_max_abs_diff == lost.outside_max_abs_diff == 0
+
+
+def test_ways_that_must_agree_do(rig: Rig) -> None:
+    """The evaluation's own: all tokens alone or active are the dense row, a ring in no step none."""
+    edits = edits_of("dot", 2)
+    jobs = rig.jobs(edits)
+    dense, entries = rig.dense(edits, jobs), rig.entries(jobs)
+    everything = rig.alone(edits, jobs, [np.arange(256) for _ in jobs])
+    # Beside the mask the decoder is given the template's latents, as by a cached row.
+    assert summary(compare(edits, everything, dense)).worst_psnr_in_mask > 45
+    exact = CacheChoice("kv", "model", 1, ring=64)
+    _equal(rig.cached(edits, jobs, entries, exact), dense, edits)
+    _equal(rig.cached(edits, jobs, entries, CacheChoice(dense_steps=rig.steps)), dense, edits)
+    no_ring, none_of_it = CacheChoice("kv", "model", 1), CacheChoice("kv", "model", 1, 2, 0.0)
+    _equal(
+        rig.cached(edits, jobs, entries, none_of_it),
+        rig.cached(edits, jobs, entries, no_ring),
+        edits,
+    )
+
+
+def _equal(made: Sequence[Picture], expected: Sequence[Picture], edits: Sequence[Edit]) -> None:
+    assert summary(compare(edits, made, expected)).worst_psnr_in_mask > 60
+
+
+def test_the_default_that_is_judged_is_the_one_that_is_served() -> None:
+    cache = CacheConfig()
+    assert (cache.entry_kind, cache.entry_format) == (DEFAULT.kind, DEFAULT.format)
+    assert (cache.stride, ModelConfig().mask_ring) == (DEFAULT.stride, DEFAULT.ring)
+    assert frontier()[0] == DEFAULT
+    assert len({choice.name for choice in frontier()}) == len(frontier())
+
+
+def test_counts_on_the_grid_of_flux() -> None:
+    """A GiB per template, and 15 % more FLOPs than without a ring, at most."""
+    assert DEFAULT.flux_bytes() < 2**30
+    assert CacheChoice("kv", "int4", ONE_ANCHOR).flux_flops() < DEFAULT.flux_flops()
+    assert DEFAULT.flux_flops() <= 1.15 * CacheChoice().flux_flops()
+    early = CacheChoice("kv", "int4", ONE_ANCHOR, 1, ring_share=0.5)
+    assert CacheChoice().flux_flops() < early.flux_flops() < DEFAULT.flux_flops()
+
+
+def test_errors_are_told_apart_by_their_distance_from_the_rim() -> None:
+    mask = np.zeros((20, 20), np.bool_)
+    mask[:9, 4:13] = True  # along the upper side, which is no rim
+    source = np.zeros((20, 20, 3), np.uint8)
+    edit = Edit(source, mask, "", None, None, source)
+    picture = source.copy()
+    picture[0, 8] = 6  # five pixels from the left, right and lower rim at (4, 8); 5 here
+    errors = rim_errors([edit], [picture], [source])
+    assert len(errors) == RIM
+    assert [number for number, error in enumerate(errors, start=1) if error] == [5]
