@@ -142,10 +142,10 @@ class CacheConfig:
     )
     entry_format: str = _opt("int4", "Storage of entries.", of=("model", "int8", "float8", "int4"))
     stride: int = _opt(
-        1000,
+        0,
         "So many steps of the priming schedule share an anchor; as many as it has, or more: one "
-        "serves all.",
-        low=1,
+        "serves all. 0: what the model's semantics need, all steps for `fill`, 7 for others.",
+        low=0,
         high=1000,
     )
     dense_above_ratio: float = _opt(

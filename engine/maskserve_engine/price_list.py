@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from maskserve_core.config import Config, cores
-from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.contracts.facts import ModelFacts, anchor_stride
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import RowStatus
 from maskserve_core.planning.cost_model import CostModel, Line, estimate, fit
@@ -42,14 +43,15 @@ class PriceList:
         costs = estimate(name, dtype, cores=config.model.torch_threads or cores())
         self._line = costs.compute
         side = facts.native_resolution // facts.vae_scale_factor
-        cache = config.cache
+        cache, steps = config.cache, config.model.num_inference_steps
+        stride = min(anchor_stride(cache.stride, facts), steps)
         self._flops = pricing_of(
             PRICED[facts.family](facts.denoiser, side, side),
             CostModel("FLOPs", Line(0.0, 1.0), costs.loads),
             FORMATS[dtype if cache.entry_format == "model" else cache.entry_format],
             text=config.model.max_sequence_length,
-            anchors=-(-config.model.num_inference_steps // cache.stride),
-            steps_per_anchor=min(cache.stride, config.model.num_inference_steps),
+            anchors=math.ceil(steps / stride),
+            steps_per_anchor=stride,
         )
         """Prices with FLOPs in place of seconds of computation."""
         self._samples: deque[tuple[float, float]] = deque(maxlen=_WINDOW)

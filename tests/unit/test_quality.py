@@ -7,15 +7,15 @@ need nothing beyond the mask's rim it passes any bar; on these it must not.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from demo_model.edit_classes import edits_of
 from demo_model.scenes import Edit
-from maskserve_core.config import CacheConfig, ModelConfig
 from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.quality.choices import DEFAULT, ONE_ANCHOR, CacheChoice, frontier
+from maskserve_harness.quality.choices import CacheChoice, default, frontier
 from maskserve_harness.quality.metrics import RIM, compare, rim_errors, summary
 from maskserve_harness.quality.systems import Picture, Rig
 
@@ -34,7 +34,7 @@ def test_a_cache_that_does_nothing_fails(rig: Rig) -> None:
     edits = edits_of("strip", 4)
     jobs = rig.jobs(edits)
     dense = rig.dense(edits, jobs)
-    ours = rig.cached(edits, jobs, rig.entries(jobs), DEFAULT)
+    ours = rig.cached(edits, jobs, rig.entries(jobs), default(rig.adapter.facts))
     alone = rig.alone(edits, jobs, [rig.tokens_of(job) for job in jobs])
     kept, lost = (summary(compare(edits, made, dense)) for made in (ours, alone))
     assert kept.psnr_in_mask >= BAR > lost.psnr_in_mask
@@ -44,7 +44,7 @@ def test_a_cache_that_does_nothing_fails(rig: Rig) -> None:
 
 
 def test_ways_that_must_agree_do(rig: Rig) -> None:
-    """The evaluation's own: all tokens alone or active are the dense row, a ring in no step none."""
+    """All tokens alone or active are the dense row, and a ring in no step is none."""
     edits = edits_of("dot", 2)
     jobs = rig.jobs(edits)
     dense, entries = rig.dense(edits, jobs), rig.entries(jobs)
@@ -66,21 +66,17 @@ def _equal(made: Sequence[Picture], expected: Sequence[Picture], edits: Sequence
     assert summary(compare(edits, made, expected)).worst_psnr_in_mask > 60
 
 
-def test_the_default_that_is_judged_is_the_one_that_is_served() -> None:
-    cache = CacheConfig()
-    assert (cache.entry_kind, cache.entry_format) == (DEFAULT.kind, DEFAULT.format)
-    assert (cache.stride, ModelConfig().mask_ring) == (DEFAULT.stride, DEFAULT.ring)
-    assert frontier()[0] == DEFAULT
-    assert len({choice.name for choice in frontier()}) == len(frontier())
+def test_every_choice_of_the_frontier_has_a_name_of_its_own(rig: Rig) -> None:
+    choices = frontier(default(rig.adapter.facts))
+    assert len({choice.name for choice in choices}) == len(choices)
 
 
-def test_counts_on_the_grid_of_flux() -> None:
+def test_counts_on_the_grid_of_flux(rig: Rig) -> None:
     """A GiB per template, and 15 % more FLOPs than without a ring, at most."""
-    assert DEFAULT.flux_bytes() < 2**30
-    assert CacheChoice("kv", "int4", ONE_ANCHOR).flux_flops() < DEFAULT.flux_flops()
-    assert DEFAULT.flux_flops() <= 1.15 * CacheChoice().flux_flops()
-    early = CacheChoice("kv", "int4", ONE_ANCHOR, 1, ring_share=0.5)
-    assert CacheChoice().flux_flops() < early.flux_flops() < DEFAULT.flux_flops()
+    chosen, no_ring = default(rig.adapter.facts), CacheChoice().flux_flops()
+    assert chosen.flux_bytes() < 2**30
+    early = replace(chosen, ring_share=0.5)
+    assert no_ring < early.flux_flops() < chosen.flux_flops() <= 1.15 * no_ring
 
 
 def test_errors_are_told_apart_by_their_distance_from_the_rim() -> None:

@@ -37,6 +37,9 @@ Guidance = Literal["embedded", "cfg", "none"]
 second time with the negative prompt; `none`: the model has no such thing.
 """
 
+ALL_STEPS = 1000
+"""A stride as long as any schedule."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -87,6 +90,19 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"[model] path: {path} is not a JSON object")
     return loaded
+
+
+def anchor_stride(configured: int, facts: ModelFacts) -> int:
+    """Steps that share an anchor (docs/adr/0007).
+
+    A Fill model sees the picture round the mask in extra channels, at every step. To others it is
+    noised like the rest, and its activations change with the noise.
+
+    Args:
+        configured: `[cache] stride`; 0: what the model's semantics need.
+        facts: of the model.
+    """
+    return configured or (ALL_STEPS if facts.semantics == "fill" else 7)
 
 
 def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.entry_key import Anchor, TemplateKey, nearest_anchor
+from maskserve_core.contracts.facts import anchor_stride
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import Store
@@ -298,7 +299,8 @@ class TemplateCache:
     def _anchors(self, job: EditJob) -> tuple[Anchor, ...]:
         """Those that a primed template of this size has."""
         tokens = self.adapter.tokens(job).total
-        return self.adapter.anchors(tokens, self.default_steps, self.config.stride)
+        stride = anchor_stride(self.config.stride, self.adapter.facts)
+        return self.adapter.anchors(tokens, self.default_steps, stride)
 
     def _nearest(self, anchors: tuple[Anchor, ...], job: EditJob) -> tuple[Anchor | None, ...]:
         """Per step of the edit the anchor whose entry it would read.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from maskserve_core.config import Config
+from maskserve_core.contracts.facts import ALL_STEPS, ModelFacts, anchor_stride
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.planning.flops import ModelWork, RowTokens, flux_work
 from maskserve_harness.benchmarks.models import FLUX_DEV
 
 FLUX_STEPS = 28
 FLUX_TEXT = 512
-ONE_ANCHOR = 1000
-"""A stride as long as any schedule: one anchor in its middle."""
 THIN_KEPT = 0.3
 """Share of inactive tokens that a thinned context keeps on FLUX's grid, about: a quarter, and those
 beside the mask."""
@@ -32,13 +32,15 @@ class CacheChoice:
     """Of the steps, from the first one on, in which the ring is computed."""
     dense_steps: int = 0
     """First steps that compute every token, as a dense row does."""
+    skip_below: float = 0.0
+    """Change of the first block under which a step leaves the others out (FirstBlockCache)."""
     thin: bool = False
     """Whether only tokens near the mask and every fourth of the others are attended to, these for
     four each."""
 
     @property
     def name(self) -> str:
-        stride = "one" if self.stride >= ONE_ANCHOR else f"stride{self.stride}"
+        stride = "one" if self.stride >= ALL_STEPS else f"stride{self.stride}"
         parts = [f"{self.kind}-{self.format}-{stride}-ring{self.ring}"]
         if self.ring_share < 1:
             parts.append(f"first{self.ring_share:.0%}")
@@ -46,6 +48,8 @@ class CacheChoice:
             parts.append(f"dense{self.dense_steps}")
         if self.thin:
             parts.append("thin")
+        if self.skip_below:
+            parts.append(f"skip{self.skip_below:g}")
         return "-".join(parts)
 
     @property
@@ -64,8 +68,13 @@ class CacheChoice:
         kept = THIN_KEPT if self.thin else 1.0
         return kept * anchors * entry_bytes(_flux(), self.kind, form)
 
-    def flux_flops(self, mask_ratio: float = 0.11) -> float:
-        """Of an edit with a square mask on FLUX.1-dev at 1024x1024, per step; counted."""
+    def flux_flops(self, mask_ratio: float = 0.11, skipped: float = 0.0) -> float:
+        """Of an edit with a square mask on FLUX.1-dev at 1024x1024, per step; counted.
+
+        Args:
+            mask_ratio: share of the tokens under the mask.
+            skipped: share of the steps that compute the first block alone.
+        """
         work = _flux()
         grid = math.isqrt(work.tokens[0])
         side = round(math.sqrt(mask_ratio) * grid)
@@ -82,31 +91,37 @@ class CacheChoice:
                 keys = active + THIN_KEPT * (work.tokens[0] - active)
                 seen = replace(work, tokens=(round(keys),))
             total += seen.step_flops([RowTokens((active,), FLUX_TEXT)], self.block_kind)
-        return total / FLUX_STEPS
+        return total / FLUX_STEPS * (1 - skipped + skipped / len(work.blocks))
 
 
 def _flux() -> ModelWork:
     return flux_work(FLUX_DEV, 128, 128)
 
 
-DEFAULT = CacheChoice("kv", "int4", ONE_ANCHOR, 1)
-"""As `[cache]` and `[model] mask_ring` have it."""
+def default(facts: ModelFacts) -> CacheChoice:
+    """As `[cache]` and `[model] mask_ring` have it."""
+    config = Config()
+    cache, stride = config.cache, anchor_stride(config.cache.stride, facts)
+    return CacheChoice(cache.entry_kind, cache.entry_format, stride, config.model.mask_ring)
 
 
-def frontier() -> list[CacheChoice]:
-    """The default first, and what it was chosen from."""
-    found = [DEFAULT]
+def frontier(chosen: CacheChoice) -> list[CacheChoice]:
+    """The default, and what it was chosen from."""
+    found = [chosen]
     for ring in (0, 1, 2):
-        for kind, form, strides in (
-            ("kv", "model", (1,)),
-            ("kv", "int8", (7, ONE_ANCHOR)),
-            ("kv", "int4", (4, 7, 14, ONE_ANCHOR)),
-            ("h", "int4", (7, ONE_ANCHOR)),
-        ):
-            found += [CacheChoice(kind, form, stride, ring) for stride in strides]
-    one = CacheChoice("kv", "int4", ONE_ANCHOR, 1)
-    for share in (0.3, 0.5):
-        found += [replace(one, ring=ring, ring_share=share) for ring in (1, 2)]
-    found += [replace(one, dense_steps=steps) for steps in (1, 2, 4)]
-    found += [replace(one, ring=0, dense_steps=2), replace(one, thin=True)]
+        found += [
+            CacheChoice(kind, form, stride, ring)
+            for kind, form, stride in (
+                ("kv", "int8", 7),
+                ("kv", "int4", 7),
+                ("kv", "int4", 14),
+                ("kv", "int4", ALL_STEPS),
+                ("h", "int4", ALL_STEPS),
+            )
+        ]
+    found += [CacheChoice("kv", "model", 1, 1), replace(chosen, ring_share=0.5)]
+    found += [replace(chosen, dense_steps=2), replace(chosen, thin=True)]
+    found += [replace(chosen, skip_below=threshold) for threshold in (0.1, 0.2)]
+    everything = replace(chosen, dense_steps=FLUX_STEPS)
+    found += [replace(everything, skip_below=threshold) for threshold in (0.1, 0.3)]
     return list(dict.fromkeys(found))

@@ -32,7 +32,7 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_harness.demo_model.evaluation import run_edits
 from maskserve_harness.demo_model.scenes import Edit
-from maskserve_harness.quality.choices import DEFAULT, CacheChoice, frontier
+from maskserve_harness.quality.choices import CacheChoice, default, frontier
 from maskserve_harness.quality.metrics import Picture, by_class, compare, rim_errors
 from maskserve_harness.quality.published import missing, published
 from maskserve_harness.quality.report import draw_worst, plot_frontier, plot_rim, table
@@ -73,6 +73,7 @@ class Run:
 
     def __init__(self, rig: Rig, classes: dict[str, list[Edit]]) -> None:
         self.rig, self.classes = rig, classes
+        self.default = default(rig.adapter.facts)
         self.pictures: dict[str, ByClass] = {}
         self.facts: dict[str, dict[str, Any]] = {}
 
@@ -87,7 +88,7 @@ class Run:
             self.keep("dense", name, rig.dense(edits, jobs))
             masked = [rig.tokens_of(job) for job in jobs]
             self.keep("masked_tokens_alone", name, rig.alone(edits, jobs, masked))
-            ringed = [rig.tokens_of(job, DEFAULT.ring) for job in jobs]
+            ringed = [rig.tokens_of(job, self.default.ring) for job in jobs]
             self.keep("masked_tokens_and_ring_alone", name, rig.alone(edits, jobs, ringed))
             crops = [rig.window_of(job, CROP_MARGIN) for job in jobs]
             self.keep("crop_and_stitch", name, rig.alone(edits, jobs, crops))
@@ -96,8 +97,8 @@ class Run:
                 self.keep(choice.name, name, rig.cached(edits, jobs, entries, choice))
                 self.facts[choice.name] = {
                     "bytes_per_template": rig.template_bytes(choice, entries[0]),
-                    "default": choice == DEFAULT,
-                    **flux_facts(choice),
+                    "default": choice == self.default,
+                    **flux_facts(choice, rig.skips[choice].share if choice in rig.skips else 0.0),
                 }
             said(f"{name}: {len(edits)} edits by {len(choices)} caches")
 
@@ -113,7 +114,7 @@ class Run:
             pipe,
             lambda n: {name: self._piped(pipe, e[:n], 1) for name, e in self.classes.items()},
             max(map(len, self.classes.values())),
-            flux_facts(DEFAULT)["flux_flop_speedup"],
+            flux_facts(self.default)["flux_flop_speedup"],
         )
         self.facts["first_block_cache"] = {
             "threshold": threshold,
@@ -148,9 +149,14 @@ class Run:
         }
 
 
-def flux_facts(choice: CacheChoice) -> dict[str, float]:
-    """What it comes to on FLUX.1-dev at 1024x1024, a square mask of 0.11."""
-    flops = choice.flux_flops()
+def flux_facts(choice: CacheChoice, skipped: float = 0.0) -> dict[str, float]:
+    """What it comes to on FLUX.1-dev at 1024x1024, a square mask of 0.11.
+
+    Args:
+        choice: the way of caching.
+        skipped: share of the steps that compute the first block alone.
+    """
+    flops = choice.flux_flops(skipped=skipped)
     return {
         "flux_gib_per_template": round(choice.flux_bytes() / 2**30, 3),
         "flux_flop_speedup": round(CacheChoice(dense_steps=1000).flux_flops() / flops, 3),
@@ -164,7 +170,7 @@ def main() -> int:
     classes = {name: edits_of(name, args.n) for name in args.classes}
     rig = Rig(args.model, args.steps)
     run = Run(rig, classes)
-    run.make(frontier() if args.frontier else [DEFAULT, CacheChoice()])
+    run.make(frontier(run.default) if args.frontier else [run.default, CacheChoice()])
     semantics = rig.adapter.facts.semantics
     reference = "dense" if args.frontier or semantics == "inpaint" else "diffusers"
     if reference == "diffusers":
@@ -184,7 +190,7 @@ def main() -> int:
         "semantics": semantics,
         "mean_mask_ratio": round(float(np.mean(ratios)), 4),
         "reference": reference,
-        "default": DEFAULT.name,
+        "default": run.default.name,
         "note": missing(args.clip, args.fid),
         "systems": systems,
     }
@@ -195,9 +201,9 @@ def main() -> int:
     if args.plots and args.frontier:
         plot_frontier(systems, args.plots, semantics)
     shown = {name: run.pictures[name] for name in run.pictures if "-" not in name}
-    shown[DEFAULT.name] = run.pictures[DEFAULT.name]
+    shown[run.default.name] = run.pictures[run.default.name]
     if args.rim:
         plot_rim({name: systems[name]["rim_errors"] for name in shown}, args.rim)
     if args.sheet:
-        draw_worst(classes, shown, reference, DEFAULT.name, args.sheet)
+        draw_worst(classes, shown, reference, run.default.name, args.sheet)
     return 0

@@ -10,7 +10,7 @@ from maskserve_harness.quality.metrics import Picture
 ByClass = dict[str, list[Picture]]
 _PROBE = 1
 """Edits of each class on which the threshold is sought."""
-_THRESHOLDS = (0.03, 0.05, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.9, 1.5, 3.0)
+_THRESHOLDS = (0.1, 0.2, 0.3, 0.45, 0.7, 1.0, 1.5)
 
 
 class _BlockCalls:

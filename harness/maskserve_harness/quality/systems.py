@@ -25,6 +25,7 @@ from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.choices import CacheChoice
+from maskserve_harness.quality.step_skipping import Skips, skipping
 from maskserve_harness.quality.thinning import thinned
 
 Picture = NDArray[np.uint8]
@@ -48,6 +49,8 @@ class Rig:
         self.adapter = FluxAdapter.load(load_facts(folder), self.config)
         self.replay = Replay(self.adapter)
         self.prompt = self.encoder.encode_prompt("")
+        self.skips: dict[CacheChoice, Skips] = {}
+        """Of choices that skip steps."""
 
     def jobs(self, edits: Sequence[Edit]) -> list[EditJob]:
         """Encoded edits; the seed of edit i is i."""
@@ -110,9 +113,10 @@ class Rig:
         def rows_with(ring: int) -> list[FluxRow]:
             return [self._row(job, own, ring) for job, own in zip(jobs, coded, strict=True)]
 
+        dense_steps = min(choice.dense_steps, self.steps)
         with_ring = choice.ring_steps(self.steps)
         stages: list[tuple[int, Callable[[], list[FluxRow]]]] = [
-            (choice.dense_steps, lambda: [self.adapter.dense_row(job) for job in jobs]),
+            (dense_steps, lambda: [self.adapter.dense_row(job) for job in jobs]),
             (with_ring, lambda: rows_with(choice.ring)),
             (self.steps, lambda: rows_with(0)),
         ]
@@ -124,10 +128,19 @@ class Rig:
                     _take_over(row, earlier)
                 rows = made
                 parts = [self._thinned(row) for row in rows] if choice.thin else rows
-                self.run(parts, (choice.block_kind,) * self.adapter.blocks, until)
+                self._run_choice(parts, choice, until)
                 for row, part in zip(rows, parts, strict=True):
                     row.latents, row.step = part.latents, part.step
         return self._finish_all(edits, rows)
+
+    def _run_choice(self, rows: Sequence[FluxRow], choice: CacheChoice, until: int) -> None:
+        kinds = (choice.block_kind,) * self.adapter.blocks
+        if not choice.skip_below:
+            self.run(rows, kinds, until)
+            return
+        for row in rows:
+            with skipping(choice.skip_below, self.skips.setdefault(choice, Skips())):
+                self.run([row], kinds, until)
 
     def _row(self, job: EditJob, coded: Sequence[AnchorEntry], ring: int) -> FluxRow:
         settings = replace(job.request.settings, mask_ring=ring)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import Config, cores
-from maskserve_core.contracts.facts import load_facts
+from maskserve_core.contracts.facts import anchor_stride, load_facts
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.planning.flops import flux_work
 from maskserve_harness.soaking.judge import (
@@ -136,8 +136,8 @@ def template_bytes(config: Config) -> int:
 
         stored = str(dtype_of(config)).removeprefix("torch.")
     work = flux_work(facts.denoiser, side, side)
-    # As many as anchor_steps takes; any anchor serves any step, so the engine adds none.
-    anchors = math.ceil(config.model.num_inference_steps / config.cache.stride)
+    stride = anchor_stride(config.cache.stride, facts)
+    anchors = math.ceil(config.model.num_inference_steps / stride)
     return int(anchors * entry_bytes(work, config.cache.entry_kind, FORMATS[stored]))
 
 

@@ -1,0 +1,81 @@
+"""FirstBlockCache's rule for a row: steps that leave all blocks but the first out when it moved
+little, and add what the others last added instead.
+
+For measuring only. Whether a row skips differs from row to row, so it takes its steps alone here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+from torch import Tensor
+
+from maskserve_engine.families.flux import batch
+from maskserve_engine.families.flux.blocks import Parts, double_block, last_layer, single_block
+from maskserve_engine.families.flux.forward import Packed, _State, time_text_embedding
+
+
+@dataclass
+class Skips:
+    """How often blocks were left out."""
+
+    steps: int = 0
+    skipped: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.skipped / self.steps if self.steps else 0.0
+
+
+class _Forward:
+    """In place of `forward`, for the steps of one row."""
+
+    def __init__(self, threshold: float, skips: Skips) -> None:
+        self.threshold, self.skips = threshold, skips
+        self.head: Tensor | None = None
+        """What the first block added when the others were last computed."""
+        self.tail: Tensor | None = None
+        """What the others added then."""
+
+    def __call__(
+        self, model: Parts, packed: Packed, timesteps: Tensor, kinds: Sequence[str] = ()
+    ) -> Tensor:
+        emb = time_text_embedding(model, packed, timesteps)
+        state = _State(model, packed, emb, kinds)
+        before = state.image
+        for index, block in enumerate(model.double_blocks):
+            fill, capture = state.enter(index, block)
+            state.text, state.image = double_block(
+                block, state.text, state.image, emb, state.packing, state.cis, fill, capture
+            )
+            if index == 0:
+                self.skips.steps += 1
+                after, head = state.image, state.image - before
+                if self.tail is not None and self._moved(head) < self.threshold:
+                    self.skips.skipped += 1
+                    return last_layer(
+                        model, after + self.tail, emb, packed.ways.narrow.image_stream
+                    )
+        state.join_streams()
+        for index, block in enumerate(model.single_blocks, start=len(model.double_blocks)):
+            fill, capture = state.enter(index, block)
+            state.image = single_block(
+                block, state.image, emb, state.packing, state.cis, fill, capture
+            )
+        image = state.computed_image()
+        self.head, self.tail = head, image - after
+        return last_layer(model, image, emb, packed.ways.narrow.image_stream)
+
+    def _moved(self, head: Tensor) -> float:
+        assert self.head is not None
+        return float((head - self.head).abs().mean() / self.head.abs().mean())
+
+
+@contextmanager
+def skipping(threshold: float, skips: Skips) -> Iterator[None]:
+    """Within it, the steps of one row skip blocks below `threshold`, booked in `skips`."""
+    with mock.patch.object(batch, "forward", _Forward(threshold, skips)):
+        yield
