@@ -6,15 +6,16 @@ need nothing beyond the mask's rim it passes any bar; on these it must not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from demo_model.edit_classes import edits_of
-from demo_model.scenes import Edit
 from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.demo_model.edit_classes import edits_of
+from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.choices import CacheChoice, default, frontier
 from maskserve_harness.quality.metrics import RIM, compare, rim_errors, summary
 from maskserve_harness.quality.systems import Picture, Rig
@@ -26,8 +27,11 @@ LEAD = 6.0
 
 
 @pytest.fixture(scope="module")
-def rig() -> Rig:
-    return Rig(DEMO_MODEL, steps=6)
+def rig() -> Iterator[Rig]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more wait for one another, with a model so small
+    yield Rig(DEMO_MODEL, steps=6)
+    torch.set_num_threads(threads)
 
 
 def test_a_cache_that_does_nothing_fails(rig: Rig) -> None:

@@ -14,8 +14,10 @@ from unittest import mock
 from torch import Tensor
 
 from maskserve_engine.families.flux import batch
-from maskserve_engine.families.flux.blocks import Parts, double_block, last_layer, single_block
-from maskserve_engine.families.flux.forward import Packed, _State, time_text_embedding
+from maskserve_engine.families.flux.blocks import double_block, last_layer, single_block
+from maskserve_engine.families.flux.forward import Packed, _State
+from maskserve_engine.families.flux.vectors import Vectors
+from maskserve_engine.families.flux.weights import Weights
 
 
 @dataclass
@@ -41,33 +43,37 @@ class _Forward:
         """What the others added then."""
 
     def __call__(
-        self, model: Parts, packed: Packed, timesteps: Tensor, kinds: Sequence[str] = ()
+        self, weights: Weights, packed: Packed, vectors: Vectors, kinds: Sequence[str] = ()
     ) -> Tensor:
-        emb = time_text_embedding(model, packed, timesteps)
-        state = _State(model, packed, emb, kinds)
-        before = state.image
-        for index, block in enumerate(model.double_blocks):
-            fill, capture = state.enter(index, block)
+        state = _State(weights, packed, vectors, kinds)
+        stream, before = packed.ways.narrow.image_stream, state.image
+        for index, double in enumerate(weights.double_blocks):
+            fill, capture = state.enter(index, double)
             state.text, state.image = double_block(
-                block, state.text, state.image, emb, state.packing, state.cis, fill, capture
+                double,
+                state.text,
+                state.image,
+                vectors.double[index],
+                state.packing,
+                state.cis,
+                fill,
+                capture,
             )
             if index == 0:
                 self.skips.steps += 1
                 after, head = state.image, state.image - before
                 if self.tail is not None and self._moved(head) < self.threshold:
                     self.skips.skipped += 1
-                    return last_layer(
-                        model, after + self.tail, emb, packed.ways.narrow.image_stream
-                    )
+                    return last_layer(weights, after + self.tail, vectors.last, stream)
         state.join_streams()
-        for index, block in enumerate(model.single_blocks, start=len(model.double_blocks)):
-            fill, capture = state.enter(index, block)
+        for index, single in enumerate(weights.single_blocks, start=len(weights.double_blocks)):
+            fill, capture = state.enter(index, single)
             state.image = single_block(
-                block, state.image, emb, state.packing, state.cis, fill, capture
+                single, state.image, vectors.of(index), state.packing, state.cis, fill, capture
             )
         image = state.computed_image()
         self.head, self.tail = head, image - after
-        return last_layer(model, image, emb, packed.ways.narrow.image_stream)
+        return last_layer(weights, image, vectors.last, stream)
 
     def _moved(self, head: Tensor) -> float:
         assert self.head is not None
