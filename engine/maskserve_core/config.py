@@ -144,7 +144,7 @@ class CacheConfig:
     stride: int = _opt(
         0,
         "So many steps of the priming schedule share an anchor; as many as it has, or more: one "
-        "serves all. 0: what the model's semantics need, all steps for `fill`, 7 for others.",
+        "serves all. 0: what the model needs, all steps for FLUX Fill, 7 for others.",
         low=0,
         high=1000,
     )

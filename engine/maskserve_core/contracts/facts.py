@@ -95,14 +95,15 @@ def _json(path: Path) -> dict[str, Any]:
 def anchor_stride(configured: int, facts: ModelFacts) -> int:
     """Steps that share an anchor (docs/adr/0007).
 
-    A Fill model sees the picture round the mask in extra channels, at every step. To others it is
-    noised like the rest, and its activations change with the noise.
+    FLUX Fill sees the picture round the mask in extra channels, at every step. To others it is
+    noised like the rest and its activations change with the noise, or nothing was measured.
 
     Args:
         configured: `[cache] stride`; 0: what the model's semantics need.
         facts: of the model.
     """
-    return configured or (ALL_STEPS if facts.semantics == "fill" else 7)
+    needed = ALL_STEPS if (facts.family, facts.semantics) == ("flux", "fill") else 7
+    return configured or needed
 
 
 def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:
