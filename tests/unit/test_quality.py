@@ -38,7 +38,7 @@ def test_a_cache_that_does_nothing_fails(rig: Rig) -> None:
     edits = edits_of("strip", 4)
     jobs = rig.jobs(edits)
     dense = rig.dense(edits, jobs)
-    ours = rig.cached(edits, jobs, rig.entries(jobs), default(rig.adapter.facts))
+    ours = rig.cached(edits, jobs, rig.entries(jobs), default(rig.adapter.facts, rig.steps))
     alone = rig.alone(edits, jobs, [rig.tokens_of(job) for job in jobs])
     kept, lost = (summary(compare(edits, made, dense)) for made in (ours, alone))
     assert kept.psnr_in_mask >= BAR > lost.psnr_in_mask
@@ -71,14 +71,14 @@ def _equal(made: Sequence[Picture], expected: Sequence[Picture], edits: Sequence
 
 
 def test_every_choice_of_the_frontier_has_a_name_of_its_own(rig: Rig) -> None:
-    choices = frontier(default(rig.adapter.facts))
+    choices = frontier(default(rig.adapter.facts, rig.steps), rig.steps)
     assert len({choice.name for choice in choices}) == len(choices)
 
 
 def test_counts_on_the_grid_of_flux(rig: Rig) -> None:
     """A GiB per template, and 15 % more FLOPs than without a ring, at most."""
-    chosen, no_ring = default(rig.adapter.facts), CacheChoice().flux_flops()
-    assert chosen.flux_bytes() < 2**30
+    chosen, no_ring = default(rig.adapter.facts, rig.steps), CacheChoice().flux_flops()
+    assert chosen.flux_bytes(28) < 2**30
     early = replace(chosen, ring_share=0.5)
     assert no_ring < early.flux_flops() < chosen.flux_flops() <= 1.15 * no_ring
 

@@ -61,10 +61,10 @@ class CacheChoice:
         """Of so many steps, those that compute the ring."""
         return round(self.ring_share * steps) if self.ring else 0
 
-    def flux_bytes(self) -> float:
-        """Of one template of FLUX.1-dev at 1024x1024 and 28 steps."""
+    def flux_bytes(self, steps: int) -> float:
+        """Of one template of FLUX.1-dev at 1024x1024, of as many anchors as `steps` steps have."""
         form = FORMATS["bfloat16" if self.format == "model" else self.format]
-        anchors = math.ceil(FLUX_STEPS / self.stride)
+        anchors = math.ceil(steps / self.stride)
         kept = THIN_KEPT if self.thin else 1.0
         return kept * anchors * entry_bytes(_flux(), self.kind, form)
 
@@ -98,19 +98,24 @@ def _flux() -> ModelWork:
     return flux_work(FLUX_DEV, 128, 128)
 
 
-def default(facts: ModelFacts) -> CacheChoice:
-    """As `[cache]` and `[model] mask_ring` have it."""
+def default(facts: ModelFacts, steps: int) -> CacheChoice:
+    """As `[cache]` and `[model] mask_ring` have it; with `steps` steps as many anchors as with 28."""
     config = Config()
-    cache, stride = config.cache, anchor_stride(config.cache.stride, facts)
+    cache, stride = config.cache, of_schedule(anchor_stride(config.cache.stride, facts), steps)
     return CacheChoice(cache.entry_kind, cache.entry_format, stride, config.model.mask_ring)
 
 
-def frontier(chosen: CacheChoice) -> list[CacheChoice]:
-    """The default, and what it was chosen from."""
+def of_schedule(stride: int, steps: int) -> int:
+    """The stride that gives `steps` steps as many anchors as `stride` gives 28."""
+    return stride if stride >= FLUX_STEPS else max(1, round(stride * steps / FLUX_STEPS))
+
+
+def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
+    """The default, and what it was chosen from, for edits of `steps` steps."""
     found = [chosen]
     for ring in (0, 1, 2):
         found += [
-            CacheChoice(kind, form, stride, ring)
+            CacheChoice(kind, form, of_schedule(stride, steps), ring)
             for kind, form, stride in (
                 ("kv", "int8", 7),
                 ("kv", "int4", 7),

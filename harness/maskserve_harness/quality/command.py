@@ -73,7 +73,7 @@ class Run:
 
     def __init__(self, rig: Rig, classes: dict[str, list[Edit]]) -> None:
         self.rig, self.classes = rig, classes
-        self.default = default(rig.adapter.facts)
+        self.default = default(rig.adapter.facts, rig.steps)
         self.pictures: dict[str, ByClass] = {}
         self.facts: dict[str, dict[str, Any]] = {}
 
@@ -98,6 +98,7 @@ class Run:
                 self.facts[choice.name] = {
                     "bytes_per_template": rig.template_bytes(choice, entries[0]),
                     "default": choice == self.default,
+                    "flux_gib_per_template": round(choice.flux_bytes(rig.steps) / 2**30, 3),
                     **flux_facts(choice, rig.skips[choice].share if choice in rig.skips else 0.0),
                 }
             said(f"{name}: {len(edits)} edits by {len(choices)} caches")
@@ -158,7 +159,6 @@ def flux_facts(choice: CacheChoice, skipped: float = 0.0) -> dict[str, float]:
     """
     flops = choice.flux_flops(skipped=skipped)
     return {
-        "flux_gib_per_template": round(choice.flux_bytes() / 2**30, 3),
         "flux_flop_speedup": round(CacheChoice(dense_steps=1000).flux_flops() / flops, 3),
         "flux_flops_of_no_ring": round(flops / CacheChoice().flux_flops(), 3),
     }
@@ -170,7 +170,7 @@ def main() -> int:
     classes = {name: edits_of(name, args.n) for name in args.classes}
     rig = Rig(args.model, args.steps)
     run = Run(rig, classes)
-    run.make(frontier(run.default) if args.frontier else [run.default, CacheChoice()])
+    run.make(frontier(run.default, args.steps) if args.frontier else [run.default, CacheChoice()])
     semantics = rig.adapter.facts.semantics
     reference = "dense" if args.frontier or semantics == "inpaint" else "diffusers"
     if reference == "diffusers":
