@@ -99,7 +99,7 @@ def _flux() -> ModelWork:
 
 
 def default(facts: ModelFacts, steps: int) -> CacheChoice:
-    """As `[cache]` and `[model] mask_ring` have it; with `steps` steps as many anchors as with 28."""
+    """As `[cache]` and `[model] mask_ring` have it, with as many anchors as 28 steps would have."""
     config = Config()
     cache, stride = config.cache, of_schedule(anchor_stride(config.cache.stride, facts), steps)
     return CacheChoice(cache.entry_kind, cache.entry_format, stride, config.model.mask_ring)
