@@ -11,7 +11,7 @@ WORKERS ?= 1
 PYTEST_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full check bench serve constraints clean
+.PHONY: help setup demo test test-full compose-test check bench serve constraints clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 : /' \
@@ -39,6 +39,9 @@ test: $(STAMP) ## the tests, with a real Triton
 
 test-full: $(STAMP) ## the tests, slow ones too
 	MASKSERVE_FULL=1 $(PY) -m pytest $(PYTEST_FLAGS)
+
+compose-test: $(STAMP) ## the containers: build, up, edit, kill a worker, down (needs Docker)
+	MASKSERVE_COMPOSE=required $(PY) -m pytest --slow tests/e2e/test_compose.py $(PYTEST_FLAGS)
 
 check: $(STAMP) ## lint, format, types, imports
 	$(VENV)/bin/ruff check .

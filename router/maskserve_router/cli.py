@@ -21,7 +21,7 @@ log = logging.getLogger("maskserve.router")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; SIGHUP reads the configuration's workers anew."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     keep_freed_memory()
     try:
         config = _config(options)
@@ -78,12 +78,12 @@ def _config(options: argparse.Namespace) -> RouterConfig:
     return load_router_config(options.config, **over)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog="maskserve-router",
         description="One front door for many workers: KServe v2 over HTTP and gRPC.",
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("--config", metavar="FILE", help="TOML file; what follows wins over it")
     add(
         "--worker",
@@ -97,4 +97,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--grpc-port", type=int, help="default 8081")
     add("--admin-host", help="address of the operators' port (default 127.0.0.1)")
     add("--admin-port", type=int, help="metrics, workers, drain, reload (default 8082)")
-    return parser
+    return made

@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="folder in diffusers format, or a hub id")
     add("--workers", type=int, default=1, metavar="N", help="Triton servers (default %(default)s)")
     add("--share-gpus", action="store_true", help="allow more workers than there are GPUs")
+    add(
+        "--name",
+        default=os.environ.get("MASKSERVE_NAME", "worker"),
+        help="worker i is called NAME-i in answers, metrics and logs; hosts behind one router "
+        "want different names (default $MASKSERVE_NAME or worker)",
+    )
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     add(
         "--base-port",
@@ -140,6 +146,7 @@ def _options(given: argparse.Namespace) -> ServeOptions:
         model=given.model,
         workers=given.workers,
         share_gpus=given.share_gpus,
+        name=given.name,
         host=given.host,
         base_port=given.base_port,
         router=given.router,

@@ -41,6 +41,8 @@ class ServeOptions:
     workers: int = 1
     share_gpus: bool = False
     """Whether there may be more workers than GPUs."""
+    name: str = "worker"
+    """Worker i is called `name`-i in answers, metrics and logs."""
     host: str = "127.0.0.1"
     """Address that the workers listen on."""
     base_port: int = DEFAULT_BASE_PORT

@@ -25,7 +25,7 @@ class Spec:
 
     @property
     def name(self) -> str:
-        return f"worker-{self.index}"
+        return f"{self.options.name}-{self.index}"
 
     @property
     def ports(self) -> Ports:

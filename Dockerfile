@@ -1,0 +1,73 @@
+# Two images of a worker and its router, and one of Prometheus:
+#
+#   docker build --target cpu .           on Debian, with the Triton from pip: runs anywhere
+#   docker build --target gpu .           on NVIDIA's Triton image
+#   docker build --target prometheus .    Debian's Prometheus, with our scrape configuration
+#
+# PIP_FLAGS are flags for pip, such as an index with another build of torch (CPU only, or your CUDA).
+
+FROM debian:bookworm-slim AS cpu
+ARG PIP_FLAGS=""
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates curl libpython3.11 python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+ENV VIRTUAL_ENV=/opt/maskserve PATH=/opt/maskserve/bin:$PATH PYTHONDONTWRITEBYTECODE=1
+WORKDIR /src
+# Dependencies first: this layer stays while only the code changes.
+COPY pyproject.toml constraints.txt deploy/requirements.py ./
+RUN python3 -m venv $VIRTUAL_ENV \
+    && pip install --no-cache-dir $PIP_FLAGS -c constraints.txt torch \
+    && python3 requirements.py engine router server trace > requirements.txt \
+    && pip install --no-cache-dir $PIP_FLAGS -c constraints.txt -r requirements.txt
+COPY README.md LICENSE ./
+COPY engine engine
+COPY client client
+COPY router router
+COPY serving serving
+COPY model_repository model_repository
+COPY ensemble ensemble
+RUN pip install --no-cache-dir $PIP_FLAGS --no-deps .
+COPY assets/models/demo /opt/models/demo
+# Triton is laid out once, here, not at each start.
+ENV XDG_CACHE_HOME=/opt/cache
+RUN python3 -c "from pathlib import Path; from maskserve_serving.runtime import pip_runtime; pip_runtime(Path('/opt/cache/maskserve'))" \
+    && useradd --uid 1000 --create-home maskserve \
+    && install -d -o maskserve /models /var/lib/maskserve /var/log/maskserve /host-tier
+USER maskserve
+WORKDIR /var/lib/maskserve
+CMD ["maskserve", "serve", "--model", "/opt/models/demo", "--host", "0.0.0.0", "--log-dir", "/var/log/maskserve"]
+
+FROM debian:bookworm-slim AS prometheus
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates curl prometheus \
+    && rm -rf /var/lib/apt/lists/* \
+    && install -d -o prometheus /prometheus
+COPY deploy/prometheus.yml /etc/prometheus/prometheus.yml
+USER prometheus
+CMD ["prometheus", "--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus", "--storage.tsdb.retention.time=15d"]
+
+FROM nvcr.io/nvidia/tritonserver:26.07-py3 AS gpu
+ARG PIP_FLAGS=""
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends curl python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+ENV VIRTUAL_ENV=/opt/maskserve PATH=/opt/maskserve/bin:/opt/tritonserver/bin:$PATH PYTHONDONTWRITEBYTECODE=1
+WORKDIR /src
+COPY pyproject.toml constraints.txt deploy/requirements.py ./
+RUN python3 -m venv $VIRTUAL_ENV \
+    && pip install --no-cache-dir $PIP_FLAGS -c constraints.txt torch \
+    && python3 requirements.py engine router trace > requirements.txt \
+    && pip install --no-cache-dir $PIP_FLAGS -c constraints.txt -r requirements.txt
+COPY README.md LICENSE ./
+COPY engine engine
+COPY client client
+COPY router router
+COPY serving serving
+COPY model_repository model_repository
+COPY ensemble ensemble
+RUN pip install --no-cache-dir $PIP_FLAGS --no-deps . \
+    && (id maskserve || useradd --create-home maskserve) \
+    && install -d -o maskserve /models /var/lib/maskserve /var/log/maskserve /host-tier
+USER maskserve
+WORKDIR /var/lib/maskserve
+CMD ["maskserve", "serve", "--model", "/models", "--host", "0.0.0.0", "--log-dir", "/var/log/maskserve"]

@@ -1,0 +1,131 @@
+"""docker-compose.yml and Dockerfile against the project: what they name must be there.
+
+The profile gpu cannot run on a machine without GPUs; these checks are all that holds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from maskserve_core.config import load_config
+from maskserve_router.cli import parser as router_parser
+from maskserve_router.config import RouterConfig
+from maskserve_serving.cli import add_arguments
+from maskserve_serving.options import DEFAULT_BASE_PORT
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+ROUTERS = ("router", "router-cpu")
+WORKERS = tuple(name for name in SERVICES if name.startswith(("cpu-", "gpu-")))
+LISTEN = RouterConfig().listen
+
+
+def plain(text: str) -> str:
+    """The value that compose puts in where nothing is set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
+def aliases(service: dict[str, Any]) -> list[str]:
+    found: list[str] = service["networks"]["default"]["aliases"]
+    return found
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_each_image_is_a_target_of_the_dockerfile(name: str) -> None:
+    target = SERVICES[name]["image"].removeprefix("maskserve:")
+    assert f" AS {target}\n" in DOCKERFILE
+    build = SERVICES[name].get("build")
+    assert name in ROUTERS or build["target"] == target
+
+
+def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
+    allowed = [
+        line.removeprefix("!").rstrip("/")
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line.startswith("!")
+    ]
+    copied = re.findall(r"^COPY (.+) \S+$", DOCKERFILE, flags=re.MULTILINE)
+    sources = [source for line in copied for source in line.split()]
+    assert len(sources) > 10
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert any(source == a or source.startswith(f"{a}/") for a in allowed), source
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_s_command_is_one_that_serve_takes(name: str) -> None:
+    service = SERVICES[name]
+    program, command, *arguments = [plain(word) for word in service["command"]]
+    assert (program, command) == ("maskserve", "serve")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    assert options.host == "0.0.0.0"
+    assert options.base_port == DEFAULT_BASE_PORT
+    assert f":{DEFAULT_BASE_PORT}/v2/health/ready" in service["healthcheck"]["test"][-1]
+    mounts = dict(volume.rsplit(":ro", 1)[0].rsplit(":", 1)[::-1] for volume in service["volumes"])
+    assert mounts["/etc/maskserve.toml"] == "./deploy/worker.toml"
+    assert str(options.config) == "/etc/maskserve.toml"
+    assert aliases(service) == ["workers"]
+    assert service["environment"] == {"MASKSERVE_NAME": name}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_finds_the_workers_and_is_found(name: str) -> None:
+    program, *arguments = SERVICES[name]["command"]
+    assert program == "maskserve-router"
+    options = router_parser().parse_args(arguments)
+    assert options.worker == [f"dns:workers:{DEFAULT_BASE_PORT + 1}"]
+    published = [plain(port).rsplit(":", 1)[1] for port in SERVICES[name]["ports"]]
+    assert published == [str(LISTEN.http_port), str(LISTEN.grpc_port)]
+    assert f":{LISTEN.http_port}/healthz" in SERVICES[name]["healthcheck"]["test"][-1]
+    assert aliases(SERVICES[name]) == ["routers"]
+
+
+def test_prometheus_scrapes_what_there_is() -> None:
+    text = (ROOT / "deploy" / "prometheus.yml").read_text(encoding="utf-8")
+    jobs = {
+        found["names"][0]: found["port"]
+        for job in yaml.safe_load(text)["scrape_configs"]
+        for found in job["dns_sd_configs"]
+    }
+    assert jobs == {"workers": DEFAULT_BASE_PORT + 2, "routers": LISTEN.admin_port}
+
+
+def test_the_workers_configuration_is_valid_and_its_folders_are_mounted() -> None:
+    config = load_config(ROOT / "deploy" / "worker.toml")
+    tiers = [config.cache.host_dir, config.cache.disk_dir]
+    mounted = [volume.split(":")[-1] for volume in SERVICES["gpu-0"]["volumes"]]
+    assert all(any(tier.startswith(m) for m in mounted) for tier in tiers), (tiers, mounted)
+
+
+def test_each_gpu_has_a_worker_of_its_own() -> None:
+    gpus = {
+        name: service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for name, service in SERVICES.items()
+        if name.startswith("gpu-")
+    }
+    assert gpus == {f"gpu-{i}": [str(i)] for i in range(8)}
+    for count in (1, 2, 4, 8):
+        profile = "gpu" if count == 1 else f"gpu-{count}"
+        started = [name for name in gpus if profile in SERVICES[name]["profiles"]]
+        assert started == [f"gpu-{i}" for i in range(count)]
+
+
+def test_variables_have_defaults_or_stand_in_the_env_file() -> None:
+    text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    env = (ROOT / ".env").read_text(encoding="utf-8")
+    known = re.findall(r"^(\w+)=", env, flags=re.MULTILINE)
+    assert "COMPOSE_PROFILES" in known
+    bare = re.findall(r"\$\{(\w+)\}", text)
+    assert [name for name in bare if name not in known] == []
+    used = re.findall(r"\$\{(\w+)", text)
+    assert [n for n in known if n not in used and n != "COMPOSE_PROFILES"] == []

@@ -1,0 +1,124 @@
+"""`docker compose --profile cpu up` as a user has it: edits, a worker that dies, metrics, down.
+
+Needs a Docker Engine: skipped where there is none, unless MASKSERVE_COMPOSE=required.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tests.fakes.pictures import blob_mask, scene
+from tests.support.calls import Grpc, edit_inputs, eventually, pixels, texts
+from tests.support.compose import ROOT, Compose, missing
+
+_LACKS = "" if os.environ.get("MASKSERVE_COMPOSE") == "required" else missing()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(bool(_LACKS), reason=f"compose: {_LACKS}"),
+]
+WORKERS = ("cpu-0", "cpu-1")
+EDITS = 24
+
+
+@pytest.fixture(scope="module")
+def compose() -> Iterator[Compose]:
+    system = Compose(f"maskserve-test-{os.getpid()}")
+    # The router shares its workers' image. Builds reach the package index by the host's network.
+    flags = f"PIP_FLAGS={os.environ.get('PIP_FLAGS', '')}"
+    build = ["docker", "build", "--network", "host", "--build-arg", flags]
+    for target in ("cpu", "prometheus"):
+        tag = f"maskserve:{target}"
+        subprocess.run([*build, "--target", target, "--tag", tag, "."], cwd=ROOT, check=True)
+    try:
+        system.run("up", "--no-build", "--detach")
+        for service in (*WORKERS, "router-cpu", "prometheus"):
+            eventually(f"{service} healthy", lambda s=service: system.healthy(s), 600)
+        yield system
+    finally:
+        system.run("down", "--volumes", "--timeout", "90")
+
+
+@pytest.fixture
+def router(compose: Compose) -> Iterator[Grpc]:
+    client = Grpc(f"127.0.0.1:{compose.grpc}")
+    yield client
+    client.close()
+
+
+def test_an_edit_through_the_router_leaves_the_outside_as_it_was(router: Grpc) -> None:
+    source, mask = scene(96, 120), blob_mask(96, 120)
+    image, _ = router.edit(edit_inputs(source, mask, num_inference_steps=4))
+    edited = pixels(image)
+    assert (edited[mask == 0] == source[mask == 0]).all()
+    assert (edited[mask > 0] != source[mask > 0]).any()
+
+
+def test_curl_gets_an_edit_over_http(compose: Compose) -> None:
+    inputs = edit_inputs(scene(64, 64), blob_mask(64, 64), output_encoding="base64")
+    body = {
+        "inputs": [
+            {"name": name, "shape": [1], "datatype": "BYTES", "data": [value]}
+            for name, value in texts(inputs).items()
+        ]
+    }
+    url = f"http://127.0.0.1:{compose.http}/v2/models/edit/infer"
+    done = subprocess.run(
+        ["curl", "-sf", url, "-H", "Content-Type: application/json", "--data-binary", "@-"],
+        input=json.dumps(body).encode(),
+        capture_output=True,
+        check=True,
+    )
+    names = [output["name"] for output in json.loads(done.stdout)["outputs"]]
+    assert sorted(names) == ["IMAGE", "META"]
+
+
+def test_a_worker_that_dies_under_load_costs_nobody_an_edit(compose: Compose, router: Grpc) -> None:
+    source, mask = scene(64, 64), blob_mask(64, 64)
+    settings = {"reproducible": True, "cache": "auto", "num_inference_steps": 8}
+    inputs = [edit_inputs(source, mask, seed=seed, **settings) for seed in range(EDITS)]
+    expected = [pixels(router.edit(each)[0]) for each in inputs]
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(router.edit, each) for each in inputs]
+        time.sleep(0.3)
+        compose.run("kill", "cpu-0")
+        edited = [pixels(answer.result()[0]) for answer in answers]
+    assert all(np.array_equal(a, b) for a, b in zip(edited, expected, strict=True))
+    compose.run("up", "--no-build", "--detach", "--no-recreate")
+    eventually("cpu-0 is back", lambda: compose.healthy("cpu-0"), 300)
+
+
+def test_status_lists_the_workers(compose: Compose) -> None:
+    url = f"127.0.0.1:{compose.grpc}"
+    asked = [sys.executable, "-m", "maskserve_client.cli", "status", "--url", url]
+
+    def both() -> bool:
+        done = subprocess.run(asked, capture_output=True, text=True, check=True)
+        return all(f"{worker}-0" in done.stdout for worker in WORKERS)
+
+    eventually("both workers listed", both, 30)
+
+
+def test_prometheus_has_workers_and_router(compose: Compose) -> None:
+    def value(query: str) -> float:
+        url = (
+            f"http://127.0.0.1:{compose.prometheus}/api/v1/query?query={urllib.parse.quote(query)}"
+        )
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            found = json.load(answer)["data"]["result"]
+        return float(found[0]["value"][1]) if found else 0.0
+
+    eventually("both workers scraped", lambda: value('sum(up{job="workers"})') == 2, 60)
+    eventually("the router scraped", lambda: value('sum(up{job="routers"})') == 1, 60)
+    eventually("edits counted", lambda: value("sum(maskserve_requests_total)") > 0, 60)

@@ -1,0 +1,74 @@
+"""`docker compose` on this machine's engine, for one project on free ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def missing() -> str:
+    """What this machine lacks to run containers; empty if nothing."""
+    if shutil.which("docker") is None:
+        return "docker is not installed"
+    asked = subprocess.run(["docker", "info"], capture_output=True, text=True, check=False)
+    return "" if asked.returncode == 0 else f"no Docker Engine answers: {asked.stderr.strip()}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Compose:
+    """The profile cpu of docker-compose.yml, brought up beside whatever else runs here."""
+
+    def __init__(self, project: str) -> None:
+        self.http, self.grpc, self.prometheus = free_port(), free_port(), free_port()
+        plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+        program = ["docker", "compose"] if plugin.returncode == 0 else ["docker-compose"]
+        self._command = [*program, "--project-name", project, "--profile", "cpu"]
+        self._env = {
+            **os.environ,
+            "COMPOSE_PROFILES": "cpu",
+            "MASKSERVE_HTTP_PORT": str(self.http),
+            "MASKSERVE_GRPC_PORT": str(self.grpc),
+            "MASKSERVE_PROMETHEUS_PORT": str(self.prometheus),
+            "MASKSERVE_HOST_TIER": "256m",
+        }
+
+    def run(self, *arguments: str, timeout_s: float = 600) -> str:
+        """A compose command's output; AssertionError with both streams if it fails."""
+        done = subprocess.run(
+            [*self._command, *arguments],
+            cwd=ROOT,
+            env=self._env,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert done.returncode == 0, f"{arguments}: {done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    def container(self, service: str) -> dict[str, Any]:
+        """What the engine knows of a service's container."""
+        name = self.run("ps", "-q", service).split()[0]
+        asked = subprocess.run(
+            ["docker", "inspect", name], capture_output=True, text=True, check=True
+        )
+        found: dict[str, Any] = json.loads(asked.stdout)[0]
+        return found
+
+    def healthy(self, service: str) -> bool:
+        state: dict[str, Any] = self.container(service)["State"]
+        assert state["Running"], f"{service} has ended: {self.run('logs', '--tail=40', service)}"
+        return bool(state["Health"]["Status"] == "healthy")
