@@ -157,7 +157,9 @@ def _show_worker(name: str, values: dict[str, Any]) -> None:
     marks = ["" if values.get("alive", values.get("up", True)) else ", NOT ALIVE"]
     marks += [f", {mark}" for mark in ("ejected", "draining") if values.get(mark)]
     print(f"{name}: {values.get('model', '?')}, {values.get('state')}{''.join(marks)}")
-    print(f"running  {len(running)} of {values.get('max_rows', '?')}")
+    if "max_rows" not in values:  # a worker that does not answer
+        return
+    print(f"running  {len(running)} of {values['max_rows']}")
     for row in running:
         print(
             f"         {row['request_id']}: {row['kind']}, {row['steps_left']} steps left, "

@@ -172,9 +172,12 @@ def _status(worker: Worker) -> dict[str, Any]:
         "draining": worker.draining,
         "sent": len(worker.sent),
     }
-    if worker.status is None:
+    status = worker.status
+    if status is None:
         return {"state": "unknown", **ours}
-    return {**msgspec.to_builtins(worker.status), **ours}
+    if not worker.up:  # what it last said is no longer so
+        return {"worker": status.worker, "model": status.model, "state": "down", **ours}
+    return {**msgspec.to_builtins(status), **ours}
 
 
 def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from maskserve_harness.cluster.emulated import EmulatedWorker
 from maskserve_harness.cluster.requests import INFER, edit_request, mask_of
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.config import router_config_of
+from maskserve_router.control import cluster_status
 from maskserve_router.pool import Pool
 from maskserve_router.room import Room
 from maskserve_router.router import Router
@@ -79,7 +80,7 @@ async def cluster(
         config = {
             "listen": {"http_port": 0, "grpc_port": 0, "admin_port": 0},
             **tables,
-            "workers": {"addresses": [worker.address for worker in workers], "poll_timeout_s": 0.3},
+            "workers": {"addresses": [worker.address for worker in workers], "poll_timeout_s": 2.0},
         }
         listen = {"http_port": 0, "grpc_port": 0, "admin_port": 0, **tables.get("listen", {})}
         async with Router(router_config_of({**config, "listen": listen})) as router:
@@ -182,6 +183,10 @@ async def test_what_a_silent_worker_holds_goes_to_another():
         silent.freeze()
         await asyncio.wait_for(asyncio.gather(*pending), 60)
         assert not held[silent.address].up
+        status = cluster_status("router", held.values())
+        assert status["alive"]
+        assert status["workers"][silent.address]["state"] == "down"
+        assert "running" not in status["workers"][silent.address]  # what it last said is over
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
