@@ -35,6 +35,15 @@ def test_masks_have_the_published_mean_and_quantiles(mix):
         assert np.quantile(drawn, q) == pytest.approx(at, rel=0.1)
 
 
+def test_a_ring_grows_each_square_mask_and_changes_nothing_else() -> None:
+    plain, ringed = (draw(replace(PUBLIC, ring=ring), 4096, 1) for ring in (0, 1))
+    for bare, grown in zip(plain, ringed, strict=True):
+        assert replace(grown, active=bare.active) == bare
+        side = math.sqrt(bare.active)
+        # Within what rounding to whole tokens leaves open.
+        assert grown.active == pytest.approx(min(4096, (side + 2) ** 2), abs=1 + 2 / side)
+
+
 @pytest.mark.parametrize("burst", [1.0, 2.5])
 def test_gaps_have_their_mean_and_spread(burst: float):
     arrivals = [r.arrival for r in draw(Workload(20_000, 5.0, burst=burst), 4096, 1)]

@@ -41,6 +41,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     rate.add_argument("--load", type=float, default=0.8, help="share of capacity (default: 0.8)")
     rate.add_argument("--rate", type=float, help="edits per second instead of a load")
     add("--burst", type=float, default=1.0, help="cv of gamma gaps; 1 is Poisson")
+    add("--ring", type=int, default=0, help="tokens computed round each mask, taken as a square")
     add("--zipf", type=float, default=1.0, help="exponent of the templates' popularity")
     add("--templates", type=int, default=970)
     add("--batching", choices=BATCHING, default="continuous")
@@ -81,6 +82,7 @@ def scenario_of(args: argparse.Namespace, hardware: Hardware) -> Scenario:
         args.burst,
         args.templates,
         args.zipf,
+        args.ring,
     )
     scenario = Scenario(
         workload,

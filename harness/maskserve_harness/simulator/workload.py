@@ -95,6 +95,8 @@ class Workload:
     templates: int = 970
     zipf: float = 1.0
     """Exponent of the templates' popularity."""
+    ring: int = 0
+    """Tokens computed round each mask, which is taken to be a square."""
 
 
 def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
@@ -112,7 +114,8 @@ def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
     shape = 1.0 / workload.burst**2
     gaps = arrivals.gamma(shape, 1.0 / (shape * workload.rate), n)
     ratios = MIXES[workload.mix].ratios(masks.random(n))
-    active = np.clip(np.round(ratios * tokens), 1, tokens).astype(int)
+    ringed = (np.sqrt(ratios * tokens) + 2 * workload.ring) ** 2
+    active = np.clip(np.round(ringed), 1, tokens).astype(int)
     weights = np.arange(1, workload.templates + 1, dtype=float) ** -workload.zipf
     drawn = templates.choice(workload.templates, n, p=weights / weights.sum())
     counts = steps.choice(np.array(workload.steps), n)
