@@ -1,0 +1,181 @@
+"""What cached activations cost a UNet in quality: its demo model's held-out edits.
+
+Every system is held against the dense rows of the same edits and seeds, which tests hold to
+diffusers' own pipeline. Guided edits read one set of entries in both passes.
+
+    python scripts/eval_unet_quality.py --n 24 --json docs/benchmarks/unet_quality.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maskserve_core.config import config_of
+from maskserve_core.contracts.entry_key import anchor_steps
+from maskserve_core.contracts.facts import load_facts
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_engine.cache.codec import Coded, encode
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+from maskserve_engine.families.registry import load_decoder, load_encoder
+from maskserve_engine.families.unet.adapter import UnetAdapter
+from maskserve_engine.job import EditJob
+from maskserve_harness.benchmarks.direct import job_of, request_of
+from maskserve_harness.benchmarks.machine import processor
+from maskserve_harness.benchmarks.replay import Replay
+from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.demo_model.scenes import Edit, held_out_edits
+from maskserve_harness.quality.metrics import Picture, compare, summary
+
+BATCH = 8
+KEPT = frozenset({"h", "kv"})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run cached."""
+
+    kind: str
+    """`kv` or `project`, of all blocks."""
+    format: str
+    stride: int
+    """Steps per anchor."""
+    ring: int = 0
+
+    @property
+    def name(self) -> str:
+        anchors = "one anchor" if self.stride >= 1000 else f"stride {self.stride}"
+        return f"{self.kind}, {self.format}, {anchors}, ring {self.ring}"
+
+
+CHOICES = (
+    Choice("kv", "model", 1),
+    Choice("project", "model", 1),
+    Choice("kv", "int8", 4),
+    Choice("kv", "int4", 1000),
+    Choice("kv", "int4", 1000, 1),
+)
+
+
+class Rig:
+    """The demo UNet with everything that makes an edit of a prepared picture."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.config = config_of({"model": {"path": str(folder)}})
+        self.steps = steps
+        self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
+        self.adapter = UnetAdapter.load(load_facts(folder), self.config)
+        self.replay = Replay(cast(Any, self.adapter))  # it is typed for FLUX
+        self.prompt = self.encoder.encode_prompt("")
+
+    def job(self, edit: Edit, seed: int, ring: int = 0) -> EditJob:
+        guidance = self.config.model.guidance_scale
+        settings = EditSettings(
+            num_inference_steps=self.steps,
+            guidance_scale=guidance,
+            negative_prompt="" if guidance > 1 else None,
+            mask_ring=ring,
+        )
+        request = request_of(edit.source, edit.prompt, settings, seed, str(seed))
+        return job_of(self.encoder, request, edit.source, edit.mask * np.uint8(255))
+
+    def run(self, rows: Sequence[Any], kinds: Sequence[str]) -> list[NDArray[np.float32]]:
+        for first in range(0, len(rows), BATCH):
+            some = list(rows[first : first + BATCH])
+            while some[0].step < some[0].steps:
+                self.replay.step(some, kinds)
+        return [row.result() for row in rows]
+
+    def dense(self, edits: Sequence[Edit]) -> list[Picture]:
+        rows = [self.adapter.dense_row(self.job(edit, i)) for i, edit in enumerate(edits)]
+        return self._finish(edits, self.run(rows, ()))
+
+    def entries(self, edits: Sequence[Edit]) -> list[list[AnchorEntry]]:
+        """Each template's entries at every step, in model dtype."""
+        found = []
+        for i, edit in enumerate(edits):
+            job = self.job(edit, i)
+            anchors = self.adapter.anchors(self.adapter.tokens(job).total, self.steps, 1)
+            row = self.adapter.priming_row(
+                job, anchors, self.prompt, i, (KEPT,) * self.adapter.blocks, "model"
+            )
+            own = []
+            while row.step < row.steps:
+                self.adapter.step([row], None)
+                own.append(row.take_entry())
+            found.append(own)
+        return found
+
+    def cached(
+        self, edits: Sequence[Edit], entries: Sequence[list[AnchorEntry]], choice: Choice
+    ) -> list[Picture]:
+        rows = []
+        for i, (edit, own) in enumerate(zip(edits, entries, strict=True)):
+            job = self.job(edit, i, choice.ring)
+            chosen = anchor_steps([entry.anchor.sigma for entry in own], choice.stride)
+            kept = [_coded(own[step], choice.format) for step in chosen]
+            per_step = [
+                min(kept, key=lambda entry: abs(entry.anchor.sigma - sigma))
+                for sigma, _ in self.adapter.sigmas(job)
+            ]
+            rows.append(self.replay.cached_row(job, per_step, i))
+        return self._finish(edits, self.run(rows, (choice.kind,) * self.adapter.blocks))
+
+    def _finish(
+        self, edits: Sequence[Edit], latents: Sequence[NDArray[np.float32]]
+    ) -> list[Picture]:
+        return [
+            np.where(edit.mask[..., None], self.decoder.decode(own), edit.source)
+            for edit, own in zip(edits, latents, strict=True)
+        ]
+
+
+def _coded(entry: AnchorEntry, format: str) -> AnchorEntry:
+    def each(coded: Coded | None) -> Coded | None:
+        return coded and encode(coded.data, format)
+
+    return AnchorEntry(
+        entry.anchor,
+        tuple(
+            BlockEntry(each(b.hidden), each(b.keys), each(b.values), each(b.end))
+            for b in entry.blocks
+        ),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL.with_name("demo-unet"))
+    parser.add_argument("--n", type=int, default=24, help="held-out edits")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rig, edits = Rig(args.model, args.steps), held_out_edits(args.n)
+    with torch.inference_mode():
+        dense = rig.dense(edits)
+        found = {"dense": summary(compare(edits, dense, dense)).as_dict()}
+        print("dense", found["dense"], flush=True)
+        entries = rig.entries(edits)
+        for choice in CHOICES:
+            pictures = rig.cached(edits, entries, choice)
+            found[choice.name] = summary(compare(edits, pictures, dense)).as_dict()
+            print(choice.name, found[choice.name], flush=True)
+    if args.json:
+        report = {
+            "command": " ".join(sys.argv),
+            "hardware": processor(),
+            "date": time.strftime("%Y-%m-%d"),
+            "systems": found,
+        }
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
