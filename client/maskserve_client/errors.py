@@ -55,6 +55,8 @@ def from_rpc(error: grpc.RpcError, url: str) -> MaskserveError:
         if _NO_GRPC.search(text):
             return ServerUnavailable(f"{url} does not speak gRPC; the gRPC address is wanted")
         return ServerUnavailable(f"{url}: {text}")
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own bound, before any of our code
+        return Overloaded(f"{url}: {text}")
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"{url}: no answer within the timeout")
     if status is grpc.StatusCode.CANCELLED:

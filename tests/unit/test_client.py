@@ -293,6 +293,17 @@ def test_a_server_that_goes_away_is_unavailable_or_cancelled() -> None:
                 pass
 
 
+def test_grpcs_own_bound_on_calls_is_an_overload() -> None:
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    behaviour = {"error": "Concurrent RPC limit exceeded!", "error_status": status}
+    with (
+        FakeServer(**behaviour) as worker,
+        Client(worker.url) as client,
+        pytest.raises(Overloaded, match="limit exceeded"),
+    ):
+        ask(client, False)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("text", "status", "kind"),
