@@ -9,6 +9,8 @@ import torch
 from diffusers import FluxFillPipeline
 from PIL import Image
 
+from maskserve_harness.demo_model.edit_classes import edits_of
+from maskserve_harness.demo_model.evaluation import run_edits, verdicts_of
 from maskserve_harness.demo_model.scenes import held_out_edits
 
 if sys.version_info >= (3, 11):
@@ -71,3 +73,12 @@ def test_one_edit_runs(pipe, size):
     ).images[0]
     assert image.shape == (size[1], size[0], 3)
     assert np.isfinite(image).all()
+
+
+def test_the_colour_of_a_far_object_is_found(pipe):
+    """A guess of one of eight colours is right three times in four in 1 of 100 trials."""
+    edits = edits_of("same_colour", 4)
+    pictures = run_edits(pipe, edits, 8, 4, lambda done, seconds: None)
+    verdicts = verdicts_of(edits, pictures)
+    right = [v.colour == e.colour for e, v in zip(edits, verdicts, strict=True)]
+    assert sum(right) >= 3

@@ -32,6 +32,7 @@ def parse() -> argparse.Namespace:
     add("--work", type=Path, default=CHECKOUT / ".cache/demo-train", help="work folder")
     add("--out", type=Path, default=DEMO_MODEL, help="folder to export to")
     add("--start", type=Path, default=None, help="diffusers folder to train on from")
+    add("--blend", type=float, default=1.0, help="share of what was learnt; the rest is --start's")
     add("--resolution", type=int, default=128, help="native picture side in pixels")
     add("--factor", type=int, default=4, choices=(4, 8), help="pixels per latent side")
     add("--latent-channels", type=int, default=8, help="channels of the VAE's latents")
@@ -71,6 +72,9 @@ def main() -> int:
             if code := helper.wait():
                 return code
     weights, samples = merged_ema(args.work)
+    if args.start is not None:
+        for name, weight in _transformer(args).state_dict().items():
+            weights[name].lerp_(weight, 1 - args.blend)
     transformer.load_state_dict(weights)
     export(pipe, args.out, MAX_SEQUENCE_LENGTH)
     print(f"exported to {args.out} after {samples} samples")
