@@ -96,6 +96,7 @@ class Engine:
         self._open = True
         self._state: State = "loading"
         self._stop = False
+        self._leaked = ""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @classmethod
@@ -234,6 +235,7 @@ class Engine:
         idle = len(self.manager.scheduler) == 0
         if idle:
             self.adapter.release()
+            self._check_idle()
             self._publisher.publish(self.state)
         elif self._inbox.empty():
             return
@@ -244,6 +246,13 @@ class Engine:
                 command = self._inbox.get_nowait()
         except queue.Empty:
             pass
+
+    def _check_idle(self) -> None:
+        """Say once if a row that is gone has left something behind."""
+        leaked = self.cache.store.leaked()
+        if leaked and leaked != self._leaked:
+            _log.error("the store holds what no row reads: %s", leaked)
+        self._leaked = leaked
 
     def _halt(self) -> None:
         self._stop = True

@@ -105,6 +105,7 @@ def encoder(tiny_fill: Path) -> Encoder:
 def assert_books_hold(engine: Engine) -> None:
     """Of a stopped engine: what is published of the store is what it holds."""
     engine.cache.store.check_integrity()
+    assert engine.cache.store.leaked() == ""
     held = {str(t["template_id"]) for t in engine.cache.templates() if not t["priming"]}
     assert set(engine.cache.template_ids()["device"]) == held
 

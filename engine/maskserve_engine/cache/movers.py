@@ -108,6 +108,8 @@ class CudaMover:
         self._bytes, self._next = buffer_bytes, 0
 
     def to_host(self, entry: AnchorEntry) -> AnchorEntry:
+        """On a stream of its own, behind what the device was asked to compute so far."""
+
         def down(tensor: Tensor) -> Tensor:
             return tensor.to("cpu")
 
@@ -115,7 +117,11 @@ class CudaMover:
             fields = (each.hidden, each.keys, each.values, each.end)
             return BlockEntry(*(coded and coded.map(down, down) for coded in fields))
 
-        return AnchorEntry(entry.anchor, tuple(block(each) for each in entry.blocks))
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.Stream(self.device)
+            stream.wait_stream(torch.cuda.default_stream(self.device))
+            with torch.cuda.stream(stream):
+                return AnchorEntry(entry.anchor, tuple(block(each) for each in entry.blocks))
 
     def move(self, parts: tuple[Coded, ...], ids: NDArray[np.int64] | None) -> Arrival:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
