@@ -30,7 +30,7 @@ def test_a_registered_template_is_edited_by_name_from_its_cache(grpc: Grpc) -> N
     name = register(grpc, encode(source))
     image, meta = grpc.edit(edit_inputs(b"", mask, template_id=name, cache="auto"))
     assert meta["cache"] == "hit"
-    assert set(meta["kinds"]) == {"kv"}
+    assert meta["kinds"]["kv"] > 0
     assert meta["active_tokens"] < meta["total_tokens"]
     assert meta["template_id"] == name
     assert np.array_equal(pixels(image)[mask == 0], source[mask == 0])
