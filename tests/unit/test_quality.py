@@ -20,7 +20,7 @@ from maskserve_harness.quality.choices import CacheChoice, default, frontier
 from maskserve_harness.quality.metrics import RIM, compare, rim_errors, summary
 from maskserve_harness.quality.systems import Picture, Rig
 
-BAR = 30.0
+BAR = 40.0
 """dB inside the mask, against our dense rows."""
 LEAD = 6.0
 """dB that the rival stays behind."""
