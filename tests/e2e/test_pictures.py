@@ -34,10 +34,12 @@ def test_odd_sources(grpc: Grpc, odd: OddImage) -> None:
 def test_one_pixel_masks(grpc: Grpc, at: tuple[int, int]) -> None:
     source, mask = scene(45, 61), np.zeros((45, 61), np.uint8)
     mask[at] = 255
-    image, meta = grpc.edit(edit_inputs(source, mask))
+    image, meta = grpc.edit(edit_inputs(source, mask, mask_ring=0))
     outside = mask == 0
     assert np.array_equal(pixels(image)[outside], source[outside])
     assert 1 <= meta["active_tokens"] <= 4
+    _, ringed = grpc.edit(edit_inputs(source, mask))
+    assert meta["active_tokens"] < ringed["active_tokens"] <= 16
 
 
 def test_all_white_masks_edit_everything(grpc: Grpc) -> None:

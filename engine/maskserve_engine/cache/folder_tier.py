@@ -205,7 +205,6 @@ class FolderTier:
         chosen = chosen_victims(held, missing, frozenset({key}), self._clock(), self._rebuild)
         for victim in chosen or ():
             self._evict(victim)
-            self.evictions += 1
         return chosen is not None
 
     def _write(self, key: str, anchor: Anchor, new: EntryFile) -> None:
@@ -225,6 +224,7 @@ class FolderTier:
     def _evict(self, key: str) -> int:
         folder = self.folder / key
         freed = sum(self._files(folder).values())
+        self.evictions += bool(freed)
         gone = self.folder / f".gone-{os.getpid()}"
         with contextlib.suppress(FileNotFoundError):
             folder.rename(gone)

@@ -144,13 +144,13 @@ class MemoryTier:
         chosen = chosen_victims(self._held, missing, keep | read, now, self._rebuild)
         for key in chosen or ():
             self._evict(key)
-            self.evictions += 1
         return chosen is not None
 
     def _evict(self, key: str) -> int:
         held = self._held.pop(key, None)
         if held is None:
             return 0
+        self.evictions += 1
         for anchor in held.anchors:
             self._let_go(key, anchor)
         return held.nbytes

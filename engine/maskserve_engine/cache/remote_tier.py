@@ -103,6 +103,7 @@ class RemoteTier:
     def evict(self, key: str) -> int:
         freed = sum(self._listed().get(key, {}).values())
         self._remove(f"{self._root}/{key}")
+        self.evictions += bool(freed)
         return freed
 
     def held(self) -> Mapping[str, Held]:
