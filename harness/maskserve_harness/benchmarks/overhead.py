@@ -97,15 +97,14 @@ class Clock:
         return call
 
 
-def model_clock(model: Any) -> Clock:
-    """Of what FluxTransformer2DModel.forward calls: embedders, blocks, text and image joined for
-    the single blocks and taken apart after them, last layer.
+def model_clock() -> Clock:
+    """Of what FluxTransformer2DModel.forward calls, but for its first layer: timestep and prompt
+    embedded, blocks, text and image joined for the single blocks and taken apart, last layer.
     """
     state = forward_module._State
     return Clock(
-        (model.x_embedder, "forward"),
-        *((forward_module, name) for name in ("time_text_embedding", "last_layer")),
-        *((forward_module, name) for name in ("double_block", "single_block")),
+        *((batch_module, name) for name in ("embed", "vectors")),
+        *((forward_module, name) for name in ("double_block", "single_block", "last_layer")),
         *((state, name) for name in ("join_streams", "computed_image")),
     )
 
@@ -116,7 +115,7 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
     """
     jobs = direct.jobs(edits[:8], {"num_inference_steps": steps, "cache": "off"})
     torch.set_num_threads(direct.threads)
-    inner = model_clock(direct.engine.adapter.model)  # type: ignore[attr-defined]
+    inner = model_clock()
     outer = Clock((batch_module, "forward"))
     marks: list[tuple[float, float, float]] = []
     publisher = direct.engine._publisher
