@@ -51,9 +51,20 @@ class ModelConfig:
         low=0,
         high=8192,
     )
-    max_sequence_length: int = _opt(512, "Text tokens of the T5 prompt.", low=1, high=4096)
+    max_sequence_length: int = _opt(
+        512,
+        "Text tokens of the T5 prompt; UNets take as many as their tokenizer says.",
+        low=1,
+        high=4096,
+    )
     num_inference_steps: int = _opt(28, "Default steps.", low=1, high=1000)
-    guidance_scale: float = _opt(30.0, "Default embedded guidance.", low=0.0, high=1000.0)
+    guidance_scale: float = _opt(
+        0.0,
+        "Default guidance; 0: 30 where it is embedded (FLUX), 7.5 where it is classifier-free "
+        "(UNets).",
+        low=0.0,
+        high=1000.0,
+    )
     mask_ring: int = _opt(
         1, "Default tokens round the mask that a cached edit computes too.", low=0, high=64
     )

@@ -50,8 +50,8 @@ def sized(config: Config, adapter: Adapter, costs: CostModel) -> tuple[Kinds, Te
     side = facts.native_resolution
     work = adapter.work(side // facts.vae_scale_factor, side // facts.vae_scale_factor)
     fmt = entry_format(config)
-    halves = adapter.entry_halves
-    kinds = choose_kinds(cache.entry_kind, work, fmt, costs, model.max_sequence_length, halves)
+    halves, text = adapter.entry_halves, facts.text_tokens(model.max_sequence_length)
+    kinds = choose_kinds(cache.entry_kind, work, fmt, costs, text, halves)
     tokens = (side // facts.token_pixels) ** 2
     stride = anchor_stride(cache.stride, facts)
     anchors = adapter.anchors(tokens, model.num_inference_steps, stride)

@@ -49,7 +49,7 @@ class PriceList:
             PRICED[facts.family](facts.denoiser, side, side),
             CostModel("FLOPs", Line(0.0, 1.0), costs.loads),
             FORMATS[dtype if cache.entry_format == "model" else cache.entry_format],
-            text=config.model.max_sequence_length,
+            text=facts.text_tokens(config.model.max_sequence_length),
             anchors=math.ceil(steps / stride),
             steps_per_anchor=stride,
         )

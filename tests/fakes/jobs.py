@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from maskserve_core import config as configuration
 from maskserve_core.config import Config, apply
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_engine.families.registry import Encoder
+from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import job_of, request_of
 

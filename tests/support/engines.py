@@ -10,7 +10,7 @@ import numpy as np
 
 from maskserve_core.config import Config
 from maskserve_engine.engine import Engine
-from maskserve_engine.families.registry import Encoder
+from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.job import EditJob, Final
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.sink import Sink

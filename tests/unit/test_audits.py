@@ -12,7 +12,8 @@ import pytest
 
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.engine import Engine
-from maskserve_engine.families.registry import Encoder, load_adapter, load_encoder
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import EditJob, Final
 from maskserve_engine.requests.audits import Audit, Audits, drift_of
 from tests.fakes.jobs import config_of, encode_case, random_case

@@ -22,7 +22,8 @@ from maskserve_core.contracts.entry_key import (
 from maskserve_core.errors import EngineFailed
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.engine import Engine
-from maskserve_engine.families.registry import Encoder, load_encoder
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.job import Final
 from tests.fakes.jobs import config_of, tolerance
 from tests.support.engines import edit, job, make_engine

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from maskserve_engine.engine import Engine
-from maskserve_engine.families.registry import Encoder, load_encoder
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_encoder
 from tests.fakes.jobs import config_of, tolerance
 from tests.support.engines import edit, job, make_engine
 

@@ -22,8 +22,10 @@ from maskserve_core.errors import (
 from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.worker.status import StatusReader
 from maskserve_engine.engine import Engine
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.rows import FluxRow
-from maskserve_engine.families.registry import Adapter, Encoder, load_adapter, load_encoder
+from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import EditJob, Failed, Final, Preview, Progress
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.support.eventually import eventually

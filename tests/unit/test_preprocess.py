@@ -72,6 +72,18 @@ def test_defaults_are_filled_in_from_the_configuration() -> None:
     assert without.request.settings.guidance_scale is None
 
 
+@pytest.mark.parametrize(
+    ("configured", "embedded", "classifier_free"), [(0.0, 30.0, 7.5), (3.0, 3.0, 3.0)]
+)
+def test_guidance_that_nobody_names_is_what_the_models_kind_of_it_needs(
+    configured: float, embedded: float, classifier_free: float
+) -> None:
+    config = replace(CONFIG, model=replace(CONFIG.model, guidance_scale=configured))
+    for guidance, scale in (("embedded", embedded), ("cfg", classifier_free)):
+        facts = replace(FILL_FACTS, guidance=guidance)
+        assert prepare(facts, config, SETTINGS=b"").request.settings.guidance_scale == scale
+
+
 def test_seeds_and_ids_are_drawn_when_not_given() -> None:
     drawn = [prepare(SETTINGS=b"{}").request for _ in range(5)]
     assert len({request.seed for request in drawn}) == 5

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from maskserve_core.config import Config
-from maskserve_core.planning.cost_model import estimate
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
-from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.sizing import choose_kinds
-from maskserve_engine.families.registry import Encoder, load_adapter, load_encoder
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.forward import Packed, PassInput, forward
-from maskserve_engine.families.unet.rows import CachedRest, UnetPrimingRow, UnetRow
+from maskserve_engine.families.unet.rows import CachedRest, UnetPrimingRow
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay, in_memory, plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
-from tests.fakes.tiny_unet import VARIANTS
-
-NOISE_SEED = 1234
-ANY_COSTS = estimate("cpu")
-KINDS = ("dense", "project", "kv")
+from tests.fakes.tiny_unet import TEXT_LENGTH, VARIANTS
+from tests.support.cached_rows import (
+    KINDS,
+    NOISE_SEED,
+    Primed,
+    cached,
+    check_all_active,
+    check_entries_unwritten,
+    check_mixed_batch,
+    check_ring_over_all,
+    check_step_without_anchor,
+    result,
+)
+from tests.support.flop_count import counted
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -46,24 +53,6 @@ def adapter(config: Config) -> UnetAdapter:
     return adapter
 
 
-class Primed:
-    """A template's entries, and the row that made them."""
-
-    def __init__(
-        self, adapter: UnetAdapter, encoder: Encoder, job: EditJob, kind: str = "both",
-        format: str = "model", stride: int = 1,
-    ) -> None:  # fmt: skip
-        anchors = adapter.anchors(adapter.tokens(job).total, 4, stride)
-        prompt = encoder.encode_prompt("")
-        _, height, width = job.moments.shape
-        kinds = choose_kinds(kind, adapter.work(height, width), FORMATS["float32"], ANY_COSTS, 12.0)
-        self.row = adapter.priming_row(job, anchors, prompt, NOISE_SEED, kinds, format)
-        self.entries: list[AnchorEntry] = []
-        while self.row.step < self.row.steps:
-            adapter.step([self.row], None)
-            self.entries.append(self.row.take_entry())
-
-
 def make_job(
     encoder: Encoder, seed: int, side: tuple[int, int] = (48, 40), **asked: Any
 ) -> EditJob:
@@ -79,35 +68,14 @@ def make_job(
 
 @pytest.fixture
 def replay(adapter: UnetAdapter) -> Replay:
-    return Replay(cast(Any, adapter))  # it is typed for FLUX
-
-
-def cached(replay: Replay, job: EditJob, primed: Primed) -> UnetRow:
-    """A cached row that reads, at each step, the nearest entry."""
-    entries = [
-        min(primed.entries, key=lambda entry: abs(entry.anchor.sigma - sigma))
-        for sigma, _ in replay.adapter.sigmas(job)
-    ]
-    return cast(UnetRow, replay.cached_row(job, entries, NOISE_SEED))
-
-
-def run(replay: Replay, rows: list[UnetRow], kinds: tuple[str, ...]) -> None:
-    while live := [row for row in rows if row.step < row.steps]:
-        replay.step(live, kinds)
+    return Replay(adapter)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_all_tokens_active_cached_equals_dense(
-    adapter: UnetAdapter, replay: Replay, encoder: Encoder, kind: str
+    replay: Replay, encoder: Encoder, kind: str
 ) -> None:
-    job = make_job(encoder, 1)
-    job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
-    row = cached(replay, job, Primed(adapter, encoder, job))
-    dense = adapter.dense_row(job)
-    run(replay, [row], (kind,) * adapter.blocks)
-    run(replay, [dense], ())
-    expected = dense.result()
-    assert np.abs(row.result() - expected).max() <= tolerance(expected)
+    check_all_active(replay, encoder, make_job(encoder, 1), kind)
 
 
 def outputs(
@@ -161,32 +129,20 @@ def test_on_the_priming_inputs_any_mix_of_kinds_equals_dense_everywhere(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mixed_batch_equals_each_row_alone(
-    adapter: UnetAdapter, replay: Replay, encoder: Encoder, kind: str
+def test_with_a_ring_over_the_whole_picture_cached_equals_dense(
+    replay: Replay, encoder: Encoder, kind: str
 ) -> None:
-    kinds = (kind,) * adapter.blocks
+    check_ring_over_all(replay, encoder, make_job(encoder, 2, mask_ring=64), kind)
+
+
+def test_entries_are_never_written_by_rows(replay: Replay, encoder: Encoder) -> None:
+    check_entries_unwritten(replay, encoder, make_job(encoder, 33))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixed_batch_equals_each_row_alone(replay: Replay, encoder: Encoder, kind: str) -> None:
     jobs = [make_job(encoder, seed) for seed in range(20, 26)]
-    primed = [Primed(adapter, encoder, job, stride=2) for job in jobs]
-
-    def rows() -> list[UnetRow]:
-        return [
-            adapter.dense_row(job) if number % 3 == 0 else cached(replay, job, p)
-            for number, (job, p) in enumerate(zip(jobs, primed, strict=True))
-        ]
-
-    alone = rows()
-    for row in alone:
-        run(replay, [row], kinds)
-    together = rows()
-    run(replay, together[:2], kinds)  # leave before the others join
-    rest = together[2:]
-    replay.step(rest[:2], kinds)
-    rest.pop(1)  # cancelled mid-flight
-    run(replay, rest, kinds)
-    for one, other in zip(alone, together, strict=True):
-        if other.step == other.steps:
-            expected = one.result()
-            assert np.abs(other.result() - expected).max() <= tolerance(expected)
+    check_mixed_batch(replay, encoder, jobs, kind, stride=2)
 
 
 def test_a_priming_row_beside_edits_keeps_what_it_keeps_alone(
@@ -209,17 +165,9 @@ def test_a_priming_row_beside_edits_keeps_what_it_keeps_alone(
 
 
 def test_a_step_without_an_anchor_computes_the_pinned_tokens(
-    adapter: UnetAdapter, replay: Replay, encoder: Encoder
+    replay: Replay, encoder: Encoder
 ) -> None:
-    """It equals the all-dense plan: both compute inactive tokens from the template's inputs."""
-    job = make_job(encoder, 30)
-    primed = Primed(adapter, encoder, job)
-    with_plan, without = cached(replay, job, primed), cached(replay, job, primed)
-    replay.reads(without, (None,) * without.steps)
-    run(replay, [with_plan], ("dense",) * adapter.blocks)
-    run(replay, [without], ("kv",) * adapter.blocks)
-    expected = with_plan.result()
-    assert np.abs(without.result() - expected).max() <= tolerance(expected)
+    check_step_without_anchor(replay, encoder, make_job(encoder, 30))
 
 
 def test_inactive_tokens_come_back_as_the_template(
@@ -228,10 +176,10 @@ def test_inactive_tokens_come_back_as_the_template(
     job = make_job(encoder, 31)
     primed = Primed(adapter, encoder, job)
     row = cached(replay, job, primed)
-    run(replay, [row], ("kv",) * adapter.blocks)
+    out = torch.from_numpy(result(replay, row, "kv"))
     assert row.inactive is not None
     outside = ~row.inactive.mask.expand_as(primed.row.template.clean)
-    assert torch.equal(torch.from_numpy(row.result())[outside], primed.row.template.clean[outside])
+    assert torch.equal(out[outside], primed.row.template.clean[outside])
 
 
 def test_a_mask_of_one_pixel_runs_and_a_ring_widens_it(
@@ -245,8 +193,7 @@ def test_a_mask_of_one_pixel_runs_and_a_ring_widens_it(
         small = replace(job, edit_mask=mask, request=replace(job.request, settings=settings))
         assert adapter.tokens(small).active == active
         row = cached(replay, small, Primed(adapter, encoder, small))
-        run(replay, [row], ("project",) * adapter.blocks)
-        assert np.isfinite(row.result()).all()
+        assert np.isfinite(result(replay, row, "project")).all()
         assert np.isfinite(row.estimate()).all()
 
 
@@ -275,6 +222,20 @@ def test_the_engine_stores_what_is_counted(
     work = adapter.work(height, width)
     primed = Primed(adapter, encoder, job, kind)
     assert primed.entries[0].nbytes == entry_bytes(work, kind, FORMATS["float32"])
+
+
+@pytest.mark.parametrize(("guidance", "passes"), [(1.0, 1), (7.5, 2)])
+def test_what_is_counted_of_an_edit_is_what_torch_counts(
+    adapter: UnetAdapter, encoder: Encoder, guidance: float, passes: int
+) -> None:
+    """Both passes of guided steps, and the text that the tokenizer makes of any prompt."""
+    job = make_job(encoder, 60, guidance_scale=guidance)
+    job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
+    totals = adapter.counted(job)
+    assert (totals.rows, totals.text) == (passes, passes * TEXT_LENGTH)
+    _, height, width = job.moments.shape
+    priced = adapter.work(height, width).batch_flops(None, (), totals)
+    assert priced == counted(lambda: adapter.step([adapter.dense_row(job)], None))
 
 
 def test_own_entries_hold_what_each_pass_would_have_been(

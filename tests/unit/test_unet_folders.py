@@ -13,6 +13,7 @@ from maskserve_core.config import ConfigError
 from maskserve_core.contracts.facts import load_facts
 from maskserve_engine.families.registry import load_adapter
 from tests.fakes.jobs import config_of
+from tests.fakes.tiny_unet import TEXT_LENGTH
 
 
 @pytest.fixture
@@ -37,6 +38,7 @@ def test_facts_are_read_from_the_folder(
     assert (facts.family, facts.semantics, facts.guidance) == ("unet", semantics, "cfg")
     assert facts.micro_conditioning is micro
     assert (facts.token_pixels, facts.size_multiple, facts.native_resolution) == (4, 4, 64)
+    assert facts.text_tokens(512) == TEXT_LENGTH
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,13 @@ def test_a_unet_that_is_not_served_is_refused_in_one_sentence(
 def test_a_folder_without_a_part_is_refused(folder: Path, part: str) -> None:
     shutil.rmtree(folder / part)
     with pytest.raises(ConfigError, match=part):
+        load_facts(folder)
+
+
+@pytest.mark.parametrize("length", [None, 0, 10**30, "77"])
+def test_a_tokenizer_that_names_no_length_is_refused(folder: Path, length: Any) -> None:
+    change(folder / "tokenizer" / "tokenizer_config.json", model_max_length=length)
+    with pytest.raises(ConfigError, match="model_max_length"):
         load_facts(folder)
 
 

@@ -39,6 +39,8 @@ second time with the negative prompt; `none`: the model has no such thing.
 
 ALL_STEPS = 1000
 """A stride as long as any schedule."""
+_GUIDANCE: dict[Guidance, float] = {"embedded": 30.0, "cfg": 7.5, "none": 0.0}
+"""Diffusers' own defaults, of FLUX Fill and of Stable Diffusion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,16 @@ class ModelFacts:
     """Whether a part of a step that `strength` leaves is run, by the pipeline's own rule."""
     zeros_for_empty_prompt: bool = False
     """Whether an empty negative prompt is zeros instead of its encoding (SDXL)."""
+    tokenizer_length: int | None = None
+    """Tokens that a prompt always has, where the tokenizer says so (UNets: 77)."""
+
+    def text_tokens(self, configured: int) -> int:
+        """Text tokens of a prompt, given `[model] max_sequence_length`."""
+        return self.tokenizer_length or configured
+
+    def guidance_default(self, configured: float) -> float:
+        """The scale of an edit that names none, given `[model] guidance_scale`."""
+        return configured or _GUIDANCE[self.guidance]
 
     @property
     def token_pixels(self) -> int:
@@ -163,7 +175,19 @@ def _unet(folder: Path, _: str, native_resolution: int) -> ModelFacts:
             f"{unet['out_channels']}; with a VAE of {channels} served: {channels} (base) or "
             f"{2 * channels + 1} (inpainting) to {channels}"
         )
-    facts = ModelFacts(
+    parts = ["scheduler", "text_encoder", "tokenizer"]
+    if xl:
+        parts += ["text_encoder_2", "tokenizer_2"]
+    for part in parts:
+        if not (folder / part).is_dir():
+            raise ConfigError(f"[model] path: {folder} has no folder {part!r}")
+    length = _json(folder / "tokenizer" / "tokenizer_config.json").get("model_max_length")
+    if not isinstance(length, int) or not 1 <= length <= 4096:
+        raise ConfigError(
+            f"[model] path: tokenizer/tokenizer_config.json: model_max_length: {length!r} is not "
+            "a number of tokens; served: 1 to 4096"
+        )
+    return ModelFacts(
         family="unet",
         semantics=semantics,
         vae_scale_factor=scale,
@@ -176,14 +200,8 @@ def _unet(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         denoiser=unet,
         strength_rounds_up=False,
         zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", xl)),
+        tokenizer_length=length,
     )
-    parts = ["scheduler", "text_encoder", "tokenizer"]
-    if facts.micro_conditioning:
-        parts += ["text_encoder_2", "tokenizer_2"]
-    for part in parts:
-        if not (folder / part).is_dir():
-            raise ConfigError(f"[model] path: {folder} has no folder {part!r}")
-    return facts
 
 
 _READERS: dict[str, Callable[[Path, str, int], ModelFacts]] = {"flux": _flux, "unet": _unet}

@@ -56,12 +56,12 @@ def _check_guidance(settings: EditSettings, facts: ModelFacts, config: Config) -
             "SETTINGS.guidance_scale", "is no input of this model", "no guidance_scale"
         )
     if facts.guidance == "cfg":
-        _check_cfg(settings, config)
+        _check_cfg(settings, facts, config)
     else:
         _check_true_cfg(settings, facts, config)
 
 
-def _check_cfg(settings: EditSettings, config: Config) -> None:
+def _check_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
     """`guidance_scale` is the scale of classifier-free guidance."""
     if settings.true_cfg_scale is not None and settings.true_cfg_scale > 1:
         raise InvalidRequest(
@@ -69,7 +69,7 @@ def _check_cfg(settings: EditSettings, config: Config) -> None:
         )
     if settings.negative_prompt is not None:
         _check_text("SETTINGS.negative_prompt", settings.negative_prompt, config)
-        if _guidance(settings, config) <= 1:
+        if _guidance(settings, facts, config) <= 1:
             raise InvalidRequest(
                 "SETTINGS.negative_prompt",
                 "has no effect at this guidance_scale",
@@ -120,9 +120,9 @@ def _steps(settings: EditSettings, config: Config) -> int:
     return config.model.num_inference_steps if given is None else given
 
 
-def _guidance(settings: EditSettings, config: Config) -> float:
+def _guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> float:
     given = settings.guidance_scale
-    return config.model.guidance_scale if given is None else given
+    return facts.guidance_default(config.model.guidance_scale) if given is None else given
 
 
 def check_output(settings: EditSettings, size: Size) -> None:
@@ -168,9 +168,9 @@ def with_defaults(settings: EditSettings, facts: ModelFacts, config: Config) -> 
     Steps and ring are never None afterwards, nor are the seed and the request id; guidance_scale is
     None only for models that have none.
     """
-    guidance = None if facts.guidance == "none" else _guidance(settings, config)
+    guidance = None if facts.guidance == "none" else _guidance(settings, facts, config)
     negative = settings.negative_prompt
-    if negative is None and facts.guidance == "cfg" and _guidance(settings, config) > 1:
+    if negative is None and facts.guidance == "cfg" and _guidance(settings, facts, config) > 1:
         negative = ""  # classifier-free guidance leads away from it
     return replace(
         settings,

@@ -8,40 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.facts import ModelFacts, load_facts
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.job import Conditioning
+from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.stages.decode import Decoder
-from maskserve_engine.stages.encoded import Encoded
-
-
-class Encoder(Protocol):
-    """From pixels and prompts to what the denoiser takes."""
-
-    def encode(
-        self,
-        pixels: NDArray[np.uint8],
-        edit_mask: NDArray[np.uint8],
-        prompt: str,
-        negative_prompt: str | None = None,
-    ) -> Encoded:
-        """Encode one edit.
-
-        Args:
-            pixels: [H, W, 3] source at model resolution.
-            edit_mask: [H, W], above 127 = edit.
-            prompt: any text; what exceeds the text encoders is cut, as diffusers does.
-            negative_prompt: what to lead away from, as `prompt`; None where nothing is.
-        """
-        ...
-
-    def encode_prompt(self, prompt: str) -> Conditioning: ...
 
 
 @dataclass(frozen=True, slots=True)

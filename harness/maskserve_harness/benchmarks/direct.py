@@ -21,7 +21,8 @@ from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import prepare_edit
 from maskserve_engine.engine import Engine
-from maskserve_engine.families.registry import Encoder, load_decoder, load_encoder
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.job import EditJob, EngineEvent, Failed, Final
 
 Edit = tuple[bytes, bytes, str]

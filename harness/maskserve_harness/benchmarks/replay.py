@@ -14,9 +14,7 @@ from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.loader import Load, Loader
 from maskserve_engine.cache.movers import Arrival, HostMover
 from maskserve_engine.cache.selection import Selection
-from maskserve_engine.families.adapter import EditRow
-from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.adapter import Adapter, EditRow
 from maskserve_engine.job import EditJob
 
 
@@ -34,13 +32,13 @@ class Replay:
         adapter: of the rows.
     """
 
-    def __init__(self, adapter: FluxAdapter) -> None:
+    def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self._reads: dict[int, _Reads] = {}
 
     def cached_row(
         self, job: EditJob, entries: Sequence[AnchorEntry | None], noise_seed: int
-    ) -> FluxRow:
+    ) -> EditRow:
         """A cached row that reads `entries`, per step."""
         row = self.adapter.cached_row(job, noise_seed)
         self.reads(row, entries)

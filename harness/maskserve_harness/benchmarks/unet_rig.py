@@ -7,12 +7,14 @@ squares, because scattered tokens would touch nearly all tokens of the coarser l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers import DDIMScheduler, UNet2DConditionModel
+from torch import nn
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.imaging.masks import active_tokens_per_level
@@ -28,6 +30,7 @@ from maskserve_engine.families.unet.rows import Inactive, Prompt, UnetRow
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_harness.benchmarks.models import SD21, SDXL
 from maskserve_harness.benchmarks.replay import in_memory
+from maskserve_harness.benchmarks.timing import Timer
 
 UNETS: dict[str, dict[str, Any]] = {"sdxl-1024": SDXL, "sd21-768": SD21}
 TEXT = 77
@@ -118,8 +121,28 @@ class UnetBench:
         with torch.inference_mode():
             for row in rows:
                 row.step = 0
-            self.batch = Batch.of(self.model, rows, self.batch)
-            self.batch.step((kind,) * self.blocks)
+            self.batch = Batch.of(rows, self.batch)
+            self.batch.step(self.model, (kind,) * self.blocks)
+
+    def convolutions_ms(self, timer: Timer, rows: Sequence[UnetRow], kind: str) -> float:
+        """What of a step is spent in convolutions."""
+        spent = 0.0
+
+        def timed(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            nonlocal spent
+            out: list[torch.Tensor] = []
+            spent += timer.ms(lambda: out.append(forward(x)))
+            return out[0]
+
+        own = [each for each in self.model.modules() if isinstance(each, nn.Conv2d)]
+        for conv in own:
+            conv.forward = partial(timed, conv.forward)  # type: ignore[method-assign]
+        try:
+            self.step(rows, kind)
+        finally:
+            for conv in own:
+                del conv.forward
+        return spent
 
     def limit(self, ratios: Sequence[float], kind: str) -> float:
         """Dense FLOPs over cached FLOPs of a batch with these masks, tokens as they are."""

@@ -49,7 +49,7 @@ def build_unet() -> UNet2DConditionModel:
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
         block_out_channels=(32, 64, 96),
         layers_per_block=1,
-        norm_num_groups=16,
+        norm_num_groups=4,  # 8 channels and more a group, as in the true models
         cross_attention_dim=WIDTH,
         attention_head_dim=(1, 2, 3),  # in fact numbers of heads, as in Stable Diffusion 2
         use_linear_projection=True,

@@ -7,7 +7,6 @@ samples, the UNet (resumes from its checkpoint). Then export.
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 import torch
@@ -34,7 +33,7 @@ def parse() -> argparse.Namespace:
     add("--out", type=Path, default=DEMO_MODEL.with_name("demo-unet"), help="folder to export to")
     add("--scenes", type=int, default=10_000, help="scenes to draw, with three wishes each")
     add("--vae-minutes", type=float, default=5, help="training time of the VAE's decoder")
-    add("--minutes", type=float, default=90, help="training time of the UNet, by the clock")
+    add("--minutes", type=float, default=60, help="CPU minutes of the UNet's training in all")
     add("--rate", type=float, default=2e-3, help="peak learning rate")
     add("--threads", type=int, default=1, help="CPU threads")
     add("--export-only", action="store_true", help="export the latest checkpoint and stop")
@@ -59,7 +58,7 @@ def main() -> int:
         samples = Sampler(
             folder, wide, narrow.config.scaling_factor, encode_prompts(tokenizer, encoder), 1
         )
-        train(unet, sampler, samples, checkpoint, time.time() + 60 * args.minutes, args.rate)
+        train(unet, sampler, samples, checkpoint, 60 * args.minutes, args.rate)
     state = torch.load(checkpoint, weights_only=True)
     unet.load_state_dict(state["ema"])
     pipe = StableDiffusionInpaintPipeline(

@@ -20,11 +20,12 @@ from maskserve_harness.demo_model.unet_data import Sampler
 LATENTS_PER_BATCH: Final = 12_288
 _WINDOWS: Final[tuple[int | None, ...]] = (8, 11, None)  # tokens a side; None = whole picture
 _MIX: Final = (  # from this progress on, the windows' shares of batches
-    (0.0, (1.0, 0.0, 0.0)),
-    (0.6, (0.7, 0.25, 0.05)),
-    (0.85, (0.4, 0.3, 0.3)),
+    (0.0, (0.9, 0.1, 0.0)),
+    (0.4, (0.6, 0.3, 0.1)),
+    (0.7, (0.3, 0.3, 0.4)),
+    (0.9, (0.1, 0.2, 0.7)),  # GroupNorm reads the whole picture: what is served must be trained
 )
-_SAVE_EVERY: Final = 90.0  # seconds
+_SAVE_EVERY: Final = 90.0  # seconds of the clock
 
 
 def train(
@@ -32,32 +33,38 @@ def train(
     sampler: DDIMScheduler,
     data: Sampler,
     path: Path,
-    until: float,
+    seconds: float,
     rate: float = 2e-3,
 ) -> None:
-    """Train `model` in place until the time `until` (of the clock), saving to `path` on the way.
+    """Train `model` in place, saving to `path` on the way.
 
-    Progress is time: a resumed run goes on where the clock is.
+    Args:
+        model: to train.
+        sampler: its noise schedule.
+        data: where batches come from.
+        path: of the checkpoint; a run goes on from it if it is there.
+        seconds: CPU time in all, of this and resumed runs: a paused or starved one waits.
+        rate: peak learning rate.
     """
     rng = np.random.default_rng(int(time.time()))
     generator = torch.Generator().manual_seed(int(time.time()))
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     opts = optimisers(model, rate)
-    begin, step, samples = time.time(), 0, 0
+    spent, step, samples = 0.0, 0, 0
     if path.exists():
         state = torch.load(path, weights_only=True)
         model.load_state_dict(state["model"])
         ema.load_state_dict(state["ema"])
         for opt, saved in zip(opts, state["optimisers"], strict=True):
             opt.load_state_dict(saved)
-        begin, step, samples = state["begin"], state["step"], state["samples"]
+        spent, step, samples = state["spent"], state["step"], state["samples"]
     model.train()
     # PyTorch's fused attention is slow backwards on CPUs; plain matrix products are not.
     model.set_attn_processor(AttnProcessor())
     losses: list[float] = []
-    saved_at = time.time()
-    while time.time() < until:
-        progress = (time.time() - begin) / (until - begin)
+    last, saved_at = time.process_time(), time.monotonic()
+    while spent < seconds:
+        progress = spent / seconds
         for opt in opts:
             for group in opt.param_groups:
                 group["lr"] = rate * _rate_factor(step, progress)
@@ -77,19 +84,21 @@ def train(
             for slow, fast in zip(ema.parameters(), model.parameters(), strict=True):
                 slow.lerp_(fast, 1 - decay)
         losses.append(loss.item())
+        now = time.process_time()
+        spent, last = spent + now - last, now
         if step % 20 == 0:
             print(
                 f"{time.strftime('%H:%M:%S')} train {progress:6.1%} step {step} samples {samples}"
-                f" cpu {time.process_time():.0f} s loss {np.mean(losses[-100:]):.4f}",
+                f" cpu {spent:.0f} s loss {np.mean(losses[-100:]):.4f}",
                 flush=True,
             )
-        if time.time() - saved_at > _SAVE_EVERY or time.time() >= until:
-            saved_at = time.time()
+        if time.monotonic() - saved_at > _SAVE_EVERY or spent >= seconds:
+            saved_at = time.monotonic()
             state = {
                 "model": model.state_dict(),
                 "ema": ema.state_dict(),
                 "optimisers": [opt.state_dict() for opt in opts],
-                "begin": begin,
+                "spent": spent,
                 "step": step,
                 "samples": samples,
             }

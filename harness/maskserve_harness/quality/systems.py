@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -60,7 +61,8 @@ class Rig:
         mask = edit.mask * np.uint8(255)
         settings = EditSettings(num_inference_steps=self.steps, mask_ring=0)
         if self.adapter.facts.guidance == "embedded":
-            settings = replace(settings, guidance_scale=self.config.model.guidance_scale)
+            scale = self.adapter.facts.guidance_default(self.config.model.guidance_scale)
+            settings = replace(settings, guidance_scale=scale)
         request = request_of(edit.source, edit.prompt, settings, seed, str(seed))
         return job_of(self.encoder, request, edit.source, mask)
 
@@ -149,7 +151,7 @@ class Rig:
             min(coded, key=lambda e: (abs(e.anchor.sigma - sigma), -e.anchor.sigma))
             for sigma, _ in self.adapter.sigmas(job)
         ]
-        return self.replay.cached_row(job, per_step, _seed(job))
+        return cast(FluxRow, self.replay.cached_row(job, per_step, _seed(job)))
 
     def _thinned(self, row: FluxRow) -> FluxRow:
         part = thinned(row)

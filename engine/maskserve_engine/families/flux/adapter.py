@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +17,8 @@ from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.imaging.validation import steps_run
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals, flux_work
-from maskserve_core.planning.two_stream import Plan
 from maskserve_engine.cache.selection import Selection
-from maskserve_engine.families.adapter import Row
-from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.batch import Batch, Row
 from maskserve_engine.families.flux.conditioning import (
     Start,
     TemplateInputs,
@@ -34,11 +31,12 @@ from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, Pri
 from maskserve_engine.families.flux.schedule import Schedule, check_sampler, make_schedule
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.families.posterior import Posterior
+from maskserve_engine.families.stepping import Stepping
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.stages.loader import limit_threads, load_part, load_plain
 
 
-class FluxAdapter:
+class FluxAdapter(Stepping[Row, Weights]):
     """Rows of FLUX edits over one FluxTransformer2DModel.
 
     Args:
@@ -62,10 +60,10 @@ class FluxAdapter:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.weights = Weights.of(model)
+        super().__init__(Batch, self.weights)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         self._cis = lru_cache(maxsize=64)(self._make_cis)
         self.work = lru_cache(maxsize=64)(self._make_work)
-        self._batch: Batch | None = None
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> FluxAdapter:
@@ -172,22 +170,6 @@ class FluxAdapter:
                 kinds=kinds,
                 format=format,
             )
-
-    def step(self, rows: Sequence[Row], plan: Plan | None) -> None:
-        own = cast(Sequence[FluxRow | PrimingRow], rows)
-        # Entered anew it costs more than the rest of this; the engine's thread is in it for good.
-        with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
-            last, self._batch = self._batch, None  # one whose step fails is not stepped again
-            batch = Batch.of(own, last)
-            del last
-            batch.step(self.weights, () if plan is None else plan.kinds)
-            self._batch = batch
-
-    def session(self) -> AbstractContextManager[object]:
-        return torch.inference_mode()
-
-    def release(self) -> None:
-        self._batch = None
 
     def _start(self, job: EditJob) -> tuple[Schedule, Start]:
         """Draw everything random of the edit, in the pipeline's own order, on the CPU."""

@@ -9,7 +9,6 @@ when the rows are packed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 
 import torch
 from torch import Tensor
@@ -18,20 +17,20 @@ from maskserve_engine.families.flux.forward import Packed, forward
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import Weights
+from maskserve_engine.families.stepping import KeptBatch
 from maskserve_engine.families.transfer import to_device
 
 Row = FluxRow | PrimingRow
 
 
-class Batch:
+class Batch(KeptBatch[Row, Weights]):
     """Some rows and their packed inputs. Rows belong to the batch that packed them last."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = tuple(rows)
+        super().__init__(rows)
         self.steps = min(row.steady for row in rows)
         """For how many steps it is packed."""
         self._begin = rows[0].step
-        self._reads = tuple([row.entry is not None for row in rows])
         self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
         """Index and negative prompt of rows that take a second pass, packed behind all rows."""
         inputs = [row.model_input() for row in rows]
@@ -43,27 +42,12 @@ class Batch:
         """Of `AHEAD` steps, the present one among them."""
         self._lay_out()
 
-    @classmethod
-    def of(cls, rows: Sequence[Row], last: Batch | None) -> Batch:
-        """The batch of these rows: the last one, if it holds for them still."""
-        return last if last is not None and last.holds(rows) else cls(rows)
-
     def holds(self, rows: Sequence[Row]) -> bool:
-        """Whether it was packed for just these rows and their next step."""
-        return (
-            len(rows) == len(self.rows)
-            and all(map(is_, rows, self.rows))
-            and 0 <= rows[0].step - self._begin < self.steps
-            and self._reads == tuple([row.entry is not None for row in rows])
-        )
+        return super().holds(rows) and 0 <= rows[0].step - self._begin < self.steps
 
-    def step(self, weights: Weights, kinds: Sequence[str]) -> None:
-        """Take one step of every row: the model, then FlowMatchEulerDiscreteScheduler's step.
-
-        No row has moved if it raises, so that the rows can be tried again one by one.
-        """
+    def step(self, model: Weights, kinds: Sequence[str]) -> None:
         at = self.rows[0].step - self._begin
-        velocity = forward(weights, self.packed, self._vectors_of(weights, at), kinds)
+        velocity = forward(model, self.packed, self._vectors_of(model, at), kinds)
         if self._guided:
             self._guide(velocity)
         threads = torch.get_num_threads()

@@ -1,119 +1,50 @@
-"""From pixels and prompt to what FLUX takes: VAE moments, T5 states and CLIP's pooled vector."""
+"""What FLUX takes of a prompt: T5's states and CLIP's pooled vector."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.facts import ModelFacts
+from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
 from maskserve_engine.job import Conditioning
-from maskserve_engine.stages.encoded import Encoded
-from maskserve_engine.stages.loader import limit_threads, load_part, load_plain
+from maskserve_engine.stages.loader import limit_threads, load_part
 
 
-class FluxEncoder:
+class FluxEncoder(Encoder):
     """VAE encoder and the two text encoders of a Flux folder.
 
-    The posterior's moments are returned, not a sample: every random number of an edit is drawn in
-    the denoiser from one generator, in the pipeline's own order (design §4).
+    Args:
+        facts: what the folder says.
+        vae: AutoencoderKL.
+        clip: of which the pooled vector is read.
+        t5: of which the states are read.
     """
 
-    def __init__(
-        self,
-        facts: ModelFacts,
-        vae: Any,
-        clip: Any,
-        t5: Any,
-        clip_tokens: Any,
-        t5_tokens: Any,
-        max_sequence_length: int,
-    ) -> None:
-        self.facts = facts
-        self.vae, self.clip, self.t5 = vae, clip, t5
-        self.clip_tokens, self.t5_tokens = clip_tokens, t5_tokens
-        self.max_sequence_length = max_sequence_length
+    def __init__(self, facts: ModelFacts, vae: Any, clip: TextEncoder, t5: TextEncoder) -> None:
+        super().__init__(facts, vae)
+        self.clip, self.t5 = clip, t5
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> FluxEncoder:
         """Raises ConfigError when a part cannot be loaded."""
         from diffusers import AutoencoderKL
-        from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+        from transformers import CLIPTextModel, T5EncoderModel
 
         limit_threads(config)
         return cls(
             facts,
             load_part(config, "vae", AutoencoderKL),
-            load_part(config, "text_encoder", CLIPTextModel),
-            load_part(config, "text_encoder_2", T5EncoderModel),
-            load_plain(config, "tokenizer", AutoTokenizer),
-            load_plain(config, "tokenizer_2", AutoTokenizer),
-            config.model.max_sequence_length,
+            TextEncoder.load(config, CLIPTextModel),
+            TextEncoder.load(config, T5EncoderModel, "_2", config.model.max_sequence_length),
         )
 
-    def encode(
-        self,
-        pixels: NDArray[np.uint8],
-        edit_mask: NDArray[np.uint8],
-        prompt: str,
-        negative_prompt: str | None = None,
-    ) -> Encoded:
-        """Encode one edit.
-
-        Args:
-            pixels: [H, W, 3] source at model resolution.
-            edit_mask: [H, W], above 127 = edit.
-            prompt: any text; what exceeds the text encoders is cut, as diffusers does.
-            negative_prompt: what to lead away from, as `prompt`; None where nothing is.
-        """
-        with torch.inference_mode():
-            image = self._image(pixels)
-            moments = self._moments(image)
-            masked = np.zeros((0, 0, 0), np.float32)
-            if self.facts.semantics == "fill":
-                keep = torch.from_numpy(edit_mask <= 127).to(image)
-                masked = self._moments(image * keep)
-            text = self.encode_prompt(prompt)
-            away = None if negative_prompt is None else self.encode_prompt(negative_prompt)
-            return Encoded(moments, masked, text, away)
-
     def encode_prompt(self, prompt: str) -> Conditioning:
-        """T5's hidden states and CLIP's pooled output of a prompt."""
+        """`prompt_embeds` [T, width] and `pooled` [width] of a prompt."""
         with torch.inference_mode():
             return {
-                "prompt_embeds": self._t5_states(prompt),
-                "pooled": self._clip_pooled(prompt),
+                "prompt_embeds": to_numpy(self.t5(prompt).last_hidden_state[0]),
+                "pooled": to_numpy(self.clip(prompt).pooler_output[0]),
             }
-
-    def _image(self, pixels: NDArray[np.uint8]) -> Tensor:
-        """[1, 3, H, W] in [-1, 1]; float32 until the VAE, as VaeImageProcessor does."""
-        scaled = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None]
-        return (scaled / 255.0) * 2.0 - 1.0
-
-    def _moments(self, image: Tensor) -> NDArray[np.float32]:
-        posterior = self.vae.encode(image.to(self.vae.device, self.vae.dtype)).latent_dist
-        return posterior.parameters[0].float().cpu().numpy()
-
-    def _t5_states(self, prompt: str) -> NDArray[np.float32]:
-        ids = self.t5_tokens(
-            [prompt],
-            padding="max_length",
-            max_length=self.max_sequence_length,
-            truncation=True,
-            return_tensors="pt",
-        ).input_ids
-        return self.t5(ids.to(self.t5.device))[0][0].float().cpu().numpy()
-
-    def _clip_pooled(self, prompt: str) -> NDArray[np.float32]:
-        ids = self.clip_tokens(
-            [prompt],
-            padding="max_length",
-            max_length=self.clip_tokens.model_max_length,
-            truncation=True,
-            return_tensors="pt",
-        ).input_ids
-        return self.clip(ids.to(self.clip.device)).pooler_output[0].float().cpu().numpy()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +17,10 @@ from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.imaging.masks import active_tokens, active_tokens_per_level
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_core.planning.flops_unet import unet_work
-from maskserve_core.planning.two_stream import Plan
 from maskserve_engine.cache.selection import Selection
-from maskserve_engine.families.adapter import Row
 from maskserve_engine.families.posterior import Posterior
-from maskserve_engine.families.unet.batch import Batch
+from maskserve_engine.families.stepping import Stepping
+from maskserve_engine.families.unet.batch import Batch, Row
 from maskserve_engine.families.unet.conditioning import (
     Start,
     TemplateInputs,
@@ -48,7 +46,7 @@ from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.stages.loader import limit_threads, load_part
 
 
-class UnetAdapter:
+class UnetAdapter(Stepping[Row, Any]):
     """Rows of edits over one UNet2DConditionModel.
 
     Args:
@@ -76,6 +74,7 @@ class UnetAdapter:
         own_entries: bool = False,
     ) -> None:
         check_sampler(sampler)
+        super().__init__(Batch, model)
         self.facts, self.model, self.sampler = facts, model, sampler
         self.vae_scale, self.exact_vae = vae_scale, exact_vae
         self.device: torch.device = model.device
@@ -88,7 +87,6 @@ class UnetAdapter:
         self._noise_levels = NoiseLevels(sampler)
         self._timesteps = lru_cache(maxsize=256)(self._make_timesteps)
         self.work = lru_cache(maxsize=64)(self._make_work)
-        self._batch: Batch | None = None
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> UnetAdapter:
@@ -180,27 +178,11 @@ class UnetAdapter:
                 template=self._template(job, noise_seed),
                 anchors=tuple(anchors),
                 prompts=tuple(
-                    self._prompt(each, job) for each in (prompt, none)[: self.entry_halves]
+                    self.prompt(each, job) for each in (prompt, none)[: self.entry_halves]
                 ),
                 kinds=kinds,
                 format=format,
             )
-
-    def step(self, rows: Sequence[Row], plan: Plan | None) -> None:
-        own = cast(Sequence[UnetRow | UnetPrimingRow], rows)
-        # Entered anew it costs more than the rest of this; the engine's thread is in it for good.
-        with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
-            last, self._batch = self._batch, None  # one whose step fails is not stepped again
-            batch = Batch.of(self.model, own, last)
-            del last
-            batch.step(() if plan is None else plan.kinds)
-            self._batch = batch
-
-    def session(self) -> AbstractContextManager[object]:
-        return torch.inference_mode()
-
-    def release(self) -> None:
-        self._batch = None
 
     def _row(self, job: EditJob) -> UnetRow:
         settings = job.request.settings
@@ -210,13 +192,13 @@ class UnetAdapter:
         guidance = None
         if job.negative is not None:
             assert settings.guidance_scale is not None, "preprocess fills in the model's default"
-            guidance = Guidance(self._prompt(job.negative, job), settings.guidance_scale)
+            guidance = Guidance(self.prompt(job.negative, job), settings.guidance_scale)
         blend, condition = start.blend, start.condition
         return UnetRow(
             request_id=job.request.request_id,
             sampler=sampler,
             noise_levels=self._noise_levels,
-            prompt=self._prompt(job.conditioning, job),
+            prompt=self.prompt(job.conditioning, job),
             guidance=guidance,
             latents=start.latents.to(self.device),
             condition=None if condition is None else condition.to(self.device),
@@ -244,7 +226,8 @@ class UnetAdapter:
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
         return Posterior(moments, 0.0, self.vae_scale, self._vae_dtype)
 
-    def _prompt(self, conditioning: Conditioning, job: EditJob) -> Prompt:
+    def prompt(self, conditioning: Conditioning, job: EditJob) -> Prompt:
+        """A prompt as a pass of the edit takes it."""
         text = self._tensor(conditioning["prompt_embeds"])
         if not self.facts.micro_conditioning:
             return Prompt(text, None)

@@ -3,62 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import torch
 
+from maskserve_engine.families.stepping import KeptBatch
 from maskserve_engine.families.unet.forward import Packed, forward
 from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
 
 Row = UnetRow | UnetPrimingRow
 
 
-class Batch:
-    """Some rows of one latent shape, and what does not change between their steps.
+class Batch(KeptBatch[Row, Any]):
+    """Rows of one latent shape, stepped by a UNet2DConditionModel."""
 
-    Args:
-        model: UNet2DConditionModel.
-        rows: of equal latent shape.
-    """
-
-    def __init__(self, model: Any, rows: Sequence[Row]) -> None:
-        self.model, self.rows = model, tuple(rows)
-        self._reading = [row.entry is not None for row in rows]
+    def __init__(self, rows: Sequence[Row]) -> None:
+        super().__init__(rows)
         own = [row.passes() for row in rows]
         self._passes = [len(passes) for passes in own]
-        self._shape: tuple[int, ...] = ()
         self._packed: Packed | None = None
         self._inputs = [each for passes in own for each in passes]
 
-    @classmethod
-    def of(cls, model: Any, rows: Sequence[Row], last: Batch | None) -> Batch:
-        """The batch of these rows: the last one, if it holds for them still."""
-        return last if last is not None and last.holds(rows) else cls(model, rows)
-
-    def holds(self, rows: Sequence[Row]) -> bool:
-        """Whether it was packed for just these rows, computing the same tokens."""
-        return (
-            len(rows) == len(self.rows)
-            and all(map(is_, rows, self.rows))
-            and [row.entry is not None for row in rows] == self._reading
-        )
-
-    def step(self, kinds: Sequence[str]) -> None:
-        """Take one step of every row: the model, then each row's own sampler.
-
-        No row has moved if the model raises.
-        """
+    def step(self, model: Any, kinds: Sequence[str]) -> None:
         samples = [row.sample() for row in self.rows]
         sample = torch.stack(
             [each for each, count in zip(samples, self._passes, strict=True) for _ in range(count)]
         )
         if self._packed is None:
-            depth = len(self.model.down_blocks)
+            depth = len(model.down_blocks)
             height, width = sample.shape[2:]
             self._packed = Packed(self._inputs, (height, width), depth, sample.device)
         answers = forward(
-            self.model, self._packed, sample, self._timesteps(sample.device), kinds,
+            model, self._packed, sample, self._timesteps(sample.device), kinds,
             self._captures(),
         ).split(self._passes)  # fmt: skip
         for row, answer in zip(self.rows, answers, strict=True):

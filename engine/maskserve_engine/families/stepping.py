@@ -1,0 +1,92 @@
+"""How adapters step rows: a batch is packed once and kept for as long as the same rows go on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import is_
+from typing import Generic, Protocol, Self, TypeVar, cast
+
+import torch
+
+from maskserve_core.planning.two_stream import Plan
+from maskserve_engine.cache.handle import Handle
+from maskserve_engine.families.adapter import Row
+
+
+class SteppedRow(Row, Protocol):
+    """What a batch asks of a family's rows."""
+
+    @property
+    def entry(self) -> Handle | None:
+        """What its next step reads of its template; None: the step computes all its tokens."""
+        ...
+
+
+R = TypeVar("R", bound=SteppedRow)
+M = TypeVar("M")
+
+
+class KeptBatch(ABC, Generic[R, M]):
+    """Some rows, and what does not change between their steps.
+
+    Args:
+        rows: of equal `batch_key`.
+    """
+
+    def __init__(self, rows: Sequence[R]) -> None:
+        self.rows = tuple(rows)
+        self._reads = tuple([row.entry is not None for row in rows])
+
+    @classmethod
+    def of(cls, rows: Sequence[R], last: Self | None) -> Self:
+        """The batch of these rows: the last one, if it holds for them still."""
+        return last if last is not None and last.holds(rows) else cls(rows)
+
+    def holds(self, rows: Sequence[R]) -> bool:
+        """Whether it was packed for just these rows and their next step."""
+        return (
+            len(rows) == len(self.rows)
+            and all(map(is_, rows, self.rows))
+            and self._reads == tuple([row.entry is not None for row in rows])
+        )
+
+    @abstractmethod
+    def step(self, model: M, kinds: Sequence[str]) -> None:
+        """Take one step of every row: the model, then the sampler.
+
+        No row has moved if it raises, so that the rows can be tried again one by one.
+
+        Args:
+            model: of the family.
+            kinds: `dense`, `project` or `kv` per block, for rows that read entries.
+        """
+
+
+class Stepping(Generic[R, M]):
+    """The half of an adapter (`adapter.Adapter`) that steps rows.
+
+    Args:
+        batches: the family's.
+        stepped: the model that its steps are given.
+    """
+
+    def __init__(self, batches: type[KeptBatch[R, M]], stepped: M) -> None:
+        self._batches, self._stepped = batches, stepped
+        self._batch: KeptBatch[R, M] | None = None
+
+    def step(self, rows: Sequence[Row], plan: Plan | None) -> None:
+        # Entered anew it costs more than the rest of this; the engine's thread is in it for good.
+        with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
+            last, self._batch = self._batch, None  # one whose step fails is not stepped again
+            batch = self._batches.of(cast(Sequence[R], rows), last)
+            del last
+            batch.step(self._stepped, () if plan is None else plan.kinds)
+            self._batch = batch
+
+    def session(self) -> AbstractContextManager[object]:
+        return torch.inference_mode()
+
+    def release(self) -> None:
+        self._batch = None

@@ -1,0 +1,138 @@
+"""Templates primed and cached rows run without an engine, for the adapter of any family.
+
+What must hold whatever the family is here; what a family's own tests know of its rows is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maskserve_core.planning.cost_model import estimate
+from maskserve_core.planning.entry_bytes import FORMATS
+from maskserve_engine.cache.entries import PARTS, AnchorEntry
+from maskserve_engine.cache.sizing import choose_kinds
+from maskserve_engine.families.adapter import Adapter, EditRow
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.job import EditJob
+from maskserve_harness.benchmarks.replay import Replay
+from tests.fakes.jobs import tolerance
+
+KINDS = ("dense", "project", "kv")
+NOISE_SEED = 1234
+_ANY_COSTS = estimate("cpu")
+
+
+class Primed:
+    """A template's entries, and the row, of the family's own type, that made them."""
+
+    def __init__(
+        self, adapter: Adapter, encoder: Encoder, job: EditJob, kind: str = "both",
+        format: str = "model", stride: int = 1,
+    ) -> None:  # fmt: skip
+        anchors = adapter.anchors(adapter.tokens(job).total, 4, stride)
+        _, height, width = job.moments.shape
+        work, fmt = adapter.work(height, width), FORMATS["float32"]
+        kinds = choose_kinds(kind, work, fmt, _ANY_COSTS, 12.0)
+        prompt = encoder.encode_prompt("")
+        self.row: Any = adapter.priming_row(job, anchors, prompt, NOISE_SEED, kinds, format)
+        self.entries: list[AnchorEntry] = []
+        while self.row.step < self.row.steps:
+            adapter.step([self.row], None)
+            self.entries.append(self.row.take_entry())
+
+
+def cached(replay: Replay, job: EditJob, primed: Primed) -> EditRow:
+    """A cached row that reads, at each step, the entry nearest in sigma."""
+    entries = [
+        min(primed.entries, key=lambda entry: abs(entry.anchor.sigma - sigma))
+        for sigma, _ in replay.adapter.sigmas(job)
+    ]
+    return replay.cached_row(job, entries, NOISE_SEED)
+
+
+def run(replay: Replay, rows: Sequence[EditRow], kind: str) -> None:
+    """All steps of rows, together."""
+    while live := [row for row in rows if row.step < row.steps]:
+        replay.step(live, (kind,) * replay.adapter.blocks)
+
+
+def result(replay: Replay, row: EditRow, kind: str = "dense") -> NDArray[np.float32]:
+    """Of a row run alone."""
+    run(replay, [row], kind)
+    return row.result()
+
+
+def assert_equal(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    """Within the tolerance of design §8."""
+    assert np.abs(found - expected).max() <= tolerance(expected)
+
+
+def check_all_active(replay: Replay, encoder: Encoder, job: EditJob, kind: str) -> None:
+    """With all tokens active, cached equals dense."""
+    job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
+    row = cached(replay, job, Primed(replay.adapter, encoder, job))
+    dense = replay.adapter.dense_row(job)
+    assert_equal(result(replay, row, kind), result(replay, dense))
+
+
+def check_ring_over_all(replay: Replay, encoder: Encoder, job: EditJob, kind: str) -> None:
+    """A ring's tokens take the inputs of the dense row, whose mask is the small one. The job's
+    ring reaches over the whole picture from a corner.
+    """
+    job = replace(job, edit_mask=np.zeros_like(job.edit_mask))
+    job.edit_mask[-3:, :5] = 255
+    row = cached(replay, job, Primed(replay.adapter, encoder, job))
+    dense = replay.adapter.dense_row(job)
+    assert_equal(result(replay, row, kind), result(replay, dense))
+
+
+def check_entries_unwritten(replay: Replay, encoder: Encoder, job: EditJob) -> None:
+    """Rows read entries and never write them."""
+    primed = Primed(replay.adapter, encoder, job)
+    kept = [coded.data for entry in primed.entries for block in entry.blocks for part in PARTS
+            for coded in block.part(part)]  # fmt: skip
+    before = [data.clone() for data in kept]
+    for kind in KINDS:
+        run(replay, [cached(replay, job, primed)], kind)
+    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
+
+
+def check_mixed_batch(
+    replay: Replay, encoder: Encoder, jobs: Sequence[EditJob], kind: str, stride: int = 1
+) -> None:
+    """Dense and cached rows that join, leave and are cancelled change nothing of one another."""
+    primed = [Primed(replay.adapter, encoder, job, stride=stride) for job in jobs]
+
+    def rows() -> list[EditRow]:
+        return [
+            replay.adapter.dense_row(job) if number % 3 == 0 else cached(replay, job, own)
+            for number, (job, own) in enumerate(zip(jobs, primed, strict=True))
+        ]
+
+    alone, together = rows(), rows()
+    for row in alone:
+        run(replay, [row], kind)
+    run(replay, together[:2], kind)  # leave before the others join
+    rest = together[2:]
+    replay.step(rest[:2], (kind,) * replay.adapter.blocks)
+    rest.pop(1)  # cancelled mid-flight
+    run(replay, rest, kind)
+    done = [(one, other) for one, other in zip(alone, together, strict=True)
+            if other.step == other.steps]  # fmt: skip
+    assert len(done) >= len(jobs) - 1
+    for one, other in done:
+        assert_equal(other.result(), one.result())
+
+
+def check_step_without_anchor(replay: Replay, encoder: Encoder, job: EditJob) -> None:
+    """It equals the all-dense plan: both compute inactive tokens from the template's inputs."""
+    primed = Primed(replay.adapter, encoder, job)
+    with_plan, without = cached(replay, job, primed), cached(replay, job, primed)
+    replay.reads(without, [None] * without.steps)
+    assert_equal(result(replay, without, "kv"), result(replay, with_plan, "dense"))
