@@ -1,25 +1,17 @@
-"""The one configuration file (TOML, named by MASKSERVE_CONFIG), as frozen dataclasses.
+"""What can be configured, as frozen dataclasses: every key has a default, a range and a sentence.
 
-Every key has a default, a range and a sentence; an unknown key or a value out of range is a
-ConfigError that names it. A model folder may carry a `maskserve.toml` with its own `[model]`
-defaults: the file named by MASKSERVE_CONFIG wins over it key by key.
+config_file.py reads them from a file.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import sys
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
+ENTRY_FORMATS = ("model", "int8", "float8", "int4")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -151,7 +143,7 @@ class CacheConfig:
         "takes its entry, whatever that costs.",
         of=("auto", "fixed"),
     )
-    entry_format: str = _opt("int4", "Storage of entries.", of=("model", "int8", "float8", "int4"))
+    entry_format: str = _opt("int4", "Storage of entries.", of=ENTRY_FORMATS)
     stride: int = _opt(
         0,
         "So many steps of the priming schedule share an anchor; as many as it has, or more: one "
@@ -230,101 +222,6 @@ class Config:
     runtime_dir: str = _opt("", "Folder of the worker's status record; best in memory.")
     templates_dir: str = _opt("", "Folder of registered images; empty: in the runtime folder.")
     worker: str = _opt("worker-0", "Name of this worker in answers and metrics.")
-
-
-Section = TypeVar(
-    "Section", ModelConfig, LimitsConfig, EngineConfig, CacheConfig, LogConfig, TraceConfig
-)
-_SECTIONS: dict[str, type[Any]] = {
-    "model": ModelConfig,
-    "limits": LimitsConfig,
-    "engine": EngineConfig,
-    "cache": CacheConfig,
-    "log": LogConfig,
-    "trace": TraceConfig,
-}
-_PLAIN = ("runtime_dir", "templates_dir", "worker")
-
-
-def _checked(where: str, spec: Any, value: Any) -> Any:
-    expected = type(spec.default)
-    if expected is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not expected:
-        raise ConfigError(f"{where}: {value!r} is not a {expected.__name__}")
-    meta = spec.metadata
-    if meta["of"] is not None and value not in meta["of"]:
-        raise ConfigError(f"{where}: {value!r} is not one of {', '.join(meta['of'])}")
-    if meta["low"] is not None and not meta["low"] <= value <= meta["high"]:
-        raise ConfigError(f"{where}: {value} is not in {meta['low']} to {meta['high']}")
-    if meta["form"] and value and re.fullmatch(meta["form"], value) is None:
-        raise ConfigError(f"{where}: {value!r} is not of the form {meta['form']}")
-    return value
-
-
-def _section(current: Any, name: str, values: Any) -> Any:
-    if not isinstance(values, dict):
-        raise ConfigError(f"[{name}] is not a table")
-    specs = {f.name: f for f in fields(current)}
-    unknown = sorted(set(values) - set(specs))
-    if unknown:
-        raise ConfigError(f"[{name}] has no key {unknown[0]!r}; it has {', '.join(specs)}")
-    return replace(
-        current, **{k: _checked(f"[{name}] {k}", specs[k], v) for k, v in values.items()}
-    )
-
-
-def apply(config: Config, values: dict[str, Any]) -> Config:
-    """`config` with the tables of a parsed TOML file laid over it."""
-    for name, value in values.items():
-        if name in _SECTIONS:
-            config = replace(config, **{name: _section(getattr(config, name), name, value)})
-        elif name in _PLAIN:
-            spec = next(f for f in fields(Config) if f.name == name)
-            config = replace(config, **{name: _checked(name, spec, value)})
-        else:
-            raise ConfigError(
-                f"unknown table or key {name!r}; known: {', '.join((*_SECTIONS, *_PLAIN))}"
-            )
-    return config
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-
-
-def load_config(path: str | os.PathLike[str] | None = None) -> Config:
-    """The configuration of this process.
-
-    Args:
-        path: a TOML file; `None` reads MASKSERVE_CONFIG, and without that uses the defaults.
-
-    Raises:
-        ConfigError: naming the file and key.
-    """
-    path = path if path is not None else os.environ.get("MASKSERVE_CONFIG")
-    return config_of(_read_toml(Path(path)) if path else {})
-
-
-def config_of(values: dict[str, Any]) -> Config:
-    """The configuration that these tables of a TOML file make, over the model folder's defaults.
-
-    Raises:
-        ConfigError: naming the key.
-    """
-    config = Config()
-    model = values.get("model", {})
-    model_path = model.get("path", "") if isinstance(model, dict) else ""
-    if model_path and isinstance(model_path, str):
-        defaults = Path(model_path) / "maskserve.toml"
-        if defaults.is_file():
-            config = apply(config, _read_toml(defaults))
-    return apply(config, values)
 
 
 def cores() -> int:

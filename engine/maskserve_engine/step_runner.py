@@ -200,7 +200,7 @@ class StepRunner:
     def _drop(self, edit: RequestState | PrimingState, error: Exception) -> None:
         """End what cannot go on."""
         if isinstance(edit, PrimingState):
-            self.manager.end_priming(edit, complete=False, unfit=True)
+            self.manager.primings.end(edit, complete=False, unfit=True)
         else:
             reason = EngineFailed(f"a denoising step failed ({type(error).__name__})")
             self.manager.end(edit.request_id, reason)
@@ -216,7 +216,7 @@ class StepRunner:
         if isinstance(edit, PrimingState):
             edit.priming.seconds += seconds / rows
             self.counters["priming_rows_total"] += 1
-            self.manager.keep_anchor(edit)
+            self.manager.primings.keep_anchor(edit)
             return
         cached = edit.row.entry is not None
         edit.count_step(rows, kinds if cached else self._dense)

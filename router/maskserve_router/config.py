@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from maskserve_core.config import Config, ConfigError, LimitsConfig, LogConfig, TraceConfig, apply
+from maskserve_core.config import Config, ConfigError, LimitsConfig, LogConfig, TraceConfig
+from maskserve_core.config_file import apply
 from maskserve_core.routing.policies import POLICIES
 
 if sys.version_info >= (3, 11):

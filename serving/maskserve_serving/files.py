@@ -18,7 +18,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from maskserve_core.config import Config, ConfigError, config_of, load_config
+from maskserve_core.config import Config, ConfigError
+from maskserve_core.config_file import config_of, load_config
 from maskserve_serving.errors import ServeError
 from maskserve_serving.orphans import end_orphans
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from maskserve_core.config import load_config
+from maskserve_core.config_file import load_config
 from maskserve_router.cli import parser as router_parser
 from maskserve_router.config import RouterConfig
 from maskserve_serving.cli import add_arguments

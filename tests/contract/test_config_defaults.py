@@ -6,7 +6,8 @@ from dataclasses import asdict
 
 import msgspec
 
-from maskserve_core.config import Config, config_of
+from maskserve_core.config import Config
+from maskserve_core.config_file import config_of
 from maskserve_router.config import RouterConfig, router_config_of
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.contracts.tensors import CONTRACTS
 
 GAUGE, COUNTER, HISTOGRAM = range(3)
@@ -158,6 +159,9 @@ class Call:
 
     def json(self, name: str) -> Any:
         return json.loads(self.tensors[name].as_numpy()[0])
+
+    def accepted(self) -> AcceptedEdit:
+        return AcceptedEdit.from_json(self.tensors["ACCEPTED"].as_numpy()[0])
 
 
 class Metric:

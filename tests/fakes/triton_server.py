@@ -22,11 +22,13 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from maskserve_core.config import Config, ModelConfig
 from maskserve_core.contracts.keys import template_id
+from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.imaging.images import decode_image
-from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.imaging.tokens import active_tokens
+from maskserve_core.imaging.validation import accept_edit
 from tests.fakes.facts import FILL_FACTS
 
 PAINT = (220, 20, 60)
@@ -132,14 +134,10 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         inputs = _inputs(request)
         self.worker.seen.append({**inputs, "model_name": request.model_name.encode()})
         self.worker.started.set()
+        settings = parse_settings(inputs["SETTINGS"])
+        accepted = accept_edit(settings, inputs["PROMPT"], FILL_FACTS, CONFIG)
         edit = prepare_edit(
-            inputs["IMAGE"],
-            inputs["MASK"],
-            inputs["PROMPT"],
-            inputs["SETTINGS"],
-            FILL_FACTS,
-            CONFIG,
-            self.worker.get,
+            inputs["IMAGE"], inputs["MASK"], accepted, FILL_FACTS, CONFIG, self.worker.get
         )
         asked = edit.request.settings
         steps = asked.num_inference_steps

@@ -18,6 +18,7 @@ from maskserve_core.contracts.status_record import RowStatus
 from maskserve_core.triton.acks import AckReceiver
 from maskserve_core.triton.frontend import Front
 from maskserve_core.worker.admission import Admission
+from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 
 pytestmark = pytest.mark.usefixtures("beat")
@@ -78,7 +79,7 @@ def fronts(api: FakeTriton, config: Config) -> Iterator[Callable[..., Front]]:
     made: list[Front] = []
 
     def make(name: str = "edit") -> Front:
-        made.append(Front(api, config, name, streaming=name == "edit_stream"))
+        made.append(Front(api, config, FILL_FACTS, name, streaming=name == "edit_stream"))
         return made[-1]
 
     yield make
@@ -166,15 +167,14 @@ def test_pipeline_gets_seed_and_id(api: FakeTriton, front: Front) -> None:
     drawn.sender.wait()
     given.sender.wait()
     first, second = sorted(
-        (call.json("SETTINGS") for call in api.calls_of("edit_pipeline")),
-        key=lambda settings: settings["request_id"] == "mine",
+        (call.accepted() for call in api.calls_of("edit_pipeline")),
+        key=lambda accepted: accepted.settings.request_id == "mine",
     )
-    assert isinstance(first["seed"], int)
-    assert len(first["request_id"]) == 32
-    # Nobody would see the progress of a unary edit.
-    assert second == {"seed": 7, "request_id": "mine"}
-    accepted = int(api.calls_of("edit_pipeline")[0].parameters["accepted_ns"])
-    assert abs(accepted - time.time_ns()) < 60e9
+    assert isinstance(first.settings.seed, int)
+    assert len(first.settings.request_id) == 32
+    assert abs(first.accepted_ns - time.time_ns()) < 60e9
+    assert (second.prompt, second.settings.seed) == ("a red star", 7)
+    assert not second.settings.progress  # nobody would see it of a unary edit
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,8 @@ def test_pipeline_gets_seed_and_id(api: FakeTriton, front: Front) -> None:
         (b"{", "[INVALID_REQUEST] SETTINGS: is not valid JSON"),
         ({"steps": 3}, "[INVALID_REQUEST] SETTINGS.steps: is not a known setting"),
         ({"seed": -1}, "[INVALID_REQUEST] SETTINGS.seed: -1 is out of range"),
+        ({"model": "other"}, "[INVALID_REQUEST] SETTINGS.model: is not served here"),
+        ({"negative_prompt": "a"}, "[INVALID_REQUEST] SETTINGS.negative_prompt: cannot be used"),
     ],
 )
 def test_bad_settings_are_refused_at_once(

@@ -18,7 +18,8 @@ from PIL import Image
 from maskserve_core.config import Config
 from maskserve_core.contracts.meta import final_meta, with_timing
 from maskserve_core.contracts.postprocess_context import NOTHING
-from maskserve_core.contracts.request import EditRequest
+from maskserve_core.contracts.request import AcceptedEdit, EditRequest
+from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.contracts.tensors import CONTRACTS
 from maskserve_core.imaging.images import encode_image
 from maskserve_serving.files import dump_toml
@@ -92,12 +93,11 @@ def test_an_edit_passes_through_pre_and_postprocess(
     api: FakeTriton, load: Callable[[str], Any]
 ) -> None:
     source, mask = pictures()
+    settings = EditSettings(seed=5, request_id="mine")
     request = api.request(
-        parameters='{"accepted_ns": "123"}',
         IMAGE=encode_image(source, "png"),
         MASK=encode_image(mask, "png"),
-        PROMPT=b"a red star",
-        SETTINGS=b'{"seed": 5, "request_id": "mine"}',
+        ACCEPTED=AcceptedEdit("a red star", settings, 123).to_json(),
     )
     [response] = load("preprocess").execute([request])
     prepared = outputs("preprocess", response)
@@ -136,8 +136,7 @@ def test_one_bad_request_leaves_its_neighbours_alone(
     good = {
         "IMAGE": encode_image(source, "png"),
         "MASK": encode_image(mask, "png"),
-        "PROMPT": b"a red star",
-        "SETTINGS": b"{}",
+        "ACCEPTED": AcceptedEdit("", EditSettings(seed=5, request_id="mine"), 123).to_json(),
     }
     requests = [
         api.request(**good),

@@ -23,6 +23,7 @@ from maskserve_core.triton.frontend import Front
 from maskserve_core.triton.request_log import RequestLog
 from maskserve_core.triton.tracing import OpenSpan
 from maskserve_core.worker.observations import Observations
+from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 
 META = {
@@ -146,7 +147,7 @@ def test_each_edit_of_a_front_has_one_line_with_its_id(
     stuck = threading.Event()
 
     def pipeline(call: Call) -> Iterator[InferenceResponse]:
-        name = call.json("SETTINGS")["request_id"]
+        name = call.accepted().settings.request_id
         if name == "cancelled":
             assert stuck.wait(10)
             yield failure("in ensemble 'edit_pipeline', [CANCELLED] the edit was cancelled")
@@ -159,7 +160,7 @@ def test_each_edit_of_a_front_has_one_line_with_its_id(
 
     api.models["edit_pipeline"] = pipeline
     api.models["denoiser"] = lambda call: [reply(META=b"{}")]
-    front = Front(api, config, "edit", streaming=False)
+    front = Front(api, config, FILL_FACTS, "edit", streaming=False)
     requests = {
         name: edit(api, request_id=name) for name in ("done", "refused", "broken", "cancelled")
     }

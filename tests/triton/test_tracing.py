@@ -18,13 +18,15 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from maskserve_core.config import Config, ConfigError, TraceConfig, apply
+from maskserve_core.config import Config, ConfigError, TraceConfig
+from maskserve_core.config_file import apply
 from maskserve_core.errors import Cancelled, InvalidRequest
 from maskserve_core.triton.frontend import Front
 from maskserve_core.triton.tracing import Stage, Tracer, make_tracer, parent_of
 from maskserve_engine.job import Failed, Final
 from maskserve_engine.timeline import RequestTimeline, stages
 from maskserve_engine.triton.frontend import DenoiserFrontend
+from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 from tests.fakes.scripted_engine import ScriptedEngine, tensors
 from tests.support.eventually import eventually
@@ -64,7 +66,7 @@ def spans() -> Spans:
 
 @pytest.fixture
 def front(api: FakeTriton, config: Config, beat: Any, spans: Spans) -> Iterator[Front]:
-    made = Front(api, config, "edit", streaming=False, tracer=spans.tracer)
+    made = Front(api, config, FILL_FACTS, "edit", streaming=False, tracer=spans.tracer)
     yield made
     made.close()
 

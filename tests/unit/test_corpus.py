@@ -16,6 +16,7 @@ from maskserve_core.contracts.settings import dump_settings, parse_settings
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.imaging.validation import accept_edit
 from maskserve_core.triton.control import OPERATIONS, parse_operation
 from tests.fakes.corpus.case import Case, Damaged, Refused, Works
 from tests.fakes.corpus.collection import edit_cases, sample
@@ -30,8 +31,9 @@ SAME_EVERY_TIME = settings(derandomize=True, deadline=None)
 
 
 def prepare(inputs: dict[str, bytes]) -> PreparedEdit:
-    given = (inputs[name] for name in ("IMAGE", "MASK", "PROMPT", "SETTINGS"))
-    return prepare_edit(*given, FILL_FACTS, CONFIG)
+    asked = parse_settings(inputs["SETTINGS"])
+    accepted = accept_edit(asked, inputs["PROMPT"], FILL_FACTS, CONFIG)
+    return prepare_edit(inputs["IMAGE"], inputs["MASK"], accepted, FILL_FACTS, CONFIG)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,10 @@ import pytest
 from PIL import Image
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.imaging.validation import accept_edit
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene
 
@@ -23,7 +24,8 @@ SIZES = [(64, 64), (45, 61), (61, 45), (1, 1), (3, 200), (200, 3), (97, 131), (6
 
 
 def prepare(image: bytes, mask: np.ndarray, **settings: Any) -> PreparedEdit:
-    return prepare_edit(image, encode(mask), b"x", json.dumps(settings).encode(), FACTS, Config())
+    accepted = accept_edit(EditSettings(**settings), b"x", FACTS, Config())
+    return prepare_edit(image, encode(mask), accepted, FACTS, Config())
 
 
 def finish(done: PreparedEdit, colour: tuple[int, int, int]) -> np.ndarray:

@@ -11,16 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from maskserve_core.config import CacheConfig, Config, LimitsConfig, ModelConfig
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.keys import template_id
-from maskserve_core.contracts.request import EditRequest
+from maskserve_core.contracts.request import AcceptedEdit, EditRequest
+from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_core.imaging.images import decode_image, encode_image
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
-from maskserve_core.imaging.validation import steps_run
+from maskserve_core.imaging.validation import accept_edit, steps_run
 from maskserve_core.worker.templates import TemplateFolder
+from tests.fakes.corpus.settings import good_settings
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.hostile import SIZE, good_inputs, hostile_cases
 from tests.fakes.pictures import blob_mask, encode, odd_images, scene
@@ -32,15 +36,9 @@ def prepare(
     facts: ModelFacts = FILL_FACTS, config: Config = CONFIG, templates: Any = None, **inputs: bytes
 ) -> PreparedEdit:
     given = {**good_inputs(), **inputs}
-    return prepare_edit(
-        given["IMAGE"],
-        given["MASK"],
-        given["PROMPT"],
-        given["SETTINGS"],
-        facts,
-        config,
-        None if templates is None else templates.get,
-    )
+    accepted = accept_edit(parse_settings(given["SETTINGS"]), given["PROMPT"], facts, config)
+    find = None if templates is None else templates.get
+    return prepare_edit(given["IMAGE"], given["MASK"], accepted, facts, config, find)
 
 
 def settings(**values: Any) -> bytes:
@@ -63,6 +61,13 @@ def test_an_ordinary_edit() -> None:
     assert before <= request.accepted_ns <= time.time_ns()
     assert request.timings_ms["preprocess"] > 0
     assert EditRequest.from_json(request.to_json()) == request
+
+
+@given(good_settings(), st.text(max_size=20))
+def test_what_was_accepted_is_read_back_as_it_was(asked: dict[str, Any], prompt: str) -> None:
+    settings = EditSettings(**{key: value for key, value in asked.items() if value is not None})
+    accepted = AcceptedEdit(prompt, settings, time.time_ns())
+    assert AcceptedEdit.from_json(accepted.to_json()) == accepted
 
 
 def test_defaults_are_filled_in_from_the_configuration() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from maskserve_core.planning.flops import Totals
 from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.requests.route import Route
 from maskserve_engine.requests.state import RequestState
-from maskserve_engine.requests.templates import Route
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 
 NOTHING = Totals(0, np.zeros((1, 6)), np.zeros((1, 6)), (0.0,), 0.0)

@@ -25,7 +25,8 @@ from maskserve_core.routing import (
     predicted_seconds,
 )
 from maskserve_core.worker.status import RowStatus, WorkerStatus
-from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from maskserve_core.worker.step_scheduler import StepScheduler
+from maskserve_core.worker.ticket import Ticket
 
 FULL = 1024
 PRICING = Pricing(

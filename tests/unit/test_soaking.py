@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from maskserve_core.config import Config, config_of
+from maskserve_core.config import Config
+from maskserve_core.config_file import config_of
 from maskserve_engine.families.registry import load_adapter
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.soaking.ledger import Ledger

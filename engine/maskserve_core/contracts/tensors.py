@@ -38,6 +38,8 @@ SETTINGS = text("SETTINGS")
 EDITED = text("EDITED")  # IMAGE, as it leaves the ensemble: inputs and outputs share one namespace
 META = text("META")
 
+# What a front accepted, as JSON (`contracts.request.AcceptedEdit`).
+ACCEPTED = text("ACCEPTED")
 # The checked request as JSON (`contracts.request.EditRequest`); or {"op": …} from `control`.
 REQUEST = text("REQUEST")
 # What postprocess needs of all that (`postprocess_context`); empty on plain progress.
@@ -54,6 +56,7 @@ LATENTS = Tensor("LATENTS", "FP32", (-1, -1, -1))  # [C, h, w]; [0, 0, 0] on pla
 
 _CLIENT_IN = (IMAGE, MASK, PROMPT, SETTINGS)
 _CLIENT_OUT = (IMAGE, META)
+_PIPELINE_IN = (IMAGE, MASK, ACCEPTED)
 
 
 def _optional(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -63,8 +66,8 @@ def _optional(*tensors: Tensor) -> tuple[Tensor, ...]:
 CONTRACTS: dict[str, Contract] = {
     "edit": Contract(_CLIENT_IN, _CLIENT_OUT),
     "edit_stream": Contract(_CLIENT_IN, _CLIENT_OUT, decoupled=True),
-    "edit_pipeline": Contract(_CLIENT_IN, (EDITED, META), decoupled=True),
-    "preprocess": Contract(_CLIENT_IN, (PIXELS, EDIT_MASK, REQUEST, CONTEXT)),
+    "edit_pipeline": Contract(_PIPELINE_IN, (EDITED, META), decoupled=True),
+    "preprocess": Contract(_PIPELINE_IN, (PIXELS, EDIT_MASK, REQUEST, CONTEXT)),
     "encoder": Contract(
         (PIXELS, EDIT_MASK, REQUEST),
         (MOMENTS, MASKED_MOMENTS, CONDITIONING, ENCODE_MS),

@@ -14,14 +14,13 @@ import base64
 import binascii
 import io
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.imaging.channels import Pixels, as_mode, split
 from maskserve_core.imaging.containers import (
     ACCEPTED,
     BadContainer,
@@ -31,8 +30,6 @@ from maskserve_core.imaging.containers import (
 )
 from maskserve_core.imaging.geometry import Size
 from maskserve_core.imaging.png import encode_png
-
-Pixels: TypeAlias = npt.NDArray[np.uint8]
 
 # Image.open warns of and refuses sizes by a global of its own; the limits here are the config's.
 _DECODERS: dict[str, type[ImageFile.ImageFile]] = {
@@ -105,7 +102,7 @@ def decode_image(raw: bytes, field: str, limits: LimitsConfig) -> Decoded:
     """
     raster = decode_raster(raw, field, limits)
     return Decoded(
-        np.asarray(_as_mode(raster.image, "RGB")), _maybe_array(raster.alpha), raster.encoded
+        np.asarray(as_mode(raster.image, "RGB")), _maybe_array(raster.alpha), raster.encoded
     )
 
 
@@ -121,7 +118,7 @@ def decode_mask(
         size: (height, width) that the mask must have, if given: the image's.
     """
     raster = decode_raster(raw, field, limits, size)
-    return DecodedMask(np.asarray(_as_mode(raster.image, "L")), _maybe_array(raster.alpha))
+    return DecodedMask(np.asarray(as_mode(raster.image, "L")), _maybe_array(raster.alpha))
 
 
 def decode_raster(raw: bytes, field: str, limits: LimitsConfig, size: Size | None = None) -> Raster:
@@ -134,7 +131,7 @@ def decode_raster(raw: bytes, field: str, limits: LimitsConfig, size: Size | Non
         image = _DECODERS[container.kind](io.BytesIO(container.payload))
         _check_size((image.size[1], image.size[0]), field, limits)
         image.load()
-        upright, alpha = _split(image, container)
+        upright, alpha = split(image, container)
     except InvalidRequest:
         raise
     except Exception:
@@ -250,51 +247,6 @@ def _check_size(size: tuple[int, int], field: str, limits: LimitsConfig) -> None
             f"is {width}x{height} = {height * width} pixels",
             f"up to {limits.max_pixels} pixels",
         )
-
-
-def _split(image: Image.Image, container: Container) -> tuple[Image.Image, Image.Image | None]:
-    """The image as L or RGB, and its transparency."""
-    alpha: Image.Image | None = None
-    if image.mode in ("LA", "RGBA"):
-        alpha = image.getchannel("A")
-    elif container.transparency:
-        alpha = _keyed_alpha(image, container)
-    if image.mode.startswith("I"):  # 16-bit grey
-        return Image.fromarray(_high_byte(np.asarray(image))), alpha
-    return _as_mode(image, "L" if image.mode in ("1", "L", "LA") else "RGB"), alpha
-
-
-def _as_mode(image: Image.Image, mode: str) -> Image.Image:
-    """`image` in `mode`; itself if it has that mode already, where convert() would copy it."""
-    return image if image.mode == mode else image.convert(mode)
-
-
-def _keyed_alpha(image: Image.Image, container: Container) -> Image.Image | None:
-    """Transparency of a PNG without alpha channel: per palette entry, or one transparent colour.
-
-    A transparent colour of 16-bit RGB is matched on the high bytes, all that is decoded of it.
-    """
-    chunk, depth = container.transparency, container.bit_depth
-    if container.colour_type == 3:
-        table = np.full(256, 255, np.uint8)
-        table[: len(chunk)] = np.frombuffer(chunk[:256], np.uint8)
-        return Image.fromarray(table[np.asarray(image)])
-    key = np.frombuffer(chunk[: len(chunk) & ~1], ">u2").astype(np.int64)
-    if container.colour_type == 0 and len(key) == 1:
-        if depth == 16:
-            opaque = np.asarray(image) != key[0]
-        else:
-            opaque = np.asarray(image.convert("L")) != key[0] * 255 // (2**depth - 1)
-    elif container.colour_type == 2 and len(key) == 3:
-        opaque = (np.asarray(image) != (key >> 8 if depth == 16 else key)).any(axis=2)
-    else:
-        return None
-    return Image.fromarray(np.where(opaque, np.uint8(255), np.uint8(0)))
-
-
-def _high_byte(samples: npt.NDArray[np.generic]) -> Pixels:
-    high: Pixels = (samples.astype(np.uint16) >> 8).astype(np.uint8)
-    return high
 
 
 def _maybe_array(image: Image.Image | None) -> Pixels | None:

@@ -13,20 +13,21 @@ to the bounding box of what is selected.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.geometry import Size
 from maskserve_core.imaging.images import DecodedMask, wrong_size
-
-Bytes2D: TypeAlias = npt.NDArray[np.uint8]
-Bools: TypeAlias = npt.NDArray[np.bool_]
-TokenIds: TypeAlias = npt.NDArray[np.int64]
+from maskserve_core.imaging.morphology import (
+    Bools,
+    Bytes2D,
+    bounding_box,
+    cover,
+    grow,
+    window_sum,
+)
 
 WHITE_FROM = 128
 """Luminance from which a mask pixel counts as white."""
@@ -112,13 +113,13 @@ def paste_weights(selection: Bools, dilate: int = 0, feather: int = 0) -> Bytes2
     The selection grows by a square of `dilate` pixels to each side. Beyond it the weight falls
     linearly from 255 to 0 over `feather` pixels along each axis; inside it stays 255.
     """
-    box = _bounding_box(selection, dilate)
+    box = bounding_box(selection, dilate)
     if box is None:
         return None
     weights = np.zeros(selection.shape, np.uint8)
     part = selection[box]
     for axis in (0, 1):
-        part = _grow(part, dilate, dilate, axis)
+        part = grow(part, dilate, dilate, axis)
     if not feather:
         np.multiply(part, np.uint8(255), out=weights[box])
         return weights
@@ -141,10 +142,10 @@ def _fade(core: Bools, feather: int, cut: tuple[slice, ...]) -> Bytes2D:
     after = feather - before
     grown = core
     for axis in (0, 1):
-        grown = _grow(grown, before, after, axis)
+        grown = grow(grown, before, after, axis)
     # Cut as soon as an axis is done: an image one pixel high has a border of a thousand rows.
-    columns = _window_sum(grown, before, after, 0, np.uint16)[cut[0]]  # each up to feather + 1
-    counts = _window_sum(columns, before, after, 1, np.int32)[:, cut[1]]
+    columns = window_sum(grown, before, after, 0, np.uint16)[cut[0]]  # each up to feather + 1
+    counts = window_sum(columns, before, after, 1, np.int32)[:, cut[1]]
     whole = (feather + 1) ** 2
     weights: Bytes2D = (counts.astype(np.float32) * (255.0 / whole) + 0.5).astype(np.uint8)
     return weights
@@ -167,137 +168,11 @@ def edit_mask(paste: Bytes2D, model_size: Size) -> Bytes2D:
         return _full(paste)
     covered = paste
     for axis, size in enumerate(model_size):
-        covered = _cover(covered, size, axis)
+        covered = cover(covered, size, axis)
     return _full(covered)
-
-
-def active_tokens(edit: Bytes2D, token_pixels: int, ring: int = 0) -> TokenIds:
-    """Ids of the tokens that are computed: those that overlap the edit mask and those within
-    `ring` tokens of one of them (a square), ascending.
-
-    Tokens are numbered row by row, as the model lays out its patches.
-
-    Args:
-        edit: [h, w], sides multiples of `token_pixels`; above 0 means edited.
-        token_pixels: model pixels along one side of a token.
-        ring: tokens round the mask that are computed too; what is pasted back is the mask's alone.
-    """
-    return np.flatnonzero(_token_grid(edit, token_pixels, ring))
-
-
-def _token_grid(edit: Bytes2D, side: int, ring: int) -> Bools:
-    """Whether each token is computed, bool [rows, columns]."""
-    height, width = edit.shape
-    if height % side or width % side:
-        raise ValueError(f"{edit.shape} is not a multiple of {side}")
-    rows = edit.reshape(height // side, side, width).max(axis=1)
-    grid: Bools = rows.reshape(-1, width // side, side).max(axis=2) > 0
-    for axis in (0, 1):
-        grid = _grow(grid, ring, ring, axis)
-    return grid
-
-
-def active_tokens_per_level(
-    edit: Bytes2D, token_pixels: int, levels: Sequence[int], ring: int = 0
-) -> dict[int, TokenIds]:
-    """Active tokens of a UNet whose stacks attend at several scales.
-
-    Args:
-        edit: [h, w] edit mask at the model's size.
-        token_pixels: model pixels along one side of a token at level 0.
-        levels: how often each wanted level has been halved. A side that does not halve evenly
-            rounds up, as a convolution of stride 2 with padding 1 does.
-        ring: as of `active_tokens`, in tokens of level 0.
-
-    Returns:
-        level → ids, row-major over the level's own grid.
-    """
-    grid = _token_grid(edit, token_pixels, ring)
-    found: dict[int, TokenIds] = {}
-    for level in range(max(levels) + 1):
-        if level in levels:
-            found[level] = np.flatnonzero(grid)
-        grid = np.pad(grid, ((0, grid.shape[0] % 2), (0, grid.shape[1] % 2)))
-        grid = grid.reshape(grid.shape[0] // 2, 2, grid.shape[1]).max(axis=1)
-        grid = grid.reshape(grid.shape[0], -1, 2).max(axis=2)
-    return found
-
-
-def mask_ratio(active: int, model_size: Size, token_pixels: int) -> float:
-    """Active over all tokens."""
-    return active / ((model_size[0] // token_pixels) * (model_size[1] // token_pixels))
-
-
-def _span(used: Bools) -> tuple[int, int] | None:
-    """[first, last + 1) of the true elements; None when there are none."""
-    first = int(used.argmax())
-    if not used[first]:
-        return None
-    return first, len(used) - int(used[::-1].argmax())
-
-
-def _bounding_box(selection: Bools, margin: int) -> tuple[slice, slice] | None:
-    rows = _span(selection.any(axis=1))
-    if rows is None:
-        return None
-    columns = _span(selection[rows[0] : rows[1]].any(axis=0))
-    assert columns is not None
-    return tuple(  # type: ignore[return-value]
-        slice(max(0, low - margin), min(side, high + margin))
-        for (low, high), side in zip((rows, columns), selection.shape, strict=True)
-    )
-
-
-def _grow(part: Bools, before: int, after: int, axis: int) -> Bools:
-    """Dilate along one axis: each true element covers `before` places before and `after` behind.
-
-    The reach doubles with each pass, so the cost grows with the logarithm of the distance.
-    """
-    for reach, step in ((before, -1), (after, 1)):
-        done = 0
-        while done < reach:
-            shift = min(done + 1, reach - done)
-            grown = part.copy()
-            ahead, behind = [slice(None)] * 2, [slice(None)] * 2
-            ahead[axis], behind[axis] = slice(shift, None), slice(None, -shift)
-            to, source = (ahead, behind) if step > 0 else (behind, ahead)
-            grown[tuple(to)] |= part[tuple(source)]
-            part, done = grown, done + shift
-    return part
-
-
-def _window_sum(
-    counts: npt.NDArray[Any], before: int, after: int, axis: int, dtype: type[np.integer[Any]]
-) -> npt.NDArray[Any]:
-    """Sum over [i - before, i + after] along one axis; what lies outside counts 0.
-
-    `dtype` need only hold the result: differences are right where the running sum has wrapped.
-    """
-    padding = [(0, 0), (0, 0)]
-    padding[axis] = (before + 1, after)
-    sums = np.pad(counts, padding).cumsum(axis=axis, dtype=dtype)
-    length, window = counts.shape[axis], before + after + 1
-    high, low = [slice(None)] * 2, [slice(None)] * 2
-    high[axis], low[axis] = slice(window, window + length), slice(0, length)
-    out: npt.NDArray[Any] = sums[tuple(high)] - sums[tuple(low)]
-    return out
 
 
 def _full(values: Bytes2D) -> Bytes2D:
     """255 where `values` is above 0."""
     full: Bytes2D = (values > 0).view(np.uint8) * np.uint8(255)
     return full
-
-
-def _cover(values: Bytes2D, size: int, axis: int) -> Bytes2D:
-    """Resample one axis to `size` places, each the maximum of all that it overlaps."""
-    source = values.shape[axis]
-    if source == size:
-        return values
-    # Place j covers [j·source/size, (j+1)·source/size); integers keep the edges exact.
-    edges = np.arange(size + 1, dtype=np.int64) * source
-    first, last = edges[:-1] // size, -(-edges[1:] // size) - 1
-    covered: Bytes2D = np.take(values, first, axis=axis)
-    for offset in range(1, int((last - first).max()) + 1):
-        covered = np.maximum(covered, np.take(values, np.minimum(first + offset, last), axis=axis))
-    return covered

@@ -1,6 +1,6 @@
-"""The first model of the ensemble: from a client's four tensors to the model's arrays.
+"""The first model of the ensemble: from an accepted edit's pictures to the model's arrays.
 
-Everything that can be refused without running the model is refused here.
+Pictures that cannot be edited are refused here; all else was refused by the front.
 """
 
 from __future__ import annotations
@@ -16,19 +16,14 @@ from PIL import Image
 from maskserve_core.config import Config
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.keys import template_id
-from maskserve_core.contracts.request import EditRequest
-from maskserve_core.contracts.settings import EditSettings, parse_settings
+from maskserve_core.contracts.request import AcceptedEdit, EditRequest
+from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_core.imaging.geometry import model_size, resize
 from maskserve_core.imaging.images import Decoded, came_as_text, decode_image, decode_mask
 from maskserve_core.imaging.masks import build_masks
 from maskserve_core.imaging.png import encode_png
-from maskserve_core.imaging.validation import (
-    check_output,
-    check_prompt,
-    check_settings,
-    with_defaults,
-)
+from maskserve_core.imaging.validation import accept_edit, check_output
 
 FindTemplate = Callable[[str], bytes | None]
 """Reads the encoded image that was registered under an id; None when the id names nothing."""
@@ -43,7 +38,7 @@ class PreparedEdit:
     edit_mask: npt.NDArray[np.uint8]
     """EDIT_MASK: [h, w] at the model's size, 255 edits."""
     request: EditRequest
-    """REQUEST, with the worker's defaults, seed and id filled in."""
+    """REQUEST."""
     source: bytes
     """The source image, encoded as it came or was registered."""
     paste: bytes
@@ -53,33 +48,26 @@ class PreparedEdit:
 def prepare_edit(
     image: bytes,
     mask: bytes,
-    prompt: bytes,
-    settings: bytes,
+    accepted: AcceptedEdit,
     facts: ModelFacts,
     config: Config,
     find_template: FindTemplate | None = None,
-    accepted_ns: int = 0,
 ) -> PreparedEdit:
-    """Check one edit and bring it to the model's resolution.
+    """Check an edit's pictures and bring them to the model's resolution.
 
     Args:
         image: the IMAGE tensor's bytes; empty when SETTINGS.template_id names a template.
         mask: MASK.
-        prompt: PROMPT.
-        settings: SETTINGS.
+        accepted: all else that was asked.
         facts: of the served model.
         config: of this worker.
         find_template: reads a registered template; None when the worker keeps none.
-        accepted_ns: time.time_ns() when a front took the edit; 0: now.
 
     Raises:
         InvalidRequest: naming the field.
         TemplateNotFound: SETTINGS.template_id names nothing that is kept.
     """
-    accepted_ns, start = accepted_ns or time.time_ns(), time.perf_counter()
-    asked = parse_settings(settings)
-    check_settings(asked, facts, config)
-    text = check_prompt(prompt, config)
+    start, asked = time.perf_counter(), accepted.settings
     source, source_id = _source(image, asked, config, find_template)
     check_output(asked, source.size)
     size, pixels = _at_model_size(source, facts)
@@ -94,23 +82,10 @@ def prepare_edit(
     if asked.output_encoding == "auto":
         encoding = "base64" if came_as_text(mask) else "raw"
         asked = replace(asked, output_encoding=encoding)
-    complete = with_defaults(asked, facts, config)
-    assert complete.seed is not None
-    assert complete.request_id is not None
     paste = encode_png(masks.paste)
+    request = _request(replace(accepted, settings=asked), source, source_id, pixels)
     taken_ms = (time.perf_counter() - start) * 1e3
-    request = EditRequest(
-        request_id=complete.request_id,
-        prompt=text,
-        settings=complete,
-        seed=complete.seed,
-        template_id=source_id,
-        source_size=source.size,
-        model_size=size,
-        accepted_ns=accepted_ns,
-        pixels_id=source_id if source.size == size else template_id(pixels),
-        timings_ms={"preprocess": round(taken_ms, 3)},
-    )
+    request.timings_ms["preprocess"] = round(taken_ms, 3)
     return PreparedEdit(pixels, _for_model(masks.edit, facts), request, source.encoded, paste)
 
 
@@ -134,22 +109,36 @@ def prepare_template(encoded: bytes, facts: ModelFacts, config: Config) -> Prepa
     """
     source = decode_image(encoded, "OP.image", config.limits)
     size, pixels = _at_model_size(source, facts)
-    name = template_id(source.pixels)
-    complete = with_defaults(EditSettings(), facts, config)
-    assert complete.seed is not None
-    assert complete.request_id is not None
-    request = EditRequest(
-        request_id=complete.request_id,
-        prompt="",
-        settings=complete,
-        seed=complete.seed,
-        template_id=name,
+    accepted = accept_edit(EditSettings(), b"", facts, config)
+    request = _request(accepted, source, template_id(source.pixels), pixels)
+    return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
+
+
+def _request(
+    accepted: AcceptedEdit, source: Decoded, source_id: str, pixels: npt.NDArray[np.uint8]
+) -> EditRequest:
+    """REQUEST, but for the time that preparing took.
+
+    Args:
+        accepted: what was asked.
+        source: the image.
+        source_id: its template id.
+        pixels: RGB [h, w, 3] at the model's size.
+    """
+    settings, size = accepted.settings, (pixels.shape[0], pixels.shape[1])
+    assert settings.seed is not None
+    assert settings.request_id is not None
+    return EditRequest(
+        request_id=settings.request_id,
+        prompt=accepted.prompt,
+        settings=settings,
+        seed=settings.seed,
+        template_id=source_id,
         source_size=source.size,
         model_size=size,
-        accepted_ns=time.time_ns(),
-        pixels_id=name if source.size == size else template_id(pixels),
+        accepted_ns=accepted.accepted_ns,
+        pixels_id=source_id if source.size == size else template_id(pixels),
     )
-    return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
 
 
 def _at_model_size(

@@ -1,4 +1,4 @@
-"""What a model's facts and the configuration allow one edit to ask.
+"""What a model's facts and the configuration allow one edit to ask, pictures aside.
 
 What a model cannot do is refused, never ignored: a client that asks for a negative prompt and gets
 a picture must be able to believe that it was used.
@@ -7,11 +7,13 @@ a picture must be able to believe that it was used.
 from __future__ import annotations
 
 import secrets
+import time
 import uuid
 from dataclasses import replace
 
 from maskserve_core.config import Config, model_name
 from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.geometry import Size
@@ -19,6 +21,26 @@ from maskserve_core.imaging.images import MAX_OUTPUT_SIDE
 
 _SEED_BITS = 32
 """Drawn seeds are short enough to read out, and exact in clients whose numbers are doubles."""
+
+
+def accept_edit(
+    asked: EditSettings, prompt: bytes, facts: ModelFacts, config: Config, accepted_ns: int = 0
+) -> AcceptedEdit:
+    """Check all of an edit but its pictures, and fill in the worker's defaults.
+
+    Args:
+        asked: what the client's SETTINGS say (`parse_settings`).
+        prompt: PROMPT.
+        facts: of the served model.
+        config: of this worker.
+        accepted_ns: time.time_ns() when the edit was taken; 0: now.
+
+    Raises:
+        InvalidRequest: naming PROMPT or `SETTINGS.<key>`.
+    """
+    check_settings(asked, facts, config)
+    text = check_prompt(prompt, config)
+    return AcceptedEdit(text, with_defaults(asked, facts, config), accepted_ns or time.time_ns())
 
 
 def steps_run(num_inference_steps: int, strength: float, *, rounds_up: bool = True) -> int:

@@ -1,4 +1,4 @@
-"""AckSender: a front tells the denoiser which event it has taken, so that the next may be sent.
+"""Acks: a front tells the denoiser which event it has taken, so that the next may be sent.
 
 Triton's stub (2.51) locks up for good when two responses of one call come close upon each other,
 both after the first. A thread that waits for responses wakes up holding their lock and waits for
@@ -7,7 +7,7 @@ calls; and a thread that holds Python's lock and comes back from a new call wait
 (docs/adr/0011-acks.md). So of a call that has more responses than one, the next is sent only
 when the last was taken.
 
-AckSender are lines in a named pipe of the worker's runtime folder: each names a call by its key.
+Acks are lines in a named pipe of the worker's runtime folder: each names a call by its key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+
+from maskserve_core.triton.flow_control import FlowControl
 
 log = logging.getLogger("maskserve")
 
@@ -67,14 +68,6 @@ class AckSender:
             os.close(pipe)
 
 
-class Taken(Protocol):
-    """What an AckReceiver tells of acks (flow_control.py)."""
-
-    def taken(self) -> None: ...
-    def waits_s(self) -> float: ...
-    def release(self) -> None: ...
-
-
 class AckReceiver:
     """The denoiser's end: tells what is kept under an ack's key, in a thread of its own."""
 
@@ -85,11 +78,11 @@ class AckReceiver:
         os.mkfifo(path, 0o600)
         # Open for both ways, it has no end when no front has it open.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._kept: dict[str, Taken] = {}
+        self._kept: dict[str, FlowControl] = {}
         self._thread = threading.Thread(target=self._run, name="acks", daemon=True)
         self._thread.start()
 
-    def keep(self, key: str, call: Taken) -> None:
+    def keep(self, key: str, call: FlowControl) -> None:
         """Tell `call` of each ack for `key`, until it is dropped."""
         self._kept[key] = call
 

@@ -16,21 +16,14 @@ A pool thread whose denoiser died stays blocked for good; the watcher has answer
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.settings import (
-    MAX_DEADLINE_MS,
-    EditSettings,
-    dump_settings,
-    parse_settings,
-)
+from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -39,8 +32,10 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
+from maskserve_core.imaging.validation import accept_edit
 from maskserve_core.triton.acks import AckSender
 from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.call import Call, bounded
 from maskserve_core.triton.cancels import CancelListener
 from maskserve_core.triton.health import Health
 from maskserve_core.triton.metrics import FrontMetrics, MetricsThread
@@ -54,7 +49,7 @@ from maskserve_core.worker.observations import Observations
 
 log = logging.getLogger("maskserve")
 
-_CLIENT_INPUTS = ("IMAGE", "MASK", "PROMPT")
+_CLIENT_INPUTS = ("IMAGE", "MASK", "PROMPT", "SETTINGS")
 _HEALTH_EVERY_S = 0.1
 _IDLE_S = 0.25
 # However long steps are, a client that cancels or whose deadline passes has its answer by then.
@@ -64,33 +59,6 @@ _LOST_S = 60.0
 # The cancel of an edit that has not reached the denoiser yet finds nothing there: say it again.
 _CANCEL_EVERY_S = 0.05
 _CANCEL_THREADS = 4
-_SEED_BITS = 32
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One edit in flight."""
-
-    request_id: str
-    inputs: dict[str, bytes]
-    settings: EditSettings
-    answer: Answer
-    limit_name: str = "SETTINGS.deadline_ms"
-    """What the client bounded the edit by."""
-    traceparent: str = ""
-    """The span below which the models record what they do for it."""
-    accepted_ns: int = field(default_factory=time.time_ns)
-    accepted: float = field(default_factory=time.monotonic)
-    heard: float = 0.0
-    """When the engine was last seen to hold it, or an event of it came; 0: never."""
-    withdrawn: bool = False
-    """Nobody waits for it; its row is to be freed."""
-    next_cancel: float = 0.0
-    cancelling: bool = False
-
-    def too_late(self, now: float) -> bool:
-        limit = self.settings.deadline_ms
-        return limit is not None and now - self.accepted > limit / 1e3
 
 
 class Front:
@@ -98,7 +66,9 @@ class Front:
 
     Args:
         api: triton_python_backend_utils.
-        name: of the model.
+        config: of this worker.
+        facts: of the served model.
+        name: of the front.
         streaming: whether progress and previews are sent on.
         tracer: by default, as the configuration says.
     """
@@ -107,6 +77,7 @@ class Front:
         self,
         api: Any,
         config: Config,
+        facts: ModelFacts,
         name: str,
         *,
         streaming: bool,
@@ -114,13 +85,14 @@ class Front:
     ) -> None:
         self._api = api
         self._config = config
+        self._facts = facts
         self._name = name
         self._streaming = streaming
         self._admission = Admission(config.runtime_dir)
         self._in_flight = InFlight(config.runtime_dir, name)
         self._health = Health(config)
         self._problem: MaskserveError | None = None
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, Call] = {}
         self._lock = threading.Lock()
         self._withdrawing = threading.Lock()
         self._wake = threading.Event()
@@ -170,22 +142,12 @@ class Front:
         self._cancels.shutdown(wait=False, cancel_futures=True)
 
     def _accept(self, request: Any, answer: Answer, request_log: RequestLog) -> None:
-        inputs = {name: read_bytes(self._api, request, name) for name in _CLIENT_INPUTS}
-        settings = parse_settings(read_bytes(self._api, request, "SETTINGS"))
-        # Drawn here, so that a repeated try of the same edit gives the same picture.
-        request_id = request_log.request_id = settings.request_id or uuid.uuid4().hex
-        seed = settings.seed if settings.seed is not None else secrets.randbits(_SEED_BITS)
-        limit_ms, limit_name = _limit(settings, request)
-        settings = replace(
-            settings,
-            deadline_ms=limit_ms,
-            request_id=request_id,
-            seed=seed,
-            # Of what nobody would see, nothing is made.
-            progress=settings.progress and self._streaming,
-            preview_every=settings.preview_every if self._streaming else 0,
-        )
-        inputs["SETTINGS"] = dump_settings(settings)
+        image, mask, prompt, settings = [
+            read_bytes(self._api, request, name) for name in _CLIENT_INPUTS
+        ]
+        asked, limit_name = bounded(parse_settings(settings), request, streaming=self._streaming)
+        request_log.request_id = asked.request_id or ""
+        edit = accept_edit(asked, prompt, self._facts, self._config)
         if self._admission.state() != OPEN:
             raise Overloaded("the worker is draining and takes no new edits")
         if self._problem is not None:
@@ -194,22 +156,21 @@ class Front:
             if problem is not None:
                 answer.fail(problem)
                 return
-        traceparent = request_log.span.traceparent
-        call = _Call(request_id, inputs, settings, answer, limit_name, traceparent)
+        call = Call(edit, image, mask, answer, limit_name, request_log.span.traceparent)
         with self._lock:
-            held = self._calls.get(request_id)
+            held = self._calls.get(call.request_id)
             # A client may send the id again as soon as it has its answer.
             if held is not None and (held.withdrawn or not held.answer.done):
                 raise InvalidRequest(
                     "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
                 )
-            self._calls[request_id] = call
+            self._calls[call.request_id] = call
         self._wake.set()
         self._pool.submit(self._run, call)
 
     # The pool
 
-    def _run(self, call: _Call) -> None:
+    def _run(self, call: Call) -> None:
         try:
             if not call.answer.done:
                 self._relay(call)
@@ -221,11 +182,11 @@ class Front:
                 if self._calls.get(call.request_id) is call:
                     del self._calls[call.request_id]
 
-    def _relay(self, call: _Call) -> None:
-        parameters = {"accepted_ns": str(call.accepted_ns), TRACEPARENT: call.traceparent}
-        more = call.settings.progress or call.settings.preview_every
+    def _relay(self, call: Call) -> None:
+        settings, parameters = call.edit.settings, {TRACEPARENT: call.traceparent}
+        more = settings.progress or settings.preview_every
         acks = AckSender(self._config.runtime_dir) if more else None
-        events = run_edit(self._api, call.inputs, parameters, call.request_id, acks)
+        events = run_edit(self._api, call.inputs(), parameters, call.request_id, acks)
         for event in events:
             call.heard = time.monotonic()
             if event.kind == "final":
@@ -261,13 +222,13 @@ class Front:
             self._wake.wait(_IDLE_S)
             self._wake.clear()
 
-    def _look_at(self, call: _Call, now: float) -> None:
+    def _look_at(self, call: Call, now: float) -> None:
         if call.request_id in self._health.held:
             call.heard = now
         if call.answer.cancelled():
             self._withdraw(call, Cancelled("the client cancelled the request"))
         elif call.too_late(now) and not call.answer.done:
-            limit = call.settings.deadline_ms
+            limit = call.edit.settings.deadline_ms
             late = f"{call.limit_name}: {limit} ms passed before the edit was done"
             self._withdraw(call, DeadlineExceeded(late))
         elif call.heard and now - call.heard > _LOST_S:
@@ -278,7 +239,7 @@ class Front:
             call.next_cancel = now + _CANCEL_EVERY_S
             self._cancels.submit(self._cancel, call)
 
-    def _withdraw(self, call: _Call, error: MaskserveError) -> bool:
+    def _withdraw(self, call: Call, error: MaskserveError) -> bool:
         """Answer it with `error`; False when it has been answered already."""
         with self._withdrawing:
             before = call.withdrawn
@@ -288,7 +249,7 @@ class Front:
             call.withdrawn = before or answered
         return answered
 
-    def _cancel(self, call: _Call) -> None:
+    def _cancel(self, call: Call) -> None:
         try:
             if self._calls.get(call.request_id) is not call:
                 return  # it has ended, and the id may be another edit's by now
@@ -304,18 +265,6 @@ class Front:
         for call in self._snapshot():
             call.answer.fail(problem)
 
-    def _snapshot(self) -> list[_Call]:
+    def _snapshot(self) -> list[Call]:
         with self._lock:
             return list(self._calls.values())
-
-
-def _limit(settings: EditSettings, request: Any) -> tuple[int | None, str]:
-    """Milliseconds until an edit is given up, and what says so: the setting or KServe's parameter.
-
-    Triton hands the parameter over in microseconds, 0 if there is none.
-    """
-    timeout_ms = -(-request.timeout() // 1000)
-    given = settings.deadline_ms
-    if 0 < timeout_ms <= MAX_DEADLINE_MS and (given is None or timeout_ms < given):
-        return timeout_ms, "timeout"
-    return given, "SETTINGS.deadline_ms"

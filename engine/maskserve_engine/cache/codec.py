@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-FORMATS = ("model", "int8", "float8", "int4")
+from maskserve_core.config import ENTRY_FORMATS
+
 GROUP = 32
 _FLOAT8 = torch.float8_e4m3fn
 _FLOAT8_MAX = 448.0
@@ -88,8 +89,8 @@ def encode(x: Tensor, format: str) -> Coded:
     """
     if format == "model":
         return Coded(format, x.clone())
-    if format not in FORMATS:
-        raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
+    if format not in ENTRY_FORMATS:
+        raise ValueError(f"format {format!r} is not one of {', '.join(ENTRY_FORMATS)}")
     wide = x.float()
     scale = wide.abs().amax(dim=0).clamp_min(1e-12)
     if format == "int8":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -17,14 +16,9 @@ from maskserve_engine.job import Conditioning
 PRIMING_PROMPT = ""
 
 
-class EncodesPrompts(Protocol):
-    def encode_prompt(self, prompt: str) -> Conditioning: ...
-
-
-def write_priming_prompt(encoder: EncodesPrompts, runtime: str | os.PathLike[str]) -> None:
+def write_priming_prompt(embedding: Conditioning, runtime: str | os.PathLike[str]) -> None:
     """Write the embedding into a runtime folder; a reader never sees a part of it."""
     path = Path(runtime) / PromptFile.NAME
-    embedding = encoder.encode_prompt(PRIMING_PROMPT)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
         np.savez(file, **embedding)

@@ -22,14 +22,17 @@ from maskserve_core.errors import (
 )
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.status import RowStatus
-from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from maskserve_core.worker.step_scheduler import StepScheduler
+from maskserve_core.worker.ticket import Ticket
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.families.adapter import Adapter, EditRow
 from maskserve_engine.job import EditJob, Failed, Final, Sink
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.audits import Audits
+from maskserve_engine.requests.primings import Primings
+from maskserve_engine.requests.route import DENSE, Route
 from maskserve_engine.requests.state import PrimingState, RequestState
-from maskserve_engine.requests.templates import DENSE, Route, TemplateCache
+from maskserve_engine.requests.templates import TemplateCache
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class RequestManager:
             config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
         )
         self.edits: dict[str, RequestState] = {}
-        self.primings: dict[str, PrimingState] = {}  # by ticket id
+        self.primings = Primings(adapter, cache, self.scheduler, self.arrived)
         self.waiting: dict[str, list[str]] = {}
         """Request ids of edits that wait for a template, by its key."""
         self.draining = False
@@ -85,7 +88,7 @@ class RequestManager:
         for ticket in decision.admitted:
             self._admit(ticket)
         held: list[RequestState | PrimingState | None] = [
-            self.edits.get(t.request_id) or self.primings.get(t.request_id)
+            self.edits.get(t.request_id) or self.primings.held.get(t.request_id)
             for t in decision.running
         ]
         return [edit for edit in held if edit is not None and edit.made is not None]
@@ -102,7 +105,7 @@ class RequestManager:
         if self.draining:
             raise Overloaded("the worker is draining")
         if self.cache.wants(job) == "absent" and self.cache.config.enabled:
-            self._prime(job, urgent=False)
+            self.primings.begin(job, urgent=False)
         return self.cache.wants(job)
 
     def finish(self, edit: RequestState) -> None:
@@ -138,22 +141,7 @@ class RequestManager:
     def end_all(self, error: MaskserveError) -> None:
         for request_id in list(self.edits):
             self.end(request_id, error)
-        for priming in list(self.primings.values()):
-            self.end_priming(priming, complete=False)
-
-    def keep_anchor(self, edit: PrimingState) -> None:
-        """A priming row has taken a step: store what it recorded."""
-        if not self.cache.keep(edit.priming, edit.row.take_entry(), edit.row.step):
-            self.end_priming(edit, complete=False, unfit=True)
-        elif edit.row.step == edit.row.steps:
-            self.end_priming(edit, complete=True)
-
-    def end_priming(self, edit: PrimingState, *, complete: bool, unfit: bool = False) -> None:
-        """The template is in the store or will not be; those who waited go on either way."""
-        self.primings.pop(edit.request_id)
-        self.scheduler.cancel(edit.request_id)
-        self.cache.end(edit.priming, complete=complete, unfit=unfit)
-        self.arrived(edit.priming.key)
+        self.primings.end_all()
 
     def arrived(self, key: str) -> None:
         """A template can be read now, or will not be: those who waited go on, but for those whose
@@ -166,7 +154,7 @@ class RequestManager:
         """Status of what runs and of what waits; the latter is the same object for as long as the
         same edits wait.
         """
-        held: dict[str, RequestState | PrimingState] = {**self.edits, **self.primings}
+        held: dict[str, RequestState | PrimingState] = {**self.edits, **self.primings.held}
         running = [held[t.request_id] for t in self.scheduler.running if t.request_id in held]
         listed = [*held.values(), None, *running]
         if listed != self._listed:
@@ -204,22 +192,23 @@ class RequestManager:
             raise Overloaded("the worker is draining; send the edit to another or try again later")
         self._route(edit)
         if edit.route.prime:
-            self._prime(edit.job, urgent=edit.how == "wait")
-        if edit.how != "wait":
-            self._queue(edit)
-        elif not self._is_coming(edit.route.key):
-            self._queue(self._without_cache(edit))
-        else:
-            waiting = sum(map(len, self.waiting.values()))
-            if waiting >= self.config.engine.max_waiting:
-                raise Overloaded(f"{waiting} edits wait for their template; try again later")
-            self._check_id(edit)
-            self._wait(edit)
+            self.primings.begin(edit.job, urgent=edit.how == "wait")
+        self._proceed(edit)
 
-    def _is_coming(self, key: str) -> bool:
-        return key in self.cache.priming or self.cache.store.busy(key)
+    def _proceed(self, edit: RequestState) -> None:
+        """Queue an edit, or have it wait for its template."""
+        if edit.how == "wait" and not self.cache.is_coming(edit.route.key):
+            self._do_without_cache(edit)
+        if edit.how == "wait":
+            self._wait(edit)
+        else:
+            self._queue(edit)
 
     def _wait(self, edit: RequestState) -> None:
+        waiting = sum(map(len, self.waiting.values()))
+        if waiting >= self.config.engine.max_waiting:
+            raise Overloaded(f"{waiting} edits wait for their template; try again later")
+        self._check_id(edit)
         edit.waited = True
         self.waiting.setdefault(edit.route.key, []).append(edit.request_id)
         self.edits[edit.request_id] = edit
@@ -265,69 +254,37 @@ class RequestManager:
                 "SETTINGS.request_id", f"{edit.request_id!r} is still being served", "a new id"
             )
 
-    def _without_cache(self, edit: RequestState) -> RequestState:
-        """An edit that wanted to wait for a template that cannot be primed."""
+    def _do_without_cache(self, edit: RequestState) -> None:
+        """It wanted to wait for a template that cannot be primed."""
         if edit.job.request.settings.cache == "require":
             raise EngineFailed(
                 "SETTINGS.cache is 'require', but the template could not be primed (it does not "
                 "fit the cache's budget, or the worker is short of memory)"
             )
         edit.route = Route("dense", "miss", edit.route.key)
-        return edit
 
     def _resume(self, edit: RequestState) -> None:
-        """Queue an edit that has waited for its template, or have it wait on."""
+        """An edit has waited for its template: decide again."""
         try:
             self._route(edit, again=True)
-            if edit.how != "wait":
-                self._queue(edit)
-            elif self._is_coming(edit.route.key):
-                self._wait(edit)
-            else:
-                self._queue(self._without_cache(edit))
+            self._proceed(edit)
         except MaskserveError as error:
             self.output.send(edit.sink, Failed(error, edit.timeline()))
-
-    def _prime(self, job: EditJob, *, urgent: bool) -> None:
-        """Queue a template's priming; beside live rows as one of them when an edit waits for it."""
-        priming = self.cache.begin(job)
-        if priming is None:
-            return
-        row_id = f"prime:{priming.key}"
-        tokens = self.adapter.tokens(job).total
-        ticket = Ticket(
-            request_id=row_id,
-            steps=len(priming.anchors),
-            total_tokens=tokens,
-            active_tokens=tokens,
-            arrival=time.monotonic(),
-            priority=job.request.settings.priority,
-            background=not urgent,
-            batch_key=self.adapter.batch_key(job),
-        )
-        try:
-            self.scheduler.submit(ticket)
-            self.primings[row_id] = PrimingState(priming, ticket, tokens, self.adapter.counted(job))
-        except Overloaded:
-            self.cache.end(priming, complete=False)
 
     def _admit(self, ticket: Ticket) -> None:
         """Make the row; an edit whose row cannot be made is answered, and nobody else is hurt."""
         edit = self.edits.get(ticket.request_id)
+        if edit is None:
+            self.primings.admit(ticket.request_id)
+            return
         try:
-            if edit is not None:
-                edit.admitted = time.monotonic()
-                edit.made = self._make_row(edit)
-            else:
-                self._admit_priming(self.primings[ticket.request_id])
-        except Exception as error:
+            edit.admitted = time.monotonic()
+            edit.made = self._make_row(edit)
+        except MaskserveError as error:
+            self.end(ticket.request_id, error)
+        except Exception:
             _log.exception("the row of an edit could not be made", extra=about(ticket.request_id))
-            if edit is None:
-                self.end_priming(self.primings[ticket.request_id], complete=False, unfit=True)
-            elif isinstance(error, MaskserveError):
-                self.end(ticket.request_id, error)
-            else:
-                self.end(ticket.request_id, EngineFailed("the edit could not be prepared"))
+            self.end(ticket.request_id, EngineFailed("the edit could not be prepared"))
 
     def _make_row(self, edit: RequestState) -> EditRow:
         if edit.how != "cached":
@@ -340,15 +297,3 @@ class RequestManager:
             self.cache.store, route.key, route.anchors, row.selection, sure=sure
         )
         return row
-
-    def _admit_priming(self, edit: PrimingState) -> None:
-        prompt = self.cache.prompt()
-        assert prompt is not None, "priming began without its prompt"
-        edit.made = self.adapter.priming_row(
-            edit.priming.job,
-            edit.priming.anchors,
-            prompt,
-            edit.priming.noise_seed,
-            self.cache.kinds,
-            self.config.cache.entry_format,
-        )

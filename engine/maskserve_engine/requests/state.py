@@ -10,12 +10,13 @@ from typing import Any
 
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.planning.flops import Totals
-from maskserve_core.worker.step_scheduler import Ticket
+from maskserve_core.worker.ticket import Ticket
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.families.adapter import EditRow, PrimingRow
 from maskserve_engine.job import EditJob, Sink
 from maskserve_engine.requests.audits import Audit
-from maskserve_engine.requests.templates import DENSE, Priming, Route
+from maskserve_engine.requests.route import DENSE, Route
+from maskserve_engine.requests.templates import Priming
 from maskserve_engine.timeline import RequestTimeline
 
 

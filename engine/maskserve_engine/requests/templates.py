@@ -6,7 +6,7 @@ of a priming row.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -19,30 +19,8 @@ from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import Conditioning, EditJob
-
-_REMEMBERED_SIGHTS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """How an edit runs."""
-
-    how: str
-    """`dense`, `cached`, or `wait` (until its template is primed, or fetched)."""
-    outcome: str
-    """What META says: `hit`, `miss` or `off`."""
-    key: str = ""
-    """Of the template's entries, where the cache has a say."""
-    anchors: tuple[Anchor | None, ...] = ()
-    """Per step, when cached: the anchor whose entry it reads."""
-    tier: str = ""
-    """Where the template lay, when cached."""
-    prime: bool = False
-    """Whether the template should now be primed."""
-
-
-DENSE = Route("dense", "off")
-"""Without the cache."""
+from maskserve_engine.requests.route import DENSE, Route
+from maskserve_engine.requests.sights import Sights
 
 
 @dataclass(slots=True)
@@ -94,10 +72,8 @@ class TemplateCache:
         self.misses = 0
         self.primed = self.unprimed = 0
         self.priming: dict[str, Priming] = {}
-        self._sights: OrderedDict[str, int] = OrderedDict()
+        self._sights = Sights()
         self._pinned: set[str] = set()  # template ids
-        # Sights from which a template that could not be primed is tried again.
-        self._retry_at: dict[str, int] = {}
         self._listed: tuple[int, dict[str, tuple[str, ...]]] = (-1, {})
         """What `template_ids` says, and of which version of the store."""
 
@@ -137,7 +113,8 @@ class TemplateCache:
             # Computing nearly everything is faster than loading the rest.
             return DENSE
         key, waits = self.key_of(job), settings.cache == "require" or settings.reproducible
-        seen = self._sights.get(key, 0) if again else self._saw(key)
+        if not again:
+            self._sights.add(key)
         anchors = self._anchors(job)
         per_step = self._nearest(anchors, job)
         tier = None if key in self.priming else self.store.locate(key, anchors)
@@ -145,12 +122,15 @@ class TemplateCache:
             ready = self.store.fetch(key, [a for a in anchors if a in per_step])
             how = "wait" if waits and not ready and not again else "cached"
             return Route(how, "hit", key, per_step, tier)
-        fit = seen >= self._retry_at.get(key, 0)
-        coming = key in self.priming or self.store.busy(key)
-        if waits and any(per_step) and (fit or coming or settings.cache == "require"):
-            return Route("wait", "hit", key, prime=fit and not coming and not again)
-        # One-shot images are not worth it: a template is primed from its second sight on.
-        return Route("dense", "miss", key, prime=fit and seen >= 2 and not coming)
+        coming = self.is_coming(key)
+        may_prime = self._sights.may_prime(key)
+        if waits and any(per_step) and (may_prime or coming or settings.cache == "require"):
+            return Route("wait", "hit", key, prime=may_prime and not coming and not again)
+        return Route("dense", "miss", key, prime=self._sights.worth_priming(key) and not coming)
+
+    def is_coming(self, key: str) -> bool:
+        """Whether it is worth waiting for a template: it is being primed, or fetched."""
+        return key in self.priming or self.store.busy(key)
 
     def count(self, route: Route) -> None:
         """An edit is going to run so: a hit, a miss or neither."""
@@ -220,8 +200,8 @@ class TemplateCache:
         else:
             self.unprimed += 1
             self.store.evict(priming.key)
-        if unfit and priming.key in self._sights:  # else nobody has edited it yet
-            self._retry_at[priming.key] = 2 * self._sights[priming.key]
+        if unfit:
+            self._sights.put_off(priming.key)
 
     def evict(self, template_id: str) -> int:
         """Drop a template's entries; returns bytes. Rows that run keep what they hold."""
@@ -288,13 +268,6 @@ class TemplateCache:
             for key, held in templates.items()
             if key in keys
         )
-
-    def _saw(self, key: str) -> int:
-        self._sights[key] = self._sights.pop(key, 0) + 1
-        if len(self._sights) > _REMEMBERED_SIGHTS:
-            forgotten, _ = self._sights.popitem(last=False)
-            self._retry_at.pop(forgotten, None)
-        return self._sights[key]
 
     def _anchors(self, job: EditJob) -> tuple[Anchor, ...]:
         """Those that a primed template of this size has."""

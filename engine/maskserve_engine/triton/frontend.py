@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +24,7 @@ from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.flow_control import FlowControl
 from maskserve_core.triton.tensor_io import guarded, parameters, read_array, read_bytes
 from maskserve_core.triton.tracing import Tracer, parent_of
+from maskserve_engine.engine import Engine
 from maskserve_engine.job import (
     EditJob,
     EngineEvent,
@@ -36,26 +38,23 @@ from maskserve_engine.stages.encoded import unpack_conditioning
 from maskserve_engine.timeline import RequestTimeline, stages
 
 T = TypeVar("T")
+
+
+class _Operation(msgspec.Struct):
+    """REQUEST of an operation; that of an edit has no `op`."""
+
+    op: str = ""
+
+
+_read_operation = msgspec.json.Decoder(_Operation).decode
 _NO_LATENTS = np.zeros((0, 0, 0), np.float32)
-
-
-class EngineLike(Protocol):
-    """What the frontend needs of an engine."""
-
-    def submit(self, job: EditJob, sink: Sink) -> None: ...
-    def cancel(self, request_id: str) -> None: ...
-    def heartbeat(self) -> Future[dict[str, Any]]: ...
-    def templates(self) -> Future[list[dict[str, object]]]: ...
-    def evict(self, template_id: str) -> Future[int]: ...
-    def prime(self, job: EditJob) -> Future[str]: ...
-    def pin(self, template_id: str, *, pinned: bool) -> Future[bool]: ...
 
 
 class DenoiserFrontend:
     """Submits edits to the engine and sends its events; answers operations of `control`."""
 
     def __init__(
-        self, api: Any, engine: EngineLike, config: Config, tracer: Tracer | None = None
+        self, api: Any, engine: Engine, config: Config, tracer: Tracer | None = None
     ) -> None:
         self._api = api
         self._tracer = tracer or Tracer()
@@ -78,11 +77,11 @@ class DenoiserFrontend:
                 answer.fail(guarded("", error))
 
     def _take(self, request: Any, answer: Answer) -> None:
-        values = json.loads(read_bytes(self._api, request, "REQUEST"))
-        if "op" in values:
-            self._operate(values, request, answer)
+        raw = read_bytes(self._api, request, "REQUEST")
+        if _read_operation(raw).op:
+            self._operate(json.loads(raw), request, answer)
             return
-        edit = EditRequest.from_values(values)
+        edit = EditRequest.from_json(raw)
         job = self._job(edit, request)
         encode_ms = float(self._array(request, "ENCODE_MS", np.float32, 1)[0])
         carried = self._array(request, "CONTEXT", np.uint8, 1)

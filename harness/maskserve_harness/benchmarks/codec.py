@@ -18,10 +18,12 @@ import numpy as np
 from PIL import Image
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.geometry import resize
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import prepare_edit
+from maskserve_core.imaging.validation import accept_edit
 from maskserve_harness.benchmarks.machine import machine
 from maskserve_harness.benchmarks.models import FLUX_DEV_FACTS
 from maskserve_harness.checkout import CHECKOUT
@@ -60,7 +62,8 @@ def main() -> int:
     facts = replace(FLUX_DEV_FACTS, semantics="fill", native_resolution=options.native)
     config = Config()
 
-    prepared = prepare_edit(image, mask, b"a red star", b"{}", facts, config)
+    accepted = accept_edit(EditSettings(), b"a red star", facts, config)
+    prepared = prepare_edit(image, mask, accepted, facts, config)
     pixels = np.asarray(photo)
     answer = prepared.pixels
     report: dict[str, object] = {
@@ -69,7 +72,7 @@ def main() -> int:
         "repeats": options.repeats,
         "machine": machine(),
         "prepare_ms": median_ms(
-            lambda: prepare_edit(image, mask, b"a red star", b"{}", facts, config),
+            lambda: prepare_edit(image, mask, accepted, facts, config),
             options.repeats,
         ),
         "finish_ms": median_ms(

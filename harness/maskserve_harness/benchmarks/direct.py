@@ -17,9 +17,10 @@ from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.contracts.facts import load_facts
 from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.request import EditRequest
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.imaging.postprocess import finish_edit
-from maskserve_core.imaging.preprocess import prepare_edit
+from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.imaging.validation import accept_edit
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
@@ -44,10 +45,7 @@ class Direct:
         self.engine.ask(lambda: torch.set_num_threads(self.threads)).result()
 
     def edit(self, edit: Edit, settings: dict[str, Any]) -> bytes:
-        image, mask, prompt = edit
-        ready = prepare_edit(
-            image, mask, prompt.encode(), json.dumps(settings).encode(), self.facts, self.config
-        )
+        ready = self._prepare(edit, settings)
         # Each part has the threads that it has in a worker. OpenMP counts them per calling thread,
         # MKL per process, so the count is set before every part.
         torch.set_num_threads(self.beside)
@@ -74,11 +72,16 @@ class Direct:
 
     def jobs(self, edits: list[Edit], settings: dict[str, Any]) -> list[EditJob]:
         made = []
-        for image, mask, prompt in edits:
-            raw = json.dumps(settings).encode()
-            ready = prepare_edit(image, mask, prompt.encode(), raw, self.facts, self.config)
+        for edit in edits:
+            ready = self._prepare(edit, settings)
             made.append(job_of(self.encoder, ready.request, ready.pixels, ready.edit_mask))
         return made
+
+    def _prepare(self, edit: Edit, settings: dict[str, Any]) -> PreparedEdit:
+        image, mask, prompt = edit
+        asked = parse_settings(json.dumps(settings).encode())
+        accepted = accept_edit(asked, prompt.encode(), self.facts, self.config)
+        return prepare_edit(image, mask, accepted, self.facts, self.config)
 
 
 def job_of(

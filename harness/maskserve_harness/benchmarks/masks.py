@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from maskserve_core.imaging.images import DecodedMask
-from maskserve_core.imaging.masks import active_tokens, build_masks, mask_ratio
+from maskserve_core.imaging.masks import build_masks
+from maskserve_core.imaging.tokens import active_tokens
 from maskserve_harness.benchmarks.machine import machine
 
 TOKEN_PIXELS = 16
@@ -49,7 +50,7 @@ def time_mask(
         start = time.perf_counter()
         built = build_masks(mask, (size[0], size[1]), model, "auto", dilate, feather)
         active = active_tokens(built.edit, TOKEN_PIXELS)
-        ratio = mask_ratio(len(active), model, TOKEN_PIXELS)
+        ratio = len(active) / (model_side // TOKEN_PIXELS) ** 2
         taken.append((time.perf_counter() - start) * 1e3)
     return {
         "p50_ms": round(float(np.median(taken)), 3),

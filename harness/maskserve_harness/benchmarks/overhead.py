@@ -35,7 +35,8 @@ import numpy as np
 import torch
 import tritonclient.grpc as triton_grpc
 
-from maskserve_core.config import Config, config_of, cores
+from maskserve_core.config import Config, cores
+from maskserve_core.config_file import config_of
 from maskserve_core.contracts.facts import load_facts
 from maskserve_core.contracts.status_record import State
 from maskserve_core.imaging.images import encode_image

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from maskserve_engine.cache.codec import FORMATS
+from maskserve_core.config import ENTRY_FORMATS
 from maskserve_engine.families.flux import forward as forward_module
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--mask-ratios", type=float, nargs="+", default=[0.05, 0.11, 0.2, 0.35])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--kind", nargs="+", choices=("kv", "project"), default=["kv", "project"])
-    parser.add_argument("--format", choices=FORMATS, default="model")
+    parser.add_argument("--format", choices=ENTRY_FORMATS, default="model")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(

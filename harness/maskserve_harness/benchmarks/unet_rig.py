@@ -17,7 +17,7 @@ from diffusers import DDIMScheduler, UNet2DConditionModel
 from torch import nn
 
 from maskserve_core.contracts.entry_key import Anchor
-from maskserve_core.imaging.masks import active_tokens_per_level
+from maskserve_core.imaging.tokens import active_tokens_per_level
 from maskserve_core.planning.flops import RowTokens
 from maskserve_core.planning.flops_unet import unet_work
 from maskserve_engine.cache.codec import encode

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maskserve_core.config import config_of
+from maskserve_core.config_file import config_of
 from maskserve_core.contracts.entry_key import anchor_steps
 from maskserve_core.contracts.facts import ALL_STEPS, load_facts
 from maskserve_core.contracts.settings import EditSettings

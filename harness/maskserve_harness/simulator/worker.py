@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from maskserve_core.routing import Edit, RowLoad, WorkerView
-from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
+from maskserve_core.worker.step_scheduler import StepScheduler
+from maskserve_core.worker.ticket import Ticket
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_harness.simulator.residency import Host
 from maskserve_harness.simulator.scenario import Scenario

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config import beside_denoiser, load_config
+from maskserve_core.config import beside_denoiser
+from maskserve_core.config_file import load_config
 from maskserve_core.contracts.meta import with_timing
 from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.triton.sync_execute import failed_event, respond

@@ -1,15 +1,17 @@
-"""preprocess: a client's four tensors, checked and brought to the model's resolution."""
+"""preprocess: an accepted edit's pictures, checked and brought to the model's resolution."""
 
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config import load_config, templates_folder
+from maskserve_core.config import templates_folder
+from maskserve_core.config_file import load_config
 from maskserve_core.contracts.facts import load_facts
 from maskserve_core.contracts.postprocess_context import PostprocessContext
+from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.imaging.preprocess import prepare_edit
 from maskserve_core.triton.sync_execute import respond
-from maskserve_core.triton.tensor_io import parameters, read_bytes
+from maskserve_core.triton.tensor_io import read_bytes
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
 from maskserve_core.worker.logs import start_log
@@ -37,17 +39,13 @@ class TritonPythonModel:
         self._tracer.close()
 
     def _prepare(self, request: Any) -> dict[str, Any]:
-        # A front says when it took the edit: deadlines count from there.
-        accepted_ns = int(parameters(request).get("accepted_ns", 0))
         prepared = prepare_edit(
             read_bytes(pb_utils, request, "IMAGE"),
             read_bytes(pb_utils, request, "MASK"),
-            read_bytes(pb_utils, request, "PROMPT"),
-            read_bytes(pb_utils, request, "SETTINGS"),
+            AcceptedEdit.from_json(read_bytes(pb_utils, request, "ACCEPTED")),
             self._facts,
             self._config,
             self._templates.get,
-            accepted_ns,
         )
         raw = prepared.request.to_json()
         return {

@@ -14,7 +14,7 @@ from torch import Tensor
 from maskserve_core.config import Config
 from maskserve_core.contracts.entry_key import Anchor, anchor_steps, cover
 from maskserve_core.contracts.facts import ModelFacts
-from maskserve_core.imaging.masks import active_tokens
+from maskserve_core.imaging.tokens import active_tokens
 from maskserve_core.imaging.validation import steps_run
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals, flux_work
 from maskserve_engine.cache.selection import Selection

@@ -14,7 +14,7 @@ from torch import Tensor
 from maskserve_core.config import Config
 from maskserve_core.contracts.entry_key import Anchor, anchor_steps
 from maskserve_core.contracts.facts import ModelFacts
-from maskserve_core.imaging.masks import active_tokens, active_tokens_per_level
+from maskserve_core.imaging.tokens import active_tokens, active_tokens_per_level
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_core.planning.flops_unet import unet_work
 from maskserve_engine.cache.selection import Selection

@@ -1,0 +1,109 @@
+"""Templates being primed: from the queue, through the batch, into the store.
+
+Used by the engine thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from maskserve_core.errors import Overloaded
+from maskserve_core.worker.logs import about
+from maskserve_core.worker.step_scheduler import StepScheduler
+from maskserve_core.worker.ticket import Ticket
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.job import EditJob
+from maskserve_engine.requests.state import PrimingState
+from maskserve_engine.requests.templates import TemplateCache
+
+_log = logging.getLogger(__name__)
+
+
+class Primings:
+    """Tickets and rows of templates on their way into the store.
+
+    Args:
+        adapter: the model family.
+        cache: where the entries go.
+        scheduler: of the batch.
+        ended: told a template's key when it is in the store or will not be.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        cache: TemplateCache,
+        scheduler: StepScheduler,
+        ended: Callable[[str], None],
+    ) -> None:
+        self._adapter, self._cache = adapter, cache
+        self._scheduler, self._ended = scheduler, ended
+        self.held: dict[str, PrimingState] = {}
+        """By the ticket's id."""
+
+    def begin(self, job: EditJob, *, urgent: bool) -> None:
+        """Queue the priming of a job's template.
+
+        Args:
+            job: an edit of it, or its registration.
+            urgent: an edit waits for it: it is queued as live edits are, not behind them.
+        """
+        priming = self._cache.begin(job)
+        if priming is None:
+            return
+        tokens = self._adapter.tokens(job).total
+        ticket = Ticket(
+            request_id=f"prime:{priming.key}",
+            steps=len(priming.anchors),
+            total_tokens=tokens,
+            active_tokens=tokens,
+            arrival=time.monotonic(),
+            priority=job.request.settings.priority,
+            background=not urgent,
+            batch_key=self._adapter.batch_key(job),
+        )
+        try:
+            self._scheduler.submit(ticket)
+        except Overloaded:
+            self._cache.end(priming, complete=False)
+            return
+        state = PrimingState(priming, ticket, tokens, self._adapter.counted(job))
+        self.held[ticket.request_id] = state
+
+    def admit(self, row_id: str) -> None:
+        """Make the row, or end the priming if that cannot be done."""
+        state = self.held[row_id]
+        prompt = self._cache.prompt()
+        assert prompt is not None, "priming began without its prompt"
+        try:
+            state.made = self._adapter.priming_row(
+                state.priming.job,
+                state.priming.anchors,
+                prompt,
+                state.priming.noise_seed,
+                self._cache.kinds,
+                self._cache.config.entry_format,
+            )
+        except Exception:
+            _log.exception("the row of a priming could not be made", extra=about(row_id))
+            self.end(state, complete=False, unfit=True)
+
+    def keep_anchor(self, state: PrimingState) -> None:
+        """The row has taken a step: store what it recorded."""
+        if not self._cache.keep(state.priming, state.row.take_entry(), state.row.step):
+            self.end(state, complete=False, unfit=True)
+        elif state.row.step == state.row.steps:
+            self.end(state, complete=True)
+
+    def end(self, state: PrimingState, *, complete: bool, unfit: bool = False) -> None:
+        """The template is in the store, or will not be; see `TemplateCache.end`."""
+        self.held.pop(state.request_id)
+        self._scheduler.cancel(state.request_id)
+        self._cache.end(state.priming, complete=complete, unfit=unfit)
+        self._ended(state.priming.key)
+
+    def end_all(self) -> None:
+        for state in list(self.held.values()):
+            self.end(state, complete=False)
