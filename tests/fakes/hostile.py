@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from maskserve_harness.soaking import bad_input
+from maskserve_harness.soaking.pictures import png_chunk, png_file
 from tests.fakes.corpus.encoding import webp_canvas, webp_of
-from tests.fakes.pictures import blob_mask, encode, png_chunk, png_file, scene
+from tests.fakes.pictures import blob_mask, encode, scene
 
 SIZE = (40, 56)
 """(height, width) of the ordinary image that the cases start from."""
@@ -61,7 +63,6 @@ def hostile_cases() -> Iterator[HostileCase]:
         "TEMPLATE_NOT_FOUND",
         "SETTINGS.template_id",
     )
-    yield _case("template not the image's", "SETTINGS.template_id", SETTINGS=unknown)
 
 
 def bad_images() -> dict[str, bytes]:
@@ -69,28 +70,21 @@ def bad_images() -> dict[str, bytes]:
     picture = scene(*SIZE)
     png, jpeg = encode(picture), encode(picture, "JPEG")
     webp = encode(picture, "WEBP", lossless=True)
-    damaged = bytearray(png)
-    damaged[-40] ^= 0xFF
     frame = jpeg.index(b"\xff\xc0") + 5
     bomb = jpeg[:frame] + struct.pack(">HH", 60_000, 60_000) + jpeg[frame + 4 :]
     return {
+        **bad_input.bad_images(png),
         "empty": b"",
-        "zeros": bytes(64),
-        "text": b"not an image at all",
         "base64 of text": b"bm90IGFuIGltYWdl",
         "signature only": png[:8],
-        "broken data URI": b"data:image/png;base64,@@@@",
         "data URI of percent text": b"data:image/png,%89PNG",
         "data URI without data": b"data:image/png;base64,",
-        "truncated PNG": png[: len(png) // 2],
         "PNG without its last byte": png[:-1],
         "truncated PNG header": png[:20],
-        "PNG with a wrong checksum": bytes(damaged),
         "truncated JPEG": jpeg[: len(jpeg) // 2],
         "truncated JPEG header": jpeg[:10],
         "truncated WebP": webp[: len(webp) // 2],
         "truncated WebP header": webp[:18],
-        "bomb PNG": png_file(60_000, 60_000, 8, 2, bytes(1000)),
         "bomb one-bit PNG": png_file(2**31 - 1, 2**31 - 1, 1, 0, bytes(100)),
         "bomb JPEG": bomb,
         "bomb WebP": webp_of(webp_canvas(16_383, 16_383)),
@@ -99,7 +93,6 @@ def bad_images() -> dict[str, bytes]:
         "GIF": encode(picture, "GIF"),
         "TIFF": encode(picture, "TIFF"),
         "BMP": encode(picture, "BMP"),
-        "SVG": b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/>",
         "PDF": b"%PDF-1.7 and so on",
     }
 
@@ -113,7 +106,6 @@ def _bad_masks() -> Iterator[HostileCase]:
     yield _case("MASK all black", "MASK", MASK=encode(np.zeros(SIZE, np.uint8)))
     yield _case("MASK dark grey", "MASK", MASK=encode(blob_mask(*SIZE, value=127)))
     yield _case("MASK half transparent", "MASK", MASK=encode(clear))
-    yield _case("MASK without alpha", "SETTINGS.mask_mode", SETTINGS=b'{"mask_mode": "alpha"}')
 
 
 def _bad_prompts() -> dict[str, bytes]:
@@ -128,35 +120,20 @@ def _bad_prompts() -> dict[str, bytes]:
 def _bad_settings() -> dict[str, tuple[bytes, str]]:
     """Name → (SETTINGS, field named)."""
     values: dict[str, tuple[object, str]] = {
-        "unknown": ({"stepz": 4}, "SETTINGS.stepz"),
-        "mistyped": ({"num_inference_steps": "4"}, "SETTINGS.num_inference_steps"),
         "boolean steps": ({"num_inference_steps": True}, "SETTINGS.num_inference_steps"),
         "0 steps": ({"num_inference_steps": 0}, "SETTINGS.num_inference_steps"),
-        "10000 steps": ({"num_inference_steps": 10_000}, "SETTINGS.num_inference_steps"),
         "steps over the limit": ({"num_inference_steps": 1001}, "SETTINGS.num_inference_steps"),
         "zero strength": ({"strength": 0}, "SETTINGS.strength"),
         "strength of no step": ({"strength": 1e-17}, "SETTINGS.strength"),
-        "NaN strength": ({"strength": float("nan")}, "SETTINGS.strength"),
         "infinite strength": ({"strength": float("inf")}, "SETTINGS.strength"),
         "NaN guidance": ({"guidance_scale": float("nan")}, "SETTINGS.guidance_scale"),
         "negative seed": ({"seed": -1}, "SETTINGS.seed"),
-        "huge seed": ({"seed": 10**400}, "SETTINGS.seed"),
-        "other model": ({"model": "no-such-model"}, "SETTINGS.model"),
         "mask mode": ({"mask_mode": "black"}, "SETTINGS.mask_mode"),
-        "huge feather": ({"mask_feather": 10**6}, "SETTINGS.mask_feather"),
-        "output format": ({"output_format": "gif"}, "SETTINGS.output_format"),
-        "request id": ({"request_id": "a b"}, "SETTINGS.request_id"),
-        "template id": ({"template_id": "../../etc/passwd"}, "SETTINGS.template_id"),
-        "a list": ([], "SETTINGS"),
     }
-    named = {name: (json.dumps(value).encode(), field) for name, (value, field) in values.items()}
     return {
-        **named,
-        "not JSON": (b"{seed: 1}", "SETTINGS"),
-        "not UTF-8": (b'{"model": "\xff"}', "SETTINGS"),
+        **bad_input.bad_settings(),
+        **bad_input.dumped(values),
         "twice": (b'{"seed": 1, "seed": 2}', "SETTINGS.seed"),
-        "deeply nested": (b"[" * 30_000, "SETTINGS"),
-        "too long": (b'{"seed": ' + b" " * 70_000 + b"1}", "SETTINGS"),
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import struct
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
+
+from maskserve_harness.soaking.pictures import png_file
 
 Bytes3D = npt.NDArray[np.uint8]
 
@@ -38,24 +39,6 @@ def blob_mask(height: int, width: int, value: int = 255) -> npt.NDArray[np.uint8
     mask = np.zeros((height, width), np.uint8)
     mask[height // 3 : height // 3 * 2 + 1, width // 4 : width // 4 * 2 + 1] = value
     return mask
-
-
-def png_chunk(name: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-
-
-def png_file(
-    width: int,
-    height: int,
-    depth: int,
-    colour: int,
-    rows: bytes,
-    before: tuple[tuple[bytes, bytes], ...] = (),
-) -> bytes:
-    """A PNG written by hand. `rows` are unfiltered, each after its filter byte 0."""
-    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
-    chunks = [(b"IHDR", header), *before, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*chunk) for chunk in chunks)
 
 
 def sixteen_bit_png(samples: npt.NDArray[np.uint16], before: Any = ()) -> bytes:

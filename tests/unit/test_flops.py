@@ -12,9 +12,9 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
 from maskserve_core.planning.flops import KINDS, ModelWork, RowTokens, flop_limit, flux_work
 from maskserve_core.planning.flops_unet import unet_work
-from maskserve_harness.benchmarks.models import FLUX_DEV
+from maskserve_harness.benchmarks.models import FLUX_DEV, SDXL
 from tests.support.flop_count import counted
-from tests.support.model_configs import REAL_SD21, REAL_SDXL, TINY_FLUX, TINY_SD21, TINY_SDXL
+from tests.support.model_configs import SD21_INPAINT, TINY_FLUX, TINY_SD21, TINY_SDXL
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_unet_step_is_what_torch_counts(config: dict[str, Any], height: int, wid
 
 
 @pytest.mark.parametrize(
-    ("config", "side"), [(REAL_SDXL, 128), (REAL_SD21, 96)], ids=["sdxl", "sd21"]
+    ("config", "side"), [(SDXL, 128), (SD21_INPAINT, 96)], ids=["sdxl", "sd21"]
 )
 def test_real_unet_sizes(config: dict[str, Any], side: int) -> None:
     model = UNet2DConditionModel(**config)

@@ -20,6 +20,7 @@ from PIL import Image, ImageFile
 from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import decode_image, decode_mask, encode_image, to_base64
+from maskserve_harness.soaking.pictures import png_file
 from tests.fakes.corpus.encoding import (
     GREY,
     PALETTE,
@@ -32,7 +33,7 @@ from tests.fakes.corpus.encoding import (
     webp_of,
 )
 from tests.fakes.hostile import bad_images
-from tests.fakes.pictures import OddImage, encode, odd_images, png_file, scene, sixteen_bit_png
+from tests.fakes.pictures import OddImage, encode, odd_images, scene, sixteen_bit_png
 from tests.support.cost import lines_run
 
 LIMITS = LimitsConfig()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from maskserve_harness.soaking.pictures import Picture, draw, encode
+from maskserve_harness.soaking.pictures import draw, encode, png_file
 from maskserve_harness.soaking.visitor import Visitor, refused
 
 _SIZE = (40, 56)
@@ -31,14 +29,15 @@ def bad_requests() -> tuple[BadRequest, ...]:
     """All of them."""
     picture = draw(1, *_SIZE)
     good = {"IMAGE": picture.image, "MASK": picture.mask, "PROMPT": b"a red star"}
+    images = bad_images(picture.image)
     height, width = _SIZE
     changes: list[tuple[str, dict[str, bytes]]] = [
-        *((field, {field: data}) for data in _bad_images(picture) for field in ("IMAGE", "MASK")),
+        *((field, {field: data}) for data in images.values() for field in ("IMAGE", "MASK")),
         ("MASK", {"MASK": draw(2, height + 1, width).mask}),
         ("MASK", {"MASK": encode(np.zeros(_SIZE, np.uint8))}),
         ("PROMPT", {"PROMPT": b"a red \xff\xfe star"}),
         ("PROMPT", {"PROMPT": b"a" * 32_001}),
-        *((field, {"SETTINGS": raw}) for raw, field in _bad_settings()),
+        *((field, {"SETTINGS": raw}) for raw, field in bad_settings().values()),
     ]
     made = [BadRequest({**good, "SETTINGS": b"{}", **change}, field) for field, change in changes]
     unknown = json.dumps({"template_id": "0" * 32}).encode()
@@ -46,55 +45,51 @@ def bad_requests() -> tuple[BadRequest, ...]:
     return (*made, BadRequest(gone, "SETTINGS.template_id", "TEMPLATE_NOT_FOUND"))
 
 
-def _bad_images(picture: Picture) -> list[bytes]:
-    whole = picture.image
-    damaged = bytearray(whole)
+def bad_images(png: bytes) -> dict[str, bytes]:
+    """Bytes that are no usable PNG, JPEG or WebP, by name; some are made of a good `png`."""
+    damaged = bytearray(png)
     damaged[-40] ^= 0xFF
-    return [
-        bytes(64),
-        b"not an image at all",
-        b"data:image/png;base64,@@@@",
-        whole[: len(whole) // 2],
-        bytes(damaged),
-        _png_of(60_000, 60_000),
-        _png_of(2**31 - 1, 2**31 - 1),
-        b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/>",
-    ]
+    return {
+        "zeros": bytes(64),
+        "text": b"not an image at all",
+        "broken data URI": b"data:image/png;base64,@@@@",
+        "truncated PNG": png[: len(png) // 2],
+        "PNG with a wrong checksum": bytes(damaged),
+        "bomb PNG": png_file(60_000, 60_000, 8, 2, bytes(1000)),
+        "bomb PNG of the largest size": png_file(2**31 - 1, 2**31 - 1, 8, 2, bytes(1000)),
+        "SVG": b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/>",
+    }
 
 
-def _png_of(width: int, height: int) -> bytes:
-    """A PNG that says it is this large, and holds next to nothing."""
-    parts = (
-        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
-        (b"IDAT", zlib.compress(bytes(1000))),
-        (b"IEND", b""),
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-        for name, body in parts
-    )
+def bad_settings() -> dict[str, tuple[bytes, str]]:
+    """SETTINGS that no model takes and the field that the refusal names, by name."""
+    values: dict[str, tuple[object, str]] = {
+        "unknown": ({"stepz": 4}, "SETTINGS.stepz"),
+        "mistyped": ({"num_inference_steps": "4"}, "SETTINGS.num_inference_steps"),
+        "10000 steps": ({"num_inference_steps": 10_000}, "SETTINGS.num_inference_steps"),
+        "NaN strength": ({"strength": float("nan")}, "SETTINGS.strength"),
+        "huge seed": ({"seed": 10**400}, "SETTINGS.seed"),
+        "other model": ({"model": "no-such-model"}, "SETTINGS.model"),
+        "alpha of a mask without": ({"mask_mode": "alpha"}, "SETTINGS.mask_mode"),
+        "huge feather": ({"mask_feather": 10**6}, "SETTINGS.mask_feather"),
+        "output format": ({"output_format": "gif"}, "SETTINGS.output_format"),
+        "request id": ({"request_id": "a b"}, "SETTINGS.request_id"),
+        "template id": ({"template_id": "../../etc/passwd"}, "SETTINGS.template_id"),
+        "another image's template": ({"template_id": "0" * 32}, "SETTINGS.template_id"),
+        "a list": ([], "SETTINGS"),
+    }
+    return {
+        **dumped(values),
+        "not JSON": (b"{seed: 1}", "SETTINGS"),
+        "not UTF-8": (b'{"model": "\xff"}', "SETTINGS"),
+        "deeply nested": (b"[" * 30_000, "SETTINGS"),
+        "too long": (b" " * 70_000 + b"{}", "SETTINGS"),
+    }
 
 
-def _bad_settings() -> list[tuple[bytes, str]]:
-    """SETTINGS and the field that the refusal names."""
-    values: list[tuple[object, str]] = [
-        ({"stepz": 4}, "SETTINGS.stepz"),
-        ({"num_inference_steps": "4"}, "SETTINGS.num_inference_steps"),
-        ({"num_inference_steps": 10_000}, "SETTINGS.num_inference_steps"),
-        ({"strength": float("nan")}, "SETTINGS.strength"),
-        ({"seed": 10**400}, "SETTINGS.seed"),
-        ({"model": "no-such-model"}, "SETTINGS.model"),
-        ({"mask_mode": "alpha"}, "SETTINGS.mask_mode"),
-        ({"mask_feather": 10**6}, "SETTINGS.mask_feather"),
-        ({"output_format": "gif"}, "SETTINGS.output_format"),
-        ({"request_id": "a b"}, "SETTINGS.request_id"),
-        ({"template_id": "../../etc/passwd"}, "SETTINGS.template_id"),
-        ({"template_id": "0" * 32}, "SETTINGS.template_id"),
-        ([], "SETTINGS"),
-    ]
-    plain = [(json.dumps(value).encode(), field) for value, field in values]
-    raw = [(b"{seed: 1}", "SETTINGS"), (b'{"model": "\xff"}', "SETTINGS")]
-    return [*plain, *raw, (b"[" * 30_000, "SETTINGS"), (b" " * 70_000 + b"{}", "SETTINGS")]
+def dumped(values: Mapping[str, tuple[object, str]]) -> dict[str, tuple[bytes, str]]:
+    """The same with JSON in place of values."""
+    return {name: (json.dumps(value).encode(), field) for name, (value, field) in values.items()}
 
 
 BAD_REQUESTS = bad_requests()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import random
+import struct
 import threading
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,3 +107,21 @@ def encode(pixels: Any) -> bytes:
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG", compress_level=1)
     return out.getvalue()
+
+
+def png_chunk(name: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+
+def png_file(
+    width: int,
+    height: int,
+    depth: int,
+    colour: int,
+    rows: bytes,
+    before: tuple[tuple[bytes, bytes], ...] = (),
+) -> bytes:
+    """A PNG written by hand. `rows` are unfiltered, each after its filter byte 0."""
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    chunks = [(b"IHDR", header), *before, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*chunk) for chunk in chunks)

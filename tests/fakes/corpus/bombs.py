@@ -7,6 +7,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 
+from maskserve_harness.soaking.pictures import png_file
 from tests.fakes.corpus.case import Case, Refused
 from tests.fakes.corpus.encoding import (
     GREY,
@@ -21,7 +22,7 @@ from tests.fakes.corpus.encoding import (
     webp_of,
 )
 from tests.fakes.hostile import SIZE, good_inputs
-from tests.fakes.pictures import encode, png_file, scene
+from tests.fakes.pictures import encode, scene
 
 MEGABYTE = 2**20
 # (width, height), each beyond the side or the pixels that are allowed by default.

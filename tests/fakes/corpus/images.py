@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
+from maskserve_harness.soaking.pictures import png_chunk
 from tests.fakes.corpus.case import Case, Pixels, damaged, refused, works
 from tests.fakes.corpus.encoding import (
     GREY,
@@ -27,7 +28,7 @@ from tests.fakes.corpus.encoding import (
     webp_of,
 )
 from tests.fakes.hostile import SIZE
-from tests.fakes.pictures import blob_mask, encode, grey_pixels, odd_images, png_chunk, scene
+from tests.fakes.pictures import blob_mask, encode, grey_pixels, odd_images, scene
 
 SIZES = ((1, 1), (1, 9), (9, 1), (2, 2), (7, 13), (16, 16), (1, 700), (500, 2), (31, 257), (90, 90))
 
