@@ -48,6 +48,11 @@ def test_facts_are_read_from_the_folder(
         ({"up_block_types": ["ResnetUpsampleBlock2D"] * 3}, "ResnetUpsampleBlock2D"),
         ({"mid_block_type": "UNetMidBlock2D"}, "mid_block_type"),
         ({"in_channels": 8}, "takes 8 channels"),
+        ({"out_channels": 8}, "gives 8"),
+        (
+            {"cross_attention_dim": 48},
+            "takes text 48 wide and text_encoder and text_encoder_2 give",
+        ),
         ({"class_embed_type": "projection"}, "class_embed_type"),
         ({"addition_embed_type": "image"}, "addition_embed_type"),
     ],

@@ -181,6 +181,13 @@ def _unet(folder: Path, _: str, native_resolution: int) -> ModelFacts:
     for part in parts:
         if not (folder / part).is_dir():
             raise ConfigError(f"[model] path: {folder} has no folder {part!r}")
+    encoders = [part for part in parts if part.startswith("text_encoder")]
+    given = sum(int(_json(folder / part / "config.json")["hidden_size"]) for part in encoders)
+    if given != unet["cross_attention_dim"]:
+        raise ConfigError(
+            f"[model] path: the UNet takes text {unet['cross_attention_dim']} wide and "
+            f"{' and '.join(encoders)} give {given}"
+        )
     length = _json(folder / "tokenizer" / "tokenizer_config.json").get("model_max_length")
     if not isinstance(length, int) or not 1 <= length <= 4096:
         raise ConfigError(

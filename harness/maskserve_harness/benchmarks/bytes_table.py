@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
+from maskserve_core.contracts.entry_key import anchor_steps
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.planning.flops import flux_work
 from maskserve_core.planning.flops_unet import unet_work
@@ -28,6 +29,8 @@ from maskserve_harness.benchmarks.models import (
 
 KINDS = ("kv", "h")
 SHOWN = ("bfloat16", "int8", "int4")
+STRIDE = 7
+"""Of UNets, where `[cache] stride` does not say (`contracts/facts.anchor_stride`)."""
 
 
 def flux_dev() -> FluxAdapter:
@@ -63,22 +66,22 @@ def table(side: int, steps: int, strides: Sequence[int]) -> str:
 
 
 def unet_table(steps: int) -> str:
-    """The UNets' markdown table, in GiB per anchor and in all anchors of every step, both halves of
-    a guided step sharing entries.
+    """The UNets' markdown table, in GiB per anchor, at the default stride and at every step, both
+    halves of a guided step sharing entries.
 
     Args:
-        steps: of the schedule, each an anchor.
+        steps: of the schedule.
     """
-    lines = [
-        _row("model", "kind", "format", "per anchor", f"stride 1, {steps} anchors"),
-        "|---" * 5 + "|",
-    ]
+    default = len(anchor_steps([1 - step / steps for step in range(steps)], STRIDE))
+    strides = f"stride {STRIDE}, {default} anchors", f"stride 1, {steps} anchors"
+    lines = [_row("model", "kind", "format", "per anchor", *strides), "|---" * 6 + "|"]
     for name, (config, side) in {"SDXL 1024": (SDXL, 128), "SD 2.1 768": (SD21, 96)}.items():
         work = unet_work(config, side, side, guidance=False)
         for kind in KINDS:
             for fmt in SHOWN:
                 each = entry_bytes(work, kind, FORMATS[fmt]) / 2**30
-                lines.append(_row(name, kind, fmt, f"{each:.3f}", f"{each * steps:.2f}"))
+                cells = (f"{each * count:.2f}" for count in (default, steps))
+                lines.append(_row(name, kind, fmt, f"{each:.3f}", *cells))
     return "\n".join(lines)
 
 
