@@ -174,6 +174,12 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=None,
         help="the same way through the cache at any load",
     )
+    running.add_argument(
+        "--first-block-threshold",
+        type=float,
+        metavar="X",
+        help="leave a step's other blocks out where the first one changed less (FirstBlockCache)",
+    )
     running.add_argument("--priority", type=int, metavar="N", help="higher runs first")
     running.add_argument("--deadline-ms", type=int, metavar="MS", help="give up after so long")
     running.add_argument("--request-id", metavar="ID", help="name for cancel and logs")

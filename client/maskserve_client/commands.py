@@ -24,6 +24,7 @@ _SETTINGS = (
     "mask_dilate",
     "mask_feather",
     "mask_ring",
+    "first_block_threshold",
     "negative_prompt",
     "seed",
     "num_inference_steps",

@@ -60,6 +60,13 @@ class ModelConfig:
     mask_ring: int = _opt(
         1, "Default tokens round the mask that a cached edit computes too.", low=0, high=64
     )
+    first_block_threshold: float = _opt(
+        0.0,
+        "Default change of what the first block adds below which a step leaves the other blocks "
+        "out (FirstBlockCache; FLUX only); 0 leaves out none.",
+        low=0.0,
+        high=10.0,
+    )
     torch_threads: int = _opt(0, "CPU threads of the denoiser; 0: all.", low=0, high=1024)
 
 

@@ -25,6 +25,7 @@ def new_counters() -> dict[str, float]:
         "dense_rows_total": 0,
         "cached_rows_total": 0,
         "priming_rows_total": 0,
+        "skipped_rows_total": 0,
         "step_seconds_total": 0.0,
         "step_load_stall_seconds_total": 0.0,
         **{f"plans_total.{choice}": 0 for choice in CHOICES},

@@ -184,8 +184,8 @@ class StepRunner:
         stall: float,
     ) -> None:
         """Have the cost model follow what the step took, and say how far off its plan was."""
-        if len(running) == 0:
-            return
+        if len(running) == 0 or any(_skipped(edit) for edit in running):
+            return  # some rows have done less than is counted
         reads = {each.edit.request_id for each in reading}
         cached = _sum_of([edit.counted for edit in running if edit.request_id in reads])
         dense = _sum_of([edit.counted for edit in running if edit.request_id not in reads])
@@ -219,6 +219,7 @@ class StepRunner:
             self.manager.primings.keep_anchor(edit)
             return
         cached = edit.row.entry is not None
+        self.counters["skipped_rows_total"] += _skipped(edit)
         edit.count_step(rows, kinds if cached else self._dense)
         self.counters["cached_rows_total" if cached else "dense_rows_total"] += 1
         computed = edit.active_tokens if cached else edit.total_tokens
@@ -246,6 +247,11 @@ class StepRunner:
         job = first.priming.job if isinstance(first, PrimingState) else first.job
         _, height, width = job.moments.shape
         return self.adapter.work(height, width)
+
+
+def _skipped(edit: RequestState | PrimingState) -> bool:
+    """Whether the step just taken left blocks of this row out."""
+    return isinstance(edit, RequestState) and edit.row.skipped > edit.skipped
 
 
 def _shared(rows: list[tuple[EntryReader, int, float]]) -> set[tuple[str, Anchor | None]]:

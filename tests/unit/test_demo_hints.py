@@ -68,6 +68,17 @@ def test_what_is_told_is_learnt(model):
     assert last.item() < first / 3
 
 
+def test_an_object_is_told_by_its_tokens_together(model):
+    hints, batch = Hints(model), _batch(shown=-1, seen=3)
+    batch.seen[:, -2] = 3
+    hint = _hint(model, hints, batch)
+    for head in hints.seen.values():
+        assert head.weight.grad is None
+    hint.backward()
+    assert all(head.weight.grad is not None for head in hints.seen.values())
+    assert set(hints.shapes_right) == {"seen last_double", "seen first_single"}
+
+
 def test_the_front_alone_tells_only_what_is_seen(model):
     hints, batch = Hints(model), _batch(shown=3, seen=3)
     _hint(front_of(model), hints, batch).backward()

@@ -166,6 +166,8 @@ def test_the_corpus_starts_from_a_request_that_works() -> None:
         ({"true_cfg": True}, {}, {"negative_prompt": "blur"}, "negative_prompt"),
         ({"true_cfg": True}, {}, {"negative_prompt": "", "true_cfg_scale": 1}, "negative_prompt"),
         ({"true_cfg": True}, {}, {"true_cfg_scale": 1.5}, "true_cfg_scale"),
+        ({"family": "unet"}, {}, {"first_block_threshold": 0.1}, "first_block_threshold"),
+        ({}, {}, {"first_block_threshold": 0.1, "reproducible": True}, "first_block_threshold"),
         ({}, {}, {"model": "demo2"}, "model"),
         ({}, {"limits": LimitsConfig(max_steps=9)}, {"num_inference_steps": 10}, "num_infer"),
         ({}, {"cache": CacheConfig(enabled=False)}, {"cache": "require"}, "cache"),
@@ -184,6 +186,18 @@ def test_what_the_model_can_do_passes() -> None:
     asked = settings(negative_prompt="blur", true_cfg_scale=2.0, guidance_scale=1, model="demo")
     assert prepare(able, SETTINGS=asked).request.settings.negative_prompt == "blur"
     assert prepare(SETTINGS=settings(true_cfg_scale=1.0)).request.settings.true_cfg_scale == 1
+
+
+def test_steps_are_skipped_by_default_where_the_worker_says_so() -> None:
+    config = replace(CONFIG, model=replace(CONFIG.model, first_block_threshold=0.2))
+
+    def threshold(**asked: Any) -> float | None:
+        done = prepare(config=config, SETTINGS=settings(**asked))
+        return done.request.settings.first_block_threshold
+
+    assert threshold() == 0.2
+    assert threshold(first_block_threshold=0.0) == threshold(reproducible=True) == 0.0
+    assert prepare().request.settings.first_block_threshold == 0.0
 
 
 def test_output_formats_that_cannot_hold_the_size_are_refused() -> None:

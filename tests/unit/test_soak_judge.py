@@ -10,7 +10,7 @@ import pytest
 
 from maskserve_harness.soaking.judge import Bar, judge_answers, judge_growth, judge_rest, steady
 from maskserve_harness.soaking.ledger import Window
-from maskserve_harness.soaking.sampler import ProcessSample, Sample, rollup
+from maskserve_harness.soaking.sampler import ProcessSample, Sample, drifts, rollup
 
 HOUR_S = 3600.0
 EVERY_S = 5.0
@@ -50,6 +50,8 @@ def sample(time_s: float, memory: float = 500.0, handles: float = 40, threads: f
         pinned=1,
         priming=1,
         in_use=3,
+        drift_mean=None,
+        drift_max=None,
         counters={"cache_evictions_total.device": float(time_s > 60)},
         restarts=0,
         window=Window(50, 10.0, 800.0, 0),
@@ -156,3 +158,10 @@ def test_one_wrong_answer_is_one_too_many() -> None:
 def test_sizes_of_a_process_are_read_in_bytes() -> None:
     text = "5500-7ffe ---p 0 00:00 0  [rollup]\nRss:      1760 kB\nPss_Anon:   116 kB\n"
     assert rollup(text) == {"Rss": 1760 * 1024, "Pss_Anon": 116 * 1024}
+
+
+def test_drift_is_that_of_all_audited_edits() -> None:
+    held = {"audits": 3, "drift_mean": 0.1, "drift_max": 0.2, "runs_dense": False}
+    other = {"audits": 1, "drift_mean": 0.5, "drift_max": 0.5, "runs_dense": True}
+    assert drifts([{}, held, other]) == (pytest.approx(0.2), 0.5)
+    assert drifts([{}]) == (None, None)

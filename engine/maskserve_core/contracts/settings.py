@@ -23,6 +23,8 @@ MAX_DEADLINE_MS = 24 * 3600 * 1000
 PRIORITIES = (-100, 100)
 MAX_RING = 64
 """Tokens: the whole of a 1024x1024 picture's grid from anywhere in it."""
+MAX_THRESHOLD = 10.0
+"""Of relative changes of a first block; beyond 1 nearly every step is left out."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 
@@ -52,6 +54,9 @@ class EditSettings:
     """Pixels over which the edit fades into the source."""
     mask_ring: int | None = None
     """Tokens round the mask that a cached edit computes too; what is pasted stays the mask's."""
+    first_block_threshold: float | None = None
+    """Change of what the first block adds below which a step leaves the other blocks out
+    (FirstBlockCache); 0 leaves out none."""
     output_format: str = "png"
     """Encoding of the answer."""
     output_encoding: str = "auto"
@@ -150,6 +155,7 @@ _CHECKS: dict[str, Check] = {
     "mask_dilate": _integer(0, 512),
     "mask_feather": _integer(0, 512),
     "mask_ring": _integer(0, MAX_RING),
+    "first_block_threshold": _number(0.0, MAX_THRESHOLD),
     "output_format": _choice(OUTPUT_FORMATS),
     "output_encoding": _choice(OUTPUT_ENCODINGS),
     "progress": _boolean,

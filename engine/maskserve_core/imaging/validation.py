@@ -68,6 +68,7 @@ def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) ->
         raise InvalidRequest("SETTINGS.model", "is not served here", served)
     _check_guidance(settings, facts, config)
     _check_steps(settings, facts, config)
+    _check_skipping(settings, facts)
     if settings.cache == "require" and not config.cache.enabled:
         raise InvalidRequest("SETTINGS.cache", "is require, but caching is off", "auto or off")
 
@@ -137,6 +138,19 @@ def _check_steps(settings: EditSettings, facts: ModelFacts, config: Config) -> N
         )
 
 
+def _check_skipping(settings: EditSettings, facts: ModelFacts) -> None:
+    if not settings.first_block_threshold:
+        return
+    if facts.family != "flux":
+        raise InvalidRequest(
+            "SETTINGS.first_block_threshold", "is a setting of FLUX models, not of this UNet", "0"
+        )
+    if settings.reproducible:  # which steps are skipped hangs by roundings, and so by the batch
+        raise InvalidRequest(
+            "SETTINGS.first_block_threshold", "does not go with SETTINGS.reproducible", "0"
+        )
+
+
 def _steps(settings: EditSettings, config: Config) -> int:
     given = settings.num_inference_steps
     return config.model.num_inference_steps if given is None else given
@@ -187,10 +201,13 @@ def _check_text(field: str, text: str, config: Config) -> None:
 def with_defaults(settings: EditSettings, facts: ModelFacts, config: Config) -> EditSettings:
     """`settings` with every default that is the worker's to choose filled in.
 
-    Steps and ring are never None afterwards, nor are the seed and the request id; guidance_scale is
-    None only for models that have none.
+    Steps, ring and threshold are never None afterwards, nor are the seed and the request id;
+    guidance_scale is None only for models that have none.
     """
     guidance = None if facts.guidance == "none" else _guidance(settings, facts, config)
+    threshold = settings.first_block_threshold
+    if threshold is None:
+        threshold = 0.0 if settings.reproducible else config.model.first_block_threshold
     negative = settings.negative_prompt
     if negative is None and facts.guidance == "cfg" and _guidance(settings, facts, config) > 1:
         negative = ""  # classifier-free guidance leads away from it
@@ -200,6 +217,7 @@ def with_defaults(settings: EditSettings, facts: ModelFacts, config: Config) -> 
         num_inference_steps=_steps(settings, config),
         guidance_scale=guidance,
         mask_ring=config.model.mask_ring if settings.mask_ring is None else settings.mask_ring,
+        first_block_threshold=threshold,
         seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
         request_id=settings.request_id or uuid.uuid4().hex,
     )

@@ -75,6 +75,9 @@ ENGINE_METRICS = {
     "dense_rows_total": _counter("Rows that computed all tokens, summed over steps."),
     "cached_rows_total": _counter("Rows that computed active tokens only, summed over steps."),
     "priming_rows_total": _counter("Rows that computed a template's entries, summed over steps."),
+    "skipped_rows_total": _counter(
+        "Rows that left all blocks but the first out (first_block_threshold), summed over steps."
+    ),
     "primings_total": _counter("Templates primed, or given up for want of room.", "outcome"),
     "cache_hits_total": _counter("Edits that found their template's activations.", "tier"),
     "cache_misses_total": _counter("Edits that wanted activations which were not there."),

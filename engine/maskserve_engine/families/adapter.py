@@ -38,6 +38,11 @@ class EditRow(Row, Protocol):
     its tokens. A step waits for each part where it needs it (`Handle.wait`)."""
 
     @property
+    def skipped(self) -> int:
+        """Steps so far that left all blocks but the first out (FirstBlockCache)."""
+        ...
+
+    @property
     def selection(self) -> Selection | None:
         """The inactive tokens of a cached row; None: a dense row."""
         ...

@@ -119,7 +119,7 @@ class RequestManager:
         meta = edit.final_meta(self.config.worker, model_name(self.config))
         self._leave(edit)
         self.output.send(edit.sink, Final(latents, meta, edit.timeline()))
-        if edit.how == "cached":
+        if edit.how == "cached" and not edit.skipped:  # skipping is not the template's fault
             self.audits.offer(self.cache.key_of(edit.job), edit.job, latents)
 
     def _leave(self, edit: RequestState) -> None:

@@ -50,6 +50,8 @@ class RequestState:
     """When that was done."""
     rows_seen: int = 0
     """Sum over its steps of the rows in the batch."""
+    skipped: int = 0
+    """Steps that left all blocks but the first out."""
     plans: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """Steps taken, by the kinds of their blocks."""
     drift: float | None = None
@@ -125,6 +127,8 @@ class RequestState:
             rows: in the batch.
             kinds: of its blocks.
         """
+        if self.row.skipped > self.skipped:
+            self.skipped, kinds = self.row.skipped, kinds[:1]
         if not self.rows_seen:
             self.first_step = time.monotonic()
         self.rows_seen += rows
@@ -182,6 +186,7 @@ class RequestState:
         """What META and traces both say of it after so many steps."""
         return {
             "steps": self.steps,
+            "steps_skipped": self.skipped,
             "mask_ratio": round(self.mask_ratio, 6),
             "mask_ring": self.job.mask_ring,
             "active_tokens": self.active_tokens,

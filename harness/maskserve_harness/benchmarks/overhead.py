@@ -102,7 +102,7 @@ def model_clock() -> Clock:
     """Of what FluxTransformer2DModel.forward calls, but for its first layer: timestep and prompt
     embedded, blocks, text and image joined for the single blocks and taken apart, last layer.
     """
-    state = forward_module._State
+    state = forward_module.State
     return Clock(
         *((batch_module, name) for name in ("embed", "vectors")),
         *((forward_module, name) for name in ("double_block", "single_block", "last_layer")),

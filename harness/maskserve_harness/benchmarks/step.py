@@ -42,7 +42,7 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) ->
     """
     spent = {"blocks": 0.0, "fill": 0.0}
     originals = (forward_module.double_block, forward_module.single_block)  # type: ignore[attr-defined]
-    original_fill = forward_module._State.fill
+    original_fill = forward_module.State.fill
 
     def timed(function: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -64,12 +64,12 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) ->
 
     forward_module.double_block = timed(originals[0])  # type: ignore[attr-defined]
     forward_module.single_block = timed(originals[1])  # type: ignore[attr-defined]
-    forward_module._State.fill = fill  # type: ignore[method-assign, assignment]
+    forward_module.State.fill = fill  # type: ignore[method-assign, assignment]
     try:
         whole = timer.ms(partial(bench.step, rows, kind))
     finally:
         forward_module.double_block, forward_module.single_block = originals  # type: ignore[attr-defined]
-        forward_module._State.fill = original_fill  # type: ignore[method-assign]
+        forward_module.State.fill = original_fill  # type: ignore[method-assign]
     return whole - spent["blocks"] + spent["fill"]
 
 

@@ -1,9 +1,10 @@
 """Training hints: heads that read colours and shapes from inside the transformer.
 
-What stands in the picture must be known by the object's own tokens early, and what the answer
-shows by the text's and the region's tokens soon after; told so directly, the transformer learns
-to look elsewhere many times sooner than from the pictures' error alone. The heads are not part
-of the model.
+What stands in the picture must be known by the object's own tokens early, all of them together:
+their mean is what another token that attends to them gets. What the answer shows must be known by
+the text's and the region's tokens soon after. Told so directly, the transformer learns to look
+elsewhere many times sooner than from the pictures' error alone. The heads are not part of the
+model.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from torch.nn import functional
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.demo_model.transformer import Batch
 
-WEIGHT: Final = 0.05  # of the hints' cross entropies beside the flow-matching loss
 _NUMBERS: Final = len(COLOURS) + len(SHAPES)
 
 
@@ -30,6 +30,8 @@ class Hints(nn.Module):
         super().__init__()
         width = model.inner_dim
         self._outputs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.shapes_right: dict[str, float] = {}
+        """Share of the last batch's shapes that each head told right."""
         seen, shown = ("last_double", "first_single"), ("first_single", "middle_single")
         self.seen = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in seen})
         self.text = nn.ModuleDict({name: nn.Linear(width, _NUMBERS) for name in shown})
@@ -54,17 +56,28 @@ class Hints(nn.Module):
         Those of blocks that have run since the last call.
         """
         parts = [torch.zeros(())]
+        covered = (batch.seen[..., 0] >= 0).float()
         for name in self._outputs.keys() & self.seen.keys():
-            image = self._outputs[name][1].float()
-            parts.append(_entropy(self.seen[name](_normed(image)), batch.seen))
-        share = (active / active.sum(1, keepdim=True).clamp(min=1)).unsqueeze(2)
+            logits = self.seen[name](_mean(self._outputs[name][1], covered))
+            parts.append(self._entropy(f"seen {name}", logits, batch.seen.amax(1)))
         for name in self._outputs.keys() & self.text.keys():
-            text, image = (x.float() for x in self._outputs[name])
-            parts.append(_entropy(self.text[name](_normed(text).mean(1)), batch.shown))
-            region = (_normed(image) * share).sum(1)
-            parts.append(_entropy(self.region[name](region), batch.shown))
+            text, image = self._outputs[name]
+            logits = self.text[name](_mean(text, torch.ones(text.shape[:2])))
+            parts.append(self._entropy(f"text {name}", logits, batch.shown))
+            logits = self.region[name](_mean(image, active))
+            parts.append(self._entropy(f"region {name}", logits, batch.shown))
         self._outputs.clear()
         return torch.stack(parts).sum()
+
+    def _entropy(self, head: str, logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Of colour plus shape, over the samples whose `numbers` (B, 2) are not -1."""
+        known = numbers[:, 0] >= 0
+        if not known.any():
+            return torch.zeros(())
+        colours, shapes = logits[known].split([len(COLOURS), len(SHAPES)], dim=1)
+        colour, shape = numbers[known].unbind(1)
+        self.shapes_right[head] = float((shapes.argmax(1) == shape).float().mean())
+        return functional.cross_entropy(colours, colour) + functional.cross_entropy(shapes, shape)
 
 
 def front_of(model: FluxTransformer2DModel) -> FluxTransformer2DModel:
@@ -74,15 +87,8 @@ def front_of(model: FluxTransformer2DModel) -> FluxTransformer2DModel:
     return front
 
 
-def _normed(x: torch.Tensor) -> torch.Tensor:
-    return functional.layer_norm(x, x.shape[-1:])
-
-
-def _entropy(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Of colour plus shape, over the places where `numbers` (..., 2) are not -1."""
-    known = numbers[..., 0] >= 0
-    if not known.any():
-        return torch.zeros(())
-    logits, numbers = logits[known], numbers[known]
-    colour = functional.cross_entropy(logits[:, : len(COLOURS)], numbers[:, 0])
-    return colour + functional.cross_entropy(logits[:, len(COLOURS) :], numbers[:, 1])
+def _mean(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Normalised tokens (B, N, width), averaged by `weight` (B, N): (B, width)."""
+    normed = functional.layer_norm(tokens.float(), tokens.shape[-1:])
+    share = weight / weight.sum(1, keepdim=True).clamp(min=1)
+    return (normed * share.unsqueeze(2)).sum(1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -16,19 +17,34 @@ from torch import nn
 from maskserve_harness.demo_model.attention import MatmulAttention
 from maskserve_harness.demo_model.data import KINDS
 from maskserve_harness.demo_model.exchange import Exchange
-from maskserve_harness.demo_model.hints import WEIGHT as HINTS_WEIGHT
 from maskserve_harness.demo_model.hints import Hints, front_of
 from maskserve_harness.demo_model.sampler import Sampler
 from maskserve_harness.demo_model.transformer import loss_of, optimisers
 
 TOKENS_PER_BATCH: Final = 3072  # image and text tokens together
 _WINDOWS: Final[tuple[int | None, ...]] = (6, 8, 11, None)  # tokens a side; None = whole picture
-_MIX: Final = (  # from this progress on, the shares of batches by window, and by kind of KINDS
-    (0.0, (0.7, 0.25, 0.05, 0.0), (0.12, 0.8, 0.08)),
-    (0.5, (0.25, 0.4, 0.25, 0.1), (0.3, 0.58, 0.12)),
-    (0.8, (0.0, 0.3, 0.35, 0.35), (0.35, 0.5, 0.15)),
+
+
+class _Phase(NamedTuple):
+    """What batches hold from some progress on."""
+
+    since: float
+    objects: float
+    """Share of steps that only learn what objects look like."""
+    hints: float
+    """Weight of the hints' cross entropies beside the flow-matching loss."""
+    windows: tuple[float, ...]
+    """Shares of the other batches by window."""
+    kinds: tuple[float, ...]
+    """The same by kind of KINDS."""
+
+
+_PHASES: Final = (
+    _Phase(0.0, 0.8, 0.2, (0.85, 0.15, 0.0, 0.0), (0.4, 0.55, 0.05)),
+    _Phase(0.1, 0.3, 0.2, (0.85, 0.15, 0.0, 0.0), (0.25, 0.7, 0.05)),
+    _Phase(0.45, 0.1, 0.1, (0.5, 0.3, 0.15, 0.05), (0.3, 0.6, 0.1)),
+    _Phase(0.75, 0.0, 0.05, (0.1, 0.3, 0.3, 0.3), (0.35, 0.5, 0.15)),
 )
-OBJECTS_SHARE: Final = 0.6  # of steps at the start, falling to none: only what objects look like
 
 
 @dataclass(frozen=True)
@@ -74,9 +90,9 @@ def train(
             opt.load_state_dict(saved)
         spent, step, samples = state["spent"], state["step"], state["samples"]
     exchange = Exchange(plan.folder, plan.worker, plan.workers, trained)
-    last, saved_at = time.process_time(), time.monotonic()
+    cpu, saved_at = time.process_time(), time.monotonic()
     losses: list[float] = []
-    hinted: list[float] = [0.0]
+    told: dict[str, list[float]] = defaultdict(list)
     model.train()
     model.set_attn_processor(MatmulAttention())
     front = front_of(model)
@@ -85,15 +101,17 @@ def train(
         for opt in opts:
             for group in opt.param_groups:
                 group["lr"] = plan.rate * _rate_factor(step, progress)
-        objects = rng.random() < OBJECTS_SHARE * (1 - progress)
+        phase = next(phase for phase in reversed(_PHASES) if progress >= phase.since)
+        objects = rng.random() < phase.objects
         if objects:
             batch = sampler.draw_objects(TOKENS_PER_BATCH)
         else:
-            batch = sampler.draw(TOKENS_PER_BATCH, *_pick(rng, progress))
+            batch = sampler.draw(TOKENS_PER_BATCH, *_pick(rng, phase))
         active = batch.condition[..., -masked_channels:].amax(dim=2)
         loss = loss_of(front if objects else model, batch, active, generator)
+        hints.shapes_right.clear()
         hint = hints.loss(batch, active)
-        (hint if objects else loss + HINTS_WEIGHT * hint).backward()
+        (hint if objects else loss + phase.hints * hint).backward()
         nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         for opt in opts:
             opt.step()
@@ -105,15 +123,17 @@ def train(
             exchange.average()
         if not objects:
             losses.append(loss.item())
-        else:
-            hinted.append(hint.item())
+        if bool((batch.seen >= 0).any()):  # far objects: guessed shapes are right in a sixth
+            for head, share in hints.shapes_right.items():
+                told[head].append(share)
         now = time.process_time()
-        spent, last = spent + now - last, now
+        spent, cpu = spent + now - cpu, now
         if step % 50 == 0:
             print(
                 f"{time.strftime('%H:%M:%S')} train {progress:6.1%} step {step} samples {samples}"
                 f" loss {np.mean(losses[-200:]):.4f} last {np.mean(losses[-50:]):.4f}"
-                f" objects {np.mean(hinted[-50:]):.3f}",
+                " shapes told: "
+                + ", ".join(f"{head} {np.mean(last[-30:]):.0%}" for head, last in told.items()),
                 flush=True,
             )
         if time.monotonic() - saved_at > plan.save_every or spent >= plan.seconds:
@@ -148,11 +168,10 @@ def _rate_factor(step: int, progress: float) -> float:
     return min(1.0, (step + 1) / 50) * max(0.01, min(1.0, (1 - progress) / 0.45))
 
 
-def _pick(rng: np.random.Generator, progress: float) -> tuple[str, int | None]:
+def _pick(rng: np.random.Generator, phase: _Phase) -> tuple[str, int | None]:
     """A kind of scenes and a window for the next batch."""
-    _, windows, kinds = next(mix for mix in reversed(_MIX) if progress >= mix[0])
-    kind = KINDS[int(rng.choice(len(KINDS), p=kinds))]
-    return kind, _WINDOWS[int(rng.choice(len(_WINDOWS), p=windows))]
+    kind = KINDS[int(rng.choice(len(KINDS), p=phase.kinds))]
+    return kind, _WINDOWS[int(rng.choice(len(_WINDOWS), p=phase.windows))]
 
 
 @torch.no_grad()

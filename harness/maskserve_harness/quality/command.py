@@ -99,7 +99,7 @@ class Run:
                     "bytes_per_template": rig.template_bytes(choice, entries[0]),
                     "default": choice == self.default,
                     "flux_gib_per_template": round(choice.flux_bytes(rig.steps) / 2**30, 3),
-                    **flux_facts(choice, rig.skips[choice].share if choice in rig.skips else 0.0),
+                    **flux_facts(choice, rig.skipped(choice)),
                 }
             said(f"{name}: {len(edits)} edits by {len(choices)} caches")
 

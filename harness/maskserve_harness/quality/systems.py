@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,13 @@ from maskserve_engine.cache.codec import Coded, encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.choices import CacheChoice
-from maskserve_harness.quality.step_skipping import Skips, skipping
 from maskserve_harness.quality.thinning import thinned
 
 Picture = NDArray[np.uint8]
@@ -50,8 +51,8 @@ class Rig:
         self.adapter = FluxAdapter.load(load_facts(folder), self.config)
         self.replay = Replay(self.adapter)
         self.prompt = self.encoder.encode_prompt("")
-        self.skips: dict[CacheChoice, Skips] = {}
-        """Of choices that skip steps."""
+        self._steps_taken: Counter[CacheChoice] = Counter()
+        self._steps_skipped: Counter[CacheChoice] = Counter()
 
     def jobs(self, edits: Sequence[Edit]) -> list[EditJob]:
         """Encoded edits; the seed of edit i is i."""
@@ -126,23 +127,22 @@ class Rig:
         for until, make in stages:
             if until > (rows[0].step if rows else 0):
                 made = make()
+                for row in made if choice.skip_below else ():
+                    row.first_block = FirstBlockCache(choice.skip_below)
                 for row, earlier in zip(made, rows, strict=False):
                     _take_over(row, earlier)
                 rows = made
                 parts = [self._thinned(row) for row in rows] if choice.thin else rows
-                self._run_choice(parts, choice, until)
+                self.run(parts, (choice.block_kind,) * self.adapter.blocks, until)
+                self._steps_skipped[choice] += sum(part.skipped for part in parts)
                 for row, part in zip(rows, parts, strict=True):
                     row.latents, row.step = part.latents, part.step
+        self._steps_taken[choice] += len(rows) * self.steps
         return self._finish_all(edits, rows)
 
-    def _run_choice(self, rows: Sequence[FluxRow], choice: CacheChoice, until: int) -> None:
-        kinds = (choice.block_kind,) * self.adapter.blocks
-        if not choice.skip_below:
-            self.run(rows, kinds, until)
-            return
-        for row in rows:
-            with skipping(choice.skip_below, self.skips.setdefault(choice, Skips())):
-                self.run([row], kinds, until)
+    def skipped(self, choice: CacheChoice) -> float:
+        """Share of the steps of its edits that left all blocks but the first out."""
+        return self._steps_skipped[choice] / self._steps_taken[choice]
 
     def _row(self, job: EditJob, coded: Sequence[AnchorEntry], ring: int) -> FluxRow:
         settings = replace(job.request.settings, mask_ring=ring)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.soaking.run import Report, SoakOptions, soak, summary
+from maskserve_harness.soaking.run import Report, SoakOptions, drift, soak, summary
 from maskserve_serving.errors import ServeError
 
 
@@ -83,6 +83,8 @@ def show(report: Report) -> None:
     """The judgement, for people."""
     for kind, ends in report.ends.items():
         print(f"  {kind}: " + ", ".join(f"{count} {end}" for end, count in sorted(ends.items())))
+    said = ", ".join(f"{name} {value}" for name, value in drift(report).items())
+    print(f"  drift: {said}")
     for bar in report.bars:
         print(bar.line())
     for problem in report.problems:

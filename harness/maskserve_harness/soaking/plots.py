@@ -14,13 +14,13 @@ import matplotlib.pyplot as plt
 from maskserve_harness.soaking.judge import GROWTH
 from maskserve_harness.soaking.sampler import Sample
 
-_SIZE = (8.0, 12.5)
+_SIZE = (8.0, 14.5)
 _DPI = 90
 _MIB = 2**20
 
 
 def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> None:
-    """Six panels over the minutes; the warm-up is shaded.
+    """Seven panels over the minutes; the warm-up is shaded.
 
     Args:
         samples: under load, at least one.
@@ -28,7 +28,7 @@ def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> No
         title: of the whole.
         path: of the PNG.
     """
-    figure, panels = plt.subplots(6, 1, figsize=_SIZE, sharex=True)
+    figure, panels = plt.subplots(7, 1, figsize=_SIZE, sharex=True)
     minutes = [sample.time_s / 60 for sample in samples]
     names = sorted(samples[-1].processes, key=lambda n: -samples[-1].processes[n].memory)
 
@@ -46,7 +46,7 @@ def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> No
 
         return read
 
-    memory, change, shared, counts, work, speed = panels
+    memory, change, shared, counts, work, guard, speed = panels
     line(memory, "together", lambda s: s.memory / _MIB, color="black")
     for name in names:
         line(memory, name, of_process(name, "memory", _MIB))
@@ -77,6 +77,14 @@ def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> No
     line(work, "pinned", lambda s: s.pinned)
     line(work, "cache, MiB", lambda s: s.cache_bytes / _MIB, color="0.6")
     work.set_ylabel("rows and templates")
+    line(guard, "edits made again", lambda s: s.counters["audits_total"])
+    line(guard, "templates put to dense", lambda s: s.counters["cache_distrusts_total"])
+    guard.set_ylabel("drift guard")
+    apart = guard.twinx()
+    line(apart, "drift, mean", lambda s: s.drift_mean, color="tab:green")
+    line(apart, "largest", lambda s: s.drift_max, color="tab:red")
+    apart.set_ylabel("drift")
+    apart.set_ylim(bottom=0)
     line(speed, "visits per s", lambda s: s.window.per_s)
     speed.set_ylabel("visits per s")
     times = speed.twinx()
@@ -89,6 +97,7 @@ def plot(samples: Sequence[Sample], warm_s: float, title: str, path: Path) -> No
         if axes not in (memory, change, counts):
             axes.set_ylim(bottom=0)
         _legend(axes)
+    apart.legend(frameon=False, fontsize=7, loc="lower right")
     times.legend(frameon=False, fontsize=7, loc="lower right")
     speed.set_xlabel("minutes (warm-up shaded)")
     figure.suptitle(title, fontsize=10)

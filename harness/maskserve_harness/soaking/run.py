@@ -37,6 +37,8 @@ from maskserve_serving.source import with_model
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import Worker
 
+AUDIT_SHARE = 0.05
+"""Of the cached edits; those made again are the few that an idle moment was found for."""
 _END_OF_VISITS_S = 60.0
 _CROWD_S = 60.0
 """Longer, and edits of low priority would wait in vain for as long as their clients do."""
@@ -112,12 +114,15 @@ def soak(options: SoakOptions, stop: threading.Event) -> Report:
 
 
 def write_config(options: SoakOptions) -> Path:
-    """The worker's configuration: the given one, with a cache that the pictures do not fit in.
+    """The worker's configuration: the given one, with a cache that the pictures do not fit in, and
+    with audits.
 
     Unless it says how many threads the denoiser has, one core is left to the visitors: threads of
     a step that wait for one another on cores that others use take many times as long.
     """
     tables = with_model(read_tables(options.config), str(options.model))
+    if "audit_share" not in tables.get("cache", {}):
+        tables = with_values(tables, "cache", audit_share=AUDIT_SHARE)
     if "torch_threads" not in tables["model"]:
         tables = with_values(tables, "model", torch_threads=max(1, cores() - 1))
     path = options.out / "config.toml"
@@ -222,6 +227,20 @@ def _judge(
     return report
 
 
+def drift(report: Report) -> dict[str, float | None]:
+    """What the audits found, those of the rest included."""
+    looks = [*report.samples, *([report.rest] if report.rest else [])]
+    if not looks:
+        return {}
+    found = [look.drift_max for look in looks if look.drift_max is not None]
+    return {
+        "audits": looks[-1].counters["audits_total"],
+        "mean": looks[-1].drift_mean,
+        "max": max(found, default=None),
+        "templates_put_to_dense": looks[-1].counters["cache_distrusts_total"],
+    }
+
+
 def summary(options: SoakOptions, report: Report) -> dict[str, Any]:
     """The report as JSON values, without the samples."""
     last = report.samples[-1] if report.samples else None
@@ -244,6 +263,7 @@ def summary(options: SoakOptions, report: Report) -> dict[str, Any]:
         ],
         "visits": report.ends,
         "unexpected": list(report.problems),
+        "drift": drift(report),
         "counters": last.counters if last else {},
         "last": json.loads(last.to_json()) if last else None,
         "rest": json.loads(report.rest.to_json()) if report.rest else None,

@@ -8,8 +8,10 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -65,6 +67,9 @@ class Sample:
     priming: int
     in_use: int
     """Templates whose entries running rows hold."""
+    drift_mean: float | None
+    """Of the audited edits of templates with entries; None before the first audit."""
+    drift_max: float | None
     counters: dict[str, float]
     restarts: int
     window: Window
@@ -113,6 +118,7 @@ class Sampler:
         status = self._grpc.control("status")
         templates = self._grpc.control("templates")["templates"]
         entries = [entry for template in templates for entry in template["entries"]]
+        mean, largest = drifts(entries)
         regions = _stats(SHARED_MEMORY, f"{region_prefix(worker.spec.ports.http)}*")
         files = _stats(worker.spec.files.runtime, "**/*")
         return Sample(
@@ -132,6 +138,8 @@ class Sampler:
             pinned=sum(entry["pinned"] for entry in entries),
             priming=sum(entry["priming"] for entry in entries),
             in_use=len({r["template_id"] for r in status["running"] if r["kind"] == "cached"}),
+            drift_mean=mean,
+            drift_max=largest,
             counters=status["counters"],
             restarts=worker.restarts,
             window=window,
@@ -148,6 +156,16 @@ class Sampler:
                 self.samples.append(sample)
                 lines.write(sample.to_json() + "\n")
                 lines.flush()
+
+
+def drifts(entries: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """Mean and largest drift of the audited edits, from `control templates`' entries."""
+    audited = [entry for entry in entries if entry.get("audits")]
+    if not audited:
+        return None, None
+    total = sum(entry["audits"] * entry["drift_mean"] for entry in audited)
+    mean = total / sum(entry["audits"] for entry in audited)
+    return mean, max(entry["drift_max"] for entry in audited)
 
 
 def processes(pid: int | None) -> dict[str, ProcessSample]:

@@ -29,6 +29,7 @@ from maskserve_engine.families.flux.conditioning import (
 from maskserve_engine.families.flux.latents import PATCH
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, check_sampler, make_schedule
+from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.families.stepping import Stepping
@@ -186,7 +187,7 @@ class FluxAdapter(Stepping[Row, Weights]):
     def _row(self, job: EditJob, schedule: Schedule, start: Start) -> FluxRow:
         text = self._text(job.conditioning)
         grid = self._grid(job)
-        blend = start.blend
+        blend, threshold = start.blend, job.request.settings.first_block_threshold
         return FluxRow(
             request_id=job.request.request_id,
             schedule=schedule.to(self.device),
@@ -199,6 +200,7 @@ class FluxAdapter(Stepping[Row, Weights]):
             condition=None if start.condition is None else start.condition.to(self.device),
             blend=None if blend is None else blend.to(self.device),
             negative=self._negative(job),
+            first_block=FirstBlockCache(threshold) if threshold else None,
         )
 
     def _schedule(self, job: EditJob) -> Schedule:

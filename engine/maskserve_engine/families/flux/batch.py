@@ -15,6 +15,7 @@ from torch import Tensor
 
 from maskserve_engine.families.flux.forward import Packed, forward
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
+from maskserve_engine.families.flux.skipping import Skipper, forward_skipping
 from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.families.stepping import KeptBatch
@@ -33,6 +34,12 @@ class Batch(KeptBatch[Row, Weights]):
         self._begin = rows[0].step
         self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
         """Index and negative prompt of rows that take a second pass, packed behind all rows."""
+        second = {i: len(rows) + at for at, (i, _) in enumerate(self._guided)}
+        self._skippers = tuple(
+            Skipper(row.first_block, (i, second[i]) if i in second else (i,))
+            for i, row in enumerate(rows)
+            if row.first_block is not None
+        )
         inputs = [row.model_input() for row in rows]
         inputs += [negative.input(inputs[i]) for i, negative in self._guided]
         self.packed = Packed(inputs)
@@ -47,7 +54,8 @@ class Batch(KeptBatch[Row, Weights]):
 
     def step(self, model: Weights, kinds: Sequence[str]) -> None:
         at = self.rows[0].step - self._begin
-        velocity = forward(model, self.packed, self._vectors_of(model, at), kinds)
+        inputs = model, self.packed, self._vectors_of(model, at), kinds
+        velocity = forward_skipping(*inputs, self._skippers) if self._skippers else forward(*inputs)
         if self._guided:
             self._guide(velocity)
         threads = torch.get_num_threads()

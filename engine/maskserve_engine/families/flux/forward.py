@@ -18,7 +18,7 @@ from maskserve_engine.families.flux.blocks import (
     project_rest,
     single_block,
 )
-from maskserve_engine.families.flux.packing import Packing, Widening, widening
+from maskserve_engine.families.flux.packing import Packing, Stream, Widening, widening
 from maskserve_engine.families.flux.vectors import Vectors
 from maskserve_engine.families.flux.weights import Double, Single, Weights
 from maskserve_engine.families.place import Source, place
@@ -82,6 +82,7 @@ class Packed:
     """The inputs of all rows, without padding (`packing`)."""
 
     def __init__(self, rows: Sequence[RowInput]) -> None:
+        self.rows = tuple(rows)
         self.rests = tuple(row.rest for row in rows)
         self.captures = tuple(row.capture for row in rows)
         self.primes = any(capture is not None for capture in self.captures)
@@ -131,34 +132,21 @@ def forward(
     Returns:
         [N, out_channels] in the order of `packed.tokens`.
     """
-    state = _State(weights, packed, vectors, kinds)
-    for index, double in enumerate(weights.double_blocks):
-        fill, capture = state.enter(index, double)
-        state.text, state.image = double_block(
-            double,
-            state.text,
-            state.image,
-            vectors.double[index],
-            state.packing,
-            state.cis,
-            fill,
-            capture,
-        )
-    state.join_streams()
-    for index, single in enumerate(weights.single_blocks, start=len(weights.double_blocks)):
-        fill, capture = state.enter(index, single)
-        state.image = single_block(
-            single, state.image, vectors.of(index), state.packing, state.cis, fill, capture
-        )
-    stream = packed.ways.narrow.image_stream
-    return last_layer(weights, state.computed_image(), vectors.last, stream)
+    state = State(weights, packed, vectors, kinds)
+    state.run(0, len(weights.blocks))
+    return last_layer(weights, state.computed_image(), vectors.last, state.stream)
 
 
-class _State:
+class State:
     """Hidden states between blocks and whether inactive tokens are among them (`wide`)."""
 
     def __init__(
-        self, weights: Weights, packed: Packed, vectors: Vectors, kinds: Sequence[str]
+        self,
+        weights: Weights,
+        packed: Packed,
+        vectors: Vectors,
+        kinds: Sequence[str],
+        streams: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.weights, self.packed, self.vectors, self.kinds = weights, packed, vectors, kinds
         self.ways, self.rest_cis = packed.ways, packed.rest_cis
@@ -168,8 +156,45 @@ class _State:
         self.cis = packed.cis
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # double blocks: two streams; single blocks: one in row order
-        self.text = packed.text
-        self.image = weights.x_embedder(packed.tokens)
+        self.text, self.image = streams or (packed.text, weights.x_embedder(packed.tokens))
+
+    @property
+    def stream(self) -> Stream:
+        """Of the computed image tokens."""
+        return self.ways.narrow.image_stream
+
+    def run(self, begin: int, end: int) -> None:
+        """Blocks `begin` to `end`, double blocks first."""
+        for index, block in enumerate(self.weights.blocks[begin:end], start=begin):
+            if isinstance(block, Single) and not self.joined:
+                self.join_streams()
+            fill, capture = self.enter(index, block)
+            if isinstance(block, Single):
+                vectors = self.vectors.of(index)
+                self.image = single_block(
+                    block, self.image, vectors, self.packing, self.cis, fill, capture
+                )
+            else:
+                both, streams = self.vectors.double[index], (self.text, self.image)
+                self.text, self.image = double_block(
+                    block, *streams, both, self.packing, self.cis, fill, capture
+                )
+
+    def part(self, rows: Sequence[int]) -> State:
+        """Some rows alone, from here on."""
+
+        def of(stream: Stream, x: Tensor) -> Tensor:
+            return torch.cat([x[slice(*stream.spans[row])] for row in rows])
+
+        packing = self.packing
+        text = self.text if self.joined else of(packing.text_stream, self.text)
+        image = of(packing.row_stream if self.joined else packing.image_stream, self.image)
+        packed = Packed([self.packed.rows[row] for row in rows])
+        part = State(self.weights, packed, self.vectors.take(rows), self.kinds, (text, image))
+        part.joined = self.joined
+        if part.cached and self.wide:
+            part.wide, part.packing, part.cis = True, part.ways.wide, packed.wide_cis
+        return part
 
     def enter(
         self, index: int, block: Double | Single
@@ -266,7 +291,8 @@ class _State:
         self.joined = True
 
     def computed_image(self) -> Tensor:
-        """The computed image tokens, image stream of the narrow packing."""
+        """[N, width] the computed image tokens, as they are now."""
+        image = self.image
         if self.wide and self.cached:
-            self.image = self.ways.restrict(self.image, rows=True)
-        return self.ways.narrow.image_of(self.image)
+            image = self.ways.restrict(image, rows=self.joined)
+        return self.ways.narrow.image_of(image) if self.joined else image

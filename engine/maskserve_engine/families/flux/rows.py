@@ -18,6 +18,7 @@ from maskserve_engine.families.flux.conditioning import Blend, TemplateInputs
 from maskserve_engine.families.flux.forward import RowInput
 from maskserve_engine.families.flux.latents import unpack_latents
 from maskserve_engine.families.flux.schedule import Schedule, Walk
+from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.place import Source
 
 
@@ -101,6 +102,8 @@ class FluxRow:
     condition: Tensor | None
     blend: Blend | None
     negative: Negative | None = None
+    first_block: FirstBlockCache | None = None
+    """Of a row that may skip blocks."""
     inactive: Inactive | None = None
     """None for a dense row."""
     entry: Handle | None = None
@@ -114,6 +117,10 @@ class FluxRow:
     @property
     def steps(self) -> int:
         return self.schedule.steps
+
+    @property
+    def skipped(self) -> int:
+        return 0 if self.first_block is None else self.first_block.skipped
 
     @property
     def sigma(self) -> Tensor:
@@ -225,6 +232,7 @@ class PrimingRow:
     done: list[AnchorEntry] = field(default_factory=list)
     recorder: Recorder | None = None
     negative: None = None
+    first_block: None = None
     entry: None = None
 
     @property

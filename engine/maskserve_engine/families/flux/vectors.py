@@ -6,12 +6,15 @@ weights, a quarter of FLUX.1's, are then read once for all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.families.flux.weights import Linear, Weights
+from maskserve_engine.families.transfer import to_device
 
 AHEAD = 8
 """Steps whose vectors are computed at once. A batch that ends earlier has lost little: the time
@@ -34,6 +37,15 @@ class Vectors:
         if index < len(self.double):
             return self.double[index][0]
         return self.single[index - len(self.double)]
+
+    def take(self, rows: Sequence[int]) -> Vectors:
+        """Those of some rows."""
+        [at] = to_device([torch.tensor(rows)], self.last.device)
+        return Vectors(
+            tuple((image[at], text[at]) for image, text in self.double),
+            tuple(block[at] for block in self.single),
+            self.last[at],
+        )
 
 
 def embed(weights: Weights, timesteps: Tensor, pooled: Tensor, guidance: Tensor | None) -> Tensor:

@@ -103,6 +103,10 @@ class Weights:
             )
 
     @property
+    def blocks(self) -> tuple[Double | Single, ...]:
+        return (*self.double_blocks, *self.single_blocks)
+
+    @property
     def width(self) -> int:
         return self.x_embedder.weight.shape[0]
 

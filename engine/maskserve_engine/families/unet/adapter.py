@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.config import Config
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.entry_key import Anchor, anchor_steps
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.imaging.tokens import active_tokens, active_tokens_per_level
@@ -93,6 +93,8 @@ class UnetAdapter(Stepping[Row, Any]):
         """Raises ConfigError when a part is missing, unreadable or not served."""
         from diffusers import AutoencoderKL, UNet2DConditionModel
 
+        if config.model.first_block_threshold:
+            raise ConfigError("[model] first_block_threshold: a setting of FLUX models; use 0")
         limit_threads(config)
         vae = AutoencoderKL.load_config(f"{config.model.path}/vae")
         return cls(

@@ -110,6 +110,11 @@ class UnetRow:
         return float(self.sampler.timesteps[self.step])
 
     @property
+    def skipped(self) -> int:
+        """A UNet skips no steps."""
+        return 0
+
+    @property
     def selection(self) -> Selection | None:
         """The inactive tokens of a cached row."""
         return None if self.inactive is None else self.inactive.selection

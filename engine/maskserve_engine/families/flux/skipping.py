@@ -1,0 +1,102 @@
+"""FirstBlockCache's rule, row by row; for whole batches diffusers has it (first_block_cache.py).
+
+A step whose first block adds nearly what it added when the other blocks were last computed leaves
+these out, and adds what they added then. Each row decides for itself: the others of its batch go on
+without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from maskserve_engine.families.flux.blocks import last_layer
+from maskserve_engine.families.flux.forward import Packed, State
+from maskserve_engine.families.flux.vectors import Vectors
+from maskserve_engine.families.flux.weights import Weights
+
+
+@dataclass(slots=True)
+class FirstBlockCache:
+    """What a row that may skip remembers between its steps."""
+
+    threshold: float
+    """Relative change of what the first block adds, below which the others are left out."""
+    heads: list[Tensor] = field(default_factory=list)
+    """[n, width] per pass: what the first block added when the others were last computed."""
+    tails: list[Tensor] = field(default_factory=list)
+    """[n, width] per pass: what the others added then."""
+    skipped: int = 0
+    """Steps that left them out."""
+
+    def change(self, heads: Sequence[Tensor]) -> Tensor:
+        """Of the pass that changed most; infinite where there is nothing to compare with."""
+        if [head.shape for head in heads] != [last.shape for last in self.heads]:
+            return torch.full((), torch.inf, device=heads[0].device)
+        changes = [
+            (head - last).abs().mean() / last.abs().mean()
+            for head, last in zip(heads, self.heads, strict=True)
+        ]
+        return torch.stack(changes).max().float()
+
+
+class Skipper(NamedTuple):
+    """A row that may skip, and where it is packed."""
+
+    cache: FirstBlockCache
+    passes: tuple[int, ...]
+    """Its places among the packed rows: one, or a second for its negative prompt."""
+
+
+def forward_skipping(
+    weights: Weights,
+    packed: Packed,
+    vectors: Vectors,
+    kinds: Sequence[str],
+    skippers: Sequence[Skipper],
+) -> Tensor:
+    """As `forward`, but `skippers` leave all blocks but the first out where little has changed."""
+    state = State(weights, packed, vectors, kinds)
+    before, lengths = state.image, state.stream.lengths
+    state.run(0, 1)
+    first = state.computed_image()
+    heads, firsts = (first - before).split(lengths), first.split(lengths)
+    changes = [each.cache.change([heads[i] for i in each.passes]) for each in skippers]
+    skipping = [
+        each
+        for each, change in zip(skippers, torch.stack(changes).tolist(), strict=True)
+        if change < each.cache.threshold
+    ]
+    done = _finish(state, firsts, skipping)
+    image = torch.cat(done)
+    for each in skippers:
+        if each in skipping:
+            each.cache.skipped += 1
+        else:
+            each.cache.heads = [heads[i].clone() for i in each.passes]
+            each.cache.tails = [done[i] - firsts[i] for i in each.passes]
+    return last_layer(weights, image, vectors.last, state.stream)
+
+
+def _finish(state: State, firsts: Sequence[Tensor], skipping: Sequence[Skipper]) -> list[Tensor]:
+    """[n, width] per packed row after all blocks.
+
+    Args:
+        state: of all rows after the first block.
+        firsts: [n, width] per packed row: its computed image tokens there.
+        skipping: the rows that leave the other blocks out.
+    """
+    tails = {
+        i: tail for each in skipping for i, tail in zip(each.passes, each.cache.tails, strict=True)
+    }
+    going = [i for i in range(len(firsts)) if i not in tails]
+    ended: dict[int, Tensor] = {i: firsts[i] + tail for i, tail in tails.items()}
+    if going:
+        part = state.part(going) if tails else state
+        part.run(1, len(part.weights.blocks))
+        ended |= zip(going, part.computed_image().split(part.stream.lengths), strict=True)
+    return [ended[i] for i in range(len(firsts))]

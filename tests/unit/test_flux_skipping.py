@@ -1,0 +1,187 @@
+"""Rows that skip blocks: each by itself, as diffusers' FirstBlockCache does for a whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from maskserve_core.config import ConfigError
+from maskserve_engine.engine import Engine
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.flux.skipping import FirstBlockCache
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.job import EditJob
+from maskserve_harness.benchmarks.replay import Replay
+from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case, tolerance
+from tests.fakes.pipelines import diffusers_edit
+from tests.support.cached_rows import Primed, cached
+from tests.support.sink import Sink
+
+STEPS = 12
+THRESHOLD = 0.2
+"""Under which these models of random weights skip some steps and not others."""
+LONG = {"num_inference_steps": STEPS, "strength": 1.0}
+
+
+@pytest.fixture(scope="module", params=["fill", "inpaint"])
+def folder(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -> Path:
+    return tiny_fill if request.param == "fill" else tiny_inpaint
+
+
+@pytest.fixture(scope="module")
+def encoder(folder: Path) -> Encoder:
+    return load_encoder(config_of(folder))
+
+
+@pytest.fixture(scope="module")
+def adapter(folder: Path) -> FluxAdapter:
+    adapter = load_adapter(config_of(folder))
+    assert isinstance(adapter, FluxAdapter)
+    return adapter
+
+
+@pytest.fixture
+def replay(adapter: FluxAdapter) -> Replay:
+    return Replay(adapter)
+
+
+def job_of(encoder: Encoder, seed: int) -> EditJob:
+    """Every other one with a negative prompt, where the model takes any."""
+    rng = np.random.default_rng(seed)
+    asked = guided(rng) if encoder.facts.true_cfg and seed % 2 else {}
+    return encode_case(encoder, random_case(rng, **LONG, **asked), f"edit-{seed}")
+
+
+def rows_of(replay: Replay, encoder: Encoder) -> list[FluxRow]:
+    """Dense rows and cached ones, two of which do not skip; some with a negative prompt."""
+    adapter = replay.adapter
+    rows: list[FluxRow] = []
+    for number, seed in enumerate(range(40, 46)):
+        job = job_of(encoder, seed)
+        if number % 3:
+            row = cached(replay, job, Primed(adapter, encoder, job))
+        else:
+            row = adapter.dense_row(job)
+        assert isinstance(row, FluxRow)
+        if number % 3 < 2:
+            row.first_block = FirstBlockCache(THRESHOLD * (1 + number / 4))
+        rows.append(row)
+    return rows
+
+
+def run(replay: Replay, rows: list[FluxRow], kinds: tuple[str, ...]) -> list[NDArray[np.float32]]:
+    while rows[0].step < rows[0].steps:
+        replay.step(rows, kinds)
+    return [row.result() for row in rows]
+
+
+@pytest.mark.parametrize("kinds", ["kv", "project", "dense", "mixed"])
+def test_a_batch_in_which_rows_skip_equals_each_row_alone(
+    replay: Replay, encoder: Encoder, kinds: str
+) -> None:
+    blocks = replay.adapter.blocks
+    plan = (kinds,) * blocks if kinds != "mixed" else ("dense", *("kv",) * (blocks - 1))
+    alone = rows_of(replay, encoder)
+    expected = [run(replay, [row], plan)[0] for row in alone]
+    together = rows_of(replay, encoder)
+    made = run(replay, together, plan)
+    assert [row.skipped for row in together] == [row.skipped for row in alone]
+    assert any(0 < row.skipped < STEPS - 1 for row in together)
+    for one, other in zip(made, expected, strict=True):
+        assert np.abs(one - other).max() <= tolerance(other)
+
+
+def test_at_threshold_zero_nothing_is_skipped_bit_for_bit(replay: Replay, encoder: Encoder) -> None:
+    plan = ("kv",) * replay.adapter.blocks
+    plain, watched = rows_of(replay, encoder), rows_of(replay, encoder)
+    for row in plain:
+        row.first_block = None
+    for row in watched:
+        row.first_block = FirstBlockCache(0.0)
+    for one, other in zip(run(replay, plain, plan), run(replay, watched, plan), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_a_dense_row_equals_the_pipeline_with_first_block_cache(
+    folder: Path, adapter: FluxAdapter, encoder: Encoder
+) -> None:
+    from diffusers import FluxFillPipeline, FluxInpaintPipeline
+    from diffusers.hooks import FirstBlockCacheConfig
+
+    fill = adapter.facts.semantics == "fill"
+    pipeline: Any = (FluxFillPipeline if fill else FluxInpaintPipeline).from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    transformer = pipeline.transformer
+    forward = transformer.forward
+
+    def in_context(*args: Any, **kwargs: Any) -> Any:  # the pipelines name no cache context
+        with transformer.cache_context("edit"):
+            return forward(*args, **kwargs)
+
+    transformer.enable_cache(FirstBlockCacheConfig(threshold=THRESHOLD))
+    transformer.forward = in_context
+    case = random_case(np.random.default_rng(7), **LONG, first_block_threshold=THRESHOLD)
+    row = adapter.dense_row(encode_case(encoder, case, "r"))
+    while row.step < row.steps:
+        adapter.step([row], None)
+    expected = _latents(pipeline, case)
+    assert 0 < row.skipped < STEPS - 1
+    assert np.abs(row.result() - expected).max() <= tolerance(expected)
+
+
+def _latents(pipeline: Any, case: Case) -> NDArray[np.float32]:
+    """[C, h, w]"""
+    tokens = diffusers_edit(
+        pipeline,
+        case.pixels,
+        case.mask,
+        case.prompt,
+        case.settings,
+        case.seed,
+        max_sequence_length=16,
+        output_type="latent",
+    )
+    factor = pipeline.vae_scale_factor
+    latents: torch.Tensor = pipeline._unpack_latents(tokens, *case.mask.shape, factor)
+    return latents[0].numpy()
+
+
+@pytest.fixture
+def engine(tiny_fill: Path) -> Iterator[Engine]:
+    engine = Engine.load(config_of(tiny_fill))
+    encoder = load_encoder(config_of(tiny_fill))
+    engine.cache.prompt = lambda: encoder.encode_prompt("")
+    engine.start()
+    yield engine
+    engine.close(5.0)
+
+
+def test_meta_says_how_many_steps_were_skipped(engine: Engine, tiny_fill: Path) -> None:
+    encoder = load_encoder(config_of(tiny_fill))
+    skipped = []
+    for number, asked in enumerate(({}, {"first_block_threshold": 10.0})):
+        case = random_case(np.random.default_rng(3), **LONG, **asked, cache="require")
+        sink = Sink()
+        engine.submit(encode_case(encoder, case, str(number)), sink)
+        meta = sink.final().meta
+        skipped.append(meta["steps_skipped"])
+        blocks = engine.adapter.blocks
+        assert sum(meta["kinds"].values()) == STEPS * blocks - skipped[-1] * (blocks - 1)
+    assert skipped == [0, STEPS - 1]
+    assert engine.counters["skipped_rows_total"] == STEPS - 1
+
+
+def test_a_unet_refuses_to_be_served_with_a_threshold(tiny_unets: dict[str, Path]) -> None:
+    config = config_of(tiny_unets["sd-base"])
+    model = replace(config.model, first_block_threshold=0.1)
+    with pytest.raises(ConfigError, match="first_block_threshold"):
+        load_adapter(replace(config, model=model))
