@@ -149,6 +149,12 @@ def status(options: argparse.Namespace) -> None:
         return
     up = sum(bool(worker.get("up")) for worker in workers.values())
     print(f"{values.get('worker')}: {up} of {len(workers)} workers answer")
+    error = values.get("prediction")
+    if error is not None:
+        print(
+            f"predicted times were off by {error['median']:.0%} (median) and {error['p95']:.0%} "
+            f"(P95), last {error['edits']} edits"
+        )
     for address, worker in sorted(workers.items()):
         _show_worker(f"{address} {worker.get('worker', '')}".strip(), worker)
 

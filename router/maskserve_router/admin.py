@@ -79,7 +79,7 @@ class Admin:
         return Response(status_code=200 if self._pool.ready() else 503)
 
     async def _workers(self, _: Request) -> Response:
-        status = cluster_status(self._name, self._pool.workers.values())
+        status = cluster_status(self._name, self._pool.workers.values(), self._metrics.predictions)
         return Response(msgspec.json.encode(status), media_type=_JSON)
 
     async def _drain(self, request: Request) -> Response:

@@ -75,6 +75,8 @@ def _config(options: argparse.Namespace) -> RouterConfig:
         over["workers"] = {"addresses": options.worker}
     if options.policy:
         over["routing"] = {"policy": options.policy}
+    trace = {"otlp_url": options.otlp_url, "rate": options.trace_rate}
+    over["trace"] = {name: value for name, value in trace.items() if value is not None}
     return load_router_config(options.config, **over)
 
 
@@ -97,4 +99,6 @@ def parser() -> argparse.ArgumentParser:
     add("--grpc-port", type=int, help="default 8081")
     add("--admin-host", help="address of the operators' port (default 127.0.0.1)")
     add("--admin-port", type=int, help="metrics, workers, drain, reload (default 8082)")
+    add("--otlp-url", metavar="URL", help="send OpenTelemetry spans there (OTLP over HTTP)")
+    add("--trace-rate", type=int, metavar="N", help="trace one edit in N (default 1)")
     return made

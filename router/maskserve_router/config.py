@@ -104,6 +104,8 @@ class Faults(Table, frozen=True):
     """Retries under way, as a share of the edits under way."""
     retry_floor: Annotated[int, Meta(ge=0, le=10**6)] = 16
     """So many retries are allowed however few edits are under way."""
+    retry_wait_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
+    """How long an edit that its worker failed waits for another one that takes edits."""
     failures_to_eject: Count = 5
     """Edits that a worker fails in a row until it is ejected."""
     eject_s: Seconds = 2.0

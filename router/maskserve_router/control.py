@@ -18,6 +18,7 @@ from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import read_input
 from maskserve_router.failures import Blame, Failure, NotSupported, Unauthorized
 from maskserve_router.pool import Pool
+from maskserve_router.predictions import Predictions
 from maskserve_router.worker import Worker
 
 _ANSWER_S = 12.0
@@ -30,8 +31,11 @@ _SHARED = ("prime", "pin", "unpin", "evict")
 class Control:
     """Operations on the cluster."""
 
-    def __init__(self, name: str, pool: Pool, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, name: str, pool: Pool, dispatcher: Dispatcher, predictions: Predictions
+    ) -> None:
         self._name, self._pool, self._dispatcher = name, pool, dispatcher
+        self._predictions = predictions
 
     async def infer(self, message: pb.ModelInferRequest, client: Client) -> bytes:
         """The answer to a request of the model `control`.
@@ -62,7 +66,7 @@ class Control:
                     "OP.op", "drain is an operator's", "POST /workers/ADDRESS/drain (admin port)"
                 )
             case "status":
-                return cluster_status(self._name, self._pool.workers.values())
+                return cluster_status(self._name, self._pool.workers.values(), self._predictions)
             case "cancel":
                 return await self._cancel(operation)
             case "templates":
@@ -74,13 +78,11 @@ class Control:
         return {**first, "workers": sorted(answers)}
 
     async def _cancel(self, operation: dict[str, str]) -> dict[str, Any]:
-        """At the worker that holds the edit; at all if this router did not send it."""
-        holder = self._dispatcher.worker_of(operation["request_id"])
-        if holder is not None:
-            return await _ask(holder, operation)
+        """Here if this router has the edit, which gives up its row too; else at all workers."""
+        if self._dispatcher.cancel(operation["request_id"]):
+            return {"cancelled": True}
         answers = await self._everywhere(operation)
-        cancelled = any(answer.get("cancelled") for answer in answers.values())
-        return {**next(iter(answers.values())), "cancelled": cancelled}
+        return {"cancelled": any(answer.get("cancelled") for answer in answers.values())}
 
     async def _everywhere(self, operation: dict[str, str]) -> dict[str, dict[str, Any]]:
         """Worker -> its answer, of those that did it.
@@ -120,7 +122,9 @@ async def _ask(worker: Worker, operation: dict[str, str]) -> dict[str, Any]:
         raise EngineFailed(f"worker {worker.address} answered with something else") from None
 
 
-def cluster_status(name: str, workers: Iterable[Worker]) -> dict[str, Any]:
+def cluster_status(
+    name: str, workers: Iterable[Worker], predictions: Predictions
+) -> dict[str, Any]:
     """All workers as one, in the form of a worker's status; `workers` has each one's own."""
     each = {worker.address: _status(worker) for worker in workers}
     up = [status for status in each.values() if status["up"]]
@@ -153,6 +157,7 @@ def cluster_status(name: str, workers: Iterable[Worker]) -> dict[str, Any]:
         },
         "tier_bytes": _summed(status.get("tier_bytes", {}) for status in up),
         "counters": _summed(status.get("counters", {}) for status in up),
+        "prediction": msgspec.to_builtins(predictions.error()),
         "workers": each,
     }
 

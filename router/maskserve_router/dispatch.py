@@ -20,8 +20,8 @@ import grpc.aio
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.errors import InvalidRequest
-from maskserve_core.routing import Edit, predicted_seconds
+from maskserve_core.errors import Cancelled, InvalidRequest
+from maskserve_core.routing import Edit, NoWorkerAvailable, predicted_seconds
 from maskserve_router.admission import Admission, Client
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import EditCall
@@ -31,7 +31,7 @@ from maskserve_router.metrics import Metrics
 from maskserve_router.pool import Pool
 from maskserve_router.retry_budget import RetryBudget
 from maskserve_router.room import Room
-from maskserve_router.worker import Sent, Worker
+from maskserve_router.worker import Life, Sent
 
 Send: TypeAlias = Callable[[Sent, EditCall], AsyncIterator[bytes]]
 _UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -58,17 +58,23 @@ class Dispatcher:
         self._metrics = metrics
         self._measure = Measure(config)
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
-        self._names: set[str] = set()
+        self._calls: dict[str, EditCall] = {}
+        """Edits under way by request id."""
 
     def close(self) -> None:
         self._measure.close()
 
-    def worker_of(self, request_id: str) -> Worker | None:
-        """The worker that holds an edit."""
+    def cancel(self, request_id: str) -> bool:
+        """End an edit, wherever it is on its way; False if it is not under way here."""
+        call = self._calls.get(request_id)
+        if call is None:
+            return False
+        call.cancelled = True
+        self._room.cancel(request_id)
         for worker in self._pool.workers.values():
             if request_id in worker.sent:
-                return worker
-        return None
+                worker.sent[request_id].end(Cancelled("the edit was cancelled"))
+        return True
 
     async def infer(self, call: EditCall, client: Client) -> bytes:
         """The worker's answer to a unary request, as it came.
@@ -88,28 +94,31 @@ class Dispatcher:
 
     async def _run(self, call: EditCall, client: Client, send: Send) -> AsyncGenerator[bytes, None]:
         with ExitStack() as held:
-            held.enter_context(self._named(call.request_id))
+            held.enter_context(self._named(call))
             held.enter_context(self._admission.edit(client, call.size))
             edit, digest = await self._measured(call)
             self._check_deadline(call, edit)
-            avoid: frozenset[str] = frozenset()
+            avoid: frozenset[Life] = frozenset()
+            failure: Failure | None = None
             retried = False
             while True:
-                sent = await self._room.enter(
-                    call.request_id, edit, call.arrival, call.deadline, avoid
-                )
+                sent = await self._placed(call, edit, avoid, failure)
+                life = sent.worker.life
                 call.worker, call.tries = sent.worker.address, call.tries + 1
                 begun = False
                 try:
                     with self._attempt(sent):
+                        if sent.ended_for is not None:
+                            raise sent.ended_for
                         answer = b""
                         async for answer in send(sent, call):
                             begun = True
                             yield answer
                         self._learn(digest, answer, send)
                         return
-                except Failure as failure:
-                    avoid |= {sent.worker.address}
+                except Failure as error:
+                    failure = error
+                    avoid |= {life}
                     if begun or not self._helps(failure, avoid, retried):
                         raise
                     if failure.blame is Blame.WORKER:
@@ -117,18 +126,40 @@ class Dispatcher:
                         held.enter_context(self._budget.spend())
                     self._metrics.retries.labels(failure.blame.value).inc()
 
+    async def _placed(
+        self, call: EditCall, edit: Edit, avoid: frozenset[Life], failure: Failure | None
+    ) -> Sent:
+        """A place for the edit; after a failure another worker's, which may be late to say that
+        it takes edits: what ended the one may have held up the other.
+
+        Raises:
+            MaskserveError: as `Room.enter` does.
+            Failure: the one before, if no other worker takes edits in time.
+        """
+        if call.cancelled:
+            raise Cancelled("the edit was cancelled")
+        patience_s = 0.0 if failure is None else self._config.faults.retry_wait_s
+        try:
+            return await self._room.enter(
+                call.request_id, edit, call.arrival, call.deadline, avoid, patience_s
+            )
+        except NoWorkerAvailable:
+            if failure is None:
+                raise
+            raise failure from None
+
     @contextmanager
-    def _named(self, request_id: str) -> Iterator[None]:
+    def _named(self, call: EditCall) -> Iterator[None]:
         """No two edits of one request id: their cancels could not be told apart."""
-        if request_id in self._names:
+        if call.request_id in self._calls:
             raise InvalidRequest(
                 "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
             )
-        self._names.add(request_id)
+        self._calls[call.request_id] = call
         try:
             yield
         finally:
-            self._names.discard(request_id)
+            del self._calls[call.request_id]
 
     async def _measured(self, call: EditCall) -> tuple[Edit, bytes]:
         """The edit and its image's digest; of a request that no worker will take, next to nothing.
@@ -200,14 +231,15 @@ class Dispatcher:
             sent.worker.remove(sent)
             self._room.dispatch()
 
-    def _helps(self, failure: Failure, avoid: frozenset[str], retried: bool) -> bool:
-        """Whether another worker is to be tried."""
-        others = any(worker.address not in avoid for worker in self._pool.ready())
+    def _helps(self, failure: Failure, avoid: frozenset[Life], retried: bool) -> bool:
+        """Whether another worker is to be tried, one that may come back soon included."""
+        workers = self._pool.workers.values()
+        others = any(worker.life not in avoid for worker in workers)
         match failure.blame:
             case Blame.REFUSED:
                 return others
             case Blame.WORKER:
-                return others and not retried and self._budget.allows(len(self._names))
+                return others and not retried and self._budget.allows(len(self._calls))
         return False
 
     def _learn(self, digest: bytes, answer: bytes, send: Send) -> None:
@@ -263,7 +295,6 @@ def _failures(sent: Sent) -> Iterator[None]:
     except grpc.aio.AioRpcError as error:
         raise Failure(error.code(), error.details() or "") from None
     except asyncio.CancelledError:
-        if sent.abandoned:
-            why = f"[ENGINE_FAILED] worker {sent.worker.address} no longer answers"
-            raise Failure(_UNAVAILABLE, why) from None
+        if sent.ended_for is not None:
+            raise sent.ended_for from None
         raise

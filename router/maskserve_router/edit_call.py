@@ -45,6 +45,8 @@ class EditCall:
     worker: str = ""
     """Where it was last sent."""
     tries: int = 0
+    cancelled: bool = False
+    """By its id: it is not sent any more."""
 
     @property
     def deadline(self) -> float | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from maskserve_router.predictions import Predictions
 from maskserve_router.worker import Sent
 
 _ROUTE = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2)
 _EDIT = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+_RELATIVE = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 _ERROR = (-30.0, -10.0, -3.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -46,11 +48,18 @@ class Metrics:
             "Seconds an edit took at its worker, less those predicted when it was sent.",
             _ERROR,
         )
+        self.prediction_error = histogram(
+            "prediction_relative_error",
+            "|predicted - actual| / actual seconds of an edit at its worker.",
+            _RELATIVE,
+        )
+        self.predictions = Predictions()
 
     def answered(self, sent: Sent, seconds: float) -> None:
         """A worker has answered an edit."""
         self.edit_seconds.observe(seconds)
         self.predicted.observe(seconds - sent.predicted_s)
+        self.prediction_error.observe(self.predictions.add(sent.predicted_s, seconds))
 
     def page(self) -> bytes:
         """The page that Prometheus reads."""

@@ -7,9 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+import grpc
 import grpc.aio
 
+from maskserve_core.errors import EngineFailed
 from maskserve_router.config import RouterConfig
+from maskserve_router.failures import Failure
 from maskserve_router.worker import Worker, read_status
 
 log = logging.getLogger("maskserve.router")
@@ -147,9 +150,6 @@ class Pool:
     def _lost(self, worker: Worker, why: str) -> None:
         """The worker is down: the calls that wait in it will not be answered."""
         log.warning("worker %s is down: %s", worker.address, why)
-        worker.up = False
-        for sent in list(worker.sent.values()):
-            sent.abandoned = True
-            if sent.cancel is not None:
-                sent.cancel()
+        told = f"[{EngineFailed.code}] worker {worker.address} no longer answers"
+        worker.lost(Failure(grpc.StatusCode.UNAVAILABLE, told))
         self._changed()

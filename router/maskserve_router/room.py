@@ -12,10 +12,10 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from maskserve_core.errors import DeadlineExceeded
+from maskserve_core.errors import Cancelled, DeadlineExceeded
 from maskserve_core.routing import Edit, NoWorkerAvailable, Policy, predicted_seconds
 from maskserve_router.pool import Pool
-from maskserve_router.worker import Sent, Worker
+from maskserve_router.worker import Life, Sent, Worker
 
 
 @dataclass(slots=True, eq=False)
@@ -25,8 +25,10 @@ class Waiting:
     request_id: str
     edit: Edit
     key: tuple[float, int]
-    avoid: frozenset[str]
+    avoid: frozenset[Life]
     """Workers that it is not sent to: they have failed it."""
+    hopes: bool
+    """Waits on although no worker takes it now."""
     place: asyncio.Future[Sent] = field(default_factory=asyncio.Future)
 
     def __lt__(self, other: Waiting) -> bool:
@@ -60,7 +62,8 @@ class Room:
         edit: Edit,
         arrival: float,
         deadline: float | None,
-        avoid: frozenset[str] = frozenset(),
+        avoid: frozenset[Life] = frozenset(),
+        patience_s: float = 0.0,
     ) -> Sent:
         """Wait for a place; the edit stands in the worker's ledger from then on.
 
@@ -69,23 +72,27 @@ class Room:
             edit: what it is.
             arrival: when its client sent it, on time.monotonic's clock.
             deadline: when nobody will want it any more, on the same clock.
-            avoid: ids of workers that it is not to be sent to.
+            avoid: workers that it is not to be sent to, until they have been down.
+            patience_s: how long it may wait for a worker to take edits where none does.
 
         Raises:
             NoWorkerAvailable: none serves it.
             DeadlineExceeded: the deadline passed first.
+            Cancelled: by `cancel`.
         """
         self._number += 1
         key = (arrival - edit.priority * self._aging_s, self._number)
-        waiting = Waiting(request_id, edit, key, avoid)
+        waiting = Waiting(request_id, edit, key, avoid, hopes=patience_s > 0.0)
         insort(self._waiting, waiting)
         self.dispatch()
         if waiting.place.done():
             return waiting.place.result()
-        expiry = None
+        loop, timers = asyncio.get_running_loop(), []
         if deadline is not None:
-            loop = asyncio.get_running_loop()
-            expiry = loop.call_later(max(deadline - time.monotonic(), 0.0), self._expire, waiting)
+            left = max(deadline - time.monotonic(), 0.0)
+            timers.append(loop.call_later(left, self._expire, waiting))
+        if waiting.hopes:
+            timers.append(loop.call_later(patience_s, self._despair, waiting))
         try:
             return await waiting.place
         except asyncio.CancelledError:
@@ -95,21 +102,27 @@ class Room:
             raise
         finally:
             self._drop(waiting)
-            if expiry is not None:
-                expiry.cancel()
+            for timer in timers:
+                timer.cancel()
+
+    def cancel(self, request_id: str) -> None:
+        """End the wait of an edit, if it waits here."""
+        for waiting in self._waiting:
+            if waiting.request_id == request_id and not waiting.place.done():
+                waiting.place.set_exception(Cancelled("the edit was cancelled"))
 
     def dispatch(self) -> None:
         """Send off every waiting edit that a worker has a place for, in their order."""
         full: set[str] = set()
         for waiting in list(self._waiting):
-            if waiting.edit.model in full:
-                continue
+            if waiting.place.done() or waiting.edit.model in full:
+                continue  # done: it has ended in this moment, and leaves by itself
             try:
                 sent = self._send(waiting)
             except NoWorkerAvailable as none:
-                if none.full:
-                    if not waiting.avoid:
-                        full.add(waiting.edit.model)
+                if none.full and not waiting.avoid:
+                    full.add(waiting.edit.model)
+                if none.full or waiting.hopes:
                     continue
                 waiting.place.set_exception(none)
             else:
@@ -121,7 +134,7 @@ class Room:
         views = [
             worker.view(now)
             for worker in self._pool.workers.values()
-            if worker.address not in waiting.avoid
+            if worker.life not in waiting.avoid
         ]
         begin = time.perf_counter()
         chosen = self._policy.choose(edit, views, now)
@@ -138,6 +151,10 @@ class Room:
             waiting.place.set_exception(
                 DeadlineExceeded("SETTINGS.deadline_ms passed before a worker had a place")
             )
+
+    def _despair(self, waiting: Waiting) -> None:
+        waiting.hopes = False
+        self.dispatch()
 
     def _drop(self, waiting: Waiting) -> None:
         if waiting in self._waiting:

@@ -17,6 +17,7 @@ from maskserve_router.dispatch import Dispatcher
 from maskserve_router.front import Front
 from maskserve_router.grpc_server import GrpcServer
 from maskserve_router.http_app import HttpApp
+from maskserve_router.http_inference import HttpInference
 from maskserve_router.http_server import HttpServer
 from maskserve_router.metrics import Metrics
 from maskserve_router.pool import Pool
@@ -50,14 +51,14 @@ class Router:
         self.admission = Admission(config.admission, self.metrics)
         self._dispatcher = Dispatcher(config, self.pool, self.room, self.admission, self.metrics)
         self._tracing = Tracing(config)
-        control = Control(config.name, self.pool, self._dispatcher)
+        control = Control(config.name, self.pool, self._dispatcher, self.metrics.predictions)
         keys = Keys(config.keys, config.admission.max_edits)
         front = Front(keys, self._dispatcher, control, self.metrics, self._tracing)
         calls = ServerCalls(self.pool)
         listen = config.listen
         self.grpc = GrpcServer(config, front, calls)
         self.http = HttpServer(
-            HttpApp(config.http, front, calls, self.admission).app(),
+            HttpApp(calls, HttpInference(config.http, front, self.admission)).app(),
             config.http,
             listen.host,
             listen.http_port,

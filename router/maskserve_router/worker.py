@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 from msgspec import structs
 
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import RowStatus, Served, WorkerStatus
+from maskserve_core.errors import MaskserveError
 from maskserve_core.routing import Edit, WorkerView
 from maskserve_router.breaker import Breaker
 from maskserve_router.config import RouterConfig
+from maskserve_router.failures import Failure
 from maskserve_router.upstream import Upstream
 
 UNPRICED = Pricing(step=0.005, dense_row=0.1, cached_row=0.01, active_token=2e-5)
@@ -43,6 +46,13 @@ def read_status(raw: bytes) -> PolledStatus:
         raise ValueError(f"not a status: {error}") from error
 
 
+class Life(NamedTuple):
+    """A worker from when it answers until it is given up: what comes back may do better."""
+
+    address: str
+    number: int
+
+
 @dataclass(slots=True, eq=False)
 class Sent:
     """An edit at a worker, from when the worker was chosen until its answer."""
@@ -58,8 +68,14 @@ class Sent:
     """A record has listed it."""
     cancel: Callable[[], object] | None = None
     """Ends the call that it waits in."""
-    abandoned: bool = False
-    """The worker went down; the call was ended for that."""
+    ended_for: MaskserveError | Failure | None = None
+    """Why the router ended that call itself."""
+
+    def end(self, reason: MaskserveError | Failure) -> None:
+        """End the call: nobody waits for it any more, or nothing will come of it."""
+        self.ended_for = reason
+        if self.cancel is not None:
+            self.cancel()
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +93,8 @@ class Worker:
     draining: bool = False
     """An operator asked this router to send it nothing more."""
     misses: int = 0
+    lives: int = 0
+    """Times that it was given up."""
     sent: dict[str, Sent] = field(default_factory=dict)
     """The ledger: edits that are there by request id."""
     _answered: set[str] = field(default_factory=set)
@@ -86,6 +104,10 @@ class Worker:
     def __post_init__(self) -> None:
         self.upstream = Upstream(self.address)
         self.breaker = Breaker(self.config.faults)
+
+    @property
+    def life(self) -> Life:
+        return Life(self.address, self.lives)
 
     @property
     def model(self) -> str:
@@ -104,6 +126,12 @@ class Worker:
             and self.status is not None
             and self.status.state == "ready"
         )
+
+    def lost(self, reason: Failure) -> None:
+        """It no longer answers: the calls that wait in it are ended."""
+        self.up, self.lives = False, self.lives + 1
+        for sent in list(self.sent.values()):
+            sent.end(reason)
 
     def heard(self, status: PolledStatus, now: float) -> None:
         """A record has come in."""

@@ -48,6 +48,10 @@ class Router(Process):
             command += ["--worker", worker]
         if self._options.router_config is not None:
             command += ["--config", str(self._options.router_config)]
+        if self._options.otlp_url:
+            command += ["--otlp-url", self._options.otlp_url]
+        if self._options.trace_rate is not None:
+            command += ["--trace-rate", str(self._options.trace_rate)]
         self.launch(command, {**os.environ, "PYTHONUNBUFFERED": "1"})
 
     def progress(self) -> str:

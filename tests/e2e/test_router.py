@@ -364,6 +364,7 @@ def test_our_client_and_command_line(router: RouterSite, tmp_path: Path) -> None
         assert len(status["workers"]) == 2
         listed = run("status")
         assert all(address in listed for address in status["workers"])
+        assert "predicted times were off by" in listed
         client.control("evict", template_id=name)
         with pytest.raises(TemplateNotFound):
             client.edit(None, encode(blob_mask(64, 64)), "x", template_id=name)
@@ -413,6 +414,7 @@ def test_metrics_and_logs_tell_of_edits(router: RouterSite, grpc: Grpc) -> None:
     assert 'maskserve_requests_total{code="OK",route="grpc"}' in page
     assert page.count("maskserve_worker_up{") == 2
     assert "maskserve_predicted_vs_actual_seconds_count" in page
+    assert "maskserve_prediction_relative_error_count" in page
     lines = [json.loads(line) for line in router.log.read_text().splitlines()]
     (line,) = [one for one in lines if one.get("request_id") == "told"]
     assert (line["event"], line["code"], line["route"]) == ("edit", "OK", "grpc")

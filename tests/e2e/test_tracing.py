@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tritonclient.http as triton_http
 
+from maskserve_harness.cluster.site import RouterSite
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
@@ -57,15 +58,30 @@ def worker(model: Path, kept: Collector, tmp_path_factory: pytest.TempPathFactor
         assert running.workers[0].restarts == 0
 
 
-def over_grpc(worker: Worker, inputs: dict[str, bytes], headers: dict[str, str]) -> None:
+def over_grpc(
+    worker: Worker | RouterSite, inputs: dict[str, bytes], headers: dict[str, str]
+) -> None:
     with closing(Grpc(worker.grpc_url)) as client:
         client.begin(inputs, TIMEOUT_S, headers).wait()
 
 
-def over_http(worker: Worker, inputs: dict[str, bytes], headers: dict[str, str]) -> None:
+def over_http(
+    worker: Worker | RouterSite, inputs: dict[str, bytes], headers: dict[str, str]
+) -> None:
     url = worker.http_url.removeprefix("http://")
     with triton_http.InferenceServerClient(url, network_timeout=TIMEOUT_S) as client:
         client.infer("edit", tensors(triton_http, inputs), headers=headers)
+
+
+@pytest.fixture(scope="module")
+def router(
+    worker: Worker, kept: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RouterSite]:
+    """A router in front of the worker, which traces nothing by itself either."""
+    trace: dict[str, object] = {"otlp_url": kept.url, "rate": 10**9, "interval_s": 0.1}
+    folder = tmp_path_factory.mktemp("router")
+    with RouterSite([worker.grpc_url], folder, {"trace": trace}) as site:
+        yield site
 
 
 def header(trace_id: str) -> dict[str, str]:
@@ -93,18 +109,20 @@ def parents(spans: dict[str, Span]) -> dict[str, str]:
     return {name: names.get(span.parent_id, span.parent_id) for name, span in spans.items()}
 
 
+PARENTS = {
+    "edit": "InferRequest",
+    "compute": "edit",  # Triton's: until the front has handed it on
+    "pipeline": "edit",
+    **dict.fromkeys(STAGES, "pipeline"),
+}
+
+
 @pytest.mark.parametrize("send", [over_grpc, over_http])
 def test_one_edit_is_one_trace(worker: Worker, kept: Collector, send: Any) -> None:
     trace_id = {over_grpc: "1", over_http: "2"}[send] * 32
     send(worker, plain_edit(request_id=f"traced-{trace_id[0]}"), header(trace_id))
     spans = trace_of(kept, trace_id, "InferRequest", "edit", "pipeline", *STAGES)
-    assert parents(spans) == {
-        "InferRequest": CLIENT_SPAN,
-        "edit": "InferRequest",
-        "compute": "edit",  # Triton's: until the front has handed it on
-        "pipeline": "edit",
-        **dict.fromkeys(STAGES, "pipeline"),
-    }, draw(kept.trace(trace_id))
+    assert parents(spans) == {"InferRequest": CLIENT_SPAN, **PARENTS}, draw(kept.trace(trace_id))
     assert [span.name for span in kept.trace(trace_id) if span.name in STAGES] == STAGES
     assert {span.error for span in spans.values()} == {None}
     pipeline, denoise = spans["pipeline"], spans["denoise"]
@@ -130,6 +148,24 @@ def test_one_edit_is_one_trace(worker: Worker, kept: Collector, send: Any) -> No
     for span in spans.values():
         assert span.resource["service.name"] == "maskserve"
         assert span.resource["service.instance.id"] == worker.name
+
+
+@pytest.mark.parametrize("send", [over_grpc, over_http])
+def test_an_edit_through_a_router_is_one_trace(
+    worker: Worker, router: RouterSite, kept: Collector, send: Any
+) -> None:
+    """The client's span is the parent of the router's, which is the parent of Triton's."""
+    trace_id = {over_grpc: "7", over_http: "8"}[send] * 32
+    send(router, plain_edit(request_id=f"routed-{trace_id[0]}"), header(trace_id))
+    spans = trace_of(kept, trace_id, "route", "InferRequest", "edit", "pipeline", *STAGES)
+    expected = {"route": CLIENT_SPAN, "InferRequest": "route", **PARENTS}
+    assert parents(spans) == expected, draw(kept.trace(trace_id))
+    route, inside = spans["route"], spans["InferRequest"]
+    assert route.start_ns <= inside.start_ns <= inside.end_ns <= route.end_ns
+    assert route.attributes["maskserve.worker"] == worker.grpc_url
+    assert route.attributes["maskserve.code"] == "OK"
+    by_instance = {span.resource["service.instance.id"] for span in spans.values()}
+    assert by_instance == {"router", worker.name}
 
 
 def test_waiting_for_a_template_shows(worker: Worker, kept: Collector) -> None:

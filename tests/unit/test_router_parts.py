@@ -26,6 +26,7 @@ from maskserve_router.kserve_http import (
     infer_response,
 )
 from maskserve_router.metrics import Metrics
+from maskserve_router.predictions import Predictions
 from maskserve_router.retry_budget import RetryBudget
 from maskserve_router.statistics import summed
 
@@ -131,6 +132,17 @@ def test_edits_and_bytes_are_bounded():
     admission.closed = True
     with pytest.raises(Later, match="stopping"), admission.edit(client, 0):
         pass
+
+
+def test_predictions_say_how_far_they_were_off_of_late():
+    predictions = Predictions()
+    predictions.add(9.0, 1.0)
+    assert predictions.error() is None
+    for percent in range(1000):  # the first one is forgotten; late or early is the same
+        predictions.add(2.0 + (-1) ** percent * 2e-3 * percent, 2.0)
+    error = predictions.error()
+    assert error is not None
+    assert (error.edits, round(error.median, 2), round(error.p95, 2)) == (1000, 0.5, 0.95)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
+import msgspec
 import numpy as np
+from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_harness.cluster.fleet import router, template_name, workers
 from maskserve_harness.cluster.requests import INFER, OPTIONS, edit_request, mask_of
@@ -22,6 +24,7 @@ from maskserve_harness.simulator.hardware import Hardware
 from maskserve_harness.simulator.result import run
 from maskserve_harness.simulator.scenario import Scenario
 from maskserve_harness.simulator.workload import Request, Workload, draw
+from maskserve_router.upstream import control_request
 
 POLICIES = ("round_robin", "least_requests", "least_tokens", "mask_aware")
 WORKERS = 8
@@ -65,7 +68,7 @@ def measure(plan: Plan) -> dict[str, Any]:
                 workers(WORKERS, hardware, scenario.workload.templates) as addresses,
                 router(addresses, name) as (url, _),
             ):
-                latencies, lost = asyncio.run(_serve(url, requests, hardware))
+                latencies, lost, error = asyncio.run(_serve(url, requests, hardware))
             first = int(scenario.warmup * len(requests))
             real = _figures(latencies[first:], plan.speed)
             virtual = {
@@ -74,6 +77,7 @@ def measure(plan: Plan) -> dict[str, Any]:
             figures[name][f"{load:g}"] = {
                 **real,
                 "lost": lost,
+                "prediction_error": error,
                 "simulated": virtual,
                 "off": {key: real[key] / virtual[key] - 1.0 for key in virtual},
             }
@@ -90,9 +94,11 @@ def _figures(latencies: list[float], speed: float) -> dict[str, float]:
     }
 
 
-async def _serve(url: str, requests: list[Request], hardware: Hardware) -> tuple[list[float], int]:
-    """Send each edit when it is due, whatever became of those before; seconds of each, and how
-    many were not answered.
+async def _serve(
+    url: str, requests: list[Request], hardware: Hardware
+) -> tuple[list[float], int, dict[str, float]]:
+    """Send each edit when it is due, whatever became of those before; seconds of each, how many
+    were not answered, and how far the router's predictions were off.
     """
     side = round(hardware.tokens**0.5)
     taken = [float("nan")] * len(requests)
@@ -122,4 +128,6 @@ async def _serve(url: str, requests: list[Request], hardware: Hardware) -> tuple
             await asyncio.sleep(max(due - time.perf_counter(), 0.0))
             tasks.append(asyncio.create_task(edit(place, request, due)))
         await asyncio.gather(*tasks)
-    return [seconds for seconds in taken if seconds == seconds], lost
+        answer = pb.ModelInferResponse.FromString(await call(control_request({"op": "status"})))
+    error = msgspec.json.decode(answer.raw_output_contents[0][4:])["prediction"]
+    return [seconds for seconds in taken if seconds == seconds], lost, error

@@ -1,0 +1,157 @@
+"""Inference over HTTP: KServe v2's `infer`, and Triton's `generate` and `generate_stream`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import ExitStack, aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.contracts.tensors import CONTRACTS
+from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_router.admission import Admission
+from maskserve_router.config import Http
+from maskserve_router.edit_call import PUBLIC, UnknownModel, check_request
+from maskserve_router.failures import Failure
+from maskserve_router.front import Front
+from maskserve_router.http_answers import JSON, error_json
+from maskserve_router.http_body import read_body
+from maskserve_router.kserve_http import (
+    generate_request,
+    generate_response,
+    infer_request,
+    infer_response,
+)
+
+_HEADER_LENGTH = "inference-header-content-length"
+T = TypeVar("T")
+
+
+class HttpInference:
+    """Handlers of the requests that carry tensors."""
+
+    def __init__(self, bounds: Http, front: Front, admission: Admission) -> None:
+        self._bounds, self._front, self._admission = bounds, front, admission
+
+    async def infer(self, request: Request) -> Response:
+        with ExitStack() as held:
+            body = await read_body(request, self._bounds, self._admission, held)
+            length = request.headers.get(_HEADER_LENGTH)
+            if length is not None and not length.isdigit():
+                raise InvalidRequest("Inference-Header-Content-Length", "is not a number")
+            message, wanted = infer_request(
+                *model_of(request), body, None if length is None else int(length)
+            )
+            size = len(body)
+            del body
+            check_request(message)
+            work = self._front.infer(message, size, _headers(request), None, "http")
+            answer = await _while_connected(request, work)
+            content, head = infer_response(answer, wanted)
+            headers = {} if head is None else {_HEADER_LENGTH: str(head)}
+            kind = JSON if head is None else "application/octet-stream"
+            return Response(content, headers=headers, media_type=kind)
+
+    async def generate(self, request: Request) -> Response:
+        with ExitStack() as held:
+            message, size = await self._generation(request, held)
+            work = self._only_answer(message, size, _headers(request))
+            return Response(await _while_connected(request, work), media_type=JSON)
+
+    async def generate_stream(self, request: Request) -> Response:
+        with ExitStack() as held:
+            message, size = await self._generation(request, held)
+        headers = _headers(request)
+        self._front.client(headers)  # an unknown key is answered with a status, not in the stream
+        events = self._server_sent(message, size, headers)
+        return StreamingResponse(events, media_type="text/event-stream; charset=utf-8")
+
+    async def _generation(
+        self, request: Request, held: ExitStack
+    ) -> tuple[pb.ModelInferRequest, int]:
+        body = await read_body(request, self._bounds, self._admission, held)
+        model, version = model_of(request)
+        if model not in PUBLIC:
+            raise UnknownModel(model)
+        names = [tensor.name for tensor in CONTRACTS[model].inputs]
+        message = generate_request(model, version, body, names)
+        check_request(message)
+        return message, len(body)
+
+    async def _only_answer(
+        self, message: pb.ModelInferRequest, size: int, headers: dict[str, str]
+    ) -> bytes:
+        """The answer of /generate, which has room for one.
+
+        Raises:
+            InvalidRequest: there are several, as with progress.
+        """
+        async with aclosing(self._answers(message, size, headers)) as answers:
+            found = [generate_response(answer) async for answer in answers]
+        if len(found) != 1:
+            raise InvalidRequest(
+                "generate", f"has {len(found)} responses", "generate_stream, or no progress"
+            )
+        return found[0]
+
+    async def _server_sent(
+        self, message: pb.ModelInferRequest, size: int, headers: dict[str, str]
+    ) -> AsyncGenerator[bytes, None]:
+        """The answers as server-sent events; an error is one of them."""
+        try:
+            async with aclosing(self._answers(message, size, headers)) as answers:
+                async for answer in answers:
+                    yield b"data: %b\n\n" % generate_response(answer)
+        except (MaskserveError, Failure) as error:
+            yield b"data: %b\n\n" % error_json(error)
+
+    async def _answers(
+        self, message: pb.ModelInferRequest, size: int, headers: dict[str, str]
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        if not CONTRACTS[message.model_name].decoupled:
+            answer = await self._front.infer(message, size, headers, None, "generate")
+            yield pb.ModelInferResponse.FromString(answer)
+            return
+        stream = self._front.stream(message, size, headers, None, "generate")
+        async with aclosing(stream) as answers:
+            async for raw in answers:
+                response = pb.ModelStreamInferResponse.FromString(raw).infer_response
+                if response.outputs:
+                    yield response
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives; it is cancelled when the client leaves.
+
+    Raises:
+        ClientDisconnect: the client left.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def model_of(request: Request) -> tuple[str, str]:
+    """Name and version of the path; empty where it has none."""
+    return request.path_params.get("model", ""), request.path_params.get("version", "")
+
+
+def _headers(request: Request) -> dict[str, str]:
+    return dict(request.headers.items())

@@ -1,0 +1,120 @@
+"""One router in front of a FLUX worker and a UNet worker: SETTINGS.model chooses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskserve_client import Client
+from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.cluster.site import RouterSite
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+from maskserve_serving.worker import Worker
+from tests.fakes.pictures import blob_mask, encode, scene
+from tests.support.calls import (
+    Grpc,
+    InferenceServerException,
+    edit_inputs,
+    eventually,
+    pixels,
+    plain_edit,
+)
+
+MODELS = {"demo": DEMO_MODEL, "demo-unet": DEMO_MODEL.with_name("demo-unet")}
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
+    """By the model that each serves; they load side by side."""
+    base = free_base_port(2)
+    supervisors = {
+        name: Supervisor(
+            ServeOptions(
+                model=str(folder),
+                name=name,
+                base_port=base + 10 * i,
+                log_dir=tmp_path_factory.mktemp(name),
+                say=lambda _: None,
+            )
+        )
+        for i, (name, folder) in enumerate(MODELS.items())
+    }
+    with ExitStack() as running, ThreadPoolExecutor() as pool:
+        for supervisor in supervisors.values():
+            running.callback(supervisor.stop, 5)
+        list(pool.map(Supervisor.start, supervisors.values()))
+        yield {name: supervisor.workers[0] for name, supervisor in supervisors.items()}
+
+
+@pytest.fixture(scope="module")
+def router(
+    workers: dict[str, Worker], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RouterSite]:
+    urls = [worker.grpc_url for worker in workers.values()]
+    with RouterSite(urls, tmp_path_factory.mktemp("router")) as site:
+        eventually("both serve", lambda: site.read("/workers").count(b'"state":"ready"') == 3)
+        yield site
+
+
+@pytest.fixture
+def grpc(router: RouterSite) -> Iterator[Grpc]:
+    with closing(Grpc(router.grpc_url)) as client:
+        yield client
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("settings", [{}, {"cache": "require"}], ids=["dense", "cached"])
+def test_an_edit_runs_on_the_model_that_it_names(
+    grpc: Grpc, workers: dict[str, Worker], model: str, settings: dict[str, Any]
+) -> None:
+    source, mask = scene(96, 128), blob_mask(96, 128)
+    asked = {"reproducible": True, "num_inference_steps": 4, **settings}
+    picture, meta = grpc.edit(edit_inputs(source, mask, model=model, **asked))
+    with closing(Grpc(workers[model].grpc_url)) as direct:
+        expected, _ = direct.edit(edit_inputs(source, mask, **asked))
+    assert (meta["model"], meta["worker"]) == (model, f"{model}-0")
+    assert np.array_equal(pixels(picture), pixels(expected))
+    assert np.array_equal(pixels(picture)[mask == 0], source[mask == 0])
+
+
+def test_each_model_has_its_own_settings(grpc: Grpc) -> None:
+    guided = {"negative_prompt": "a blue circle", "guidance_scale": 5.0}
+    grpc.edit(plain_edit(model="demo-unet", **guided))
+    with pytest.raises(InferenceServerException, match=r"\[INVALID_REQUEST\] SETTINGS.negative_pr"):
+        grpc.edit(plain_edit(model="demo", **guided))
+
+
+@pytest.mark.parametrize("asked", [{"model": "demo-video"}, {}])
+def test_a_model_that_nobody_serves_or_none_is_refused_with_those_there_are(
+    grpc: Grpc, asked: dict[str, str]
+) -> None:
+    with pytest.raises(InferenceServerException) as refused:
+        grpc.edit(plain_edit(**asked))
+    assert "[INVALID_REQUEST] SETTINGS.model" in refused.value.message()
+    assert "accepted: demo, demo-unet" in refused.value.message()
+
+
+def test_the_command_line_shows_both(router: RouterSite, workers: dict[str, Worker]) -> None:
+    command = [sys.executable, "-m", "maskserve_client.cli", "status", "--url", router.grpc_url]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "2 of 2 workers answer" in shown
+    for name, worker in workers.items():
+        assert f"{worker.grpc_url} {name}-0: {name}, ready" in shown
+
+
+def test_a_registered_picture_serves_edits_of_both(router: RouterSite) -> None:
+    mask = encode(blob_mask(64, 64))
+    with Client(router.grpc_url) as client:
+        name = client.register(encode(scene(64, 64)))
+        for model in MODELS:
+            meta = client.edit(None, mask, "a red star", template_id=name, model=model).meta
+            assert (meta["model"], meta["template_id"]) == (model, name)

@@ -1,0 +1,113 @@
+"""A whole router over emulated workers: real sockets, and workers that answer, fail or die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_harness.cluster.emulated import EmulatedWorker
+from maskserve_harness.cluster.requests import INFER, edit_request, mask_of
+from maskserve_harness.simulator.hardware import Hardware
+from maskserve_router.config import router_config_of
+from maskserve_router.router import Router
+
+SIDE = 64
+FAST = Hardware(dense_seconds=0.01)
+
+
+class Faulty(EmulatedWorker):
+    """Fails the first so many edits, in a way that the test chooses."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.fails = 0
+        self.status = grpc.StatusCode.INTERNAL
+        self.text = "[ENGINE_FAILED] the process of its denoiser has died"
+        self.seen: list[dict[str, Any]] = []
+        self.headers: list[dict[str, Any]] = []
+        self._awake = asyncio.Event()
+        self._awake.set()
+
+    def freeze(self) -> None:
+        """Answer nothing until `thaw`, as a stopped process does."""
+        self._awake.clear()
+
+    def thaw(self) -> None:
+        self._awake.set()
+
+    def held(self) -> set[str]:
+        """Ids of the edits that run or wait here."""
+        return set(self._edits)
+
+    async def _infer(self, raw: bytes, context: Any) -> bytes:
+        await self._awake.wait()
+        message = pb.ModelInferRequest.FromString(raw)
+        if message.model_name != "control":
+            self.headers.append(dict(context.invocation_metadata()))
+            self.seen.append(json.loads(message.raw_input_contents[3][4:]))
+            if self.fails:
+                self.fails -= 1
+                await context.abort(self.status, self.text)
+        answer = await super()._infer(raw, context)
+        await self._awake.wait()
+        return answer
+
+
+@asynccontextmanager
+async def cluster(
+    hardware: Hardware | None = None,
+    models: tuple[str, ...] = ("flux", "flux"),
+    max_rows: int = 8,
+    **tables: Any,
+) -> AsyncIterator[tuple[Router, list[Faulty]]]:
+    workers = [
+        Faulty(f"w{i}", hardware, max_rows=max_rows, model=model) for i, model in enumerate(models)
+    ]
+    for worker in workers:
+        await worker.start()
+    try:
+        config = {
+            "listen": {"http_port": 0, "grpc_port": 0, "admin_port": 0},
+            **tables,
+            "workers": {"addresses": [worker.address for worker in workers], "poll_timeout_s": 2.0},
+        }
+        listen = {"http_port": 0, "grpc_port": 0, "admin_port": 0, **tables.get("listen", {})}
+        async with Router(router_config_of({**config, "listen": listen})) as router:
+            yield router, workers
+    finally:
+        for worker in workers:
+            await worker.stop()
+
+
+def edit(active: int = 100, **settings: Any) -> bytes:
+    return edit_request(b"", mask_of(active, SIDE), template_id="0" * 32, **settings)
+
+
+@asynccontextmanager
+async def calling(router: Router) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.grpc.port}") as channel:
+        yield channel.unary_unary(INFER)
+
+
+async def until(what: str, holds: Any) -> None:
+    for _ in range(500):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"never: {what}")
+
+
+def control_request(op: str, **fields: str) -> bytes:
+    message = pb.ModelInferRequest(model_name="control")
+    message.inputs.add(name="OP", datatype="BYTES", shape=[1])
+    value = json.dumps({"op": op, **fields}).encode()
+    message.raw_input_contents.append(len(value).to_bytes(4, "little") + value)
+    encoded: bytes = message.SerializeToString()
+    return encoded

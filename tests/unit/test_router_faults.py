@@ -1,0 +1,159 @@
+"""What a router does about workers that fail, fall silent or come back, and about cancels."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import grpc
+import grpc.aio
+import pytest
+
+from maskserve_harness.simulator.hardware import Hardware
+from maskserve_router.control import cluster_status
+from tests.support.router import calling, cluster, control_request, edit, until
+
+
+async def test_an_edit_that_a_worker_fails_is_done_by_another_with_the_same_seed():
+    async with cluster() as (router, workers), calling(router) as call:
+        for worker in workers:
+            worker.fails = 1
+        with pytest.raises(grpc.aio.AioRpcError, match="ENGINE_FAILED"):
+            await call(edit())  # both failed it: one retry, and no more
+        assert [len(worker.seen) for worker in workers] == [1, 1]
+        seeds = {json.dumps(worker.seen[0], sort_keys=True) for worker in workers}
+        assert len(seeds) == 1
+        workers[0].fails = 1
+        workers[1].fails = 0
+        await call(edit())
+        assert router.admission.edits == 0
+        assert all(not worker.sent for worker in router.pool.workers.values())
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "tries"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, "[INVALID_REQUEST] MASK: no", 1),
+        (grpc.StatusCode.UNAVAILABLE, "[DEADLINE_EXCEEDED] late", 1),
+        (grpc.StatusCode.UNAVAILABLE, "[OVERLOADED] draining", 2),
+        (grpc.StatusCode.NOT_FOUND, "[TEMPLATE_NOT_FOUND] not here", 2),
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", 2),
+    ],
+)
+async def test_what_is_tried_again(status: grpc.StatusCode, text: str, tries: int):
+    async with cluster() as (router, workers), calling(router) as call:
+        for worker in workers:
+            worker.fails, worker.status, worker.text = 9, status, text
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await call(edit())
+        assert failed.value.code() is status
+        assert sum(len(worker.seen) for worker in workers) == tries
+
+
+async def test_retries_stop_at_their_budget():
+    faults = {"retry_floor": 0, "retry_share": 0.0}
+    async with cluster(faults=faults) as (router, workers), calling(router) as call:
+        for worker in workers:
+            worker.fails = 1
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call(edit())
+        assert sum(len(worker.seen) for worker in workers) == 1
+
+
+async def test_a_worker_that_keeps_failing_is_ejected_and_comes_back():
+    faults = {"failures_to_eject": 2, "eject_s": 0.4}
+    routing = {"policy": "round_robin"}
+    running = cluster(faults=faults, routing=routing)
+    async with running as (router, workers), calling(router) as call:
+        workers[0].fails = 2
+        for _ in range(4):
+            await call(edit())
+        bad = router.pool.workers[workers[0].address]
+        assert bad.breaker.ejected
+        for _ in range(4):
+            await call(edit())
+        assert len(workers[0].seen) == 2
+        await asyncio.sleep(0.5)
+        for _ in range(4):
+            await call(edit())
+        assert not bad.breaker.ejected
+
+
+async def test_what_a_silent_worker_holds_goes_to_another():
+    running = cluster(hardware=Hardware(dense_seconds=0.2))
+    async with running as (router, workers), calling(router) as call:
+        pending = [asyncio.ensure_future(call(edit(active=4096))) for _ in range(4)]
+        held = router.pool.workers
+        await until("they run", lambda: sum(len(w.sent) for w in held.values()) == 4)
+        silent = next(w for w in workers if held[w.address].sent)
+        silent.freeze()
+        await asyncio.wait_for(asyncio.gather(*pending), 60)
+        assert not held[silent.address].up
+        status = cluster_status("router", held.values(), router.metrics.predictions)
+        assert status["alive"]
+        assert status["workers"][silent.address]["state"] == "down"
+        assert "running" not in status["workers"][silent.address]  # what it last said is over
+
+
+async def test_an_edit_waits_for_a_worker_that_is_late_to_say_it_is_ready():
+    """The other one missed its polls in the moment in which the first one died."""
+    async with cluster() as (router, workers), calling(router) as call:
+        one, other = (router.pool.workers[worker.address] for worker in workers)
+        workers[0].fails = 1
+        workers[1].freeze()
+        other.up = False
+        pending = asyncio.ensure_future(call(edit()))
+        await until("the first one has failed it", lambda: workers[0].seen and not one.sent)
+        assert not pending.done()
+        workers[1].thaw()
+        await asyncio.wait_for(pending, 10)
+        assert [len(worker.seen) for worker in workers] == [1, 1]
+
+
+async def test_what_no_worker_takes_in_time_fails_as_its_worker_failed_it():
+    faults = {"retry_wait_s": 0.1}
+    async with cluster(faults=faults) as (router, workers), calling(router) as call:
+        workers[0].fails = 1
+        await workers[1].stop()
+        await until("the other is down", lambda: len(router.pool.up()) == 1)
+        with pytest.raises(grpc.aio.AioRpcError, match="denoiser has died"):
+            await call(edit())
+        assert router.admission.edits == len(router.room) == 0
+
+
+async def test_an_edit_goes_back_to_its_worker_once_that_has_come_back():
+    slow = Hardware(dense_seconds=0.05)
+    async with cluster(slow, models=("flux",)) as (router, workers), calling(router) as call:
+        pending = asyncio.ensure_future(call(edit(active=4096)))
+        (worker,) = router.pool.workers.values()
+        await until("it runs", lambda: worker.sent)
+        workers[0].freeze()
+        await until("it is given up", lambda: not worker.up)
+        workers[0].thaw()
+        await asyncio.wait_for(pending, 30)
+        assert len(workers[0].seen) == 2
+
+
+@pytest.mark.parametrize("where", ["router", "worker"])
+async def test_an_edit_is_cancelled_wherever_it_is(where: str):
+    slow = Hardware(dense_seconds=0.2)
+    running = cluster(slow, ("flux",), max_rows=1, admission={"waiting_per_worker": 1})
+    async with running as (router, workers), calling(router) as call:
+        pending = {
+            name: asyncio.ensure_future(call(edit(active=4096, request_id=name)))
+            for name in ("a", "b", "c", "d")
+        }
+        (worker,) = router.pool.workers.values()
+        await until("some wait", lambda: len(router.room) >= 1 and worker.sent)
+        held = set(worker.sent)
+        name = sorted(set(pending) - held if where == "router" else held)[0]
+        cancel = control_request("cancel", request_id=name)
+        assert b'{"cancelled":true}' in await call(cancel)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"\[CANCELLED\]") as cancelled:
+            await pending[name]
+        assert cancelled.value.code() is grpc.StatusCode.CANCELLED
+        await until("its row is free", lambda: name not in workers[0].held())
+        assert b'{"cancelled":false}' in await call(cancel)
+        for each in pending.values():
+            each.cancel()
+        await asyncio.gather(*pending.values(), return_exceptions=True)
