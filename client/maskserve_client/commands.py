@@ -11,10 +11,12 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
 from maskserve_client.client import Client
 from maskserve_client.events import EditResult, Final, Preview, Progress
+from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.errors import EngineFailed, InvalidRequest
 
 _FORMATS = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
@@ -176,6 +178,8 @@ def _show_worker(name: str, values: dict[str, Any]) -> None:
     for tier, ids in sorted(values.get("templates", {}).items()):
         held = values.get("tier_bytes", {}).get(tier, 0)
         print(f"{tier:8} {len(ids)} templates, {held / 2**20:.1f} MiB")
+    if values.get("memory"):
+        print(msgspec.convert(values["memory"], MemoryTable).text())
 
 
 def cancel(options: argparse.Namespace) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 DTYPES = ("float32", "bfloat16", "float16")
 ENTRY_FORMATS = ("model", "int8", "float8", "int4")
+_DEVICE = r"[a-z]+(:\d+)?"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -33,7 +34,15 @@ class ModelConfig:
     path: str = _opt("", "Folder in diffusers format, or a hub id.")
     name: str = _opt("", "Name clients may ask for; empty: the last part of the path.")
     revision: str = _opt("", "Hub revision; empty: the default branch.")
-    device: str = _opt("auto", "`auto`, `cpu`, `cuda` or `cuda:N`.")
+    device: str = _opt(
+        "auto",
+        "Of the denoiser: `auto`, `cpu`, `cuda` or `cuda:N`, N counted over the worker's own GPUs.",
+        form=_DEVICE,
+    )
+    encoder_device: str = _opt(
+        "", "Of VAE and text encoders, as `device`; empty: the denoiser's.", form=_DEVICE
+    )
+    decoder_device: str = _opt("", "Of the VAE's decoder, likewise.", form=_DEVICE)
     dtype: str = _opt(
         "auto", "`auto` (float32 on CPU, bfloat16 on CUDA) or a dtype.", of=("auto", *DTYPES)
     )
@@ -101,6 +110,11 @@ class EngineConfig:
         low=0.001,
         high=1,
     )
+    warm_up: bool = _opt(
+        True,
+        "Whether encoder, denoiser and decoder run once before the worker is ready: on a GPU at "
+        "the model's native size, dense and cached, on a CPU at a small one.",
+    )
     front_threads: int = _opt(64, "Edits one front serves at once.", low=1, high=4096)
 
 
@@ -111,8 +125,8 @@ class CacheConfig:
     enabled: bool = _opt(True, "Whether templates are primed and cached rows served.")
     budget_bytes: int = _opt(
         0,
-        "Bytes on the device, of entries and of what rows have loaded; 0: half of the GPU memory "
-        "that the model leaves, or a quarter of the free memory for a model on the CPU.",
+        "Bytes on the device, of entries and of what rows have loaded; 0: of what weights, stages "
+        "and the largest step leave free, 80 % on a GPU and a quarter on a CPU.",
         low=0,
         high=2**50,
     )
@@ -246,10 +260,21 @@ def model_name(config: Config) -> str:
     return config.model.name or Path(config.model.path).name or "model"
 
 
-def beside_denoiser(config: Config) -> Config:
-    """The configuration of the encoder and decoder, which run beside the denoiser's steps.
+def beside_denoiser(config: Config, stage: Literal["encoder", "decoder"]) -> Config:
+    """The configuration of the encoder or decoder, which run beside the denoiser's steps.
 
     They take a thread or two, so that their work does not stop the batch.
     """
-    threads = max(1, min(2, (config.model.torch_threads or cores()) // 2))
-    return replace(config, model=replace(config.model, torch_threads=threads))
+    model = config.model
+    threads = max(1, min(2, (model.torch_threads or cores()) // 2))
+    device = model.encoder_device if stage == "encoder" else model.decoder_device
+    return replace(
+        config, model=replace(model, torch_threads=threads, device=device or model.device)
+    )
+
+
+def gpus_wanted(config: Config) -> int:
+    """GPUs that one worker of this configuration is to see: as many as its devices count up to."""
+    model = config.model
+    named = (model.device, model.encoder_device, model.decoder_device)
+    return 1 + max(int(number) for number in (name.partition(":")[2] or 0 for name in named))

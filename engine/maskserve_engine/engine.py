@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from maskserve_core.config import Config
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, Overloaded
 from maskserve_core.worker.observations import Observations
@@ -25,6 +25,7 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.job import Conditioning, EditJob, Failed, Sink
 from maskserve_engine.measured_costs import MeasuredCosts
+from maskserve_engine.memory import memory_table
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.price_list import PRICED, PriceList
 from maskserve_engine.requests.audits import Audits
@@ -35,6 +36,7 @@ from maskserve_engine.stages.revision import model_revision
 from maskserve_engine.status_publisher import StatusPublisher, new_counters
 from maskserve_engine.step_planner import StepPlanner
 from maskserve_engine.step_runner import StepRunner
+from maskserve_engine.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,10 +66,14 @@ class Engine:
         runtime = Path(config.runtime_dir) if config.runtime_dir else None
         costs = MeasuredCosts(estimated_costs(config))
         kinds, size = sized(config, adapter, costs.model)
+        self.memory = memory_table(config, adapter, size)
+        _log.info("%s", self.memory.text())
+        if self.memory.left < 0:
+            _log.warning("more memory is promised than there is: make [cache] budget_bytes smaller")
         self.cache = TemplateCache(
             config,
             adapter,
-            open_store(config, size, costs.model),
+            open_store(config, size, costs.model, self.memory.cache),
             kinds,
             revision,
             str(dtype_of(config)),
@@ -80,7 +86,7 @@ class Engine:
         self.manager = RequestManager(config, adapter, self.cache, self.audits, self._output)
         self.counters = new_counters()
         self._publisher = StatusPublisher(
-            config, adapter.facts, prices, self.manager, self.cache, self.counters
+            config, adapter.facts, prices, self.manager, self.cache, self.counters, self.memory
         )
         self._step_runner = StepRunner(
             config,
@@ -116,6 +122,26 @@ class Engine:
     def start(self) -> None:
         self._output.start()
         self._thread.start()
+
+    def warm_up(self) -> None:
+        """Take a first step of every sort, if so configured.
+
+        Raises:
+            ConfigError: the model cannot take one.
+        """
+        if not self.config.engine.warm_up:
+            return
+        begin = time.perf_counter()
+        runner = self._step_runner
+        try:
+            self.ask(
+                lambda: warm_up(
+                    self.config, self.adapter, self.cache.store, self.cache.kinds, runner.planner
+                )
+            ).result()
+        except Exception as error:
+            raise ConfigError(f"the model cannot take a step: {error}") from error
+        _log.info("the denoiser was warmed up in %.2f s", time.perf_counter() - begin)
 
     def submit(self, job: EditJob, sink: Sink) -> None:
         """Take an edit; its answer, an error included, comes through `sink`."""

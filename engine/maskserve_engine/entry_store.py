@@ -18,7 +18,6 @@ from maskserve_engine.cache.sizing import (
     TemplateSize,
     check_sizes,
     choose_kinds,
-    device_budget,
     folder_budget,
     template_size,
 )
@@ -58,14 +57,20 @@ def sized(config: Config, adapter: Adapter, costs: CostModel) -> tuple[Kinds, Te
     return kinds, template_size(work, kinds, fmt, len(anchors), side, halves)
 
 
-def open_store(config: Config, size: TemplateSize, costs: CostModel) -> Store:
+def open_store(config: Config, size: TemplateSize, costs: CostModel, budget: int) -> Store:
     """The tiers that `[cache]` names, and a loader for the device.
+
+    Args:
+        config: of the worker.
+        size: of a template.
+        costs: of the worker.
+        budget: bytes of the device.
 
     Raises:
         ConfigError: a budget cannot hold one template.
     """
     cache, device = config.cache, device_of(config)
-    budgets = [("device", device_budget(cache, device) if cache.enabled else 0)]
+    budgets = [("device", budget)]
     places = [
         ("host", cache.host_dir, cache.host_bytes),
         ("disk", cache.disk_dir, cache.disk_bytes),

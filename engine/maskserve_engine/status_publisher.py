@@ -6,6 +6,7 @@ from pathlib import Path
 
 from maskserve_core.config import Config, model_name
 from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.status_record import Served, State
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.worker.status import StatusWriter, WorkerStatus
@@ -45,6 +46,7 @@ class StatusPublisher:
         manager: whose rows are published.
         cache: whose templates are.
         counters: the engine's.
+        memory: of the device.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class StatusPublisher:
         manager: RequestManager,
         cache: TemplateCache,
         counters: dict[str, float],
+        memory: MemoryTable,
     ) -> None:
         self._manager, self._cache, self._counters = manager, cache, counters
         folder = config.runtime_dir
@@ -67,6 +70,7 @@ class StatusPublisher:
             state="loading",
             max_rows=config.engine.max_rows,
             max_waiting=config.engine.max_waiting,
+            memory=memory,
             served=Served(
                 native_resolution=facts.native_resolution,
                 token_pixels=facts.token_pixels,

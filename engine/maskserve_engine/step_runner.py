@@ -154,13 +154,15 @@ class StepRunner:
         plan = None if planned is None else planned.plan
         try:
             self.adapter.step([edit.row for edit in running], plan)
+            return
         except EntryLost as error:
             _log.warning("a step goes on without an entry: %s", error)
-            for each in reading:
-                if each.handle.load.lost is not None:
-                    each.reader.lose()
-                    each.edit.row.entry = None
-            self.adapter.step([edit.row for edit in running], plan)
+        # outside of `except`, whose error keeps the tensors of the step that was given up
+        for each in reading:
+            if each.handle.load.lost is not None:
+                each.reader.lose()
+                each.edit.row.entry = None
+        self.adapter.step([edit.row for edit in running], plan)
 
     def _run_alone(self, running: Running, planned: StepPlan | None) -> None:
         plan = None if planned is None else planned.plan

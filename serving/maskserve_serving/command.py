@@ -17,6 +17,7 @@ from maskserve_serving.runtime import Runtime
 # the configuration, so nothing is in flight any more.
 EXIT_TIMEOUT_S = 10
 _MEBIBYTE = 2**20
+_OF_CUDA = ("libcudart.so*", "libcublas.so*", "libcudnn.so*", "libnccl.so*")
 # Calls between models beside those of edits: cancels, operations of control.
 _OTHER_CALLS = 16
 
@@ -77,9 +78,11 @@ TUNING = {
 """Read when a process starts; what the environment already says wins."""
 
 
-def environment(runtime: Runtime, config: Path, gpu: str | None) -> dict[str, str]:
+def environment(runtime: Runtime, config: Path, gpus: str | None) -> dict[str, str]:
     """The environment of a worker and its models."""
     env = {**TUNING, **os.environ}
+    if "PYTORCH_CUDA_ALLOC_CONF" in env and "PYTORCH_ALLOC_CONF" not in os.environ:
+        del env["PYTORCH_ALLOC_CONF"]  # the older name of the same, which it would hide
     env.update(
         MASKSERVE_CONFIG=str(config),
         # The model is a local folder by now; nothing in a worker may reach for the network.
@@ -94,19 +97,26 @@ def environment(runtime: Runtime, config: Path, gpu: str | None) -> dict[str, st
         # installed, by PATH; it is an isolated interpreter and does not read PYTHONPATH.
         PATH=os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)]),
     )
-    if runtime.libraries:
-        # Without the host's own: its CUDA libraries would be loaded in place of torch's.
-        env["LD_LIBRARY_PATH"] = _joined(*runtime.libraries)
-    if gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = gpu
+    # The Triton from pip needs nothing of the host's; an installed one may.
+    libraries = runtime.libraries or (without_cuda(env.pop("LD_LIBRARY_PATH", "")),)
+    if path := _joined(*libraries):
+        env["LD_LIBRARY_PATH"] = path
+    if gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = gpus
     return env
 
 
-def gpu_of_worker(index: int, workers: int, *, share: bool = False) -> str | None:
-    """CUDA_VISIBLE_DEVICES of a worker: one device each; None where there are none.
+def gpus_of_worker(index: int, workers: int, *, each: int = 1, share: bool = False) -> str | None:
+    """CUDA_VISIBLE_DEVICES of a worker; None where there are none.
+
+    Args:
+        index: of the worker.
+        workers: of this host.
+        each: devices that a worker uses.
+        share: whether workers may share devices.
 
     Raises:
-        ServeError: there are fewer devices than workers, and they are not to `share` them.
+        ServeError: there are fewer devices than the workers use, and they are not to be shared.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -114,12 +124,24 @@ def gpu_of_worker(index: int, workers: int, *, share: bool = False) -> str | Non
     else:
         listed = Path("/proc/driver/nvidia/gpus")
         devices = [str(i) for i in range(len(list(listed.glob("*"))))]
-    if devices and workers > len(devices) and not share:
+    if devices and workers * each > len(devices) and not share:
         raise ServeError(
-            f"--workers: {workers} workers on {len(devices)} GPU(s) would each load the model on "
-            "the same ones; say --share-gpus if that is meant"
+            f"--workers: {workers} workers of {each} GPU(s) on {len(devices)} GPU(s) would load "
+            "models on the same ones; say --share-gpus if that is meant"
         )
-    return devices[index % len(devices)] if devices else None
+    own = [devices[(index * each + i) % len(devices)] for i in range(each)] if devices else []
+    return ",".join(own) or None
+
+
+def without_cuda(path: str) -> str:
+    """LD_LIBRARY_PATH without folders of CUDA's libraries: they would be loaded in place of those
+    that torch brings along. The driver's are no such.
+    """
+    return _joined(*(folder for folder in path.split(os.pathsep) if not _has_cuda(folder)))
+
+
+def _has_cuda(folder: str) -> bool:
+    return bool(folder) and any(any(Path(folder).glob(name)) for name in _OF_CUDA)
 
 
 def _joined(*parts: Path | str | None) -> str:

@@ -12,10 +12,12 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from maskserve_serving.errors import ServeError
 OLDEST_GLIBC = (2, 35)
 _PACKAGE = "nvidia-pytriton"
 _OF_WORKERS = ("torch", "diffusers", "transformers")
+_WHY = {"torch": " (the first with attention over rows of different lengths)"}
 _OF_ROUTER = ("grpc_health", "httptools", "prometheus_client", "starlette", "uvicorn")
 
 
@@ -53,6 +56,29 @@ def check_packages(*, router: bool = False) -> None:
             raise ServeError(
                 f"the package {module} is not installed (pip install 'maskserve[{extras}]')"
             )
+    check_floors(_OF_WORKERS, importlib.metadata.requires("maskserve") or ())
+
+
+def check_floors(packages: Iterable[str], requirements: Iterable[str]) -> None:
+    """Raise unless installed packages are of versions that maskserve was made for.
+
+    Args:
+        packages: to look at.
+        requirements: of maskserve, as its metadata has them.
+
+    Raises:
+        ServeError: it names both versions.
+    """
+    from packaging.requirements import Requirement  # check_host.py runs before it is installed
+
+    wanted = {r.name: r.specifier for r in map(Requirement, requirements)}
+    for package in packages:
+        version = importlib.metadata.version(package)
+        if not wanted[package].contains(version, prereleases=True):
+            raise ServeError(
+                f"{package} {version} is installed, and maskserve needs {package}"
+                f"{wanted[package]}{_WHY.get(package, '')}; install one, or a newer maskserve"
+            )
 
 
 def find_runtime(tritonserver: Path | None, cache_dir: Path) -> Runtime:
@@ -73,6 +99,7 @@ def installed_runtime(binary: Path) -> Runtime:
     if not (binary.is_file() and os.access(binary, os.X_OK)):
         raise ServeError(f"--tritonserver: {binary} is not an executable file")
     backends = binary.parent.parent / "backends"
+    check_stub(backends / "python" / "triton_python_backend_stub", sys.version_info[:2])
     return Runtime(binary, backends if backends.is_dir() else None, (), "installed")
 
 
@@ -131,6 +158,24 @@ def find_stub(stubs: Path, python: tuple[int, int], version: str) -> Path:
             f"make the virtual environment with one of Python {', '.join(known)}"
         )
     return stub
+
+
+def check_stub(stub: Path, python: tuple[int, int]) -> None:
+    """Raise unless a server's stub process, if it is there, was built for this Python.
+
+    Models would otherwise not find the packages that are installed beside us.
+    """
+    if not stub.is_file():
+        return
+    built = re.search(rb"libpython(\d+)\.(\d+)\.so", stub.read_bytes())
+    if built is None or (version := (int(built[1]), int(built[2]))) == python:
+        return
+    wanted, own = (".".join(map(str, each)) for each in (version, python))
+    raise ServeError(
+        f"the Triton server of {stub} runs models under Python {wanted}, and maskserve is "
+        f"installed under Python {own}; install it in a virtual environment of Python {wanted}, "
+        f"or use a server that was built for Python {own}"
+    )
 
 
 def find_libpython(python: tuple[int, int]) -> Path | None:

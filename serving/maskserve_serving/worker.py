@@ -6,11 +6,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from maskserve_core.config import Config, cores
+from maskserve_core.config import Config, cores, gpus_wanted
 from maskserve_core.worker.admission import Admission
 from maskserve_core.worker.liveness import Processes, Silence, signed_in_for_s
 from maskserve_core.worker.status import StatusReader
-from maskserve_serving.command import command, environment, gpu_of_worker
+from maskserve_serving.command import command, environment, gpus_of_worker
 from maskserve_serving.files import checked, with_values, worker_files
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import check_free, reachable
@@ -84,12 +84,14 @@ class Worker(Process):
         self._processes.close()
         self._status, self._silence = StatusReader(spec.files.status), Silence()
         options = spec.options
-        gpu = gpu_of_worker(spec.index, options.workers, share=options.share_gpus)
+        gpus = gpus_of_worker(
+            spec.index, options.workers, each=gpus_wanted(self.config), share=options.share_gpus
+        )
         trace = trace_arguments(self.config.trace, self.name)
         self.log.open(self.config)
         self.launch(
             command(spec.options, self.config, spec.runtime, spec.ports, prefix, trace),
-            environment(spec.runtime, spec.files.config, gpu),
+            environment(spec.runtime, spec.files.config, gpus),
         )
 
     def progress(self) -> str:

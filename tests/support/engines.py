@@ -16,7 +16,9 @@ from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.sink import Sink
 
 
-def make_engine(folder: Path, encoder: Encoder, **cache: Any) -> Engine:
+def make_engine(
+    folder: Path, encoder: Encoder, model: dict[str, Any] | None = None, **cache: Any
+) -> Engine:
     values = {
         "entry_format": "model",
         "stride": 1,
@@ -25,7 +27,7 @@ def make_engine(folder: Path, encoder: Encoder, **cache: Any) -> Engine:
         "budget_bytes": 2**28,
         **cache,
     }
-    config: Config = config_of(folder, cache=values)
+    config: Config = config_of(folder, model=model or {}, cache=values)
     engine = Engine.load(config)
     engine.cache.prompt = lambda: encoder.encode_prompt("")
     engine.start()

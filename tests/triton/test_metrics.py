@@ -155,6 +155,7 @@ def engine_counters() -> set[str]:
         anchors=lambda tokens, steps, stride: (Anchor(0.5, 500.0),),
         work=lambda height, width: flux_work(FLUX_DEV, height, width),
         blocks=57,
+        weight_bytes=0,
         entry_halves=1,
     )
     engine = Engine(Config(), adapter, prompt=lambda: None)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from diffusers import FluxTransformer2DModel
 
-from maskserve_core.config import Config, ConfigError
+from maskserve_core.config import Config, ConfigError, beside_denoiser
+from maskserve_core.contracts.facts import load_facts
+from maskserve_engine.families.registry import FAMILIES
 from maskserve_engine.stages import loader
+from maskserve_harness.benchmarks.live_bytes import LiveBytes
 from tests.fakes.jobs import config_of
 
 
@@ -43,6 +49,60 @@ def test_gpus_that_are_hidden_are_not_missed(
 
 @pytest.mark.usefixtures("two_gpus")
 def test_who_says_cpu_gets_it(tmp_path: Path) -> None:
-    config = config_of(tmp_path, model={"path": str(tmp_path), "device": "cpu"})
+    config = config_of(tmp_path, model={"device": "cpu"})
     assert loader.device_of(config).type == "cpu"
     assert loader.device_in_words(config).startswith("cpu, float32, torch ")
+
+
+def test_a_gpu_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(loader.torch.cuda, "device_count", lambda: 1)
+    config = config_of(tmp_path, model={"device": "cuda:1"})
+    with pytest.raises(ConfigError, match="'cuda:1' asked for, but 1 can be seen here"):
+        loader.device_of(config)
+
+
+def test_stages_go_where_they_are_told_and_else_to_the_denoiser(tmp_path: Path) -> None:
+    def devices(**names: str) -> list[str]:
+        config = config_of(tmp_path, model={"device": "cpu", **names})
+        return [beside_denoiser(config, stage).model.device for stage in ("encoder", "decoder")]
+
+    assert devices() == ["cpu", "cpu"]
+    assert devices(encoder_device="meta") == ["meta", "cpu"]
+    assert devices(decoder_device="cuda:1") == ["cpu", "cuda:1"]
+
+
+@pytest.mark.parametrize("model", ["tiny_fill", "tiny_unets"])
+def test_tensors_arrive_where_the_encoder_and_the_decoder_are(
+    model: str, request: pytest.FixtureRequest
+) -> None:
+    """`meta` is a second device that every machine has; it computes shapes alone."""
+    found = request.getfixturevalue(model)
+    folder = found["sdxl-fill"] if isinstance(found, dict) else found
+    devices = {"encoder_device": "meta", "decoder_device": "meta"}
+    config = config_of(folder, model={"device": "cpu", **devices})
+    facts = load_facts(folder)
+    family = FAMILIES[facts.family]()
+    denoiser = family.load_adapter(facts, config)
+    assert {p.device.type for p in denoiser.model.parameters()} == {"cpu"}
+    encoder = family.load_encoder(facts, beside_denoiser(config, "encoder"))
+    decoder = family.load_decoder(facts, beside_denoiser(config, "decoder"))
+    pixels, mask = np.zeros((32, 32, 3), np.uint8), np.full((32, 32), 255, np.uint8)
+    # All is computed on the other device: what fails is the copy of the answer from there.
+    with pytest.raises(NotImplementedError, match="copy out of meta tensor"):
+        encoder.encode(pixels, mask, "a red star")
+    with pytest.raises(NotImplementedError, match="copy out of meta tensor"):
+        encoder.encode_prompt("a red star")
+    with pytest.raises(NotImplementedError, match="copy out of meta tensor"):
+        decoder.decode(np.zeros((facts.latent_channels, 8, 8), np.float32))
+
+
+def test_weights_are_never_whole_on_the_host(tiny_fill: Path) -> None:
+    """What goes to another device is mapped, and goes there one tensor after the other."""
+    where = {"device": "meta", "dtype": "bfloat16"}
+    config = config_of(tiny_fill, model=where)
+    with LiveBytes("cpu") as live:
+        part = loader.load_part(config, "transformer", FluxTransformer2DModel)
+    assert {(p.device.type, p.dtype) for p in part.parameters()} == {("meta", torch.bfloat16)}
+    mapped = 2 * loader.held_bytes(part)  # the file is in float32
+    assert live.peak - mapped < loader.held_bytes(part) / 4

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maskserve_client.wire import DEFAULT_URL
-from maskserve_core.config import Config
+from maskserve_core.config import Config, gpus_wanted
+from maskserve_core.config_file import config_of
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_serving import command, files, ports, runtime, shm_cleanup, triton_log
 from maskserve_serving.errors import ServeError
-from maskserve_serving.options import ServeOptions
+from maskserve_serving.options import ServeOptions, default_cache_dir
 from maskserve_serving.source import resolve_model
 from maskserve_serving.supervisor import Supervisor
 
@@ -121,6 +122,36 @@ def test_a_wrong_python_is_told(tmp_path: Path) -> None:
     assert runtime.find_stub(tmp_path, (3, 10), "0.7.0").parent.name == "3.10"
     with pytest.raises(ServeError, match=r"under Python 3.14; .* one of Python 3.9, 3.10$"):
         runtime.find_stub(tmp_path, (3, 14), "0.7.0")
+
+
+def test_an_installed_server_for_another_python_is_told(tmp_path: Path) -> None:
+    stub = tmp_path / "backends" / "python" / "triton_python_backend_stub"
+    stub.parent.mkdir(parents=True)
+    server = tmp_path / "bin" / "tritonserver"
+    server.parent.mkdir()
+    server.touch(0o755)
+    stub.write_bytes(b"\x7fELF\0libc.so.6\0libpython3.9.so.1.0\0")
+    own = ".".join(map(str, sys.version_info[:2]))
+    with pytest.raises(ServeError, match=rf"models under Python 3.9, .* under Python {own}; inst"):
+        runtime.installed_runtime(server)
+    stub.write_bytes(f"\x7fELF\0libpython{own}.so.1.0\0".encode())
+    assert runtime.installed_runtime(server).binary == server
+    stub.write_bytes(b"\x7fELF\0linked to none")
+    assert runtime.installed_runtime(server).binary == server
+
+
+def test_the_stub_from_pip_says_which_python_it_is_for(tmp_path: Path) -> None:
+    stub = runtime.pip_runtime(default_cache_dir()).backends
+    assert stub is not None
+    with pytest.raises(ServeError, match=r"under Python 3.99; install"):
+        runtime.check_stub(stub / "python" / "triton_python_backend_stub", (3, 99))
+
+
+def test_a_package_that_is_too_old_is_told() -> None:
+    wanted = ["numpy>=1.26", "torch>=99.1; extra == 'engine'"]
+    runtime.check_floors(["numpy"], wanted)
+    with pytest.raises(ServeError, match=r"^torch .+ installed, and maskserve needs torch>=99.1"):
+        runtime.check_floors(["numpy", "torch"], wanted)
 
 
 def test_a_missing_libpython_is_told() -> None:
@@ -370,13 +401,59 @@ def test_the_command_line_is_hardened(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    assert command.gpu_of_worker(0, 1) == "2"
-    assert [command.gpu_of_worker(i, 2) for i in range(2)] == ["2", "5"]
-    assert [command.gpu_of_worker(i, 3, share=True) for i in range(3)] == ["2", "5", "2"]
-    with pytest.raises(ServeError, match="3 workers on 2 GPU"):
-        command.gpu_of_worker(0, 3)
+    assert command.gpus_of_worker(0, 1) == "2"
+    assert [command.gpus_of_worker(i, 2) for i in range(2)] == ["2", "5"]
+    assert [command.gpus_of_worker(i, 3, share=True) for i in range(3)] == ["2", "5", "2"]
+    with pytest.raises(ServeError, match=r"3 workers of 1 GPU\(s\) on 2 GPU"):
+        command.gpus_of_worker(0, 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert command.gpu_of_worker(0, 2) is None
+    assert command.gpus_of_worker(0, 2) is None
+
+
+def test_a_worker_sees_as_many_gpus_as_its_devices_count_up_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wanted(**devices: str) -> int:
+        return gpus_wanted(config_of({"model": devices}))
+
+    assert wanted() == wanted(device="cuda", encoder_device="cpu") == 1
+    assert wanted(encoder_device="cuda:1", decoder_device="cuda") == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,4,5")
+    assert [command.gpus_of_worker(i, 2, each=2) for i in range(2)] == ["0,1", "4,5"]
+    with pytest.raises(ServeError, match=r"3 workers of 2 GPU\(s\) on 4 GPU"):
+        command.gpus_of_worker(0, 3, each=2)
+
+
+def test_an_installed_server_is_spared_the_hosts_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, cuda = tmp_path / "driver", tmp_path / "cuda"
+    for folder, name in ((driver, "libcuda.so.1"), (cuda, "libcublas.so.12")):
+        folder.mkdir()
+        (folder / name).touch()
+    server = runtime.Runtime(Path("/t/bin/tritonserver"), None, (), "installed")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{cuda}:{driver}:/none")
+    env = command.environment(server, tmp_path / "config.toml", None)
+    assert env["LD_LIBRARY_PATH"] == f"{driver}:/none"
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(cuda))
+    assert "LD_LIBRARY_PATH" not in command.environment(server, tmp_path / "config.toml", None)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_grow_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    server = runtime.Runtime(Path("/t/bin/tritonserver"), None, (), "installed")
+
+    def said() -> dict[str, str]:
+        env = command.environment(server, tmp_path / "config.toml", None)
+        return {key: value for key, value in env.items() if key.endswith("ALLOC_CONF")}
+
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert said() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    assert said() == {name: "max_split_size_mb:64"}
 
 
 def test_the_clients_default_address_is_the_first_worker_of_serve() -> None:

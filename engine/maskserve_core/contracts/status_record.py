@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.pricing import Pricing
 
 VERSION = 2
@@ -91,6 +92,8 @@ class WorkerStatus(msgspec.Struct):
     """None before the model is known."""
     pricing: Pricing | None = None
     """What rows cost here; None before it is known."""
+    memory: MemoryTable | None = None
+    """Of the worker's device; None before the model is loaded."""
     version: int = VERSION
 
     def age_s(self, now_ns: int | None = None) -> float:

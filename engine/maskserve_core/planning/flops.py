@@ -32,6 +32,12 @@ DENSE, PROJECT, KV = range(3)
 
 TERMS = ("row", "token", "text", "spare", "pair", "cross")
 _SPARE = TERMS.index("spare")
+_FLUX_HELD = 23
+"""Widths that a token of a single block holds at most, behind attention: the input, all that one
+product made of it (7), queries, keys, the activated feed-forward part (4), what attention gave, it
+and the feed-forward part side by side (5), and what they become; and one that a dense block has
+left for the next ones that are not.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,11 @@ class ModelWork:
     """Work after the last stack."""
     restore_ends: bool
     """Whether inactive outputs are needed at the end of each stack (UNets)."""
+    peak_row: float
+    """Numbers that one evaluation of a row holds at once where it holds most, all tokens computed,
+    text apart; what kernels keep for themselves is not counted."""
+    peak_text: float
+    """The same per text token."""
     copies: int = 1
     coefficients: Floats = field(init=False, repr=False, compare=False)
     levels: NDArray[np.intp] = field(init=False, repr=False, compare=False)
@@ -270,14 +281,17 @@ def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
         token=2.0 * channels * h,
         text=2.0 * int(config["joint_attention_dim"]) * h,
     )
+    tokens = (height // 2) * (width // 2)
     return ModelWork(
         family="flux",
         blocks=tuple(blocks),
-        tokens=((height // 2) * (width // 2),),
+        tokens=(tokens,),
         joint=True,
         before=(embed,),
         after=FixedWork(row=4.0 * h * h, token=2.0 * h * out),
         restore_ends=False,
+        peak_row=_FLUX_HELD * h * tokens,
+        peak_text=_FLUX_HELD * h,
     )
 
 

@@ -65,14 +65,27 @@ class _Walk:
     blocks: list[BlockWork] = field(default_factory=list)
     before: list[FixedWork] = field(default_factory=list)
     fixed: float = 0.0
+    kept: list[float] = field(default_factory=list)
+    """Numbers in each tensor that waits for the way up, or that the present layer was given."""
+    peak: float = 0.0
+    """Numbers held at once, at most."""
 
     def conv(self, level: int, inputs: int, outputs: int, side: int = 3) -> None:
         self.fixed += 2.0 * self.areas[level] * inputs * outputs * side * side
+
+    def hold(self, level: int, channels: int) -> None:
+        """So many channels are held beside what is kept."""
+        self.peak = max(self.peak, sum(self.kept) + channels * self.areas[level])
+
+    def keep(self, level: int, channels: int) -> None:
+        self.kept.append(float(channels * self.areas[level]))
 
     def linear(self, inputs: int, outputs: int) -> None:
         self.fixed += 2.0 * inputs * outputs
 
     def resnet(self, level: int, inputs: int, outputs: int) -> None:
+        # The input normed and activated, or three tensors of the output's size.
+        self.hold(level, max(2 * inputs, inputs + outputs, 3 * outputs))
         self.conv(level, inputs, outputs)
         self.linear(self.embedding, outputs)
         self.conv(level, outputs, outputs)
@@ -81,6 +94,7 @@ class _Walk:
 
     def stack(self, name: str, level: int, h: int, depth: int) -> None:
         """A Transformer2DModel: its blocks are counted per token, its ends as fixed work."""
+        self.hold(level, 26 * h)  # of which the gated feed-forward part is 16
         self.conv(level, h, h, side=1)  # proj_in: a linear layer or a 1x1 convolution
         self.before.append(FixedWork(row=self.fixed))
         self.fixed = 0.0
@@ -133,15 +147,19 @@ def unet_work(
         walk.linear(walk.embedding, walk.embedding)
     walk.conv(0, int(config["in_channels"]), channels[0], int(config.get("conv_in_kernel", 3)))
 
+    walk.keep(0, channels[0])
+
     before = channels[0]
     for level, kind in enumerate(config["down_block_types"]):
         for layer in range(layers[level]):
             walk.resnet(level, before if layer == 0 else channels[level], channels[level])
             if kind.startswith("CrossAttn"):
                 walk.stack(f"down{level}.{layer}", level, channels[level], depths[level])
+            walk.keep(level, channels[level])
         before = channels[level]
         if level < levels - 1:
             walk.conv(level + 1, channels[level], channels[level])
+            walk.keep(level + 1, channels[level])
 
     bottom = levels - 1
     walk.resnet(bottom, channels[-1], channels[-1])
@@ -154,10 +172,15 @@ def unet_work(
         for layer in range(layers[level] + 1):
             last = layer == layers[level]
             skip = channels[max(level - 1, 0)] if last else own
-            walk.resnet(level, (below if layer == 0 else own) + skip, own)
+            given = below if layer == 0 else own
+            walk.kept.pop()
+            walk.keep(level, 2 * given + skip)  # by itself, and beside the skip
+            walk.resnet(level, given + skip, own)
             if kind.startswith("CrossAttn"):
                 walk.stack(f"up{step}.{layer}", level, own, depths[level])
+            walk.kept.pop()
         if level > 0:
+            walk.hold(level - 1, 3 * own)  # as it was, widened, and after the convolution
             walk.conv(level - 1, own, own)
     walk.conv(0, channels[0], int(config["out_channels"]), int(config.get("conv_out_kernel", 3)))
 
@@ -170,4 +193,7 @@ def unet_work(
         after=FixedWork(row=walk.fixed),
         restore_ends=True,
         copies=2 if guidance else 1,
+        peak_row=walk.peak,
+        # Keys and values of the prompt, kept in every block for as long as the batch holds.
+        peak_text=float(sum(2 * block.width for block in walk.blocks)),
     )

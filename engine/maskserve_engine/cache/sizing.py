@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from maskserve_core.config import CacheConfig, ConfigError
 from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, kept_bytes
@@ -25,7 +23,7 @@ Kinds = tuple[frozenset[str], ...]
 _KEPT = {"kv": frozenset({"kv"}), "h": frozenset({"h"}), "both": frozenset({"h", "kv"})}
 _TYPICAL = 0.2
 """Mask ratio for which `auto` chooses."""
-_GPU_SHARE, _CPU_SHARE, _FILES_SHARE = 0.5, 0.25, 0.5
+_FILES_SHARE = 0.5
 _GIB = 2**30
 
 
@@ -87,15 +85,6 @@ def template_size(
     return TemplateSize(side, anchors, int(kept_bytes(work, kinds, fmt, copies=halves)))
 
 
-def device_budget(config: CacheConfig, device: torch.device) -> int:
-    """Bytes of the device tier: as configured, or a share of what is free."""
-    if config.budget_bytes:
-        return config.budget_bytes
-    if device.type == "cuda":
-        return int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
-    return int(_CPU_SHARE * free_memory())
-
-
 def folder_budget(configured: int, folder: str) -> int:
     """Bytes of a tier in files: as configured, or a share of what is free, its own files counted
     as free.
@@ -105,15 +94,6 @@ def folder_budget(configured: int, folder: str) -> int:
     Path(folder).mkdir(parents=True, exist_ok=True)
     own = sum(path.stat().st_size for path in Path(folder).rglob("*" + SUFFIX))
     return int(_FILES_SHARE * (shutil.disk_usage(folder).free + own))
-
-
-def free_memory() -> int:
-    """Bytes that this host can give without swapping."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise ConfigError("[cache] budget_bytes: 0, but this system does not say what memory is free")
 
 
 def check_sizes(

@@ -68,6 +68,8 @@ class Adapter(Protocol):
     """Runs one family's model over explicit per-row state; the model itself holds none."""
 
     facts: ModelFacts
+    weight_bytes: int
+    """Of the model, on its device."""
     blocks: int
     """Transformer blocks a plan speaks of."""
     entry_halves: int
@@ -91,6 +93,10 @@ class Adapter(Protocol):
 
     def batch_key(self, job: EditJob) -> Hashable:
         """Rows of equal keys may share a step."""
+        ...
+
+    def blank_prompt(self, tokens: int) -> Conditioning:
+        """Of zeros, so many tokens long."""
         ...
 
     def sigmas(self, job: EditJob) -> list[tuple[float, float]]:

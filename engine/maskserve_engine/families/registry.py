@@ -6,6 +6,8 @@ loaded; nothing else in the engine or the models knows which family is served.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +18,9 @@ from maskserve_core.contracts.facts import ModelFacts, load_facts
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.stages.decode import Decoder
+from maskserve_engine.stages.loader import warm_up_side
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +71,20 @@ def load_encoder(config: Config) -> Encoder:
     """The same folder's encoder, run once so that the first edit does not pay for it."""
     facts, family = _of(config)
     encoder = family.load_encoder(facts, config)
-    side = 4 * facts.size_multiple
-    encoder.encode(np.zeros((side, side, 3), np.uint8), np.full((side, side), 255, np.uint8), "")
+    if config.engine.warm_up:
+        begin, side = time.perf_counter(), warm_up_side(config, facts)
+        pixels, mask = np.zeros((side, side, 3), np.uint8), np.full((side, side), 255, np.uint8)
+        encoder.encode(pixels, mask, "")
+        _log.info("the encoder was warmed up in %.2f s", time.perf_counter() - begin)
     return encoder
 
 
 def load_decoder(config: Config) -> Decoder:
-    """The same folder's decoder."""
+    """The same folder's decoder, likewise."""
     facts, family = _of(config)
-    return family.load_decoder(facts, config)
+    decoder = family.load_decoder(facts, config)
+    if config.engine.warm_up:
+        begin, side = time.perf_counter(), warm_up_side(config, facts) // facts.vae_scale_factor
+        decoder.decode(np.zeros((facts.latent_channels, side, side), np.float32))
+        _log.info("the decoder was warmed up in %.2f s", time.perf_counter() - begin)
+    return decoder

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from maskserve_core.config import Config, ConfigError
+from maskserve_core.contracts.facts import ModelFacts
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 """Where NVIDIA's driver lists its devices."""
@@ -31,8 +32,12 @@ def device_of(config: Config) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"[model] device: {name!r} is not a device") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"[model] device: {name!r} asked for, but there is no CUDA device")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"[model] device: {name!r} asked for, but there is no CUDA device")
+        seen = torch.cuda.device_count()
+        if (device.index or 0) >= seen:
+            raise ConfigError(f"[model] device: {name!r} asked for, but {seen} can be seen here")
     return device
 
 
@@ -67,7 +72,8 @@ def dtype_of(config: Config) -> torch.dtype:
 
 
 def load_part(config: Config, name: str, cls: Any) -> Any:
-    """A model of the folder in eval mode on the configured device and dtype.
+    """A model of the folder in eval mode on the configured device and dtype. Its weights go there
+    one by one, from the mapped file: the host never holds them all.
 
     Args:
         config: names folder, device and dtype.
@@ -82,10 +88,28 @@ def load_part(config: Config, name: str, cls: Any) -> Any:
     try:
         # diffusers says torch_dtype, transformers has moved to dtype.
         argument = "dtype" if cls.__module__.startswith("transformers") else "torch_dtype"
-        model = cls.from_pretrained(str(folder), local_files_only=True, **{argument: dtype})
+        model = cls.from_pretrained(
+            str(folder),
+            local_files_only=True,
+            device_map={"": device_of(config)},
+            **{argument: dtype},
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"[model] path: cannot load {folder}: {_first_line(error)}") from error
-    return model.to(device_of(config)).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    """Of a model's parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def warm_up_side(config: Config, facts: ModelFacts) -> int:
+    """Of the square picture to warm up with, in pixels: kernels of a GPU are chosen by shape, and a
+    CPU would take long for nothing.
+    """
+    on_gpu = device_of(config).type == "cuda"
+    return facts.native_resolution if on_gpu else 4 * facts.size_multiple
 
 
 def load_plain(config: Config, name: str, cls: Any) -> Any:

@@ -40,7 +40,7 @@ class Direct:
         self._status = tempfile.TemporaryDirectory()
         self.engine = Engine.load(replace(config, runtime_dir=self._status.name))
         self.engine.start()
-        self.beside = beside_denoiser(config).model.torch_threads
+        self.beside = beside_denoiser(config, "encoder").model.torch_threads
         self.threads = config.model.torch_threads
         self.engine.ask(lambda: torch.set_num_threads(self.threads)).result()
 

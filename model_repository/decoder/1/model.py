@@ -23,7 +23,7 @@ _NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         end_with_server()
-        self._config = beside_denoiser(load_config())
+        self._config = beside_denoiser(load_config(), "decoder")
         start_log(self._config, "decoder")
         self._decoder = load_decoder(self._config)
         self._tracer = make_tracer(self._config, "decoder")

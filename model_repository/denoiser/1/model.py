@@ -23,6 +23,7 @@ class TritonPythonModel:
         start_log(self._config, "denoiser")
         self._engine = Engine.load(self._config)
         self._engine.start()
+        self._engine.warm_up()
         self._tracer = make_tracer(self._config, "denoiser")
         self._frontend = DenoiserFrontend(pb_utils, self._engine, self._config, self._tracer)
         metrics = EngineMetrics(

@@ -22,7 +22,7 @@ from maskserve_engine.stages.encoded import pack_conditioning
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         end_with_server()
-        self._config = beside_denoiser(load_config())
+        self._config = beside_denoiser(load_config(), "encoder")
         start_log(self._config, "encoder")
         self._encoder = load_encoder(self._config)
         # The denoiser has no text encoders; priming needs the embedding of an empty prompt.

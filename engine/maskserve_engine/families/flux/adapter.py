@@ -34,7 +34,7 @@ from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.families.stepping import Stepping
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
-from maskserve_engine.stages.loader import limit_threads, load_part, load_plain
+from maskserve_engine.stages.loader import held_bytes, limit_threads, load_part, load_plain
 
 
 class FluxAdapter(Stepping[Row, Weights]):
@@ -60,6 +60,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         self.vae_shift, self.vae_scale = vae_shift, vae_scale
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self.weight_bytes = held_bytes(model)
         self.weights = Weights.of(model)
         super().__init__(Batch, self.weights)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
@@ -108,6 +109,13 @@ class FluxAdapter(Stepping[Row, Weights]):
 
     def batch_key(self, job: EditJob) -> Hashable:
         return None  # rows are packed without padding: any may share a step
+
+    def blank_prompt(self, tokens: int) -> Conditioning:
+        config = self.facts.denoiser
+        return {
+            "prompt_embeds": np.zeros((tokens, config["joint_attention_dim"]), np.float32),
+            "pooled": np.zeros(config["pooled_projection_dim"], np.float32),
+        }
 
     def sigmas(self, job: EditJob) -> list[tuple[float, float]]:
         schedule = self._schedule(job)

@@ -43,7 +43,7 @@ from maskserve_engine.families.unet.sampler import (
     load_sampler,
 )
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
-from maskserve_engine.stages.loader import limit_threads, load_part
+from maskserve_engine.stages.loader import held_bytes, limit_threads, load_part
 
 
 class UnetAdapter(Stepping[Row, Any]):
@@ -79,6 +79,7 @@ class UnetAdapter(Stepping[Row, Any]):
         self.vae_scale, self.exact_vae = vae_scale, exact_vae
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self.weight_bytes = held_bytes(model)
         self.entry_halves = 2 if own_entries and facts.zeros_for_empty_prompt else 1
         self._vae_dtype = torch.float32 if exact_vae else self.dtype
         self.places = block_places(model)
@@ -124,6 +125,15 @@ class UnetAdapter(Stepping[Row, Any]):
 
     def batch_key(self, job: EditJob) -> Hashable:
         return job.moments.shape  # convolutions run on all positions of all rows at once
+
+    def blank_prompt(self, tokens: int) -> Conditioning:
+        config = self.model.config
+        prompt = {"prompt_embeds": np.zeros((tokens, config.cross_attention_dim), np.float32)}
+        if self.facts.micro_conditioning:
+            sizes = 6 * config.addition_time_embed_dim
+            pooled = config.projection_class_embeddings_input_dim - sizes
+            prompt["pooled"] = np.zeros(pooled, np.float32)
+        return prompt
 
     def sigmas(self, job: EditJob) -> list[tuple[float, float]]:
         """(timestep as a share of all, timestep) of each model call: the samplers scale their own

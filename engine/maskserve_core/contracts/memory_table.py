@@ -1,0 +1,50 @@
+"""What the memory of a worker's device goes to, as it is told at its start."""
+
+from __future__ import annotations
+
+import msgspec
+
+_GIB = 2**30
+
+
+class MemoryTable(msgspec.Struct, frozen=True):
+    """Bytes of one device. Parts that lie on another device count nothing here."""
+
+    device: str
+    total: int
+    weights: int
+    """Of the denoiser."""
+    encoder: int
+    """Its weights, and what encoding one edit takes beside them."""
+    decoder: int
+    """Likewise."""
+    step: int
+    """What a step of `rows` rows takes, and a template that is primed meanwhile."""
+    cache: int
+    """The device's budget for entries."""
+    others: int
+    """Taken by others when the worker started: other processes, CUDA's own."""
+    left: int
+    """Below 0: more is promised than there is."""
+    rows: int
+    """`[engine] max_rows`."""
+    template: int
+    """Of a square template of the model's native size, all its anchors."""
+
+    def text(self) -> str:
+        """For people: a line per part, in GiB."""
+        notes = {
+            "weights": "the denoiser's",
+            "encoder": "and what encoding takes",
+            "decoder": "and what decoding takes",
+            "step": f"of {self.rows} rows",
+            "cache": f"{self.cache // self.template} templates of {self.template / _GIB:.3f}"
+            if self.template
+            else "",
+            "others": "other processes",
+        }
+        lines = [f"memory of {self.device}: {self.total / _GIB:.2f} GiB"]
+        for part in ("weights", "encoder", "decoder", "step", "cache", "others", "left"):
+            size = getattr(self, part) / _GIB
+            lines.append(f"  {part:8}{size:8.2f}  {notes.get(part, '')}".rstrip())
+        return "\n".join(lines)

@@ -1,0 +1,104 @@
+"""A first step of every sort before the worker is ready, so that no edit pays for what only the
+first one needs: kernels to load and choose, memory to take from the system, imports.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.request import EditRequest
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.planning.flops import ModelWork
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.sizing import Kinds
+from maskserve_engine.cache.store import Source, Store
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.job import EditJob
+from maskserve_engine.stages.loader import warm_up_side
+from maskserve_engine.step_planner import Reading, StepPlanner, wants_of
+
+
+def warm_up(
+    config: Config, adapter: Adapter, store: Store, kinds: Kinds, planner: StepPlanner
+) -> None:
+    """Take a dense step and, where templates are cached, a priming and a cached one. Nothing is
+    kept of them.
+
+    Args:
+        config: of the worker.
+        adapter: the model.
+        store: of entries.
+        kinds: per block, what priming keeps.
+        planner: of cached steps.
+    """
+    job = _blank(config, adapter)
+    adapter.step([adapter.dense_row(job)], None)
+    if config.cache.enabled:
+        _, height, width = job.moments.shape
+        entry = _primed(config, adapter, job, kinds)
+        _cached(adapter, job, entry, store, planner, adapter.work(height, width))
+    adapter.release()
+
+
+def _primed(config: Config, adapter: Adapter, job: EditJob, kinds: Kinds) -> AnchorEntry:
+    anchors = adapter.anchors(adapter.tokens(job).total, config.model.num_inference_steps, 1)
+    row = adapter.priming_row(
+        job, anchors[:1], job.conditioning, 0, kinds, config.cache.entry_format
+    )
+    adapter.step([row], None)
+    return row.take_entry()
+
+
+def _cached(
+    adapter: Adapter,
+    job: EditJob,
+    entry: AnchorEntry,
+    store: Store,
+    planner: StepPlanner,
+    work: ModelWork,
+) -> None:
+    row = adapter.cached_row(job, 0)
+    assert row.selection is not None
+    source = Source(entry, store.memory.name, store.memory.name)
+    handle = store.request("warm-up", entry.anchor, row.selection, source, force=True)
+    assert handle is not None, "what is forced is not refused"
+    reading = Reading(adapter.counted(job), handle.load, stays=1)
+    plan = planner.plan(work, [reading], None, fixed=True).plan
+    handle.want(wants_of(plan), turn=0)
+    row.entry = handle
+    try:
+        adapter.step([row], plan)
+    finally:
+        handle.release()
+        store.loader.take_moves()  # the first ones tell little of those to come
+
+
+def _blank(config: Config, adapter: Adapter) -> EditJob:
+    """An edit of a corner of an empty picture."""
+    facts, model = adapter.facts, config.model
+    side = warm_up_side(config, facts)
+    mask = np.zeros((side, side), np.uint8)
+    mask[: side // 4, : side // 4] = 255
+    latents = side // facts.vae_scale_factor
+    moments = np.zeros((2 * facts.latent_channels, latents, latents), np.float32)
+    prompt = adapter.blank_prompt(facts.text_tokens(model.max_sequence_length))
+    settings = EditSettings(
+        num_inference_steps=model.num_inference_steps,
+        guidance_scale=facts.guidance_default(model.guidance_scale),
+        mask_ring=model.mask_ring,
+    )
+    request = EditRequest(
+        request_id="warm-up",
+        prompt="",
+        settings=settings,
+        seed=0,
+        template_id="0" * 32,
+        source_size=(side, side),
+        model_size=(side, side),
+        accepted_ns=0,
+        pixels_id="0" * 32,
+    )
+    masked = moments if facts.semantics == "fill" else np.zeros((0, 0, 0), np.float32)
+    negative = prompt if facts.guidance == "cfg" else None
+    return EditJob(request, mask, moments, masked, prompt, negative)

@@ -1,0 +1,68 @@
+"""Bytes that are held on a device at once: as CUDA says, or counted from what torch is asked."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts, while entered, what operations make; each piece of memory once, until it is let go.
+
+    What was there before counts nothing, and neither does what a kernel keeps for itself.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_storage(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device:
+                self._hold(tensor, given)
+        return out
+
+    def _hold(self, tensor: Tensor, given: set[int]) -> None:
+        storage, name = tensor.untyped_storage(), _storage(tensor)
+        if name in self._known or name in given:
+            return
+        size = storage.nbytes()
+        self._known.add(name)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._let_go, name, size)
+
+    def _let_go(self, name: int, size: int) -> None:
+        self._known.discard(name)
+        self.now -= size
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def peak_bytes(device: torch.device, call: Callable[[], None]) -> int:
+    """Bytes that a call holds at once beyond what was there before."""
+    if device.type != "cuda":
+        live = LiveBytes(device.type)
+        with live:
+            call()
+        return live.peak
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,95 @@
+"""The device's memory is held by whoever computes, and by nobody who waits or has failed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from maskserve_engine import step_runner
+from maskserve_engine.cache.loader import EntryLost
+from maskserve_engine.engine import Engine
+from maskserve_engine.families.registry import Encoder, load_encoder
+from tests.fakes.jobs import config_of
+from tests.support.engines import edit, job, make_engine
+from tests.support.sink import Sink
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_fill: Path) -> Encoder:
+    return load_encoder(config_of(tiny_fill))
+
+
+@pytest.fixture
+def engine(tiny_fill: Path, encoder: Encoder) -> Iterator[Engine]:
+    engine = make_engine(tiny_fill, encoder)
+    yield engine
+    engine.close(5.0)
+    engine.cache.store.check_integrity()
+
+
+def test_edits_that_wait_for_a_row_hold_no_entry(engine: Engine, encoder: Encoder) -> None:
+    """Entries are resolved when an edit is admitted: what is evicted before that is gone."""
+    edit(engine, job(encoder, 1, "first", cache="require"))
+    store, rows = engine.cache.store, engine.config.engine.max_rows
+    jobs = [replace_id(job(encoder, 1, "first"), f"w{n}") for n in range(3 * rows)]
+    sinks = [Sink() for _ in jobs]
+
+    def accept_and_evict() -> tuple[list[str], int]:  # in one turn: no step comes between
+        for each, sink in zip(jobs, sinks, strict=True):
+            engine.manager.accept(each, sink)
+        hows = [engine.manager.edits[each.request.request_id].how for each in jobs]
+        engine.cache.evict(jobs[0].request.template_id)
+        return hows, store.memory.nbytes
+
+    hows, held = engine.ask(accept_and_evict).result(30)
+    assert set(hows) == {"cached"}
+    assert held == 0
+    for sink in sinks:
+        assert sink.final().meta["kinds"].keys() == {"dense"}
+
+
+def test_what_rows_hold_of_an_evicted_template_is_booked(engine: Engine, encoder: Encoder) -> None:
+    edit(engine, job(encoder, 2, "first", cache="require"))
+    memory, sink = engine.cache.store.memory, Sink()
+    each = memory.nbytes / sum(len(held.anchors) for held in memory.held().values())
+
+    def run_and_evict() -> tuple[int, int]:
+        engine.manager.accept(replace_id(job(encoder, 2, "first"), "runs"), sink)
+        engine._step_runner.step(engine.manager.running())
+        engine.cache.evict(job(encoder, 2, "first").request.template_id)
+        return memory.booked, len(set(engine.manager.edits["runs"].route.anchors))
+
+    booked, anchors = engine.ask(run_and_evict).result(30)
+    assert booked >= anchors * each > 0
+    assert sink.final().meta["cache"] == "hit"
+    assert engine.ask(lambda: memory.booked).result(30) == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, EntryLost])
+def test_what_a_failed_step_held_is_let_go_before_it_is_tried_again(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    monkeypatch.setattr(step_runner._log, "disabled", True)  # pytest keeps what it is told
+    step, tries, alive = engine.adapter.step, list[weakref.ref[torch.Tensor]](), list[bool]()
+
+    def fails_once(rows: Any, plan: Any) -> None:
+        if not tries:
+            activations = torch.zeros(4)
+            tries.append(weakref.ref(activations))
+            raise error("out of memory")
+        alive.append(tries[0]() is not None)
+        step(rows, plan)
+
+    engine.adapter.step = fails_once  # type: ignore[method-assign]
+    assert edit(engine, job(encoder, 3, "it", cache="off")).meta["steps"] == len(alive)
+    assert not any(alive)
+
+
+def replace_id(each: Any, request_id: str) -> Any:
+    return replace(each, request=replace(each.request, request_id=request_id))

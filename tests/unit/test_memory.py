@@ -1,0 +1,178 @@
+"""The memory table: what it counts is what there is, and it adds up."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from diffusers import AutoencoderKL
+
+from maskserve_client import commands
+from maskserve_core.contracts.memory_table import MemoryTable
+from maskserve_core.worker.liveness import sign_in
+from maskserve_engine import memory
+from maskserve_engine.engine import Engine
+from maskserve_engine.families.flux.encode import FluxEncoder
+from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
+from maskserve_harness.benchmarks.fake_cuda import FakeCuda
+from maskserve_harness.benchmarks.kernel_counts import MIXED, Case, fake_bench, kinds_of, make_rows
+from maskserve_harness.benchmarks.live_bytes import LiveBytes
+from maskserve_harness.benchmarks.unet_rig import TEXT, UnetBench
+from tests.fakes.facts import FILL_FACTS
+from tests.fakes.jobs import config_of
+
+FLUX_VAE = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+FREE = 1000 * 2**20
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host whose memory is known."""
+    monkeypatch.setattr(memory, "device_memory", lambda device: (2 * FREE, FREE))
+
+
+def table(folder: Path, tmp_path: Path, **sections: Any) -> MemoryTable:
+    config = replace(config_of(folder, **sections), runtime_dir=str(tmp_path))
+    return Engine(config, load_adapter(config)).memory
+
+
+@pytest.mark.usefixtures("host")
+def test_the_parts_add_up_to_the_whole(tiny_fill: Path, tmp_path: Path) -> None:
+    told = table(tiny_fill, tmp_path)
+    parts = (told.weights, told.encoder, told.decoder, told.step, told.cache, told.others)
+    assert min(parts) > 0
+    assert sum(parts) + told.left == told.total
+    # What is there already is no longer free; what is still to come is.
+    coming = told.encoder + told.decoder + told.step
+    assert told.cache == int(0.25 * (FREE - coming))
+
+
+@pytest.mark.usefixtures("host")
+def test_what_is_loaded_already_is_not_taken_twice(tiny_fill: Path, tmp_path: Path) -> None:
+    before = table(tiny_fill, tmp_path)
+    sign_in(tmp_path, "encoder")
+    after = table(tiny_fill, tmp_path)
+    config = config_of(tiny_fill)
+    assert after.encoder == before.encoder
+    assert after.cache - before.cache == pytest.approx(
+        memory.weight_bytes(config, "encoder") / 4, abs=1
+    )
+
+
+@pytest.mark.usefixtures("host")
+def test_a_stage_elsewhere_takes_nothing_here(tiny_fill: Path, tmp_path: Path) -> None:
+    where = {"encoder_device": "meta"}
+    told = table(tiny_fill, tmp_path, model=where)
+    assert told.encoder == 0
+    assert told.decoder > 0
+
+
+@pytest.mark.usefixtures("host")
+def test_a_budget_beyond_what_there_is_is_told(
+    tiny_fill: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        told = table(tiny_fill, tmp_path, cache={"budget_bytes": 2 * FREE})
+    assert told.cache == 2 * FREE
+    assert told.left < 0
+    assert "more memory is promised than there is" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert table(tiny_fill, tmp_path, cache={"enabled": False}).cache == 0
+    assert "promised" not in caplog.text
+    assert "memory of cpu: 1.95 GiB\n  weights" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_weights_are_those_that_are_loaded(tiny_fill: Path, dtype: str) -> None:
+    config = config_of(tiny_fill, model={"dtype": dtype})
+    adapter = load_adapter(config)
+    own = sum(p.nbytes for p in adapter.model.parameters())  # type: ignore[attr-defined]
+    assert adapter.weight_bytes == pytest.approx(own, rel=0.01)
+    encoder, decoder = load_encoder(config), load_decoder(config)
+    assert isinstance(encoder, FluxEncoder)
+    parts = (encoder.vae, encoder.clip.model, encoder.t5.model)
+    weights = sum(p.nbytes for part in parts for p in part.parameters())
+    assert memory.weight_bytes(config, "encoder") == pytest.approx(weights, rel=0.01)
+    weights = sum(p.nbytes for p in decoder.vae.parameters())
+    assert memory.weight_bytes(config, "decoder") == pytest.approx(weights, rel=0.01)
+
+
+def test_the_status_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    told = MemoryTable("cpu", 80, 20, 10, 2, 5, 30, 3, 10, rows=8, template=6)
+    values = json.loads(msgspec.json.encode(told)) | {"of a later version": 1}
+    commands._show_worker("w", {"max_rows": 8, "memory": values, "state": "ready"})
+    assert told.text() in capsys.readouterr().out
+    assert "cache       0.00  5 templates of 0.000" in told.text()
+
+
+CASES = (
+    Case("dense, 1 row", (None,)),
+    Case("dense, 4 rows", (None,) * 4),
+    Case("kv, 4 rows, mixed", MIXED[:4]),
+    Case("kv beside a dense row", (0.1, 0.2, None)),
+    Case("project, 4 rows, mixed", MIXED[:4], "project"),
+    Case("mixed plan, 4 rows, mixed", MIXED[:4], "mixed"),
+    Case("dense, guided", (None,), guided=True),
+    Case("priming beside a row", (0.1,), primes=True),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_flux_step_holds_no_more_than_was_counted(case: Case) -> None:
+    """FLUX.1-dev at 1024x1024 in bfloat16, on a CUDA device that computes nothing."""
+    blocks = (3, 3) if case.kind == "mixed" else (1, 1)
+    with FakeCuda():
+        bench = fake_bench(blocks, case.format)
+        bench.fill_entry({"mixed": "both"}.get(case.kind, case.kind))
+        rows = make_rows(bench, case)
+        with LiveBytes("cuda") as live:
+            bench.step(rows, kinds_of(case, bench.blocks))
+    passes = len(rows) * (2 if case.guided else 1)
+    entry = bench.entry.nbytes if case.primes else 0
+    counted = 2 * memory.peak_values(bench.work, passes, bench.text) + entry
+    assert live.peak <= counted
+    if case.ratios[0] is None:
+        assert live.peak >= 0.75 * counted, "counted far too much"
+
+
+@pytest.mark.parametrize("preset", ["sd21-768", "sdxl-1024"])
+def test_a_unet_step_holds_no_more_than_was_counted(preset: str) -> None:
+    device = torch.device("meta")  # a sampler reads its own timesteps, which are no shapes
+    bench = UnetBench(preset, torch.bfloat16, device, "int8")
+    rows = [bench.row(None, seed) for seed in range(2)]
+    with LiveBytes("meta") as live:
+        bench.step(rows, "kv")
+    counted = 2 * memory.peak_values(bench.work, len(rows), TEXT)
+    assert 0.75 * counted <= live.peak <= counted
+
+
+@pytest.mark.parametrize("stage", ["encoder", "decoder"])
+def test_an_image_takes_no_more_than_was_counted(stage: memory.Stage, tmp_path: Path) -> None:
+    """Of FLUX's VAE in bfloat16."""
+    with torch.device("meta"):
+        vae = AutoencoderKL(**FLUX_VAE).bfloat16()
+        vae.save_config(tmp_path / "vae")
+        with torch.inference_mode(), LiveBytes("meta") as live:
+            if stage == "encoder":
+                vae.encode(torch.empty(1, 3, 512, 512, dtype=torch.bfloat16))
+            else:
+                vae.decode(torch.empty(1, 16, 64, 64, dtype=torch.bfloat16))
+    config = config_of(tmp_path, model={"dtype": "bfloat16"})
+    facts = replace(FILL_FACTS, native_resolution=512)
+    counted = memory.image_bytes(config, stage, facts)
+    assert 0.95 * counted <= live.peak <= counted

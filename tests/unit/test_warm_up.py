@@ -1,0 +1,101 @@
+"""A worker takes a first step of every sort before it is ready, and keeps nothing of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from maskserve_core.config import Config, ConfigError
+from maskserve_core.contracts.facts import load_facts
+from maskserve_engine.engine import Engine
+from maskserve_engine.families import registry
+from maskserve_engine.stages import loader
+from maskserve_engine.stages.decode import Decoder
+from tests.fakes.jobs import config_of
+from tests.fakes.tiny_unet import VARIANTS
+
+OFF: dict[str, Any] = {"warm_up": False}
+
+
+class Watched:
+    """An engine whose steps are written down."""
+
+    def __init__(self, config: Config) -> None:
+        self.engine = Engine.load(config)
+        self.steps: list[tuple[str, set[str]]] = []
+        step = self.engine.adapter.step
+
+        def watch(rows: Any, plan: Any) -> None:
+            self.steps.append((type(rows[0]).__name__, set() if plan is None else set(plan.kinds)))
+            step(rows, plan)
+
+        self.engine.adapter.step = watch  # type: ignore[method-assign]
+        self.engine.start()
+
+    def warm_up(self) -> list[tuple[str, set[str]]]:
+        try:
+            self.engine.warm_up()
+        finally:
+            self.engine.close(5.0)
+        self.engine.cache.store.check_integrity()
+        assert self.engine.cache.store.memory.nbytes == 0
+        assert self.engine.counters["steps_total"] == 0
+        return self.steps
+
+
+@pytest.mark.parametrize("kind", ["kv", "h", "both"])
+def test_flux_takes_a_dense_a_priming_and_a_cached_step(
+    tiny_fill: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    with caplog.at_level(logging.INFO):
+        steps = Watched(config_of(tiny_fill, cache={"entry_kind": kind})).warm_up()
+    cached = {"project"} if kind == "h" else {"kv"}
+    assert steps == [("FluxRow", set()), ("PrimingRow", set()), ("FluxRow", cached)]
+    assert "the denoiser was warmed up in 0." in caplog.text
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("entries", ["shared", "own"])
+def test_unets_do_so_too(tiny_unets: dict[str, Path], variant: str, entries: str) -> None:
+    config = config_of(tiny_unets[variant], cache={"cfg_entries": entries})
+    kinds = [name for name, _ in Watched(config).warm_up()]
+    assert kinds == ["UnetRow", "UnetPrimingRow", "UnetRow"]
+
+
+def test_without_a_cache_one_step_is_enough(tiny_inpaint: Path) -> None:
+    config = config_of(tiny_inpaint, cache={"enabled": False})
+    assert Watched(config).warm_up() == [("FluxRow", set())]
+
+
+def test_it_can_be_left_out(tiny_fill: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Decoder, "decode", lambda self, latents: decoded.append(latents.shape))
+    assert Watched(config_of(tiny_fill, engine=OFF)).warm_up() == []
+    registry.load_decoder(config_of(tiny_fill, engine=OFF))
+    assert decoded == []
+    registry.load_decoder(config_of(tiny_fill))
+    assert decoded == [(4, 8, 8)]
+
+
+def test_a_model_that_cannot_take_a_step_is_not_served(tiny_fill: Path) -> None:
+    watched = Watched(config_of(tiny_fill))
+
+    def broken(rows: Any, plan: Any) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    watched.engine.adapter.step = broken  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="cannot take a step: no kernel image is available"):
+        watched.warm_up()
+
+
+def test_a_gpu_is_warmed_up_at_the_models_own_size(
+    tiny_fill: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, facts = config_of(tiny_fill), load_facts(tiny_fill)
+    assert loader.warm_up_side(config, facts) == 32
+    monkeypatch.setattr(loader, "device_of", lambda config: torch.device("cuda", 0))
+    assert loader.warm_up_side(config, facts) == facts.native_resolution == 64
