@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from maskserve_engine.cache.codec import Coded, encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
+from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.machine import processor
@@ -38,9 +39,11 @@ from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import Edit, held_out_edits
 from maskserve_harness.quality.metrics import Picture, compare, summary
+from maskserve_harness.quality.tiles import recorded, tiled
 
 BATCH = 8
 KEPT = frozenset({"h", "kv"})
+HALOS = (4, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,7 @@ class Rig:
         self.adapter.entry_halves = 2 if own else 1
         for i, edit in enumerate(edits):
             job = self.job(edit, i)
-            anchors = self.adapter.anchors(self.adapter.tokens(job).total, self.steps, 1)
-            row = self.adapter.priming_row(
-                job, anchors, self.prompt, i, (KEPT,) * self.adapter.blocks, "model"
-            )
+            row = self._priming_row(job, i)
             if own and job.negative is not None:
                 both = (job.conditioning, job.negative)
                 row.prompts = tuple(self.adapter.prompt(each, job) for each in both)
@@ -151,6 +151,31 @@ class Rig:
             ]
             rows.append(self.replay.cached_row(job, per_step, i))
         return self._finish(edits, self.run(rows, (choice.kind,) * self.adapter.blocks))
+
+    def tiled(
+        self, edits: Sequence[Edit], entries: Sequence[list[AnchorEntry]], halo: int
+    ) -> list[Picture]:
+        """Cached edits whose convolutions read the template's features outside a tile."""
+        latents, model = [], self.adapter.model
+        self.adapter.entry_halves = 1
+        for i, edit in enumerate(edits):
+            job = self.job(edit, i)
+            row = cast(UnetRow, self.replay.cached_row(job, entries[i], i))
+            primed = self._priming_row(job, i)
+            assert row.inactive is not None
+            while row.step < row.steps:
+                with recorded(model) as maps:
+                    self.adapter.step([primed], None)
+                primed.take_entry()
+                with tiled(model, maps, row.inactive.mask[0], halo):
+                    self.replay.step([row], ("kv",) * self.adapter.blocks)
+            latents.append(row.result())
+        return self._finish(edits, latents)
+
+    def _priming_row(self, job: EditJob, seed: int) -> UnetPrimingRow:
+        anchors = self.adapter.anchors(self.adapter.tokens(job).total, self.steps, 1)
+        kinds = (KEPT,) * self.adapter.blocks
+        return self.adapter.priming_row(job, anchors, self.prompt, seed, kinds, "model")
 
     def _finish(
         self, edits: Sequence[Edit], latents: Sequence[NDArray[np.float32]]
@@ -194,6 +219,11 @@ def main() -> int:
             pictures = rig.cached(edits, entries[choice.own], choice)
             found[choice.name] = summary(compare(edits, pictures, dense)).as_dict()
             print(choice.name, found[choice.name], flush=True)
+        for halo in () if args.dense else HALOS:
+            name = f"kv, model, stride 1, ring 0, tiles with halo {halo}"
+            pictures = rig.tiled(edits, entries[False], halo)
+            found[name] = summary(compare(edits, pictures, dense)).as_dict()
+            print(name, found[name], flush=True)
     if args.json:
         report = {
             "command": " ".join(sys.argv),
