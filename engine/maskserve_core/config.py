@@ -145,6 +145,12 @@ class CacheConfig:
         "", "URL of the remote tier, as fsspec takes it (s3://bucket/folder); empty: no such tier."
     )
     remote_bytes: int = _opt(2**40, "Bytes of the remote tier.", low=0, high=2**60)
+    remote_patience_s: float = _opt(
+        10.0,
+        "Seconds after which an edit no longer waits for its template from the remote tier.",
+        low=0.01,
+        high=3600.0,
+    )
     entry_kind: str = _opt(
         "kv",
         "What is kept per block: `kv`, `h`, `both`, or `auto`: for each block what the planner "

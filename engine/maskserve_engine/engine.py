@@ -27,7 +27,7 @@ from maskserve_engine.job import Conditioning, EditJob, Failed, Sink
 from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.memory import memory_table
 from maskserve_engine.output_thread import OutputThread
-from maskserve_engine.price_list import PRICED, PriceList
+from maskserve_engine.price_list import PriceList
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
@@ -51,7 +51,6 @@ class Engine:
         prompt: reads the priming prompt's embedding; by default from the runtime folder, where
             the encoder puts it.
         revision: digest of the served weights.
-        prices: what rows cost here, published for routers.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class Engine:
         adapter: Adapter,
         prompt: Callable[[], Conditioning | None] | None = None,
         revision: str = "",
-        prices: PriceList | None = None,
     ) -> None:
         self.config, self.adapter = config, adapter
         runtime = Path(config.runtime_dir) if config.runtime_dir else None
@@ -79,14 +77,20 @@ class Engine:
             str(dtype_of(config)),
             prompt or PromptFile(runtime).read,
         )
-        self.cache.store.on_change = self._arrived
+        self.cache.store.lower.on_change = self._arrived
         self._output = OutputThread()
         self.observations = Observations()
         self.audits = Audits(config.cache, self.observations)
         self.manager = RequestManager(config, adapter, self.cache, self.audits, self._output)
         self.counters = new_counters()
         self._publisher = StatusPublisher(
-            config, adapter.facts, prices, self.manager, self.cache, self.counters, self.memory
+            config,
+            adapter.facts,
+            PriceList(config, adapter, costs, size.anchors),
+            self.manager,
+            self.cache,
+            self.counters,
+            self.memory,
         )
         self._step_runner = StepRunner(
             config,
@@ -102,7 +106,8 @@ class Engine:
         self._open = True
         self._state: State = "loading"
         self._stop = False
-        self._leaked = ""
+        self._checked = 0.0
+        """Steps taken when the idle store was last checked."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @classmethod
@@ -114,8 +119,7 @@ class Engine:
         """
         _log.info("the denoiser's device: %s", device_in_words(config))
         adapter = load_adapter(config)
-        prices = PriceList(config, adapter.facts) if adapter.facts.family in PRICED else None
-        return cls(config, adapter, revision=model_revision(config.model.path), prices=prices)
+        return cls(config, adapter, revision=model_revision(config.model.path))
 
     # Called from any thread.
 
@@ -185,7 +189,7 @@ class Engine:
 
     def pin(self, template_id: str, *, pinned: bool) -> Future[bool]:
         """Pin or unpin; whether there was something to do it to."""
-        change = self.cache.pin if pinned else self.cache.unpin
+        change = self.cache.pins.pin if pinned else self.cache.pins.unpin
         return self.ask(lambda: change(template_id))
 
     def evict(self, template_id: str) -> Future[int]:
@@ -261,7 +265,6 @@ class Engine:
         idle = len(self.manager.scheduler) == 0
         if idle:
             self.adapter.release()
-            self._check_idle()
             self._publisher.publish(self.state)
         elif self._inbox.empty():
             return
@@ -271,14 +274,17 @@ class Engine:
                 command()
                 command = self._inbox.get_nowait()
         except queue.Empty:
-            pass
+            if idle and self._checked != self.counters["steps_total"]:
+                self._checked = self.counters["steps_total"]
+                self._check_cache()
 
-    def _check_idle(self) -> None:
-        """Say once if a row that is gone has left something behind."""
-        leaked = self.cache.store.leaked()
-        if leaked and leaked != self._leaked:
-            _log.error("the store holds what no row reads: %s", leaked)
-        self._leaked = leaked
+    def _check_cache(self) -> None:
+        """Say so if rows that are gone have left something behind."""
+        try:
+            self.cache.check_integrity(files=False)
+        except AssertionError as error:
+            self.counters["cache_integrity_failures_total"] += 1
+            _log.error("the idle cache's books do not match: %s", error)
 
     def _halt(self) -> None:
         self._stop = True

@@ -89,7 +89,13 @@ def open_store(config: Config, size: TemplateSize, costs: CostModel, budget: int
     if cache.enabled:
         check_sizes(cache, size, budgets)
     mover: Mover = CudaMover(device, _BUFFER) if device.type == "cuda" else HostMover()
-    return Store(MemoryTier(budgets[0][1], below), folders, remote, Loader(mover))
+    return Store(
+        MemoryTier(budgets[0][1], below),
+        folders,
+        remote,
+        Loader(mover),
+        patience_s=cache.remote_patience_s,
+    )
 
 
 def fetched_from(tier: Tier, costs: CostModel, otherwise: Rebuild) -> Rebuild:

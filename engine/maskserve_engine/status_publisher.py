@@ -27,6 +27,7 @@ def new_counters() -> dict[str, float]:
         "cached_rows_total": 0,
         "priming_rows_total": 0,
         "skipped_rows_total": 0,
+        "cache_integrity_failures_total": 0,
         "step_seconds_total": 0.0,
         "step_load_stall_seconds_total": 0.0,
         **{f"plans_total.{choice}": 0 for choice in CHOICES},
@@ -42,7 +43,7 @@ class StatusPublisher:
     Args:
         config: of this worker.
         facts: of the served model.
-        prices: of this worker; None where nothing is known of them.
+        prices: of this worker.
         manager: whose rows are published.
         cache: whose templates are.
         counters: the engine's.
@@ -53,7 +54,7 @@ class StatusPublisher:
         self,
         config: Config,
         facts: ModelFacts,
-        prices: PriceList | None,
+        prices: PriceList,
         manager: RequestManager,
         cache: TemplateCache,
         counters: dict[str, float],
@@ -63,7 +64,6 @@ class StatusPublisher:
         folder = config.runtime_dir
         self._writer = StatusWriter(Path(folder) / "status") if folder else None
         self._prices = prices
-        self._steps = self._seconds = 0.0
         self._status = WorkerStatus(
             worker=config.worker,
             model=model_name(config),
@@ -85,9 +85,7 @@ class StatusPublisher:
         if self._writer is None:
             return
         status, cache = self._status, self._cache
-        if self._prices is not None:
-            self._measure(self._prices)
-            status.pricing = self._prices.pricing
+        status.pricing = self._prices.pricing
         status.state = state
         status.running, status.waiting = self._manager.rows()
         status.templates = cache.template_ids()
@@ -98,13 +96,6 @@ class StatusPublisher:
             **self._manager.audits.counters(),
         }
         self._writer.write(status)
-
-    def _measure(self, prices: PriceList) -> None:
-        """Price the step taken since the last record, whose running rows it was of."""
-        steps, seconds = self._counters["steps_total"], self._counters["step_seconds_total"]
-        if steps == self._steps + 1 and self._status.running:
-            prices.measured(self._status.running, seconds - self._seconds)
-        self._steps, self._seconds = steps, seconds
 
     def close(self) -> None:
         if self._writer is not None:

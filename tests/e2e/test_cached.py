@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from maskserve_core.contracts.facts import load_facts
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import Grpc, edit_inputs, pixels, plain_edit
 from tests.support.eventually import eventually
@@ -24,13 +26,19 @@ def register(grpc: Grpc, image: bytes) -> str:
     return name
 
 
-def test_a_registered_template_is_edited_by_name_from_its_cache(grpc: Grpc) -> None:
+def test_a_registered_template_is_edited_by_name_from_its_cache(model: Path, grpc: Grpc) -> None:
     source, mask = scene(64, 64), np.zeros((64, 64), np.uint8)
     mask[8:30, 20:44] = 255
     name = register(grpc, encode(source))
     image, meta = grpc.edit(edit_inputs(b"", mask, template_id=name, cache="auto"))
     assert meta["cache"] == "hit"
-    assert meta["kinds"]["kv"] > 0
+    # Nothing but K and V is kept: a plan may compute blocks before it loads the rest, and none
+    # that a step ran is left out or lost.
+    sizes = load_facts(model).denoiser
+    blocks = sizes["num_layers"] + sizes["num_single_layers"]
+    assert sum(meta["kinds"].values()) == blocks * meta["steps"]
+    assert set(meta["kinds"]) <= {"kv", "dense"}
+    assert meta["kinds"]["kv"] >= meta["steps"]
     assert meta["active_tokens"] < meta["total_tokens"]
     assert meta["template_id"] == name
     assert np.array_equal(pixels(image)[mask == 0], source[mask == 0])
@@ -46,6 +54,7 @@ def test_reproducible_edits_are_equal_at_any_load(grpc: Grpc) -> None:
     same = plain_edit(72, 56, reproducible=True, cache="auto", num_inference_steps=6)
     alone, meta = grpc.edit(same)
     assert meta["cache"] == "hit"
+    assert set(meta["kinds"]) == {"kv"}  # one fixed plan: every block takes its entry
     others = [
         grpc.begin(plain_edit(40 + 8 * i, 64, reproducible=i % 2 == 0, num_inference_steps=9))
         for i in range(5)

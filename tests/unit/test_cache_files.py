@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +33,20 @@ def engine_at(folder: Path, encoder: Encoder, files: Path, **cache: Any) -> Engi
 def close(engine: Engine) -> None:
     engine.cache.store.settle()
     engine.close(10.0)
-    engine.cache.store.check_integrity()
+    engine.cache.check_integrity()
 
 
+@pytest.mark.parametrize(("stride", "anchors"), [(1000, 1), (4, 7)])
 def test_a_restarted_worker_is_warm_from_disk(
-    tiny_fill: Path, encoder: Encoder, tmp_path: Path
+    tiny_fill: Path, encoder: Encoder, tmp_path: Path, stride: int, anchors: int
 ) -> None:
-    first = engine_at(tiny_fill, encoder, tmp_path)
+    first = engine_at(tiny_fill, encoder, tmp_path, stride=stride)
     expected = edit(first, job(encoder, 50, "a", reproducible=True))
+    assert {t["anchors"] for t in first.templates().result(30)} == {anchors}
     close(first)
     for path in (tmp_path / "host").glob("*/*"):
         path.unlink()
-    again = engine_at(tiny_fill, encoder, tmp_path)
+    again = engine_at(tiny_fill, encoder, tmp_path, stride=stride)
     final = edit(again, job(encoder, 50, "b", reproducible=True))
     assert final.meta["cache"] == "hit"
     assert final.meta["cache_tier"] == "disk"
@@ -73,6 +79,77 @@ def test_a_damaged_file_costs_its_template_the_cache_and_no_pixel(
     primed = edit(again, job(encoder, 51, "c", cache="require"))  # and it can be had again
     assert primed.meta["cache"] == "hit"
     close(again)
+
+
+def test_who_insists_on_the_cache_has_a_template_primed_whose_file_is_bad(
+    tiny_fill: Path, encoder: Encoder, tmp_path: Path
+) -> None:
+    first = engine_at(tiny_fill, encoder, tmp_path)
+    edit(first, job(encoder, 54, "a", cache="require"))
+    close(first)
+    for path in tmp_path.glob("*/*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    again = engine_at(tiny_fill, encoder, tmp_path)
+    final = edit(again, job(encoder, 54, "b", cache="require"))
+    assert final.meta["kinds"].keys() == {"kv"}
+    assert again.counters["priming_rows_total"] > 0
+    close(again)
+
+
+class Hanging(SimpleHTTPRequestHandler):
+    """Lists a folder, and never sends a file of it before `gate` opens."""
+
+    gate: threading.Event
+
+    def do_GET(self) -> None:
+        if self.path.endswith(".safetensors"):
+            self.gate.wait()
+        super().do_GET()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[str]:
+    """URL of an object store that answers listings only; its objects lie in tmp_path / "far"."""
+    Hanging.gate = threading.Event()
+    folder = tmp_path / "far"
+    handler = partial(Hanging, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        Hanging.gate.set()
+        server.shutdown()
+
+
+def test_a_remote_that_hangs_costs_no_edit_more_than_its_patience(
+    tiny_fill: Path, encoder: Encoder, tmp_path: Path, hanging: str
+) -> None:
+    one, other = job(encoder, 55, "a", cache="require"), job(encoder, 56, "b", cache="require")
+    first = engine_at(tiny_fill, encoder, tmp_path / "one", remote_url=f"file://{tmp_path}/far")
+    edit(first, one)
+    assert first.cache.store.settle()
+    assert first.cache.store.lower.settle_network(30.0)
+    close(first)
+    # Long enough for the edits that do not wait to be over, were they as slow as they may.
+    far = engine_at(tiny_fill, encoder, tmp_path / "two", remote_url=hanging, remote_patience_s=5.0)
+    dense = edit(far, job(encoder, 55, "c", cache="off"))
+    far.cache.store.locate(far.cache.key_of(one), far.cache._anchors(one))
+    assert far.cache.store.lower.settle_network(30.0)
+    # By default an edit does not wait: what has not come is computed.
+    now = edit(far, job(encoder, 55, "d", cache="auto", mask_ring=0))
+    assert (now.meta["cache"], now.meta["cache_tier"]) == ("hit", "remote")
+    assert now.meta["kinds"].keys() == {"dense"}
+    assert now.latents.shape == dense.latents.shape
+    assert np.isfinite(now.latents).all()
+    assert edit(far, other).meta["kinds"].keys() == {"kv"}  # nor does another template wait
+    # Who insists waits as long as the patience lasts, and has the template primed here.
+    insists = edit(far, job(encoder, 55, "e", cache="require"))
+    assert insists.meta["kinds"].keys() == {"kv"}
+    assert far.counters["priming_rows_total"] > 0
+    Hanging.gate.set()
+    close(far)
 
 
 def test_the_planned_step_stays_near_the_fixed_one(

@@ -2,63 +2,53 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from maskserve_core.contracts.facts import load_facts
-from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.contracts.status_record import RowStatus
+from maskserve_core.config import Config
+from maskserve_core.planning.cost_model import Line
+from maskserve_core.planning.flops import RowTokens
+from maskserve_core.routing.estimate import pricing_of
+from maskserve_engine.entry_store import entry_format, estimated_costs
+from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.price_list import PriceList
 from tests.fakes.jobs import config_of
 
-TOKENS = 16
+
+@pytest.fixture(params=["flux", "sdxl-base"])
+def config(request: pytest.FixtureRequest, tiny_fill: Path, tiny_unets: dict[str, Path]) -> Config:
+    return config_of(tiny_fill if request.param == "flux" else tiny_unets["sdxl-base"])
 
 
-@pytest.fixture
-def prices(tiny_fill: Path) -> PriceList:
-    return PriceList(config_of(tiny_fill), load_facts(tiny_fill))
-
-
-def rows(rng: random.Random, total: int) -> list[RowStatus]:
-    made = []
-    for i in range(rng.randint(1, 8)):
-        kind = rng.choice(("dense", "cached"))
-        active = total if kind == "dense" else rng.randint(1, total // 2)
-        made.append(RowStatus(str(i), kind, active, total, 9))  # type: ignore[arg-type]
-    return made
-
-
-def step_of(pricing: Pricing, batch: list[RowStatus]) -> float:
-    return pricing.step + sum(
-        pricing.row(row.active_tokens, row.total_tokens, cached=row.kind == "cached")[0]
-        for row in batch
-    )
-
-
-def test_prices_follow_the_steps_that_were_measured(prices: PriceList):
+def test_prices_follow_what_the_worker_has_measured(config: Config) -> None:
     """A device three times as slow per FLOP as estimated, with another fixed part."""
+    adapter, costs = load_adapter(config), MeasuredCosts(estimated_costs(config))
+    prices = PriceList(config, adapter, costs, anchors=4)
+    side = adapter.facts.native_resolution // adapter.facts.vae_scale_factor
+    work, text = adapter.work(side, side), float(adapter.facts.text_tokens(config.model.max_sequence_length))
     estimated = prices.pricing
-    total = int(estimated.tokens)
-    true = replace(estimated.with_compute(0.02, 3.0), fetch={})
-    rng = random.Random(7)
-    for _ in range(64):
-        batch = rows(rng, total)
-        prices.measured(batch, step_of(true, batch) * rng.uniform(0.97, 1.03))
-    probe = rows(rng, total)
-    assert step_of(prices.pricing, probe) == pytest.approx(step_of(true, probe), rel=0.05)
+    assert prices.pricing is estimated  # nothing was measured
+    slow = Line(0.02, 3 * costs.model.compute.per_unit)
+    flops = [work.step_flops([work.row_at(m, text)], "kv") for m in (0.1, 0.5, 0.9)]
+    for n in range(64):
+        costs.step(flops[n % 3], slow.seconds(flops[n % 3]))
+    whole = RowTokens(tuple(float(n) for n in work.tokens), text)
+    dense = slow.seconds(work.step_flops([whole], "dense"))
+    priced = prices.pricing
+    assert priced.step + priced.dense(work.tokens[0]) == pytest.approx(dense, rel=1e-6)
     # The naive rival, the estimate as it was, is far off.
-    assert step_of(estimated, probe) < 0.5 * step_of(true, probe)
-    assert prices.pricing.spare_token == estimated.spare_token
-
-
-def test_equal_steps_scale_the_line_and_leave_its_slope(prices: PriceList):
-    estimated = prices.pricing
-    total = int(estimated.tokens)
-    batch = [RowStatus("a", "dense", total, total, 9)]
-    for _ in range(32):
-        prices.measured(batch, 5 * step_of(estimated, batch))
-    assert step_of(prices.pricing, batch) == pytest.approx(5 * step_of(estimated, batch))
-    assert prices.pricing.dense_row == pytest.approx(5 * estimated.dense_row)
+    assert estimated.step + estimated.dense(work.tokens[0]) < 0.5 * dense
+    assert priced.spare_token == estimated.spare_token
+    expected = pricing_of(
+        work,
+        replace(costs.model, compute=slow),
+        entry_format(config),
+        text=text,
+        anchors=4,
+        steps_per_anchor=config.model.num_inference_steps / 4,
+    )
+    assert priced.active_token == pytest.approx(expected.active_token)
+    assert priced.fetch == expected.fetch

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maskserve_core.config import CacheConfig, ModelConfig
 from maskserve_core.routing import POLICIES
 from maskserve_harness.simulator.capacity import at_load, capacity
 from maskserve_harness.simulator.cluster import Cluster
@@ -28,7 +29,7 @@ def test_masks_have_the_published_mean_and_quantiles(mix):
     assert mean_ratio(mix) == pytest.approx(mix.mean, rel=0.01)
     p, ratio = np.array(mix.quantiles).T
     assert mix.ratios(p) == pytest.approx(ratio)
-    workload = Workload(20_000, 1.0, mix.name)
+    workload = Workload(20_000, 1.0, mix.name, ring=0)
     drawn = [r.active / 4096 for r in draw(workload, 4096, 1)]
     assert np.mean(drawn) == pytest.approx(mix.mean, rel=0.05)  # a draw: 1 % or so
     for q, at in mix.quantiles[2:-1]:
@@ -116,20 +117,40 @@ def test_deadlines_and_full_queues_end_edits_once_too():
 @pytest.mark.parametrize("known", [True, False])
 def test_tiers_fetch_prime_and_evict(known: bool):
     workload = Workload(400, 4.0, "production", templates=40, zipf=0.5)
-    disk = Tiers(1, 10, 30, known)
+    disk = Tiers(1, 10, 40, known)
     fetching = simulate(Scenario(workload, workers=2, tiers=disk), HARDWARE, 1)
     assert fetching.fetches > 0
     assert fetching.dense_misses == fetching.primed == 0
-    cold = Tiers(2, 10, 5, known, warm=False)
+    cold = Tiers(2, 5, 10, known, warm=False)
     scenario = Scenario(replace(workload, rate=1.0), workers=2, tiers=cold)
     result, cluster = run(scenario, HARDWARE, 1)
     assert result.dense_misses > result.primed > 0
     assert result.fetches > 0
     (host,) = cluster.hosts
-    assert len(host.memory) <= 10
-    assert len(host.disk) <= 5
-    assert not set(host.memory) & set(host.disk)
+    tiers = host.tiers()
+    assert tiers == {"host": set(host.memory.held()), "disk": set(host.disk.held())}
+    assert len(tiers["host"]) == 5
+    assert len(tiers["disk"]) == 10
+    for tier in (host.memory, host.disk):
+        tier.check_integrity()
     assert not host.fetching
+
+
+def test_what_is_not_said_is_as_the_product_has_it() -> None:
+    """FLUX Fill keeps one anchor in int4, others one of 7 steps; a ring of one token."""
+    assert HARDWARE.entry_format == CacheConfig().entry_format == "int4"
+    assert (HARDWARE.anchors, Hardware(model="sdxl").anchors) == (1, 4)
+    assert (HARDWARE.text, Hardware(model="sdxl").text) == (512, 77)
+    assert Workload(1, 1.0).ring == ModelConfig().mask_ring == 1
+
+
+@pytest.mark.parametrize("model", ["sdxl", "sd21"])
+def test_unets_are_simulated_too(model: str) -> None:
+    hardware = Hardware(model=model)
+    small, large = (hardware.step_seconds(1, hardware.tokens // n, 0) for n in (50, 3))
+    assert 0 < small < large < hardware.step_seconds(0, 0, 1)
+    result = simulate(Scenario(PUBLIC, workers=3), hardware, 1)
+    assert result.done == result.measured == 135
 
 
 def test_capacity_is_what_a_saturated_worker_serves():

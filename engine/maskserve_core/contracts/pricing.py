@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,3 @@ class Pricing:
         if tier in ("host", "device"):
             return 0.0
         return self.fetch.get(tier, math.inf)
-
-    def with_compute(self, fixed: float, per_unit: float) -> Pricing:
-        """Computation priced anew: `per_unit` times every coefficient of a row's computation, and
-        `fixed` seconds per step. Loads and fetches stay.
-        """
-        return replace(
-            self,
-            step=fixed,
-            dense_row=self.dense_row * per_unit,
-            cached_row=self.cached_row * per_unit,
-            active_token=self.active_token * per_unit,
-        )

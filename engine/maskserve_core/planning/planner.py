@@ -23,7 +23,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from maskserve_core.planning.flops import DENSE, KV, PROJECT
-from maskserve_core.planning.plan_bounds import Sort, counted, sorts_of
+from maskserve_core.planning.plan_bounds import Sort, best_weight, counted, sorts_of
 from maskserve_core.planning.step_costs import StepCosts
 from maskserve_core.planning.two_stream import (
     INF,
@@ -39,7 +39,6 @@ from maskserve_core.planning.two_stream import (
 TOLERANCE = 1e-3
 """Share of the optimum a served plan may give away; costs are not known that well."""
 _ROUNDING = 1e-12
-_GOLDEN = (5**0.5 - 1) / 2
 
 
 def plan(
@@ -164,7 +163,7 @@ class _Search:
         Returns:
             `None` if no plan's value is below `below`.
         """
-        weight = self._weight(offset, lead)
+        weight = best_weight(self.sorts, self.fixed, offset - lead)
         ceiling = below * (1 - _ROUNDING)
         rest = self._rest(weight, offset)
         if rest[0][1] - weight * lead >= ceiling:
@@ -258,35 +257,6 @@ class _Search:
             places.append((absent, present))
         places.reverse()
         return places
-
-    def _weight(self, offset: float, lead: float) -> float:
-        """The weight whose bound is highest, by golden section: the bound is concave in it.
-
-        Presence is left out here (a dense block loads nothing), which costs a little sharpness.
-        """
-        sorts = self.sorts or sorts_of(self.items)
-        terms = [(len(s.blocks), s.h, s.kv, *s.compute) for s in sorts]
-
-        def bound(w: float) -> float:
-            v = 1 - w
-            total = w * (offset - lead) + v * self.fixed
-            for n, h, kv, dense, project, cached in terms:
-                total += n * min(v * dense, w * h + v * project, w * kv + v * cached)
-            return total
-
-        low, high = 1e-6, 1 - 1e-6
-        a, b = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        at_a, at_b = bound(a), bound(b)
-        for _ in range(16):
-            if at_a < at_b:
-                low, a, at_a = a, b, at_b
-                b = low + _GOLDEN * (high - low)
-                at_b = bound(b)
-            else:
-                high, b, at_b = b, a, at_a
-                a = high - _GOLDEN * (high - low)
-                at_a = bound(a)
-        return a if at_a > at_b else b
 
 
 def _least(a: _Found, b: _Found) -> _Found:

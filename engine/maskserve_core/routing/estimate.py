@@ -18,6 +18,7 @@ def pricing_of(
     text: float,
     anchors: int,
     steps_per_anchor: float = 1.0,
+    halves: int = 1,
 ) -> Pricing:
     """Coefficients of a worker whose cached rows take K and V ready from the cache.
 
@@ -31,15 +32,16 @@ def pricing_of(
         text: text tokens of a row.
         anchors: anchors of a whole edit: a template is brought from a far tier as a whole.
         steps_per_anchor: steps that share an anchor's entries; they are loaded once.
+        halves: entries kept per token.
     """
     per_flop = costs.compute.per_unit
     tokens = work.tokens[0]
     none = work.step_flops([work.row_at(0.0, text)], "kv")
     every = work.step_flops([work.row_at(1.0, text)], "kv")
     whole = tuple(float(n) for n in work.tokens)
-    loaded = float(block_bytes(work, [whole], fmt)[:, _KV].sum())
+    loaded = float(block_bytes(work, [whole], fmt, copies=halves)[:, _KV].sum())
     per_byte = costs.loads["host"].per_unit if "host" in costs.loads else 0.0
-    template = anchors * entry_bytes(work, "kv", fmt)
+    template = anchors * entry_bytes(work, "kv", fmt, copies=halves)
     return Pricing(
         step=costs.compute.fixed,
         dense_row=work.step_flops([work.row_at(1.0, text)], "dense") * per_flop,

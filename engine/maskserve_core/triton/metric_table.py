@@ -85,6 +85,9 @@ ENGINE_METRICS = {
     "cache_corrupt_total": _counter("Entries dropped: cut off, or with a wrong checksum.", "tier"),
     "cache_failures_total": _counter("Reads and writes that a tier's medium refused.", "tier"),
     "cache_loaded_bytes_total": _counter("Bytes of entries brought to rows.", "tier"),
+    "cache_integrity_failures_total": _counter(
+        "Times that an idle worker's cache held what no row reads, or its books did not match."
+    ),
     "plans_total": _counter("Steps with cached rows, by how their plan was chosen.", "choice"),
     "plan_blocks_total": _counter("Blocks that cached rows ran, summed over steps.", "kind"),
     "audits_total": _counter("Cached edits made again without the cache and compared."),

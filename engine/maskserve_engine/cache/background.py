@@ -27,6 +27,11 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._lock, self._started = threading.Lock(), False
 
+    @property
+    def pending(self) -> int:
+        """Jobs that wait."""
+        return self._jobs.qsize()
+
     def submit(self, job: Callable[[], object]) -> None:
         with self._lock:
             if not self._started:

@@ -54,6 +54,16 @@ class AnchorEntry:
         return sum(block.nbytes for block in self.blocks)
 
 
+@dataclass(slots=True)
+class Source:
+    """An entry that rows can be served from."""
+
+    entry: AnchorEntry
+    tier: str
+    came: str
+    """Where it was found: that tier is said to have served its first reader."""
+
+
 class Recorder:
     """Takes a priming row's activations and makes an entry of them.
 

@@ -13,9 +13,7 @@ away and unlinks it; who has a file mapped keeps what it maps. Readers take no l
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import logging
 import mmap
 import os
 import shutil
@@ -25,16 +23,12 @@ from pathlib import Path
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.entry_file import BadEntry, EntryFile, read_entry, read_note
-from maskserve_engine.cache.tier import Held, Note, Rebuild, chosen_victims, computed_anew
-
-_log = logging.getLogger(__name__)
-SUFFIX = ".safetensors"
-HEAD = 2**20
-"""Bytes in which a file's header lies; one block takes some 300."""
+from maskserve_engine.cache.entry_file import EntryFile, read_entry
+from maskserve_engine.cache.stored_tier import StoredTier, anchor_name, anchor_of
+from maskserve_engine.cache.tier import Held, Note, Rebuild, computed_anew
 
 
-class FolderTier:
+class FolderTier(StoredTier):
     """Entries in a folder of a tmpfs (tier `host`) or of a disk (tier `disk`).
 
     Args:
@@ -53,16 +47,8 @@ class FolderTier:
         rebuild: Rebuild = computed_anew,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.name, self.folder, self.budget_bytes = name, Path(folder), budget_bytes
-        self.evictions = self.corrupt = self.failures = 0
-        self._rebuild, self._clock = rebuild, clock
-        self._notes: dict[str, Note] = {}
-        self._refused = ""
-        """What the medium said last; logged when it changes."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(held.nbytes for held in self.held().values())
+        super().__init__(name, str(folder), budget_bytes, rebuild, clock)
+        self.folder = Path(folder)
 
     def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
         new = EntryFile(entry, note)
@@ -92,8 +78,7 @@ class FolderTier:
             self._refuse(error)
             return None
         except ValueError as error:  # an empty file cannot be mapped; BadEntry
-            self.corrupt += 1
-            _log.warning("tier %s: %s is dropped: %s", self.name, path, error)
+            self._dropped(path, error)
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
@@ -101,9 +86,6 @@ class FolderTier:
 
     def anchors(self, key: str) -> frozenset[Anchor]:
         return frozenset(self._files(self.folder / key))
-
-    def note(self, key: str) -> Note | None:
-        return self._notes.get(key)
 
     def touch(self, key: str) -> None:
         mark, now = self.folder / key / "used", self._clock()
@@ -122,7 +104,7 @@ class FolderTier:
     def evict(self, key: str) -> int:
         try:
             with self._locked():
-                return self._evict(key)
+                return self._remove(key)
         except OSError as error:
             self._refuse(error)
             return 0
@@ -150,7 +132,7 @@ class FolderTier:
     # Where things lie.
 
     def _path(self, key: str, anchor: Anchor) -> Path:
-        return self.folder / key / (anchor_name(anchor) + SUFFIX)
+        return self.folder / key / anchor_name(anchor)
 
     def _files(self, folder: Path) -> dict[Anchor, int]:
         """Bytes of each entry in a template's folder."""
@@ -165,21 +147,16 @@ class FolderTier:
     def _held(self, key: str) -> Held | None:
         folder = self.folder / key
         files = self._files(folder)
-        try:
-            note = self._notes.get(key) or self._read_note(key, files)
-        except (OSError, BadEntry):
-            note = Note("", len(files) + 1, 0.0)
+        if not files:
+            return None
         used = 0.0
         with contextlib.suppress(OSError):
             used = (folder / "used").stat().st_mtime
-        return Held(note, files, used, (folder / "pinned").exists()) if files else None
+        return Held(self._note_of(key, files), files, used, (folder / "pinned").exists())
 
-    def _read_note(self, key: str, files: Mapping[Anchor, int]) -> Note:
-        for anchor in files:
-            with self._path(key, anchor).open("rb") as file:
-                self._notes[key] = read_note(file.read(HEAD))
-            return self._notes[key]
-        raise BadEntry("no file")
+    def _head(self, key: str, anchor: Anchor, nbytes: int) -> bytes:
+        with self._path(key, anchor).open("rb") as file:
+            return file.read(nbytes)
 
     # What the lock is held for.
 
@@ -197,16 +174,6 @@ class FolderTier:
         for path in self.folder.glob(".gone-*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _make_room(self, key: str, anchor: Anchor, nbytes: int) -> bool:
-        held = self.held()
-        replaced = held[key].anchors.get(anchor, 0) if key in held else 0
-        used = sum(each.nbytes for each in held.values()) - replaced
-        missing = used + nbytes - self.budget_bytes
-        chosen = chosen_victims(held, missing, frozenset({key}), self._clock(), self._rebuild)
-        for victim in chosen or ():
-            self._evict(victim)
-        return chosen is not None
-
     def _write(self, key: str, anchor: Anchor, new: EntryFile) -> None:
         aside, target = self.folder / f".new-{os.getpid()}", self._path(key, anchor)
         try:
@@ -221,7 +188,7 @@ class FolderTier:
             aside.unlink(missing_ok=True)
         self.touch(key)
 
-    def _evict(self, key: str) -> int:
+    def _remove(self, key: str) -> int:
         folder = self.folder / key
         freed = sum(self._files(folder).values())
         self.evictions += bool(freed)
@@ -231,27 +198,6 @@ class FolderTier:
             shutil.rmtree(gone)
         self._notes.pop(key, None)
         return freed
-
-    def _refuse(self, error: OSError) -> None:
-        """Say once what the medium will not do, and count it."""
-        self.failures += 1
-        said = errno.errorcode.get(error.errno or 0, type(error).__name__)
-        if said != self._refused:
-            self._refused = said
-            _log.warning("tier %s in %s: %s; going on without it", self.name, self.folder, error)
-
-
-def anchor_name(anchor: Anchor) -> str:
-    """A name that gives every bit of the anchor back."""
-    return "_".join(x.hex() for x in (anchor.sigma, anchor.timestep, anchor.input_scale))
-
-
-def anchor_of(name: str) -> Anchor | None:
-    stem, dot, _ = name.partition(SUFFIX)
-    try:
-        return Anchor(*map(float.fromhex, stem.split("_"))) if dot else None
-    except (ValueError, TypeError):
-        return None
 
 
 def _sync(folder: Path) -> None:

@@ -49,6 +49,16 @@ class MemoryTier:
     def nbytes(self) -> int:
         return self._kept + self.booked
 
+    @property
+    def lent(self) -> int:
+        """Entries that rows read."""
+        return len(self._lent)
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Keys that are pinned, held or not."""
+        return frozenset(self._pins)
+
     def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
         with self._lock:
             held = self._held.get(key)

@@ -76,7 +76,8 @@ def gathered(source: Tensor, ids: NDArray[np.int64] | None, out: Tensor | None =
     count = len(source) if ids is None else len(ids)
     if out is None:
         out = torch.empty((count, *source.shape[1:]), dtype=source.dtype)
-    raw, to = (t.view(torch.uint8).numpy() for t in (source, out))
+    # [tokens, bytes]: one number per token (a scale) is more than one byte, too.
+    raw, to = ((t if t.dim() > 1 else t[:, None]).view(torch.uint8).numpy() for t in (source, out))
     if ids is None:
         np.copyto(to, raw)
     else:

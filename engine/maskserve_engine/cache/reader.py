@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from maskserve_core.contracts.entry_key import Anchor
+from maskserve_engine.cache.entries import Source
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
-from maskserve_engine.cache.store import Source, Store
+from maskserve_engine.cache.store import Store
 
 
 class EntryReader:

@@ -6,7 +6,6 @@ upload that broke off is found by its checksum when it is read.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,15 +14,13 @@ import fsspec
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.entry_file import BadEntry, dump_entry, read_entry, read_note
-from maskserve_engine.cache.folder_tier import HEAD, SUFFIX, anchor_name, anchor_of
-from maskserve_engine.cache.tier import Held, Note, Rebuild, chosen_victims, computed_anew
-
-_log = logging.getLogger(__name__)
+from maskserve_engine.cache.entry_file import BadEntry, dump_entry, read_entry
+from maskserve_engine.cache.stored_tier import StoredTier, anchor_name, anchor_of
+from maskserve_engine.cache.tier import Held, Note, Rebuild, computed_anew
 
 
-class RemoteTier:
-    """Entries as objects `<url>/<key>/<anchor>.safetensors`.
+class RemoteTier(StoredTier):
+    """Entries as objects under a URL.
 
     Recency and pins are this process's: an object store has no clock of uses.
 
@@ -34,8 +31,6 @@ class RemoteTier:
         clock: seconds.
     """
 
-    name = "remote"
-
     def __init__(
         self,
         url: str,
@@ -43,17 +38,10 @@ class RemoteTier:
         rebuild: Rebuild = computed_anew,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.budget_bytes = budget_bytes
-        self.evictions = self.corrupt = self.failures = 0
+        super().__init__("remote", url, budget_bytes, rebuild, clock)
         self._files, self._root = fsspec.core.url_to_fs(url)
-        self._rebuild, self._clock = rebuild, clock
-        self._notes: dict[str, Note] = {}
         self._used: dict[str, float] = {}
         self._pins: set[str] = set()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(held.nbytes for held in self.held().values())
 
     def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
         raw = dump_entry(entry, note)
@@ -65,6 +53,7 @@ class RemoteTier:
         except Exception as error:  # each file system has errors of its own
             self._refuse(error)
             return False
+        self._refused = ""
         self._notes[key] = note
         self.touch(key)
         return True
@@ -81,18 +70,14 @@ class RemoteTier:
         try:
             entry, note = read_entry(raw)
         except BadEntry as error:
-            self.corrupt += 1
-            _log.warning("tier remote: %s is dropped: %s", path, error)
-            self._remove(path)
+            self._dropped(path, error)
+            self._delete(path)
             return None
         self._notes[key] = note
         return entry if entry.anchor == anchor else None
 
     def anchors(self, key: str) -> frozenset[Anchor]:
         return frozenset(self._listed().get(key, {}))
-
-    def note(self, key: str) -> Note | None:
-        return self._notes.get(key)
 
     def touch(self, key: str) -> None:
         self._used[key] = self._clock()
@@ -101,14 +86,11 @@ class RemoteTier:
         (self._pins.add if pinned else self._pins.discard)(key)
 
     def evict(self, key: str) -> int:
-        freed = sum(self._listed().get(key, {}).values())
-        self._remove(f"{self._root}/{key}")
-        self.evictions += bool(freed)
-        return freed
+        return self._remove(key)
 
     def held(self) -> Mapping[str, Held]:
         return {
-            key: Held(self._note(key, files), files, self._used.get(key, 0.0), key in self._pins)
+            key: Held(self._note_of(key, files), files, self._used.get(key, 0.0), key in self._pins)
             for key, files in self._listed().items()
         }
 
@@ -116,7 +98,7 @@ class RemoteTier:
         assert self.nbytes <= self.budget_bytes, "over budget"
 
     def _path(self, key: str, anchor: Anchor) -> str:
-        return f"{self._root}/{key}/{anchor_name(anchor)}{SUFFIX}"
+        return f"{self._root}/{key}/{anchor_name(anchor)}"
 
     def _listed(self) -> dict[str, dict[Anchor, int]]:
         """Bytes of each entry, by key."""
@@ -133,39 +115,23 @@ class RemoteTier:
             _, key, name = f"/{path}".rsplit("/", 2)
             anchor = anchor_of(name)
             if anchor is not None:
-                listed.setdefault(key, {})[anchor] = int(about["size"])
+                listed.setdefault(key, {})[anchor] = int(about["size"] or 0)
         return listed
 
-    def _note(self, key: str, files: Mapping[Anchor, int]) -> Note:
-        if key not in self._notes:
-            try:
-                head = self._files.cat_file(self._path(key, next(iter(files))), end=HEAD)
-                self._notes[key] = read_note(head)
-            except Exception as error:
-                if not isinstance(error, BadEntry):
-                    self._refuse(error)
-                return Note("", len(files) + 1, 0.0)
-        return self._notes[key]
+    def _head(self, key: str, anchor: Anchor, nbytes: int) -> bytes:
+        head: bytes = self._files.cat_file(self._path(key, anchor), end=nbytes)
+        return head
 
-    def _make_room(self, key: str, anchor: Anchor, nbytes: int) -> bool:
-        held = self.held()
-        replaced = held[key].anchors.get(anchor, 0) if key in held else 0
-        used = sum(each.nbytes for each in held.values()) - replaced
-        missing = used + nbytes - self.budget_bytes
-        chosen = chosen_victims(held, missing, frozenset({key}), self._clock(), self._rebuild)
-        for victim in chosen or ():
-            self._remove(f"{self._root}/{victim}")
-            self.evictions += 1
-        return chosen is not None
+    def _remove(self, key: str) -> int:
+        freed = sum(self._listed().get(key, {}).values())
+        self._delete(f"{self._root}/{key}")
+        self.evictions += bool(freed)
+        return freed
 
-    def _remove(self, path: str) -> None:
+    def _delete(self, path: str) -> None:
         try:
             self._files.rm(path, recursive=True)
         except FileNotFoundError:
             pass
         except Exception as error:
             self._refuse(error)
-
-    def _refuse(self, error: Exception) -> None:
-        self.failures += 1
-        _log.warning("tier remote at %s: %s; going on without it", self._root, error)

@@ -14,7 +14,7 @@ from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, kept_b
 from maskserve_core.planning.flops import ModelWork
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.step_costs import step_costs
-from maskserve_engine.cache.folder_tier import SUFFIX
+from maskserve_engine.cache.stored_tier import SUFFIX
 
 _log = logging.getLogger(__name__)
 Kinds = tuple[frozenset[str], ...]

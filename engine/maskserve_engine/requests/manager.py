@@ -264,9 +264,14 @@ class RequestManager:
         edit.route = Route("dense", "miss", edit.route.key)
 
     def _resume(self, edit: RequestState) -> None:
-        """An edit has waited for its template: decide again."""
+        """An edit has waited for its template: decide again. One whose template was to come from
+        files, and did not, has it primed.
+        """
+        fetched = bool(edit.route.tier)
         try:
             self._route(edit, again=True)
+            if fetched and edit.how == "wait" and not self.cache.is_coming(edit.route.key):
+                self.primings.begin(edit.job, urgent=True)
             self._proceed(edit)
         except MaskserveError as error:
             self.output.send(edit.sink, Failed(error, edit.timeline()))

@@ -7,7 +7,7 @@ of a priming row.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from maskserve_core.config import Config
@@ -19,6 +19,7 @@ from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import Conditioning, EditJob
+from maskserve_engine.requests.pins import Pins
 from maskserve_engine.requests.route import DENSE, Route
 from maskserve_engine.requests.sights import Sights
 
@@ -73,7 +74,7 @@ class TemplateCache:
         self.primed = self.unprimed = 0
         self.priming: dict[str, Priming] = {}
         self._sights = Sights()
-        self._pinned: set[str] = set()  # template ids
+        self.pins = Pins(store)
         self._listed: tuple[int, dict[str, tuple[str, ...]]] = (-1, {})
         """What `template_ids` says, and of which version of the store."""
 
@@ -130,7 +131,7 @@ class TemplateCache:
 
     def is_coming(self, key: str) -> bool:
         """Whether it is worth waiting for a template: it is being primed, or fetched."""
-        return key in self.priming or self.store.busy(key)
+        return key in self.priming or self.store.lower.busy(key)
 
     def count(self, route: Route) -> None:
         """An edit is going to run so: a hit, a miss or neither."""
@@ -165,23 +166,6 @@ class TemplateCache:
             return "priming"
         return "absent" if self.store.locate(key, self._anchors(job)) is None else "primed"
 
-    def pin(self, template_id: str) -> bool:
-        """Keep a template's entries, those to come too, from eviction; whether any are held."""
-        self._pinned.add(template_id)
-        keys = self._keys_of(template_id)
-        for key in keys:
-            self.store.pin(key, pinned=True)
-        return bool(keys)
-
-    def unpin(self, template_id: str) -> bool:
-        """Undo `pin`; False when it was not pinned."""
-        keys = self._keys_of(template_id)
-        pinned = template_id in self._pinned or self._is_pinned(keys)
-        self._pinned.discard(template_id)
-        for key in keys:
-            self.store.pin(key, pinned=False)
-        return pinned
-
     def end(self, priming: Priming, *, complete: bool, unfit: bool = False) -> None:
         """The priming row is gone.
 
@@ -195,8 +179,7 @@ class TemplateCache:
         self.store.memory.pin(priming.key, pinned=False)
         if complete:
             self.primed += 1
-            if priming.template_id in self._pinned:
-                self.store.pin(priming.key, pinned=True)
+            self.pins.primed(priming.template_id, priming.key)
         else:
             self.unprimed += 1
             self.store.evict(priming.key)
@@ -205,8 +188,12 @@ class TemplateCache:
 
     def evict(self, template_id: str) -> int:
         """Drop a template's entries; returns bytes. Rows that run keep what they hold."""
-        self.unpin(template_id)
-        return sum(self.store.evict(key) for key in self._keys_of(template_id))
+        self.pins.unpin(template_id)
+        return sum(
+            self.store.evict(key)
+            for key in self.store.keys_of(template_id)
+            if key not in self.priming
+        )
 
     def templates(self) -> list[dict[str, object]]:
         """What is held in which tier."""
@@ -215,7 +202,7 @@ class TemplateCache:
                 "template_id": held.note.template_id,
                 "key": key,
                 "tier": tier,
-                "pinned": held.pinned or held.note.template_id in self._pinned,
+                "pinned": held.pinned or held.note.template_id in self.pins,
                 "bytes": held.nbytes,
                 "anchors": len(held.anchors),
                 "whole": held.whole,
@@ -224,6 +211,16 @@ class TemplateCache:
             for tier, templates in self.store.held().items()
             for key, held in templates.items()
         ]
+
+    def check_integrity(self, *, files: bool = True) -> None:
+        """Of the cache of an idle engine: `Store.check_integrity`, and its pins.
+
+        Raises:
+            AssertionError: something is held for nobody.
+        """
+        self.store.check_integrity(files=files)
+        self.pins.check_integrity()
+        assert not self.priming, f"{len(self.priming)} templates are being primed by no row"
 
     def counters(self) -> dict[str, float]:
         """Totals, and behind a dot those of one tier or outcome."""
@@ -251,23 +248,6 @@ class TemplateCache:
             self._listed = version, listed
         return self._listed[1]
 
-    def _keys_of(self, template_id: str) -> list[str]:
-        """Keys of the template's entries (those on their way have a pin of their own)."""
-        keys = {
-            key: None
-            for templates in self.store.held().values()
-            for key, held in templates.items()
-            if held.note.template_id == template_id and key not in self.priming
-        }
-        return list(keys)
-
-    def _is_pinned(self, keys: Collection[str]) -> bool:
-        return any(
-            held.pinned
-            for templates in self.store.held().values()
-            for key, held in templates.items()
-            if key in keys
-        )
 
     def _anchors(self, job: EditJob) -> tuple[Anchor, ...]:
         """Those that a primed template of this size has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from maskserve_core.contracts.facts import ModelFacts
@@ -42,6 +43,14 @@ FLUX_DEV_FACTS = ModelFacts(
 )
 """What is read from the folder of FLUX.1-dev."""
 
+FLUX_FILL_FACTS = replace(
+    FLUX_DEV_FACTS,
+    semantics="fill",
+    true_cfg=False,
+    denoiser={**FLUX_DEV, "in_channels": 384, "out_channels": 64},
+)
+"""What is read from the folder of FLUX.1-Fill-dev."""
+
 SDXL: dict[str, Any] = {
     "sample_size": 128,
     "in_channels": 4,
@@ -73,3 +82,23 @@ SD21: dict[str, Any] = {
     "use_linear_projection": True,
 }
 """unet/config.json of Stable Diffusion 2.1."""
+
+SDXL_FACTS = ModelFacts(
+    family="unet",
+    semantics="inpaint",
+    vae_scale_factor=8,
+    latent_channels=4,
+    patch=1,
+    native_resolution=1024,
+    size_multiple=8,
+    guidance="cfg",
+    true_cfg=False,
+    denoiser=SDXL,
+    strength_rounds_up=False,
+    tokenizer_length=77,
+    zeros_for_empty_prompt=True,
+)
+"""What is read from the folder of SDXL base."""
+
+SD21_FACTS = replace(SDXL_FACTS, native_resolution=768, denoiser=SD21, zeros_for_empty_prompt=False)
+"""What is read from the folder of Stable Diffusion 2.1."""

@@ -26,6 +26,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "flux-1024": {"grid": (64, 64), "text": 512},
     "demo": {"grid": (16, 16), "text": 16},
     "small": {"grid": (24, 24), "text": 32},
+    "medium": {"grid": (32, 32), "text": 64},
 }
 
 SMALL = {
@@ -39,6 +40,8 @@ SMALL = {
     "guidance_embeds": True,
 }
 """A FLUX of which a step is short on a CPU: many blocks, as pipelining needs, of little width."""
+MEDIUM = {**SMALL, "num_attention_heads": 8}
+"""A FLUX of which a dense step takes about a second on one core of a CPU."""
 
 
 class Bench:
@@ -188,8 +191,8 @@ def build_model(
     if preset == "demo":
         folder = DEMO_MODEL / "transformer"
         config = FluxTransformer2DModel.load_config(folder)
-    elif preset == "small":
-        config = SMALL
+    elif preset in ("small", "medium"):
+        config = {"small": SMALL, "medium": MEDIUM}[preset]
     else:  # FLUX.1-dev is the class's own default configuration
         config = {"guidance_embeds": True}
     if blocks is not None:

@@ -126,7 +126,7 @@ def batching() -> list[Report]:
                 mode: [
                     simulate(
                         Scenario(
-                            Workload(EDITS // 2, rate, "production"),
+                            Workload(EDITS // 2, rate, "production", ring=0),
                             workers=1,
                             batching=mode,
                             pre_seconds=0.18,

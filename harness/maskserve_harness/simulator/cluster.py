@@ -20,7 +20,8 @@ class Cluster:
         self.scenario = scenario
         self.hardware = hardware
         self.policy = make_policy(scenario.policy)
-        self.hosts = _hosts(scenario, hardware)
+        self.now = 0.0
+        self.hosts = _hosts(scenario, hardware, lambda: self.now)
         per_host = scenario.tiers.workers_per_host if scenario.tiers else 1
         self.workers = {
             worker.name: worker
@@ -40,7 +41,6 @@ class Cluster:
         self.jobs: list[Job] = []
         self.refused: list[Request] = []
         self.answers = 0
-        self.now = 0.0
         self._events: list[tuple[float, int, Callable[..., None], object]] = []
         self._number = 0
 
@@ -84,13 +84,12 @@ class Cluster:
         self.answers += 1
 
 
-def _hosts(scenario: Scenario, hardware: Hardware) -> list[Host]:
+def _hosts(scenario: Scenario, hardware: Hardware, clock: Callable[[], float]) -> list[Host]:
     tiers = scenario.tiers
     if tiers is None:
         return []
-    fetch = hardware.pricing.fetch_s("disk")
     hosts = [
-        Host(f"h{i}", tiers.host_templates, tiers.disk_templates, fetch)
+        Host(f"h{i}", hardware, tiers.host_templates, tiers.disk_templates, clock)
         for i in range(-(-scenario.workers // tiers.workers_per_host))
     ]
     if tiers.warm:
@@ -100,13 +99,14 @@ def _hosts(scenario: Scenario, hardware: Hardware) -> list[Host]:
 
 def _warm(hosts: list[Host], tiers: Tiers, templates: int) -> None:
     """Half of each memory has the most popular templates, the other half its share of the rest,
-    dealt in turn; disks have as much of what is left, by popularity, as they hold.
+    dealt in turn; disks have the most popular templates, as many as they hold.
     """
     half = tiers.host_templates // 2
     for i, host in enumerate(hosts):
         dealt = range(half + i, templates, len(hosts))[: tiers.host_templates - half]
         kept = [*range(min(half, templates)), *dealt]
-        rest = [t for t in range(templates) if t not in set(kept)][: tiers.disk_templates]
         # t00000 is the most popular; the last one in is the most recently used.
-        host.disk.update((f"t{t:05d}", None) for t in reversed(rest))
-        host.memory.update((f"t{t:05d}", None) for t in reversed(kept))
+        for t in reversed(range(min(templates, tiers.disk_templates))):
+            host.keep(f"t{t:05d}", host.disk)
+        for t in reversed(kept):
+            host.keep(f"t{t:05d}", host.memory)

@@ -1,4 +1,4 @@
-"""Simulate a cluster that serves masked edits of FLUX.1 dev, in virtual time.
+"""Simulate a cluster that serves masked edits, in virtual time.
 
     python scripts/simulate_cluster.py --workers 8 --load 0.8 --mix public --json run.json
     python scripts/simulate_cluster.py --bars --json bars.json --plot docs/images
@@ -17,10 +17,10 @@ from pathlib import Path
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.routing import POLICIES
 from maskserve_harness.simulator.capacity import at_load
-from maskserve_harness.simulator.hardware import Hardware
+from maskserve_harness.simulator.hardware import MODELS, Hardware
 from maskserve_harness.simulator.result import Result, run
 from maskserve_harness.simulator.scenario import BATCHING, Scenario, Tiers
-from maskserve_harness.simulator.workload import MIXES, Workload
+from maskserve_harness.simulator.workload import MIXES, RING, Workload
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -41,7 +41,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     rate.add_argument("--load", type=float, default=0.8, help="share of capacity (default: 0.8)")
     rate.add_argument("--rate", type=float, help="edits per second instead of a load")
     add("--burst", type=float, default=1.0, help="cv of gamma gaps; 1 is Poisson")
-    add("--ring", type=int, default=0, help="tokens computed round each mask, taken as a square")
+    add("--ring", type=int, default=RING, help="tokens computed round a square mask")
     add("--zipf", type=float, default=1.0, help="exponent of the templates' popularity")
     add("--templates", type=int, default=970)
     add("--batching", choices=BATCHING, default="continuous")
@@ -56,13 +56,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--workers-per-host", type=int, default=1)
     add("--blind", action="store_true", help="the policy does not see where templates are")
     add("--device", default="h100", help="a device of the cost model's estimates")
-    add("--entry-format", choices=FORMATS, default="int8")
-    add("--stride", type=int, default=4, help="steps per anchor")
+    add("--model", choices=MODELS, default=Hardware.model)
+    add("--entry-format", choices=FORMATS, default=Hardware.entry_format)
+    add("--stride", type=int, default=Hardware.stride, help="steps per anchor; 0: as it needs")
     add("--overhead", type=float, help="fixed share of a dense step; default: estimated")
     args = parser.parse_args(arguments)
     if not 1 <= args.workers <= 256:
         parser.error("--workers: accepted: 1 to 256")
-    for name in ("edits", "burst", "load", "max_rows", "templates", "stride", "workers_per_host"):
+    for name in ("edits", "burst", "load", "max_rows", "templates", "workers_per_host"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')}: accepted: above 0")
     return args
@@ -111,11 +112,13 @@ def show(result: Result) -> None:
 
 def one(args: argparse.Namespace) -> int:
     """Run one scenario under one or all policies."""
-    hardware = Hardware(args.device, args.entry_format, args.stride, overhead=args.overhead)
+    hardware = Hardware(
+        args.device, args.entry_format, args.stride, args.model, overhead=args.overhead
+    )
     scenario = scenario_of(args, hardware)
     print(
-        f"{args.workers} workers ({args.device}), {args.mix} masks, {args.edits} edits at "
-        f"{scenario.workload.rate:.3f}/s, seed {args.seed}"
+        f"{args.workers} workers ({args.model} on {args.device}), {args.mix} masks, "
+        f"{args.edits} edits at {scenario.workload.rate:.3f}/s, seed {args.seed}"
     )
     results, latencies = [], {}
     for policy in POLICIES if args.policy == "all" else [args.policy]:

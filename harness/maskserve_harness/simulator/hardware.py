@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from maskserve_core.config import CacheConfig, ModelConfig
+from maskserve_core.contracts.entry_key import anchor_steps
+from maskserve_core.contracts.facts import ModelFacts, anchor_stride
 from maskserve_core.planning.cost_model import CostModel, Line, estimate
-from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, entry_bytes
-from maskserve_core.planning.flops import ModelWork, RowTokens, flux_work
+from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat, block_bytes, entry_bytes
+from maskserve_core.planning.flops import Floats, ModelWork, RowTokens, flux_work
+from maskserve_core.planning.flops_unet import unet_work
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.step_costs import step_costs
 from maskserve_core.routing import Pricing
 from maskserve_core.routing.estimate import pricing_of
-from maskserve_harness.benchmarks.models import FLUX_DEV
+from maskserve_harness.benchmarks.models import FLUX_FILL_FACTS, SD21_FACTS, SDXL_FACTS
 
-LATENTS = 128
-"""A side, of a 1024x1024 image."""
-TEXT = 512
+MODELS = {"flux": FLUX_FILL_FACTS, "sdxl": SDXL_FACTS, "sd21": SD21_FACTS}
+"""FLUX.1 Fill dev, SDXL base and Stable Diffusion 2.1, each at its native size."""
+_WORK: dict[str, Callable[..., ModelWork]] = {"flux": flux_work, "unet": unet_work}
+_CACHE = CacheConfig()
+STEPS = 28
+"""Of the schedule that templates are primed for."""
 QUANTUM = 32
 """Active tokens of a batch are rounded to this for planning: 57 blocks cost 0.2 % more or less."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of worker: a model on a device."""
+    """One kind of worker: a model on a device. What is not given is as the product has it."""
 
     device: str = "h100"
-    entry_format: str = "int8"
-    stride: int = 4
-    """Steps per anchor; their entries stay on the device between, so loads divide by it."""
-    anchors: int = 7
-    """Anchors of a template, primed from 28 steps."""
-    dense_above_ratio: float = 0.6
+    entry_format: str = _CACHE.entry_format
+    stride: int = _CACHE.stride
+    """Steps per anchor; their entries stay on the device between, so loads divide by it. 0: what
+    the model needs."""
+    model: str = "flux"
+    dense_above_ratio: float = _CACHE.dense_above_ratio
     """Mask ratio from which a row runs dense."""
     overhead: float | None = None
     """Share of a single dense row's step that does not depend on tokens: small batches leave a
     device idle. None: as the cost model estimates."""
     dense_seconds: float | None = None
     """Of a single dense row's step; None: as the cost model estimates."""
+    anchors: int = field(init=False)
+    """Of a template."""
     work: ModelWork = field(init=False, repr=False, compare=False)
     costs: CostModel = field(init=False, repr=False, compare=False)
     pricing: Pricing = field(init=False, repr=False, compare=False)
@@ -45,42 +55,63 @@ class Hardware:
     )
 
     def __post_init__(self) -> None:
-        work = flux_work(FLUX_DEV, LATENTS, LATENTS)
+        facts = self.facts
+        side = facts.native_resolution // facts.vae_scale_factor
+        work = _WORK[facts.family](facts.denoiser, side, side)
+        stride = anchor_stride(self.stride, facts)
+        anchors = len(anchor_steps([1.0 - i / STEPS for i in range(STEPS)], stride))
         costs = self._costs(work)
         pricing = pricing_of(
             work,
             costs,
-            FORMATS[self.entry_format],
-            text=TEXT,
-            anchors=self.anchors,
-            steps_per_anchor=self.stride,
+            self.format,
+            text=self.text,
+            anchors=anchors,
+            steps_per_anchor=STEPS / anchors,
         )
-        for name, value in (("work", work), ("costs", costs), ("pricing", pricing)):
+        given = {"work": work, "costs": costs, "pricing": pricing, "anchors": anchors}
+        for name, value in given.items():
             object.__setattr__(self, name, value)
 
     def _costs(self, work: ModelWork) -> CostModel:
         costs = estimate(self.device)
-        flops = work.step_flops([RowTokens((float(work.tokens[0]),), TEXT)], "dense")
+        flops = work.step_flops([work.row_at(1.0, self.text)], "dense")
         dense = self.dense_seconds or costs.step_seconds(flops)
         share = costs.compute.fixed / costs.step_seconds(flops)
         share = share if self.overhead is None else self.overhead
         return replace(costs, compute=Line(share * dense, (1 - share) * dense / flops))
 
     @property
+    def facts(self) -> ModelFacts:
+        return MODELS[self.model]
+
+    @property
+    def format(self) -> EntryFormat:
+        return FORMATS[self.entry_format]
+
+    @property
+    def text(self) -> int:
+        """Tokens of a prompt."""
+        return self.facts.text_tokens(ModelConfig().max_sequence_length)
+
+    @property
     def tokens(self) -> int:
+        """At the finest level."""
         return self.work.tokens[0]
 
     @property
-    def template_bytes(self) -> float:
+    def template_bytes(self) -> int:
         """Of a template's entries, all anchors."""
-        return self.anchors * entry_bytes(self.work, "kv", FORMATS[self.entry_format])
+        return int(self.anchors * entry_bytes(self.work, "kv", self.format))
 
-    def load_bytes(self, active: int) -> float:
+    @property
+    def prime_seconds(self) -> float:
+        """To compute a template's entries, alone."""
+        return self.anchors * self.step_seconds(0, 0, 1)
+
+    def load_bytes(self, active: float) -> float:
         """What a cached row loads from the host per step if it takes every block's K and V."""
-        spare = (float(self.tokens - active),)
-        return float(block_bytes(self.work, [spare], FORMATS[self.entry_format])[:, 1].sum()) / (
-            self.stride
-        )
+        return float(self._moved(active)[:, 1].sum())
 
     def cacheable(self, active: int) -> bool:
         return active < self.dense_above_ratio * self.tokens
@@ -94,18 +125,32 @@ class Hardware:
         return self._seconds[key]
 
     def _planned(self, cached: int, active: int, dense: int) -> float:
-        full = RowTokens((float(self.tokens),), TEXT)
+        full = self.work.row_at(1.0, self.text)
         if not cached:
             return self.costs.step_seconds(self.work.step_flops([full] * dense, "dense"))
         # Costs depend on the rows' sums only, so equal rows stand for those of the batch.
-        row = RowTokens((active / cached,), TEXT)
-        spare = [(self.tokens - active / cached,)] * cached
-        moved = block_bytes(self.work, spare, FORMATS[self.entry_format]) / self.stride
         costs = step_costs(
             self.work,
-            self.work.totals([row] * cached),
+            self.work.totals([self._row(active / cached)] * cached),
             self.costs,
-            {"host": moved},
+            {"host": self._moved(active / cached) * cached},
             dense=self.work.totals([full] * dense) if dense else None,
         )
         return plan(costs, tolerance=0.001).latency
+
+    def _row(self, active: float) -> RowTokens:
+        """A row whose mask is a square of `active` tokens at the finest level: at each coarser one
+        it touches, on average over where it lies, all but one token more along each side.
+        """
+        side = active**0.5
+        touched = [(side / 2**n + 1 - 0.5**n) ** 2 for n in range(len(self.work.tokens))]
+        return RowTokens(
+            tuple(min(a, float(n)) for a, n in zip(touched, self.work.tokens, strict=True)),
+            float(self.text),
+        )
+
+    def _moved(self, active: float) -> Floats:
+        """[blocks, 2] bytes of `h` and `kv` per step of one row."""
+        row = self._row(active)
+        spare = tuple(n - a for n, a in zip(self.work.tokens, row.active, strict=True))
+        return block_bytes(self.work, [spare], self.format) * (self.anchors / STEPS)

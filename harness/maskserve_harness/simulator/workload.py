@@ -8,7 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from maskserve_core.config import ModelConfig
+
 Floats = NDArray[np.float64]
+RING = ModelConfig().mask_ring
+"""As the product has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class Workload:
     templates: int = 970
     zipf: float = 1.0
     """Exponent of the templates' popularity."""
-    ring: int = 0
+    ring: int = RING
     """Tokens computed round each mask, which is taken to be a square."""
 
 

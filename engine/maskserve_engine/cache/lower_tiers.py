@@ -1,0 +1,259 @@
+"""The tiers below the device, and what is open of them.
+
+Files are read and written on one thread, what is far away on another. The engine's thread asks and
+never waits: "not now" is an answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+from maskserve_core.contracts.entry_key import Anchor
+from maskserve_engine.cache.background import Background
+from maskserve_engine.cache.entries import AnchorEntry, Source
+from maskserve_engine.cache.folder_tier import FolderTier
+from maskserve_engine.cache.remote_tier import RemoteTier
+from maskserve_engine.cache.tier import Held, Note
+
+ToHost = Callable[[AnchorEntry], AnchorEntry]
+_PROBE_S = 30.0
+"""How long "not there" is believed."""
+_UPLOADS = 16
+"""Entries that wait for the network at most; what comes beyond stays here."""
+
+
+class LowerTiers:
+    """Tiers in files and, behind them, one far away.
+
+    Args:
+        folders: the nearest first.
+        remote: or None.
+        on_change: called on another thread when a template that was fetched or written can be
+            read, or when it turned out that it cannot.
+        patience_s: a fetch from far away that takes longer counts as in vain; what comes later
+            is kept all the same.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[FolderTier],
+        remote: RemoteTier | None,
+        on_change: Callable[[str], None],
+        patience_s: float,
+    ) -> None:
+        self.folders, self.remote, self.on_change = folders, remote, on_change
+        self._patience_s = patience_s
+        self.version = 0
+        """Grows when `seen` has changed."""
+        self.seen: dict[str, Mapping[str, Held]] = {tier.name: {} for tier in folders}
+        """Templates per tier in files, by key, as a look found them at most a second ago."""
+        self._files = Background("entry files", self._look)
+        self._network = Background("remote entries")
+        self._open: dict[tuple[str, Anchor], Source] = {}
+        self._busy: dict[str, int] = {}
+        """Fetches and writes under way, by key."""
+        self._awaited: set[str] = set()
+        """Keys that are fetched from far away, and not in vain yet."""
+        self._lost: dict[tuple[str, Anchor], float] = {}
+        """Entries that were looked for and are nowhere, and when."""
+        self._probed: dict[str, tuple[float, frozenset[Anchor]]] = {}
+        """What the remote tier was found to have, and when."""
+        self._lock = threading.Lock()
+        if folders:
+            self._files.submit(self._look)
+
+    def tiers(self) -> list[FolderTier | RemoteTier]:
+        return [*self.folders, *([self.remote] if self.remote else [])]
+
+    def locate(self, key: str, anchors: Iterable[Anchor]) -> str | None:
+        """The farthest tier that has to be asked for all these entries; None if some are nowhere.
+
+        What only the remote tier may have is asked of it in the background: none for now.
+        """
+        missing = set(anchors)
+        for tier in self.folders:
+            missing -= tier.anchors(key)
+            if not missing:
+                return tier.name
+        if self.remote is not None:
+            asked, known = self._probed.get(key, (-_PROBE_S, frozenset()))
+            if missing <= known:
+                return self.remote.name
+            if time.monotonic() - asked > _PROBE_S:
+                self._probed[key] = (time.monotonic(), frozenset())
+                self._network.submit(lambda: self._probe(key))
+        return None
+
+    def busy(self, key: str) -> bool:
+        """Whether the template is being fetched or written."""
+        return key in self._busy
+
+    def source(self, key: str, anchor: Anchor) -> Source | None:
+        """An entry that is open; None: not now."""
+        return self._open.get((key, anchor))
+
+    def lost(self, key: str, anchor: Anchor) -> bool:
+        """Whether the entry was looked for in vain not long ago."""
+        return time.monotonic() - self._lost.get((key, anchor), -_PROBE_S) <= _PROBE_S
+
+    def fetch(self, key: str, anchors: Sequence[Anchor]) -> None:
+        """Open entries, brought nearer where there is room; `on_change` tells."""
+        if not self.busy(key):
+            self._begin(key)
+            self._files.submit(lambda: self._fetch(key, anchors))
+
+    def write(self, key: str, entry: AnchorEntry, note: Note, to_host: ToHost) -> None:
+        """Put an entry into every tier that can keep it; `on_change` tells.
+
+        Args:
+            key: of the template.
+            entry: on the device.
+            note: of the template.
+            to_host: the entry in host memory.
+        """
+        self._lost.pop((key, entry.anchor), None)
+        if self.folders or self.remote:
+            self._begin(key)
+            self._files.submit(lambda: self._write(key, entry, note, to_host))
+
+    def touch(self, key: str) -> None:
+        """The template was of use."""
+        for tier in self.folders:
+            self._files.submit(partial(tier.touch, key))
+
+    def pin(self, key: str, *, pinned: bool) -> None:
+        for tier in self.tiers():
+            tier.pin(key, pinned=pinned)
+
+    def evict(self, key: str) -> int:
+        """Drop a template; returns the bytes given back by files."""
+        freed = sum(tier.evict(key) for tier in self.folders)
+        for name in [name for name in self._open if name[0] == key]:
+            del self._open[name]
+        self._probed.pop(key, None)
+        if self.remote is not None:
+            self._network.submit(partial(self.remote.evict, key))
+        self.seen = {
+            tier: {k: held for k, held in seen.items() if k != key}
+            for tier, seen in self.seen.items()
+        }
+        self.version += 1
+        return freed
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until what is under way to and from files is done; False if that takes longer."""
+        return self._files.settle(timeout_s)
+
+    def settle_network(self, timeout_s: float) -> bool:
+        """The same of the remote tier."""
+        return self._network.settle(timeout_s)
+
+    def close(self) -> None:
+        self._files.close(10.0)
+        self._network.close(0.5)
+
+    # On the threads in the background.
+
+    def _begin(self, key: str) -> None:
+        with self._lock:
+            self._busy[key] = self._busy.get(key, 0) + 1
+
+    def _end(self, key: str, sought: Iterable[Anchor] = ()) -> None:
+        for anchor in sought:
+            if (key, anchor) not in self._open:
+                self._lost[key, anchor] = time.monotonic()
+        with self._lock:
+            self._busy[key] -= 1
+            if not self._busy[key]:
+                del self._busy[key]
+        self.on_change(key)
+
+    def _fetch(self, key: str, anchors: Sequence[Anchor]) -> None:
+        try:
+            for anchor in anchors:
+                self._open_file(key, anchor)
+            self._look()
+        finally:
+            if self.remote is None or all((key, anchor) in self._open for anchor in anchors):
+                self._end(key, anchors)
+            else:
+                self._awaited.add(key)
+                self._network.submit(lambda: self._download(key, anchors))
+                patience = threading.Timer(self._patience_s, self._give_up, (key, anchors))
+                patience.daemon = True
+                patience.start()
+
+    def _give_up(self, key: str, anchors: Sequence[Anchor]) -> None:
+        """Who waits for a fetch from far away that is not done goes on without it."""
+        if key in self._awaited:
+            self._probed[key] = (time.monotonic(), frozenset())
+        self._settle(key, anchors)
+
+    def _settle(self, key: str, anchors: Sequence[Anchor]) -> None:
+        """A fetch from far away has ended or counts as such, whichever is first."""
+        with self._lock:
+            awaited = key in self._awaited
+            self._awaited.discard(key)
+        if awaited:
+            self._end(key, anchors)
+
+    def _open_file(self, key: str, anchor: Anchor) -> None:
+        """Map an entry that lies in files, brought nearer if there is room."""
+        for number, tier in enumerate(self.folders):
+            entry, note = tier.get(key, anchor), tier.note(key)
+            if entry is None or note is None:
+                continue
+            place = tier
+            for nearer in self.folders[:number]:
+                if nearer.put(key, entry, note):
+                    entry, place = nearer.get(key, anchor) or entry, nearer
+                    break
+            self._open[key, anchor] = Source(entry, place.name, tier.name)
+            return
+
+    def _download(self, key: str, anchors: Sequence[Anchor]) -> None:
+        assert self.remote is not None
+        try:
+            for anchor in anchors:
+                if (key, anchor) in self._open:
+                    continue
+                entry, note = self.remote.get(key, anchor), self.remote.note(key)
+                if entry is None or note is None:
+                    continue
+                for tier in self.folders:
+                    tier.put(key, entry, note)
+                self._open[key, anchor] = Source(entry, "host", self.remote.name)
+            # What came too late is found from now on.
+            _, known = self._probed.get(key, (0.0, frozenset()))
+            came = {anchor for anchor in anchors if (key, anchor) in self._open}
+            self._probed[key] = (time.monotonic(), known | came)
+        finally:
+            self._settle(key, anchors)
+
+    def _probe(self, key: str) -> None:
+        assert self.remote is not None
+        self._probed[key] = (time.monotonic(), self.remote.anchors(key))
+
+    def _write(self, key: str, entry: AnchorEntry, note: Note, to_host: ToHost) -> None:
+        try:
+            here = to_host(entry)
+            for tier in self.folders:
+                tier.put(key, here, note)
+            self._look()
+            if self.remote is not None and self._network.pending < _UPLOADS:
+                self._network.submit(partial(self.remote.put, key, here, note))
+        finally:
+            self._end(key)
+
+    def _look(self) -> None:
+        """See what the files hold now, and let go of what is mapped and is no longer there."""
+        seen: dict[str, Mapping[str, Held]] = {tier.name: tier.held() for tier in self.folders}
+        if seen != self.seen:
+            self.seen = seen
+            self.version += 1
+        there = {key for held in seen.values() for key in held}
+        for name in [name for name in self._open if name[0] not in there]:
+            self._open.pop(name, None)

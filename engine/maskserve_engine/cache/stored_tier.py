@@ -1,0 +1,107 @@
+"""What the tiers outside of this process share: counts, notes, and whom to evict."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+from maskserve_core.contracts.entry_key import Anchor
+from maskserve_engine.cache.entry_file import BadEntry, read_note
+from maskserve_engine.cache.tier import Held, Note, Rebuild, chosen_victims
+
+_log = logging.getLogger(__name__)
+SUFFIX = ".safetensors"
+_HEAD = 2**20
+"""Bytes in which an entry's header lies; one block takes some 300."""
+
+
+class StoredTier(ABC):
+    """Entries as files or objects `<place>/<key>/<anchor>.safetensors`.
+
+    Args:
+        name: of the tier.
+        place: where it is, in words.
+        budget_bytes: of all entries there, whoever wrote them.
+        rebuild: seconds to have a template again.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, name: str, place: str, budget_bytes: int, rebuild: Rebuild, clock: Callable[[], float]
+    ) -> None:
+        self.name, self.budget_bytes = name, budget_bytes
+        self.evictions = self.corrupt = self.failures = 0
+        self._place, self._rebuild, self._clock = place, rebuild, clock
+        self._notes: dict[str, Note] = {}
+        self._refused = ""
+        """What the medium said last; logged when it changes."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for held in self.held().values())
+
+    def note(self, key: str) -> Note | None:
+        return self._notes.get(key)
+
+    @abstractmethod
+    def held(self) -> Mapping[str, Held]: ...
+
+    @abstractmethod
+    def _remove(self, key: str) -> int:
+        """Drop a template and count it as evicted; returns bytes."""
+
+    @abstractmethod
+    def _head(self, key: str, anchor: Anchor, nbytes: int) -> bytes:
+        """The first bytes of an entry."""
+
+    def _make_room(self, key: str, anchor: Anchor, nbytes: int) -> bool:
+        """Evict until an entry fits; nothing is evicted when it cannot."""
+        held = self.held()
+        replaced = held[key].anchors.get(anchor, 0) if key in held else 0
+        missing = sum(each.nbytes for each in held.values()) - replaced + nbytes - self.budget_bytes
+        chosen = chosen_victims(held, missing, frozenset({key}), self._clock(), self._rebuild)
+        for victim in chosen or ():
+            self._remove(victim)
+        return chosen is not None
+
+    def _note_of(self, key: str, files: Mapping[Anchor, int]) -> Note:
+        """Of a template with these entries; where none can be read, one that is never whole."""
+        if key not in self._notes:
+            try:
+                self._notes[key] = read_note(self._head(key, next(iter(files)), _HEAD))
+            except BadEntry:
+                return Note("", len(files) + 1, 0.0)
+            except Exception as error:  # each file system has errors of its own
+                self._refuse(error)
+                return Note("", len(files) + 1, 0.0)
+        return self._notes[key]
+
+    def _dropped(self, path: object, error: Exception) -> None:
+        """An entry was bad: count it."""
+        self.corrupt += 1
+        _log.warning("tier %s: %s is dropped: %s", self.name, path, error)
+
+    def _refuse(self, error: Exception) -> None:
+        """Say once what the medium will not do, and count it."""
+        self.failures += 1
+        number = getattr(error, "errno", None)
+        said = errno.errorcode.get(number or 0, type(error).__name__)
+        if said != self._refused:
+            self._refused = said
+            _log.warning("tier %s in %s: %s; going on without it", self.name, self._place, error)
+
+
+def anchor_name(anchor: Anchor) -> str:
+    """A name that gives every bit of the anchor back."""
+    return "_".join(x.hex() for x in (anchor.sigma, anchor.timestep, anchor.input_scale)) + SUFFIX
+
+
+def anchor_of(name: str) -> Anchor | None:
+    """The anchor of an entry's file; None for other files."""
+    stem, dot, _ = name.partition(SUFFIX)
+    try:
+        return Anchor(*map(float.fromhex, stem.split("_"))) if dot else None
+    except (ValueError, TypeError):
+        return None
