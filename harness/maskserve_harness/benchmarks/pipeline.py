@@ -6,6 +6,10 @@ least of each is reported, because whatever else the machine does makes a step l
 shorter. Predictions are made from compute steps timed at other mask ratios.
 
     python scripts/bench_pipeline.py --json pipeline.json --plot pipeline.png [--emulate-ms 1200]
+    python scripts/bench_pipeline.py --tiers /var/tmp --mask-ratios 0.1
+
+With `--tiers` nothing is emulated: the first edit of a template that lies on the device, the host,
+a disk or nowhere, and what the ways of moving its tokens move and take.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from maskserve_core.config import cores
 from maskserve_core.planning.cost_model import CostModel, Line, fit
 from maskserve_harness.benchmarks.machine import processor
 from maskserve_harness.benchmarks.pipeline_rig import WAYS, Pipeline, tokens
-from maskserve_harness.benchmarks.step_rig import Bench
+from maskserve_harness.benchmarks.pipeline_tiers import first_edits, travels
+from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 
 PROFILED = (0.02, 0.15, 0.4, 0.65)
 """Mask ratios of the steps that predictions are made from; none of them is a case."""
@@ -60,12 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="blocks sleep instead of computing, and a dense step takes so long: what is left is "
         "the pipeline's own work, on a machine that does other things",
     )
+    parser.add_argument("--preset", choices=PRESETS, default="medium")
+    parser.add_argument(
+        "--tiers", type=Path, metavar="DIR", help="time first edits instead; a folder on a disk"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # the other core is the loader's
     torch.manual_seed(0)
-    bench = Bench("small", None, torch.float32, torch.device("cpu"), "int8")
+    if args.tiers:
+        return tiers(args)
+    bench = Bench(args.preset, None, torch.float32, torch.device("cpu"), "int8")
     bench.fill_entry("both")
     if args.emulate_ms is None:
         line = profile(bench, args.rounds)
@@ -88,6 +99,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, holds in held.items():
         print(f"{'held' if holds else 'MISSED':7} {name}")
     return 0 if all(held.values()) else 1
+
+
+def tiers(args: argparse.Namespace) -> int:
+    """First edits of one mask ratio by tier, and the ways of moving tokens."""
+    bench = Bench(args.preset, None, torch.float32, torch.device("cpu"), "int4")
+    bench.fill_entry("kv")
+    found = first_edits(bench, args.tiers, args.mask_ratios[0], 14)
+    ways = travels((0.1, 0.3, 0.5, 0.8), 4 * args.rounds)
+    for line in (*found, *ways):
+        print(json.dumps(asdict(line)))
+    if args.json:
+        report = {"first_edits": [asdict(e) for e in found], "travels": [asdict(w) for w in ways]}
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 def profile(bench: Bench, rounds: int) -> Line:

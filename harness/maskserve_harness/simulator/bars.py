@@ -87,6 +87,7 @@ def routing(case: Case, policies: tuple[str, ...] = POLICY_NAMES) -> Report:
     report: Report = {
         "case": case.name,
         "load": case.load,
+        "bar": case.bar,
         "workers": scenario.workers,
         "edits": scenario.workload.requests,
         "rate": scenario.workload.rate,

@@ -1,7 +1,7 @@
 """Simulate a cluster that serves masked edits, in virtual time.
 
     python scripts/simulate_cluster.py --workers 8 --load 0.8 --mix public --json run.json
-    python scripts/simulate_cluster.py --bars --json bars.json --plot docs/images
+    python scripts/simulate_cluster.py --bars --markdown bars.md --plot docs/images
 
 The production scheduler, planner, cost model and routing policies decide; only time, the network
 and the numbers of the device are made up. Equal arguments give equal output.
@@ -31,6 +31,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--bars", action="store_true", help="run the comparisons that must hold; exit 1 if not")
     add("--json", type=Path, help="write all figures here")
     add("--plot", type=Path, help="write plots into this folder")
+    add("--markdown", type=Path, help="write the tables of --bars here")
     add("--seed", type=int, default=1)
     add("--policy", choices=[*POLICIES, "all"], default="all")
     add("--workers", type=int, default=8, help="1 to 256")
@@ -144,6 +145,10 @@ def bars(args: argparse.Namespace) -> int:
     from maskserve_harness.simulator.bars import run_bars
 
     report = run_bars(lambda line: print(line, flush=True))
+    if args.markdown:
+        from maskserve_harness.simulator.tables import tables
+
+        args.markdown.write_text(tables(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     if args.plot:
