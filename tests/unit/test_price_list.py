@@ -28,7 +28,10 @@ def test_prices_follow_what_the_worker_has_measured(config: Config) -> None:
     adapter, costs = load_adapter(config), MeasuredCosts(estimated_costs(config))
     prices = PriceList(config, adapter, costs, anchors=4)
     side = adapter.facts.native_resolution // adapter.facts.vae_scale_factor
-    work, text = adapter.work(side, side), float(adapter.facts.text_tokens(config.model.max_sequence_length))
+    work, text = (
+        adapter.work(side, side),
+        float(adapter.facts.text_tokens(config.model.max_sequence_length)),
+    )
     estimated = prices.pricing
     assert prices.pricing is estimated  # nothing was measured
     slow = Line(0.02, 3 * costs.model.compute.per_unit)

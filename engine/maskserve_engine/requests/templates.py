@@ -248,7 +248,6 @@ class TemplateCache:
             self._listed = version, listed
         return self._listed[1]
 
-
     def _anchors(self, job: EditJob) -> tuple[Anchor, ...]:
         """Those that a primed template of this size has."""
         tokens = self.adapter.tokens(job).total
