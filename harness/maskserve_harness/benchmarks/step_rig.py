@@ -26,7 +26,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "flux-1024": {"grid": (64, 64), "text": 512},
     "demo": {"grid": (16, 16), "text": 16},
     "small": {"grid": (24, 24), "text": 32},
-    "medium": {"grid": (32, 32), "text": 64},
+    "medium": {"grid": (24, 24), "text": 32},
 }
 
 SMALL = {
@@ -41,7 +41,7 @@ SMALL = {
 }
 """A FLUX of which a step is short on a CPU: many blocks, as pipelining needs, of little width."""
 MEDIUM = {**SMALL, "num_attention_heads": 8}
-"""A FLUX of which a dense step takes about a second on one core of a CPU."""
+"""A FLUX of which a dense step takes over half a second on one core of a CPU."""
 
 
 class Bench:
