@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import fsspec
 
@@ -113,7 +114,7 @@ class RemoteTier(StoredTier):
         listed: dict[str, dict[Anchor, int]] = {}
         for path, about in found.items():
             _, key, name = f"/{path}".rsplit("/", 2)
-            anchor = anchor_of(name)
+            anchor = anchor_of(unquote(name))  # listings over HTTP are of links
             if anchor is not None:
                 listed.setdefault(key, {})[anchor] = int(about["size"] or 0)
         return listed

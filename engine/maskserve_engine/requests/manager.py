@@ -267,10 +267,12 @@ class RequestManager:
         """An edit has waited for its template: decide again. One whose template was to come from
         files, and did not, has it primed.
         """
-        fetched = bool(edit.route.tier)
+        tier = edit.route.tier
         try:
             self._route(edit, again=True)
-            if fetched and edit.how == "wait" and not self.cache.is_coming(edit.route.key):
+            if tier and edit.how == "cached":
+                edit.route = replace(edit.route, tier=tier)  # where it lay, and not where it came
+            elif tier and edit.how == "wait" and not self.cache.is_coming(edit.route.key):
                 self.primings.begin(edit.job, urgent=True)
             self._proceed(edit)
         except MaskserveError as error:

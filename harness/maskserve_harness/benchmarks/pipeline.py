@@ -105,12 +105,13 @@ def tiers(args: argparse.Namespace) -> int:
     """First edits of one mask ratio by tier, and the ways of moving tokens."""
     bench = Bench(args.preset, None, torch.float32, torch.device("cpu"), "int4")
     bench.fill_entry("kv")
-    found = first_edits(bench, args.tiers, args.mask_ratios[0], 14)
-    ways = travels((0.1, 0.3, 0.5, 0.8), 4 * args.rounds)
-    for line in (*found, *ways):
-        print(json.dumps(asdict(line)))
+    report = {
+        "first_edits": [asdict(e) for e in first_edits(bench, args.tiers, args.mask_ratios[0], 14)],
+        "travels": [asdict(w) for w in travels((0.1, 0.3, 0.5, 0.8), 4 * args.rounds)],
+    }
+    for line in (*report["first_edits"], *report["travels"]):
+        print(json.dumps(line))
     if args.json:
-        report = {"first_edits": [asdict(e) for e in found], "travels": [asdict(w) for w in ways]}
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 

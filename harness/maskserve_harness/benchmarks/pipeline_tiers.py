@@ -24,7 +24,7 @@ from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.movers import HostMover, gathered
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.cache.store import Store
-from maskserve_engine.cache.tier import Note
+from maskserve_engine.cache.tier import Note, Tier
 from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.step_planner import Reading, StepPlanner, wants_of
 from maskserve_harness.benchmarks.pipeline_rig import tokens
@@ -114,9 +114,10 @@ def _store(bench: Bench, tier: str, disk: Path, anchors: Sequence[Anchor]) -> It
     ):
         folders = [FolderTier("host", near, _BIG), FolderTier("disk", far, _BIG)]
         memory = MemoryTier(_BIG)
-        for entry in entries:
-            for each in (memory, *folders):
-                if each.name == tier:
+        tiers: list[Tier] = [memory, *folders]
+        for each in tiers:
+            if each.name == tier:
+                for entry in entries:
                     each.put("k", entry, note)
         for path in Path(far).rglob("*.safetensors"):
             forget(path)
