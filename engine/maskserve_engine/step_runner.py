@@ -150,19 +150,21 @@ class StepRunner:
         return taken
 
     def _step_all(self, running: Running, reading: list[_Reads], planned: StepPlan | None) -> None:
-        """The step; again without the entries that turned out to be lost."""
+        """The step; again without the entries that turned out to be lost, as often as some do."""
         plan = None if planned is None else planned.plan
-        try:
-            self.adapter.step([edit.row for edit in running], plan)
-            return
-        except EntryLost as error:
-            _log.warning("a step goes on without an entry: %s", error)
-        # outside of `except`, whose error keeps the tensors of the step that was given up
-        for each in reading:
-            if each.handle.load.lost is not None:
+        while True:
+            try:
+                self.adapter.step([edit.row for edit in running], plan)
+                return
+            except EntryLost as error:
+                lost = [each for each in reading if each.edit.row.entry and each.handle.load.lost]
+                if not lost:
+                    raise
+                _log.warning("a step goes on without an entry: %s", error)
+            # outside of `except`, whose error keeps the tensors of the step that was given up
+            for each in lost:
                 each.reader.lose()
                 each.edit.row.entry = None
-        self.adapter.step([edit.row for edit in running], plan)
 
     def _run_alone(self, running: Running, planned: StepPlan | None) -> None:
         plan = None if planned is None else planned.plan

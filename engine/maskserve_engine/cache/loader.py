@@ -128,7 +128,8 @@ class Loader:
                 if want not in load.asked:
                     raise EntryLost(f"block {want[0]}, part {want[1]}, was not asked for")
                 if self._thread is None or not self._thread.is_alive():
-                    raise EntryLost("the loader has ended")
+                    load.lost = EntryLost("the loader has ended")
+                    continue
                 self._changed.wait(_LOOK_S)
             return load.arrived[want]
 
