@@ -18,7 +18,7 @@ from maskserve_core.planning.cost_model import (
     from_json,
 )
 
-finite = st.floats(0, 1e3, allow_nan=False)
+finite = st.just(0.0) | st.floats(1e-9, 1e3)  # seconds: less cannot be told from nothing
 
 
 def test_fit_recovers_a_line() -> None:
@@ -31,22 +31,32 @@ def test_fit_recovers_a_line() -> None:
     assert line.seconds(4e12) == pytest.approx(0.012)
 
 
-def test_r2_is_numpys_squared_correlation_when_unconstrained() -> None:
-    x = np.array([1.0, 2.0, 3.0, 4.0])
-    y = np.array([2.0, 2.9, 4.2, 4.8])
-    assert fit(list(x), list(y)).r2 == pytest.approx(np.corrcoef(x, y)[0, 1] ** 2)
+def test_an_unconstrained_line_is_numpys_weighted_one_and_r2_is_of_plain_errors() -> None:
+    x = np.array([1.0, 2.0, 3.0, 40.0])
+    y = np.array([2.0, 2.9, 4.2, 48.0])
+    line = fit(list(x), list(y))
+    slope, fixed = np.polyfit(x, y, 1, w=1 / y)
+    assert (line.fixed, line.per_unit) == (pytest.approx(fixed), pytest.approx(slope))
+    errors = y - fixed - slope * x
+    assert line.r2 == pytest.approx(1 - (errors**2).sum() / ((y - y.mean()) ** 2).sum())
+    # The naive rival, plain least squares, misses the shortest sample by more.
+    plain = np.polyval(np.polyfit(x, y, 1), x[0])
+    assert abs(line.seconds(x[0]) - y[0]) < 0.7 * abs(plain - y[0])
 
 
 def test_a_negative_intercept_is_refused_by_the_fit() -> None:
-    line = fit([1.0, 2.0, 3.0], [0.0, 1.1, 2.0])
+    line = fit([1.0, 2.0, 3.0], [0.5, 1.5, 3.0])
     assert line.fixed == 0.0
-    assert line.per_unit == pytest.approx((2.2 + 6.0) / 14)
+    shares = np.array([1 / 0.5, 2 / 1.5, 3 / 3.0])
+    assert line.per_unit == pytest.approx(shares.sum() / (shares**2).sum())
 
 
 def test_a_falling_line_becomes_flat() -> None:
     line = fit([1.0, 2.0, 3.0], [3.0, 2.0, 1.0])
-    assert (line.fixed, line.per_unit) == (2.0, 0.0)
-    assert line.r2 == pytest.approx(0.0)
+    assert line.per_unit == 0.0
+    assert line.fixed == pytest.approx((1 / 3 + 1 / 2 + 1) / (1 / 9 + 1 / 4 + 1))
+    assert line.r2 is not None
+    assert line.r2 < 0.0  # the plain mean is nearer in plain errors
 
 
 def test_one_point_measured_often_has_no_r2() -> None:
@@ -61,8 +71,11 @@ def test_no_line_without_negative_coefficients_fits_better(
     x, y = (np.array(v) for v in zip(*points, strict=True))
     line = fit(list(x), list(y))
 
+    longest = y.max() or 1.0
+    own = longest * np.maximum(y / longest, 1e-3)
+
     def error(fixed: float, slope: float) -> float:
-        return float(((y - fixed - slope * x) ** 2).sum())
+        return float((((y - fixed - slope * x) / own) ** 2).sum())
 
     best = error(line.fixed, line.per_unit)
     nearby = [(line.fixed * 1.01, line.per_unit), (line.fixed, line.per_unit * 0.99)]

@@ -14,10 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from maskserve_core.planning.flops import Floats
+
 VERSION = 1
 TIERS = ("device", "host", "disk", "remote")
 """From near to far."""
 SOURCES = ("measured", "estimate")
+_LEAST_SHARE = 1e-3
+"""Of the longest sample: shorter ones count as if they were as long, in relative errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +48,13 @@ class Line:
 
 
 def fit(x: Sequence[float], seconds: Sequence[float]) -> Line:
-    """Least squares over lines with no negative coefficient.
+    """Least squares of relative errors over lines with no negative coefficient.
 
-    With two coefficients the constrained optimum is the free one or lies on an edge: through the
-    origin, or flat. R² may then be negative: worse than the mean.
+    Relative, because a plan weighs the small step of a cached row by its own time: plain least
+    squares would bend the line to the long steps and miss the short ones by a fifth. With two
+    coefficients the constrained optimum is the free one or lies on an edge: through the origin,
+    or flat. R² is of plain errors, as in the paper's Fig. 11; it may be negative: worse than the
+    mean.
 
     Raises:
         ValueError: fewer than two samples, unequal lengths, or values that are negative or not
@@ -62,19 +69,26 @@ def fit(x: Sequence[float], seconds: Sequence[float]) -> Line:
         np.isfinite(xs).all() and np.isfinite(ys).all() and (xs >= 0).all() and (ys >= 0).all()
     ):
         raise ValueError("samples: values must be finite and at least 0")
-    dx, dy = xs - xs.mean(), ys - ys.mean()
-    spread = float(dx @ dx)
-    slope = float(dx @ dy) / spread if spread else 0.0
-    edges = [(float(ys.mean()), 0.0), (0.0, float(xs @ ys) / (float(xs @ xs) or 1.0))]
-    free = (float(ys.mean()) - slope * float(xs.mean()), slope)
+    longest = float(ys.max()) or 1.0
+    weight = np.maximum(ys / longest, _LEAST_SHARE) ** -2
+    weight /= weight.sum()
+    x_mean, y_mean = float(weight @ xs), float(weight @ ys)
+    dx, dy = xs - x_mean, ys - y_mean
+    spread = float(weight @ (dx * dx))
+    slope = float(weight @ (dx * dy)) / spread if spread else 0.0
+    power = float(weight @ (xs * xs))
+    edges = [(y_mean, 0.0), (0.0, float(weight @ (xs * ys)) / (power or 1.0))]
+    free = (y_mean - slope * x_mean, slope)
     lines = edges + ([free] if min(free) >= 0 else [])
 
-    def error(line: tuple[float, float]) -> float:
-        return float(((ys - line[0] - line[1] * xs) ** 2).sum())
+    def errors(line: tuple[float, float]) -> Floats:
+        squares: Floats = (ys - line[0] - line[1] * xs) ** 2
+        return squares
 
-    best = min(lines, key=error)
-    total = float(dy @ dy)
-    return Line(*best, r2=1 - error(best) / total if total else None, samples=len(xs))
+    best = min(lines, key=lambda line: float(weight @ errors(line)))
+    total = float(((ys - ys.mean()) ** 2).sum())
+    r2 = 1 - float(errors(best).sum()) / total if total else None
+    return Line(*best, r2=r2, samples=len(xs))
 
 
 @dataclass(frozen=True, slots=True)

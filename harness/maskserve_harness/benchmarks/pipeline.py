@@ -69,7 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tiers", type=Path, metavar="DIR", help="time first edits instead; a folder on a disk"
     )
+    parser.add_argument(
+        "--beside", type=Path, nargs="+", default=[], metavar="JSON",
+        help="earlier reports, judged, listed and drawn with this one",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # the other core is the loader's
@@ -84,6 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         dense = bench.work.step_flops([bench.work.row_at(1.0, bench.text)], "dense")
         line = Line(0.0, args.emulate_ms / 1e3 / dense)
     cases = [measure(bench, line, m, load, args) for m in args.mask_ratios for load in args.loads]
+    for path in args.beside:
+        cases += [Case(**case) for case in json.loads(path.read_text(encoding="utf-8"))["cases"]]
+    cases.sort(key=lambda case: (case.mask_ratio, case.load_to_compute))
     held = bars(cases)
     report = {
         "machine": f"{cores()} cores of {processor()}",
@@ -94,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.markdown:
+        args.markdown.write_text(table(cases), encoding="utf-8")
     if args.plot:
         plot(cases, args.plot)
     for name, holds in held.items():
@@ -178,6 +188,21 @@ def bars(cases: Sequence[Case]) -> dict[str, bool]:
         ),
         "ours <= 1.05 x greedy": all(c.ours_over_greedy <= 1.05 for c in cases),
     }
+
+
+def table(cases: Sequence[Case]) -> str:
+    """In markdown."""
+    head = ("m", "load / compute", "loaded first", "block by block", "Algorithm 1", "planner")
+    head += ("predicted", "loads free", "planner over free", "over its prediction")
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for c in cases:
+        times = (c.naive_ms, c.strawman_ms, c.greedy_ms, c.ours_ms, c.predicted_ms, c.ideal_ms)
+        lines.append(
+            f"| {c.mask_ratio:g} | {c.load_to_compute:g} | "
+            + " | ".join(f"{each:.0f}" for each in times)
+            + f" | {c.ours_over_ideal:.2f}x | {c.ours_over_predicted:.2f}x |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def plot(cases: Sequence[Case], path: Path) -> None:
