@@ -70,8 +70,8 @@ def fit(x: Sequence[float], seconds: Sequence[float]) -> Line:
     ):
         raise ValueError("samples: values must be finite and at least 0")
     longest = float(ys.max()) or 1.0
-    weight = np.maximum(ys / longest, _LEAST_SHARE) ** -2
-    weight /= weight.sum()
+    weight: Floats = np.maximum(ys / longest, _LEAST_SHARE) ** -2.0
+    weight = weight / weight.sum()
     x_mean, y_mean = float(weight @ xs), float(weight @ ys)
     dx, dy = xs - x_mean, ys - y_mean
     spread = float(weight @ (dx * dx))
@@ -82,8 +82,7 @@ def fit(x: Sequence[float], seconds: Sequence[float]) -> Line:
     lines = edges + ([free] if min(free) >= 0 else [])
 
     def errors(line: tuple[float, float]) -> Floats:
-        squares: Floats = (ys - line[0] - line[1] * xs) ** 2
-        return squares
+        return np.square(ys - line[0] - line[1] * xs)
 
     best = min(lines, key=lambda line: float(weight @ errors(line)))
     total = float(((ys - ys.mean()) ** 2).sum())

@@ -192,8 +192,8 @@ def bars(cases: Sequence[Case]) -> dict[str, bool]:
 
 def table(cases: Sequence[Case]) -> str:
     """In markdown."""
-    head = ("m", "load / compute", "loaded first", "block by block", "Algorithm 1", "planner")
-    head += ("predicted", "loads free", "planner over free", "over its prediction")
+    head = ["m", "load / compute", "loaded first", "block by block", "Algorithm 1", "planner"]
+    head += ["predicted", "loads free", "planner over free", "over its prediction"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for c in cases:
         times = (c.naive_ms, c.strawman_ms, c.greedy_ms, c.ours_ms, c.predicted_ms, c.ideal_ms)
