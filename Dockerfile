@@ -31,7 +31,7 @@ COPY assets/models/demo /opt/models/demo
 # Triton is laid out once, here, not at each start.
 ENV XDG_CACHE_HOME=/opt/cache
 RUN python3 -c "from pathlib import Path; from maskserve_serving.runtime import pip_runtime; pip_runtime(Path('/opt/cache/maskserve'))" \
-    && useradd --uid 1000 --create-home maskserve \
+    && useradd --uid 10001 --create-home maskserve \
     && install -d -o maskserve /models /var/lib/maskserve /var/log/maskserve /host-tier
 USER maskserve
 WORKDIR /var/lib/maskserve
@@ -66,7 +66,7 @@ COPY serving serving
 COPY model_repository model_repository
 COPY ensemble ensemble
 RUN pip install --no-cache-dir $PIP_FLAGS --no-deps . \
-    && (id maskserve || useradd --create-home maskserve) \
+    && useradd --uid 10001 --create-home maskserve \
     && install -d -o maskserve /models /var/lib/maskserve /var/log/maskserve /host-tier
 USER maskserve
 WORKDIR /var/lib/maskserve

@@ -6,7 +6,9 @@ The profile gpu cannot run on a machine without GPUs; these checks are all that 
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,11 @@ from maskserve_router.cli import parser as router_parser
 from maskserve_router.config import RouterConfig
 from maskserve_serving.cli import add_arguments
 from maskserve_serving.options import DEFAULT_BASE_PORT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
@@ -105,6 +112,45 @@ def test_the_workers_configuration_is_valid_and_its_folders_are_mounted() -> Non
     tiers = [config.cache.host_dir, config.cache.disk_dir]
     mounted = [volume.split(":")[-1] for volume in SERVICES["gpu-0"]["volumes"]]
     assert all(any(tier.startswith(m) for m in mounted) for tier in tiers), (tiers, mounted)
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_an_image_runs_what_there_is_as_a_user_who_may_write(target: str) -> None:
+    """Its folders are there, its own and mounted; its command and its extras are the project's."""
+    image = re.search(rf"^FROM \S+ AS {target}\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.M | re.S)
+    assert image is not None
+    text = image[1].replace("\\\n", " ")
+    made = re.findall(r"install -d -o maskserve (.+)", text)[0].split()
+    service = SERVICES[f"{target}-0"]
+    mounted = [plain(volume).split(":")[1] for volume in service["volumes"]]
+    assert set(made) == {*mounted, "/var/log/maskserve"} - {"/etc/maskserve.toml"}
+    (uid,) = re.findall(r"useradd --uid (\d+) --create-home maskserve", text)
+    host_tier = COMPOSE["volumes"]["host-tier"]["driver_opts"]["o"]
+    assert f"uid={uid}," in host_tier
+    assert int(uid) > 1000  # NVIDIA's image has a user 1000
+    assert "USER maskserve" in text
+    program, command, *arguments = json.loads(re.findall(r"^CMD (.+)$", text, re.M)[0])
+    assert (program, command) == ("maskserve", "serve")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert str(parser.parse_args(arguments).log_dir) in made
+    extras = re.findall(r"requirements\.py ([\w ]+) >", text)[0].split()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(extras) <= set(project["optional-dependencies"])
+    assert ("server" in extras) is (target == "cpu")  # NVIDIA's image brings its own Triton
+
+
+def test_programs_that_containers_run_are_installed() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "scripts"
+    ]
+    for name in (*WORKERS, *ROUTERS):
+        assert SERVICES[name]["command"][0] in scripts
+    for name, service in SERVICES.items():
+        assert service["healthcheck"]["test"][1] == "curl"
+        target = service["image"].removeprefix("maskserve:")
+        image = DOCKERFILE.split(f" AS {target}\n")[1].split("\nFROM ")[0]
+        assert re.search(r"apt-get install .*\bcurl\b", image), name
 
 
 def test_each_gpu_has_a_worker_of_its_own() -> None:

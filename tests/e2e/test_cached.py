@@ -64,8 +64,7 @@ def test_reproducible_edits_are_equal_at_any_load(grpc: Grpc) -> None:
     for other in others:
         other.wait()
     assert busy_meta["cache"] == "hit"
-    difference = np.abs(pixels(busy).astype(int) - pixels(alone))
-    assert difference.max() <= 1  # kernels at another batch shape round the last bit
+    assert np.array_equal(pixels(busy), pixels(alone))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (9, 200)], ids=str)

@@ -103,7 +103,7 @@ def outputs_of(
 ) -> list[torch.Tensor]:
     """What the model answers for each row, which takes no step."""
     packed = Packed([row.model_input() for row in rows])
-    timesteps = torch.tensor([row.walk[0].timestep for row in rows])
+    timesteps = torch.tensor([row.walk(row.step)[0].timestep for row in rows])
     emb = embed(adapter.weights, timesteps[None], packed.pooled, packed.guidance)
     [step] = vectors(adapter.weights, emb)
     output = forward(adapter.weights, packed, step, kinds)

@@ -68,7 +68,7 @@ class EditSettings:
     cache: str = "auto"
     """Whether the template's cached activations may be used; `require` waits for priming."""
     reproducible: bool = False
-    """Follow a fixed plan, so that equal requests give equal pixels at any load."""
+    """Follow a fixed plan in steps of its own: equal requests give equal pixels at any load."""
     template_id: str | None = None
     """A registered template to edit in place of IMAGE."""
     deadline_ms: int | None = None

@@ -62,7 +62,7 @@ class Primings:
             arrival=time.monotonic(),
             priority=job.request.settings.priority,
             background=not urgent,
-            batch_key=self._adapter.batch_key(job),
+            batch_key=priming.key,  # by itself: entries must not depend on who runs beside it
         )
         try:
             self._scheduler.submit(ticket)

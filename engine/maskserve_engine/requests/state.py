@@ -101,7 +101,12 @@ class RequestState:
         return self.deadline is not None and self.deadline <= now
 
     def make_ticket(self) -> Ticket:
-        """What the scheduler is to know of it."""
+        """What the scheduler is to know of it.
+
+        A reproducible edit shares its steps with none: kernels round differently for batches of
+        other shapes.
+        """
+        alone = self.job.request.settings.reproducible
         self.ticket = Ticket(
             request_id=self.request_id,
             steps=self.steps,
@@ -111,7 +116,7 @@ class RequestState:
             priority=self.job.request.settings.priority,
             deadline=self.deadline,
             background=self.audit is not None,
-            batch_key=self.batch_key,
+            batch_key=(self.batch_key, self.request_id) if alone else self.batch_key,
         )
         return self.ticket
 

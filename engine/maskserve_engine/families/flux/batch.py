@@ -29,9 +29,12 @@ class Batch(KeptBatch[Row, Weights]):
 
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
-        self.steps = min(row.steady for row in rows)
-        """For how many steps it is packed."""
-        self._begin = rows[0].step
+        back = rows[0].step % AHEAD if len(rows) == 1 else 0
+        """Products of other shapes round differently. So the vectors of a row by itself are
+        computed for the same steps together, wherever between them it was packed."""
+        self.steps = back + min(row.steady for row in rows)
+        """That are laid out: the next ones, and `back` before them."""
+        self._begin = rows[0].step - back
         self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
         """Index and negative prompt of rows that take a second pass, packed behind all rows."""
         second = {i: len(rows) + at for at, (i, _) in enumerate(self._guided)}
@@ -74,7 +77,8 @@ class Batch(KeptBatch[Row, Weights]):
         for one operation on all rows.
         """
         stream, count = self._stream, len(self.rows)
-        walks = [row.walk[: self.steps] for row in self.rows]
+        ago = self.rows[0].step - self._begin
+        walks = [row.walk(row.step - ago)[: self.steps] for row in self.rows]
         times = [[step.timestep for step in walk] for walk in walks]
         changes = [[step.change for step in walk] for walk in walks]
         times += [times[i] for i, _ in self._guided]
@@ -99,8 +103,9 @@ class Batch(KeptBatch[Row, Weights]):
 
     def _vectors_of(self, weights: Weights, at: int) -> Vectors:
         """The vectors of a step, computed when the first of `AHEAD` steps needs its own."""
-        if at % AHEAD == 0:
-            ahead, packed = self._timesteps[at : at + AHEAD], self.packed
+        if at % AHEAD == 0 or not self._vectors:
+            first = at - at % AHEAD
+            ahead, packed = self._timesteps[first : first + AHEAD], self.packed
             emb = embed(weights, ahead, packed.pooled, packed.guidance)
             self._vectors = vectors(weights, emb)
         return self._vectors[at % AHEAD]

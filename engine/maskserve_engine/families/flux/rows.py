@@ -135,10 +135,9 @@ class FluxRow:
         """Of its latents as tokens."""
         return self.latents.shape[1]
 
-    @property
-    def walk(self) -> tuple[Walk, ...]:
-        """The steps still to take."""
-        return self.schedule.walk[self.step :]
+    def walk(self, begin: int) -> tuple[Walk, ...]:
+        """The steps from `begin` on."""
+        return self.schedule.walk[begin:]
 
     @property
     def steady(self) -> int:
@@ -247,10 +246,9 @@ class PrimingRow:
         """Of its latents as tokens."""
         return self.template.clean.shape[1]
 
-    @property
-    def walk(self) -> tuple[Walk, ...]:
-        """The anchors still to compute: priming takes no step of the sampler."""
-        return tuple(Walk(a.timestep, a.sigma, 0.0) for a in self.anchors[self.step :])
+    def walk(self, begin: int) -> tuple[Walk, ...]:
+        """The anchors from `begin` on: priming takes no step of the sampler."""
+        return tuple(Walk(a.timestep, a.sigma, 0.0) for a in self.anchors[begin:])
 
     @property
     def steady(self) -> int:
