@@ -10,15 +10,9 @@ worker failed it.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
-from typing import TypeAlias
-
-import grpc.aio
-import msgspec
-from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.errors import Cancelled, InvalidRequest
 from maskserve_core.routing import Edit, NoWorkerAvailable, predicted_seconds
@@ -31,20 +25,8 @@ from maskserve_router.metrics import Metrics
 from maskserve_router.pool import Pool
 from maskserve_router.retry_budget import RetryBudget
 from maskserve_router.room import Room
+from maskserve_router.sending import Send, streamed, template_of, unary
 from maskserve_router.worker import Life, Sent
-
-Send: TypeAlias = Callable[[Sent, EditCall], AsyncIterator[bytes]]
-_UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
-
-
-class _Final(msgspec.Struct):
-    """Of an answer's META, what the router learns from."""
-
-    event: str = ""
-    template_id: str = ""
-
-
-_read_meta = msgspec.json.Decoder(_Final).decode
 
 
 class Dispatcher:
@@ -83,14 +65,14 @@ class Dispatcher:
             MaskserveError: the router's own.
             Failure: the worker's.
         """
-        async with aclosing(self._run(call, client, _unary)) as answers:
+        async with aclosing(self._run(call, client, unary)) as answers:
             # To its end, where the edit is booked, and not to its only answer.
             (answer,) = [one async for one in answers]
         return answer
 
     def stream(self, call: EditCall, client: Client) -> AsyncGenerator[bytes, None]:
         """The worker's messages to one request of a stream, as they came; raises as `infer`."""
-        return self._run(call, client, _streamed)
+        return self._run(call, client, streamed)
 
     async def _run(self, call: EditCall, client: Client, send: Send) -> AsyncGenerator[bytes, None]:
         with ExitStack() as held:
@@ -244,57 +226,5 @@ class Dispatcher:
 
     def _learn(self, digest: bytes, answer: bytes, send: Send) -> None:
         """Remember which template the image is, so that its next edit finds its entries."""
-        if self._measure.knows(digest):
-            return
-        if send is _streamed:
-            response = pb.ModelStreamInferResponse.FromString(answer).infer_response
-        else:
-            response = pb.ModelInferResponse.FromString(answer)
-        for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
-            if tensor.name == "META":
-                final = _read_meta(raw[4:])
-                self._measure.learn(digest, final.template_id)
-
-
-async def _unary(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
-    """Send a unary request; its one answer."""
-    under_way = sent.worker.upstream.infer(call.encoded(), call.left(), call.metadata)
-    sent.cancel = under_way.cancel
-    with _failures(sent):
-        try:
-            answer = await under_way
-        finally:
-            under_way.cancel()  # no effect once it is done
-    yield answer
-
-
-async def _streamed(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
-    """Send the one request of a stream; the worker's messages as they come."""
-    under_way = sent.worker.upstream.stream(call.encoded(), call.left(), call.metadata)
-    sent.cancel = under_way.cancel
-    came = False
-    with _failures(sent):
-        try:
-            async for message in under_way:
-                error = pb.ModelStreamInferResponse.FromString(message).error_message
-                if error:
-                    raise Failure(grpc.StatusCode.UNKNOWN, error, message)
-                came = True
-                yield message
-        finally:
-            under_way.cancel()
-        if not came:
-            raise Failure(_UNAVAILABLE, "[ENGINE_FAILED] the stream ended before the answer")
-
-
-@contextmanager
-def _failures(sent: Sent) -> Iterator[None]:
-    """What ends a call to a worker, as a Failure."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise Failure(error.code(), error.details() or "") from None
-    except asyncio.CancelledError:
-        if sent.ended_for is not None:
-            raise sent.ended_for from None
-        raise
+        if not self._measure.knows(digest):
+            self._measure.learn(digest, template_of(answer, streamed=send is streamed))

@@ -1,0 +1,91 @@
+"""One try of an edit: its call to a worker, unary or streamed, and what may end that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import grpc
+import grpc.aio
+import msgspec
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_router.edit_call import EditCall
+from maskserve_router.failures import Failure
+from maskserve_router.worker import Sent
+
+Send: TypeAlias = Callable[[Sent, EditCall], AsyncIterator[bytes]]
+
+
+class _Final(msgspec.Struct):
+    """Of an answer's META, what the router learns from."""
+
+    template_id: str = ""
+
+
+_read_meta = msgspec.json.Decoder(_Final).decode
+
+
+async def unary(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
+    """Send a unary request; its one answer."""
+    under_way = sent.worker.upstream.infer(call.encoded(), call.left(), call.metadata)
+    sent.cancel = under_way.cancel
+    with _failures(sent):
+        try:
+            answer = await under_way
+        finally:
+            under_way.cancel()  # no effect once it is done
+    yield answer
+
+
+async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
+    """Send the one request of a stream; the worker's messages as they come."""
+    under_way = sent.worker.upstream.stream(call.encoded(), call.left(), call.metadata)
+    sent.cancel = under_way.cancel
+    came = False
+    with _failures(sent):
+        try:
+            async for message in under_way:
+                error = pb.ModelStreamInferResponse.FromString(message).error_message
+                if error:
+                    raise Failure(grpc.StatusCode.UNKNOWN, error, message)
+                came = True
+                yield message
+        finally:
+            under_way.cancel()
+        if not came:
+            raise Failure(
+                grpc.StatusCode.UNAVAILABLE, "[ENGINE_FAILED] the stream ended before the answer"
+            )
+
+
+@contextmanager
+def _failures(sent: Sent) -> Iterator[None]:
+    """What ends a call to a worker, as a Failure."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise Failure(error.code(), error.details() or "") from None
+    except asyncio.CancelledError:
+        if sent.ended_for is not None:
+            raise sent.ended_for from None
+        raise
+
+
+def template_of(answer: bytes, *, streamed: bool) -> str:
+    """The template that an answer names; empty if none.
+
+    Args:
+        answer: a worker's last message.
+        streamed: whether it came in a stream.
+    """
+    if streamed:
+        response = pb.ModelStreamInferResponse.FromString(answer).infer_response
+    else:
+        response = pb.ModelInferResponse.FromString(answer)
+    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
+        if tensor.name == "META":
+            return _read_meta(raw[4:]).template_id
+    return ""
