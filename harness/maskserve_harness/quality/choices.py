@@ -34,12 +34,14 @@ class CacheChoice:
     """First steps that compute every token, as a dense row does."""
     skip_below: float = 0.0
     """Change of the first block under which a step leaves the others out (FirstBlockCache)."""
-    thin: bool = False
-    """Whether only tokens near the mask and every fourth of the others are attended to, these for
-    four each."""
+    thin: int = 0
+    """Whether only tokens near the mask and every fourth of the others are attended to, each of
+    these for so many; 0: all are."""
 
     @property
     def name(self) -> str:
+        if self.dense:
+            return f"first_block_cache-{self.skip_below:g}" if self.skip_below else "all_dense"
         stride = "one" if self.stride >= ALL_STEPS else f"stride{self.stride}"
         parts = [f"{self.kind}-{self.format}-{stride}-ring{self.ring}"]
         if self.ring_share < 1:
@@ -47,10 +49,15 @@ class CacheChoice:
         if self.dense_steps:
             parts.append(f"dense{self.dense_steps}")
         if self.thin:
-            parts.append("thin")
+            parts.append(f"thin{self.thin}")
         if self.skip_below:
             parts.append(f"skip{self.skip_below:g}")
         return "-".join(parts)
+
+    @property
+    def dense(self) -> bool:
+        """Whether nothing is cached: all steps compute every token."""
+        return self.dense_steps >= FLUX_STEPS
 
     @property
     def block_kind(self) -> str:
@@ -64,7 +71,7 @@ class CacheChoice:
     def flux_bytes(self, steps: int) -> float:
         """Of one template of FLUX.1-dev at 1024x1024, of as many anchors as `steps` steps have."""
         form = FORMATS["bfloat16" if self.format == "model" else self.format]
-        anchors = math.ceil(steps / self.stride)
+        anchors = 0 if self.dense else math.ceil(steps / self.stride)
         kept = THIN_KEPT if self.thin else 1.0
         return kept * anchors * entry_bytes(_flux(), self.kind, form)
 
@@ -125,8 +132,11 @@ def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
             )
         ]
     found += [CacheChoice("kv", "model", 1, 1), replace(chosen, ring_share=0.5)]
-    found += [replace(chosen, dense_steps=2), replace(chosen, thin=True)]
-    found += [replace(chosen, skip_below=threshold) for threshold in (0.1, 0.2)]
+    found.append(replace(chosen, dense_steps=2))
+    two_anchors = replace(chosen, stride=of_schedule(14, steps))
+    found += [replace(way, thin=each) for way in (chosen, two_anchors) for each in (1, 4)]
+    found += [replace(way, skip_below=0.1) for way in (chosen, two_anchors)]
+    found.append(replace(chosen, skip_below=0.2))
     everything = replace(chosen, dense_steps=FLUX_STEPS)
-    found += [replace(everything, skip_below=threshold) for threshold in (0.1, 0.3)]
+    found += [replace(everything, skip_below=threshold) for threshold in (0.1, 0.2, 0.3, 0.5)]
     return list(dict.fromkeys(found))

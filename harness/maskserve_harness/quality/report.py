@@ -71,10 +71,11 @@ def _plot_over(
     path: Path,
 ) -> None:
     figure, panels = _pyplot().subplots(1, 2, figsize=(13, 5.5), sharex=True)
-    for axes, value, title in zip(
+    for axes, value, title, bar in zip(
         panels,
         ("psnr_in_mask", "worst_class_psnr_in_mask"),
         ("mean of all edits", "mean of the worst class"),
+        (40, 30),
         strict=True,
     ):
         for ring, colour in ((0, "tab:red"), (1, "tab:blue"), (2, "tab:green")):
@@ -84,6 +85,20 @@ def _plot_over(
             for name, x, y in zip(some, xs, ys, strict=True):
                 short = name.replace(f"-ring{ring}", "").replace("stride", "s")
                 axes.annotate(short, (x, y), fontsize=5, xytext=(3, 2), textcoords="offset points")
+        alone = {n: r for n, r in cached.items() if n.startswith("first_block_cache") and r[key]}
+        axes.plot(
+            [row[key] for row in alone.values()],
+            [row[value] for row in alone.values()],
+            "x",
+            color="black",
+            markersize=5,
+            label="FirstBlockCache, no other cache",
+        )
+        for name, row in alone.items():
+            axes.annotate(
+                name.rpartition("-")[2], (row[key], row[value]), fontsize=5, xytext=(3, 2),
+                textcoords="offset points",
+            )  # fmt: skip
         for name in _RIVALS:
             if name in systems:
                 at = systems[name][value]
@@ -95,7 +110,7 @@ def _plot_over(
                     transform=axes.get_yaxis_transform(),
                     fontsize=7,
                 )
-        axes.axhline(30, linestyle="--", linewidth=1, color="black")
+        axes.axhline(bar, linestyle="--", linewidth=1, color="black")
         axes.set_xscale("log")
         axes.set_xlabel(label)
         axes.set_ylabel("PSNR inside the mask, dB")

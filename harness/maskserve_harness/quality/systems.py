@@ -132,7 +132,7 @@ class Rig:
                 for row, earlier in zip(made, rows, strict=False):
                     _take_over(row, earlier)
                 rows = made
-                parts = [self._thinned(row) for row in rows] if choice.thin else rows
+                parts = [self._thinned(row, choice.thin) for row in rows] if choice.thin else rows
                 self.run(parts, (choice.block_kind,) * self.adapter.blocks, until)
                 self._steps_skipped[choice] += sum(part.skipped for part in parts)
                 for row, part in zip(rows, parts, strict=True):
@@ -153,8 +153,8 @@ class Rig:
         ]
         return cast(FluxRow, self.replay.cached_row(job, per_step, _seed(job)))
 
-    def _thinned(self, row: FluxRow) -> FluxRow:
-        part = thinned(row)
+    def _thinned(self, row: FluxRow, stands_for: int) -> FluxRow:
+        part = thinned(row, stands_for)
         self.replay.follow(part, row)
         return part
 

@@ -1,6 +1,6 @@
 """Thinned context: of the tokens outside, those near the mask and a quarter of the others.
 
-A far token that is kept stands for the four it replaces: log 4 on its logits, which is what its
+A far token that is kept may stand for the four it replaces: log 4 on its logits, which is what its
 key and value standing there four times come to.
 """
 
@@ -16,11 +16,12 @@ from maskserve_engine.families.flux.rows import FluxRow
 
 NEAR = 2
 """Tokens from a computed one within which everything is kept."""
-STANDS_FOR = 4
 
 
-def thinned(row: FluxRow) -> FluxRow:
-    """A cached row like `row` that attends to fewer tokens; steps and latents are its own."""
+def thinned(row: FluxRow, stands_for: int) -> FluxRow:
+    """A cached row like `row` that attends to fewer tokens, each far one in place of `stands_for`;
+    steps and latents are its own.
+    """
     held = row.inactive
     if held is None:  # a dense row attends to all there are
         return row
@@ -33,7 +34,7 @@ def thinned(row: FluxRow) -> FluxRow:
     ).min(axis=1)
     near = np.flatnonzero(apart <= NEAR)
     far = np.flatnonzero((apart > NEAR) & (ys % 2 == 0) & (xs % 2 == 0))
-    chosen = torch.from_numpy(np.concatenate((near, np.repeat(far, STANDS_FOR))))
+    chosen = torch.from_numpy(np.concatenate((near, np.repeat(far, stands_for))))
     fewer = replace(
         held,
         index=held.index[chosen],
