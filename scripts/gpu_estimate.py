@@ -22,8 +22,10 @@ def main() -> int:
     parser.add_argument("--bytes-reached", type=float, default=0.7, help="share of the peak")
     parser.add_argument("--launch-us", type=float, default=6.0, help="of the host, per kernel")
     args = parser.parse_args()
-    print("| batch | m | TFLOP | GB read | launches | compute ms | memory ms | host ms | step ms |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    counted = ("batch", "m", "TFLOP", "GB read", "GB held", "launches")
+    estimated = ("compute ms", "memory ms", "host ms", "step ms")
+    print(f"| {' | '.join((*counted, *estimated))} |")
+    print("|---" * len((*counted, *estimated)) + "|")
     for step in steps():
         times = (
             1e3 * step.flops / (PEAK_FLOPS * args.flops_reached),
@@ -34,7 +36,7 @@ def main() -> int:
         what = "dense" if step.ratio is None else f"{step.ratio:.2f}"
         print(
             f"| {step.rows} | {what} | {step.flops / 1e12:.1f} | {step.nbytes / 1e9:.1f} "
-            f"| {step.launches} | {cells} |"
+            f"| {step.held / 1e9:.1f} | {step.launches} | {cells} |"
         )
     return 0
 

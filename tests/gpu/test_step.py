@@ -11,6 +11,7 @@ from maskserve_engine.families.place import Places, Source, fused, place
 from maskserve_harness.benchmarks.step_rig import Bench
 
 CUDA = torch.device("cuda", 0)
+pytestmark = pytest.mark.usefixtures("cuda")
 
 
 def segments(queries: list[int], keys: list[int]) -> Segments:

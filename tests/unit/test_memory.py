@@ -117,7 +117,7 @@ def test_the_status_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     values = json.loads(msgspec.json.encode(told)) | {"of a later version": 1}
     commands._show_worker("w", {"max_rows": 8, "memory": values, "state": "ready"})
     assert told.text() in capsys.readouterr().out
-    assert "cache       0.00  5 templates of 0.000" in told.text()
+    assert "cache       0.00  5 templates of 0.0 MiB" in told.text()
 
 
 CASES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-_GIB = 2**30
+_MIB, _GIB = 2**20, 2**30
 
 
 class MemoryTable(msgspec.Struct, frozen=True):
@@ -38,9 +38,8 @@ class MemoryTable(msgspec.Struct, frozen=True):
             "encoder": "and what encoding takes",
             "decoder": "and what decoding takes",
             "step": f"of {self.rows} rows",
-            "cache": f"{self.cache // self.template} templates of {self.template / _GIB:.3f}"
-            if self.template
-            else "",
+            "cache": f"{self.cache // max(1, self.template)} templates of "
+            f"{self.template / _MIB:.1f} MiB",
             "others": "other processes",
         }
         lines = [f"memory of {self.device}: {self.total / _GIB:.2f} GiB"]

@@ -32,6 +32,8 @@ DENSE, PROJECT, KV = range(3)
 
 TERMS = ("row", "token", "text", "spare", "pair", "cross")
 _SPARE = TERMS.index("spare")
+STEPS_AHEAD = 8
+"""Steps for which a FLUX batch has its shifts, scales and gates computed at once."""
 _FLUX_HELD = 23
 """Widths that a token of a single block holds at most, behind attention: the input, all that one
 product made of it (7), queries, keys, the activated feed-forward part (4), what attention gave, it
@@ -282,6 +284,7 @@ def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
         text=2.0 * int(config["joint_attention_dim"]) * h,
     )
     tokens = (height // 2) * (width // 2)
+    held = _FLUX_HELD * h + 2.0 * int(config["attention_head_dim"])  # and rotary factors, complex
     return ModelWork(
         family="flux",
         blocks=tuple(blocks),
@@ -290,8 +293,10 @@ def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
         before=(embed,),
         after=FixedWork(row=4.0 * h * h, token=2.0 * h * out),
         restore_ends=False,
-        peak_row=_FLUX_HELD * h * tokens,
-        peak_text=_FLUX_HELD * h,
+        # What a block holds, the model's input and output, and all blocks' shifts, scales, gates.
+        peak_row=tokens * (held + channels + out)
+        + STEPS_AHEAD * (12 * counts[0] + 3 * counts[1] + 2) * h,
+        peak_text=held,
     )
 
 

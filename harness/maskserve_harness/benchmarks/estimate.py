@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from maskserve_core.planning.flops import flux_work
+from maskserve_engine.memory import peak_values
 from maskserve_harness.benchmarks.kernel_counts import DOUBLE, SINGLE, TABLE
 from maskserve_harness.benchmarks.step_rig import PRESETS, build_model
 
@@ -26,6 +27,8 @@ class Step(NamedTuple):
     nbytes: float
     """Weights and int8 entries, read once."""
     launches: int
+    held: int
+    """Bytes that the memory table counts for so many rows, dense or not."""
 
 
 def steps() -> Iterator[Step]:
@@ -44,4 +47,5 @@ def steps() -> Iterator[Step]:
             name = "dense, 4 rows" if rows > 1 else "dense, 1 row"
             if ratio is not None:
                 name = f"kv int8, {rows} rows, mixed" if rows > 1 else "kv int8, 1 row"
-            yield Step(rows, ratio, flops, weights + entries, launches[name]["step"])
+            held = 2 * peak_values(work, rows, text)
+            yield Step(rows, ratio, flops, weights + entries, launches[name]["step"], held)

@@ -79,8 +79,9 @@ def measure(bench: Bench | UnetBench, args: argparse.Namespace) -> list[dict[str
     for kind in args.kind:
         bench.fill_entry(kind)
         for batch in args.batch:
-            ratios = [args.mask_ratios[i % len(args.mask_ratios)] for i in range(batch)]
-            mixes = [[m] for m in args.mask_ratios] if batch == 1 else [ratios]
+            mixes = [[m] * batch for m in args.mask_ratios]
+            if batch > 1 and not args.alike:
+                mixes = [[args.mask_ratios[i % len(args.mask_ratios)] for i in range(batch)]]
             timer = Timer(bench.device, args.clock)
             results += measure_mixes(bench, timer, kind, mixes, args.repeat)
     return results
@@ -126,7 +127,7 @@ def _result(
     dense_ms, ms = statistics.median(dense), statistics.median(cached)
     limit = bench.limit(mix, kind)
     return {
-        "mask_ratio": mix[0] if len(mix) == 1 else list(mix),
+        "mask_ratio": mix[0] if len(set(mix)) == 1 else list(mix),
         "kind": kind,
         "format": bench.format,
         "batch": len(mix),
@@ -154,6 +155,9 @@ def main() -> int:
     parser.add_argument("--blocks", help="double+single blocks to keep, such as 1+1; all if absent")
     parser.add_argument("--mask-ratios", type=float, nargs="+", default=[0.05, 0.11, 0.2, 0.35])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    parser.add_argument(
+        "--alike", action="store_true", help="a batch per mask ratio, not one of all in turn"
+    )
     parser.add_argument("--kind", nargs="+", choices=("kv", "project"), default=["kv", "project"])
     parser.add_argument("--format", choices=ENTRY_FORMATS, default="model")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from maskserve_core.planning.flops import STEPS_AHEAD
 from maskserve_engine.families.flux.weights import Linear, Weights
 from maskserve_engine.families.transfer import to_device
 
-AHEAD = 8
+AHEAD = STEPS_AHEAD
 """Steps whose vectors are computed at once. A batch that ends earlier has lost little: the time
 goes into reading the weights, not into the products."""
 

@@ -1,0 +1,146 @@
+"""The first thing to run on a machine with a GPU: under 10 minutes, one JSON to commit.
+
+Whether tests/gpu pass; steps of FLUX.1-dev's size (random weights) beside what their counted FLOPs
+take at the device's published peak; what a step holds in memory beside what the memory table
+counts; and how fast entries reach the device.
+
+    python scripts/gpu/first_run.py --json docs/benchmarks/gpu-first-run.json
+
+A rehearsal on any machine, which says nothing of a GPU:
+
+    python scripts/gpu/first_run.py --device cpu --preset demo --json rehearsal.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from maskserve_core.config import cores
+from maskserve_core.planning.cost_model import EFFICIENCY, estimate
+from maskserve_engine.cache.codec import encode
+from maskserve_engine.cache.movers import CudaMover, HostMover, Mover
+from maskserve_engine.memory import device_memory, peak_values
+from maskserve_harness.benchmarks.live_bytes import peak_bytes
+from maskserve_harness.benchmarks.step import measure
+from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
+from maskserve_harness.benchmarks.timing import Timer, hardware
+from maskserve_harness.checkout import CHECKOUT
+
+BATCHES, RATIOS = (1, 4, 8), (0.05, 0.11, 0.2, 0.35)
+KINDS = ("kv", "project")
+FORMAT = "int8"
+_TESTS_S = 480
+_BUFFER = 32 * 2**20
+_SENT, _WIDTH = 2**28, 3072
+"""Bytes of the loader's trial, and of each of its tokens."""
+
+
+def run_tests(device: torch.device) -> bool:
+    """Whether tests/gpu pass there."""
+    command = [sys.executable, "-m", "pytest", "-q", "-ra", str(CHECKOUT / "tests" / "gpu")]
+    env = {**os.environ, "MASKSERVE_GPU_TESTS": device.type}
+    return subprocess.run(command, cwd=CHECKOUT, env=env, timeout=_TESTS_S).returncode == 0
+
+
+def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
+    """Dense and cached steps; `limit_ms` is what the FLOPs take at the device's published peak."""
+    asked = argparse.Namespace(
+        kind=KINDS, batch=BATCHES, mask_ratios=RATIOS, alike=True, clock="wall", repeat=repeat
+    )
+    rows = measure(bench, asked)
+    dtype = str(bench.dtype).removeprefix("torch.")
+    costs = estimate(hardware(bench.device), dtype, cores=cores())
+    for row in rows:
+        tokens = [bench.work.row_at(row["mask_ratio"], bench.text)] * row["batch"]
+        for name, kind in (("dense_limit_ms", "dense"), ("limit_ms", row["kind"])):
+            flops = bench.work.step_flops(tokens, kind)
+            row[name] = round(1e3 * flops * costs.compute.per_unit * EFFICIENCY, 3)
+    return rows
+
+
+def weigh_steps(bench: Bench) -> list[dict[str, Any]]:
+    """What steps hold at once, and the most that the memory table counts for so many rows."""
+    found = []
+    bench.fill_entry("kv")
+    for batch in BATCHES:
+        for ratio in (None, RATIOS[0], RATIOS[-1]):
+            rows = [bench.row(ratio, seed) for seed in range(batch)]
+            bench.batch = None
+            held = peak_bytes(bench.device, partial(bench.step, rows, "kv"))
+            counted = peak_values(bench.work, batch, bench.text) * bench.dtype.itemsize
+            found.append({"batch": batch, "mask_ratio": ratio, "held": held, "counted": counted})
+    bench.batch = None
+    return found
+
+
+def load_gb_per_s(device: torch.device) -> dict[str, float]:
+    """Of entries from host memory: gathered and moved as the loader does it, and the bare link."""
+    mover: Mover = CudaMover(device, _BUFFER) if device.type == "cuda" else HostMover()
+    part = encode(torch.randn(_SENT // _WIDTH, _WIDTH), FORMAT)
+    ids = np.flatnonzero(np.random.default_rng(0).random(len(part.data)) > RATIOS[2])
+    host = torch.empty(_SENT, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty_like(host, device=device)
+    timer = Timer(device)
+
+    def rate(nbytes: int, move: Callable[[], object]) -> float:
+        def call() -> None:
+            move()
+
+        return round(nbytes / 1e6 / min([timer.ms(call) for _ in range(4)][1:]), 2)
+
+    return {
+        "gathered": rate(len(ids) * _WIDTH, lambda: mover.move((part,), ids).get()),
+        "whole": rate(part.data.nbytes, lambda: mover.move((part,), None).get()),
+        "link": rate(_SENT, lambda: there.copy_(host, non_blocking=True)),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--preset", choices=PRESETS, default="flux-1024")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds of each step")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device that torch can use; --device cpu rehearses")
+    begin, device = time.monotonic(), torch.device(args.device)
+    passed = run_tests(device)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    bench = Bench(args.preset, None, dtype, device, FORMAT)
+    total, free = device_memory(device)
+    steps, held = time_steps(bench, args.repeat), weigh_steps(bench)
+    over = [each for each in held if each["held"] > each["counted"]]
+    report = {
+        "command": " ".join(["scripts/gpu/first_run.py", *(argv or sys.argv[1:])]),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": hardware(device),
+        "torch": torch.__version__,
+        "model": f"{args.preset}, {bench.blocks} blocks, {str(dtype).removeprefix('torch.')}",
+        "tests_passed": passed,
+        "memory": {
+            "total": total,
+            "free": free,
+            "weights": sum(p.nbytes for p in bench.model.parameters()),
+            "steps": held,
+        },
+        "gb_per_s": load_gb_per_s(device),
+        "steps": steps,
+        "seconds": round(time.monotonic() - begin, 1),
+    }
+    args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(f"tests {'passed' if passed else 'FAILED'}; {len(over)} steps held more than counted")
+    return 0 if passed and not over else 1

@@ -1,0 +1,93 @@
+"""The engine's own loop on the device: admission, steps and loads wait for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from maskserve_engine.engine import Engine
+from maskserve_engine.families.registry import Encoder, load_encoder
+from tests.fakes.jobs import config_of
+from tests.support.engines import job
+from tests.support.sink import Sink
+
+
+@contextmanager
+def nothing_waits(device: torch.device) -> Iterator[None]:
+    """An operation inside that makes the host wait for the device is an error."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Loop:
+    """An engine that a test turns by hand."""
+
+    def __init__(self, folder: Path, device: torch.device, encoder: Encoder, disk: str) -> None:
+        config = config_of(
+            folder,
+            model={"device": str(device)},
+            cache={"budget_bytes": 2**28, "disk_dir": disk, "disk_bytes": 2**28 if disk else 0},
+        )
+        self.engine = Engine.load(config)
+        self.engine.cache.prompt = lambda: encoder.encode_prompt("")
+
+    def turn(self) -> None:
+        self.engine._step_runner.step(self.engine.manager.running())
+
+    def until_answered(self, sink: Sink) -> None:
+        self.engine._output.start()
+        while not sink.events:
+            self.turn()
+
+    def close(self) -> None:
+        self.engine._output.close(5.0)
+        self.engine.cache.store.close()
+
+
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_steady_steps_of_the_engine_wait_for_nothing(
+    tiny_fill: Path, device: torch.device, tmp_path: Path, tier: str
+) -> None:
+    """Dense and cached rows side by side; their activations on the device, or in files."""
+    encoder = load_encoder(config_of(tiny_fill))
+    loop = Loop(tiny_fill, device, encoder, str(tmp_path) if tier == "disk" else "")
+    engine, manager = loop.engine, loop.engine.manager
+    first = job(encoder, 3, "first", cache="require")
+    with engine.adapter.session():
+        sink = Sink()
+        manager.accept(first, sink)
+        loop.until_answered(sink)
+        assert sink.final().meta["cache"] == "hit"
+        if tier == "disk":
+            assert engine.cache.store.settle()
+            engine.cache.store.memory.evict(engine.cache.key_of(first))
+        long = replace(first.request.settings, num_inference_steps=40, cache="auto")
+        for name, cache in (("cached", "auto"), ("dense", "off")):
+            request = replace(first.request, request_id=name, settings=replace(long, cache=cache))
+            manager.accept(replace(first, request=request), Sink())
+        assert engine.cache.store.settle()
+        for _ in range(3):
+            loop.turn()
+        assert manager.edits["cached"].row.entry is not None
+        with nothing_waits(device):
+            for _ in range(6):
+                loop.turn()
+        assert {name: edit.row.step for name, edit in manager.edits.items()} == {
+            "cached": 9,
+            "dense": 9,
+        }
+        for name in ("cached", "dense"):
+            manager.cancel(name)
+    loop.close()

@@ -1,0 +1,102 @@
+"""Edits on the device against diffusers' own pipelines there, and against float32 on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxFillPipeline, FluxInpaintPipeline
+from numpy.typing import NDArray
+
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from tests.fakes.jobs import Case, config_of, encode_case, random_case
+from tests.fakes.pipelines import diffusers_edit
+from tests.support.engines import edit, job, make_engine
+
+STEPS = {"num_inference_steps": 4, "strength": 1.0}
+
+
+@dataclass
+class Place:
+    """One tiny model at one place: diffusers' pipeline and our parts."""
+
+    folder: Path
+    device: torch.device
+    dtype: str
+
+    def ours(self, case: Case) -> NDArray[np.float32]:
+        where = {"device": str(self.device), "dtype": self.dtype}
+        config = config_of(self.folder, model=where)
+        adapter = load_adapter(config)
+        row = adapter.dense_row(encode_case(load_encoder(config), case, "it"))
+        while row.step < row.steps:
+            adapter.step([row], None)
+        return row.result()
+
+    def diffusers(self, case: Case) -> NDArray[np.float32]:
+        classes = {"tiny-fill": FluxFillPipeline, "tiny-inpaint": FluxInpaintPipeline}
+        pipeline: Any = (
+            classes[self.folder.name]
+            .from_pretrained(self.folder, torch_dtype=getattr(torch, self.dtype))
+            .to(self.device)
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        tokens = diffusers_edit(
+            pipeline,
+            case.pixels,
+            case.mask,
+            case.prompt,
+            case.settings,
+            case.seed,
+            max_sequence_length=16,
+            output_type="latent",
+        )
+        latents = pipeline._unpack_latents(tokens, *case.mask.shape, pipeline.vae_scale_factor)
+        return latents[0].float().cpu().numpy()
+
+
+@pytest.fixture(params=["tiny_fill", "tiny_inpaint"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(request.param)
+    return path
+
+
+def off(found: NDArray[np.float32], exact: NDArray[np.float32]) -> float:
+    """Relative, in the mean."""
+    return float(np.abs(found - exact).mean() / np.abs(exact).mean())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_bfloat16_is_as_near_to_float32_as_diffusers_own(
+    folder: Path, device: torch.device, seed: int
+) -> None:
+    case = random_case(np.random.default_rng(seed), **STEPS)
+    exact = Place(folder, torch.device("cpu"), "float32").diffusers(case)
+    there = Place(folder, device, "bfloat16")
+    theirs, ours = off(there.diffusers(case), exact), off(there.ours(case), exact)
+    assert 0 < theirs < 0.1, "the tiny model is good enough to tell"
+    assert ours <= 1.5 * theirs
+
+
+def test_float32_agrees_with_diffusers(folder: Path, device: torch.device) -> None:
+    case = random_case(np.random.default_rng(5), **STEPS)
+    there = Place(folder, device, "float32")
+    assert off(there.ours(case), there.diffusers(case)) < 1e-3
+
+
+def test_cached_edits_come_out_as_on_the_cpu(tiny_fill: Path, device: torch.device) -> None:
+    """Primed, hit and loaded there: the whole engine, in float32."""
+    results = []
+    for where in (torch.device("cpu"), device):
+        encoder = load_encoder(config_of(tiny_fill))
+        engine = make_engine(tiny_fill, encoder, model={"device": str(where), "dtype": "float32"})
+        final = edit(engine, job(encoder, 7, "it", cache="require"))
+        engine.close(5.0)
+        assert final.meta["cache"] == "hit"
+        assert final.meta["kinds"].get("kv", 0) > 0
+        results.append(final.latents)
+    assert off(results[1], results[0]) < 1e-3
