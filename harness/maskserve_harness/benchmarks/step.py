@@ -149,6 +149,18 @@ def _line(r: dict[str, Any]) -> str:
     )
 
 
+def table(reports: Sequence[Path]) -> str:
+    """Reports of batch 1 as one markdown table, in seconds."""
+    names = ("kind", "m", "dense s", "cached s", "convolutions s", "speed-up", "limit", "of limit")
+    lines = [names, ("---",) * len(names)]
+    for report in reports:
+        for r in json.loads(report.read_text(encoding="utf-8"))["rows"]:
+            seconds = [f"{r[key] / 1e3:.1f}" for key in ("dense_ms", "ms", "convolutions_ms")]
+            ratios = [f"{r['speedup']:.2f}x", f"{r['flop_limit']:.2f}x", f"{r['of_limit']:.2f}"]
+            lines.append((r["kind"], str(r["mask_ratio"]), *seconds, *ratios))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", choices=(*PRESETS, *UNETS), default="flux-1024")
@@ -170,7 +182,13 @@ def main() -> int:
     )
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--table", type=Path, nargs="+", help="show earlier reports as markdown, time nothing"
+    )
     args = parser.parse_args()
+    if args.table:
+        print(table(args.table))
+        return 0
     blocks = None
     if args.blocks:
         double, _, single = args.blocks.partition("+")
