@@ -43,7 +43,7 @@ from maskserve_harness.quality.tiles import recorded, tiled
 
 BATCH = 8
 KEPT = frozenset({"h", "kv"})
-HALOS = (4, 2, 1)
+HALOS = (4, 1)
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,12 @@ CHOICES = (
     Choice("kv", "model", 1),
     Choice("project", "model", 1),
     Choice("kv", "model", 1, own=True),
-    Choice("kv", "model", 4),
     Choice("kv", "model", 7),
-    Choice("project", "model", 7),
     Choice("kv", "model", ALL_STEPS),
     Choice("kv", "int8", 7),
     Choice("kv", "int4", 7),
     Choice("kv", "int4", 7, ring=1),
     Choice("kv", "int4", 7, ring=2),
-    Choice("kv", "int4", 7, ring=4),
     Choice("kv", "model", 7, shift=1),
 )
 
