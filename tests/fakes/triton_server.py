@@ -266,7 +266,7 @@ class FakeServer:
 def _painted(edit: PreparedEdit) -> bytes:
     pixels = np.empty_like(edit.pixels)
     pixels[:] = PAINT
-    return finish_edit(pixels, edit.source, edit.paste, edit.request)
+    return finish_edit(pixels, edit.context)
 
 
 def _inputs(request: Any) -> dict[str, bytes]:

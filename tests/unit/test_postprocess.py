@@ -13,7 +13,7 @@ from PIL import Image
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.imaging.postprocess import finish_edit
+from maskserve_core.imaging.postprocess import finish_edit, source_and_weights
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.imaging.validation import accept_edit
 from tests.fakes.facts import FILL_FACTS
@@ -21,6 +21,13 @@ from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene
 
 FACTS = replace(FILL_FACTS, native_resolution=64)
 SIZES = [(64, 64), (45, 61), (61, 45), (1, 1), (3, 200), (200, 3), (97, 131), (64, 65)]
+
+
+@pytest.fixture(params=["pixels", "files"], autouse=True)
+def carried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How source and weights come from preprocess: small ones as pixels, large ones as files."""
+    if request.param == "files":
+        monkeypatch.setattr("maskserve_core.imaging.preprocess.DECODED_PIXELS", 0)
 
 
 def prepare(image: bytes, mask: np.ndarray, **settings: Any) -> PreparedEdit:
@@ -32,7 +39,7 @@ def finish(done: PreparedEdit, colour: tuple[int, int, int]) -> np.ndarray:
     """The answer's pixels if the model had painted all of its own in one colour."""
     painted = np.empty_like(done.pixels)
     painted[:] = colour
-    answer = finish_edit(painted, done.source, done.paste, done.request)
+    answer = finish_edit(painted, done.context)
     opened = Image.open(io.BytesIO(answer))
     assert opened.mode == "RGB"
     return np.asarray(opened)
@@ -77,7 +84,7 @@ def test_an_all_white_mask_keeps_nothing() -> None:
 def test_the_feather_mixes_by_its_weights() -> None:
     source = np.full((40, 60, 3), 200, np.uint8)
     done = prepare(encode(source), blob_mask(40, 60), mask_dilate=2, mask_feather=6)
-    weights = np.asarray(Image.open(io.BytesIO(done.paste))).astype(float)
+    weights = np.asarray(source_and_weights(done.context, (40, 60))[1]).astype(float)
     assert len(np.unique(weights)) > 5
     answer = finish(done, (100, 0, 255))
     expected = 200 + (np.array([100, 0, 255]) - 200) * weights[..., None] / 255
@@ -91,7 +98,7 @@ def test_inside_is_the_models_picture_brought_to_size() -> None:
     done = prepare(encode(source), np.full((150, 90), 255, np.uint8))
     assert done.pixels.shape[:2] != (150, 90)
     small = Image.fromarray(scene(6, 5)).resize(done.pixels.shape[1::-1], Image.Resampling.BICUBIC)
-    answer = finish_edit(np.asarray(small), done.source, done.paste, done.request)
+    answer = finish_edit(np.asarray(small), done.context)
     expected = np.asarray(small.resize((90, 150), Image.Resampling.LANCZOS)).astype(int)
     assert np.abs(np.asarray(Image.open(io.BytesIO(answer))) - expected).max() <= 2
 
@@ -100,15 +107,15 @@ def test_base64_answers_hold_the_same_file() -> None:
     source, mask = scene(20, 30), blob_mask(20, 30)
     raw = prepare(encode(source), mask)
     text = prepare(encode(source), mask, output_encoding="base64")
-    plain = finish_edit(raw.pixels, raw.source, raw.paste, raw.request)
-    coded = finish_edit(text.pixels, text.source, text.paste, text.request)
+    plain = finish_edit(raw.pixels, raw.context)
+    coded = finish_edit(text.pixels, text.context)
     assert base64.b64decode(coded, validate=True) == plain
 
 
 def test_jpeg_answers_are_near() -> None:
     smooth = np.asarray(Image.fromarray(scene(4, 4)).resize((60, 40), Image.Resampling.BICUBIC))
     done = prepare(encode(smooth), blob_mask(40, 60), output_format="jpeg")
-    answer = finish_edit(done.pixels, done.source, done.paste, done.request)
+    answer = finish_edit(done.pixels, done.context)
     opened = Image.open(io.BytesIO(answer))
     assert opened.format == "JPEG"
     assert np.abs(np.asarray(opened).astype(int) - smooth).mean() < 3

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from maskserve_core.contracts.postprocess_context import PostprocessContext
 
 
-@given(st.binary(max_size=50), st.binary(max_size=50), st.binary(max_size=50))
-def test_every_part_comes_back(request: bytes, source: bytes, paste: bytes) -> None:
-    context = PostprocessContext(request, source, paste)
+@given(st.binary(max_size=50), st.binary(max_size=50), st.binary(max_size=50), st.booleans())
+def test_every_part_comes_back(request: bytes, source: bytes, paste: bytes, decoded: bool) -> None:
+    context = PostprocessContext(request, source, paste, decoded)
     packed = context.pack()
     assert packed.dtype == np.uint8
     assert packed.ndim == 1

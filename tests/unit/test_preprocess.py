@@ -20,7 +20,9 @@ from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.request import AcceptedEdit, EditRequest
 from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
-from maskserve_core.imaging.images import decode_image, encode_image
+from maskserve_core.imaging import preprocess
+from maskserve_core.imaging.images import encode_image
+from maskserve_core.imaging.postprocess import source_and_weights
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.imaging.validation import accept_edit, steps_run
 from maskserve_core.worker.templates import TemplateFolder
@@ -51,9 +53,9 @@ def test_an_ordinary_edit() -> None:
     assert done.pixels.shape == (40, 56, 3)
     np.testing.assert_array_equal(done.pixels, scene(*SIZE))
     np.testing.assert_array_equal(done.edit_mask, blob_mask(*SIZE))
-    paste = decode_image(done.paste, "PASTE", LimitsConfig()).pixels[..., 0]
-    np.testing.assert_array_equal(paste, blob_mask(*SIZE))
-    assert done.source == good_inputs()["IMAGE"]
+    source, weights = source_and_weights(done.context, SIZE)
+    np.testing.assert_array_equal(source, scene(*SIZE))
+    np.testing.assert_array_equal(weights, blob_mask(*SIZE))
     request = done.request
     assert (request.seed, request.prompt) == (7, "a red star")
     assert (request.source_size, request.model_size) == (SIZE, (40, 56))
@@ -109,7 +111,18 @@ def test_large_images_are_brought_to_the_models_area() -> None:
     assert done.pixels.shape == (152, 104, 3)
     assert done.edit_mask.shape == (152, 104)
     assert set(np.unique(done.edit_mask)) == {0, 255}
-    assert decode_image(done.paste, "PASTE", LimitsConfig()).size == (300, 200)
+    _, weights = source_and_weights(done.context, (300, 200))
+    np.testing.assert_array_equal(weights, blob_mask(300, 200))
+
+
+def test_sources_travel_decoded_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepare().context.decoded
+    monkeypatch.setattr(preprocess, "DECODED_PIXELS", SIZE[0] * SIZE[1] - 1)
+    large = prepare().context
+    assert not large.decoded
+    assert large.source == good_inputs()["IMAGE"]
+    _, weights = source_and_weights(large, SIZE)
+    np.testing.assert_array_equal(weights, blob_mask(*SIZE))
 
 
 def test_all_text_encodings_give_the_same_edit() -> None:
@@ -121,7 +134,8 @@ def test_all_text_encodings_give_the_same_edit() -> None:
         {key: b"data:image/png;base64," + value for key, value in text.items()},
     ):
         same = prepare(SETTINGS=settings(seed=1), **inputs)
-        assert (same.source, same.paste) == (plain.source, plain.paste)
+        assert same.context.source == plain.context.source
+        assert same.context.paste == plain.context.paste
         np.testing.assert_array_equal(same.pixels, plain.pixels)
 
 
@@ -231,7 +245,7 @@ def test_a_registered_template_stands_in_for_the_image(tmp_path: Path) -> None:
     done = prepare(templates=folder, IMAGE=b"", SETTINGS=settings(template_id=name, seed=1))
     sent = prepare(SETTINGS=settings(seed=1))
     np.testing.assert_array_equal(done.pixels, sent.pixels)
-    assert done.source == given["IMAGE"]
+    assert done.context.source == sent.context.source
     assert done.request.template_id == sent.request.template_id == name
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 NOTHING: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
 """CONTEXT of events without an image."""
-_LENGTHS = struct.Struct("<II")
+_HEAD = struct.Struct("<II?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +23,21 @@ class PostprocessContext:
     request: bytes
     """REQUEST."""
     source: bytes
-    """The source image as the client encoded it, or as it was registered."""
+    """The source image: RGB pixels, or the file as it came or was registered."""
     paste: bytes
-    """8-bit PNG at the source's size: weight of the edited pixel."""
+    """Weight of the edited pixel, 8 bits at the source's size: pixels, or a PNG."""
+    decoded: bool
+    """Whether `source` and `paste` are pixels."""
 
     def pack(self) -> npt.NDArray[np.uint8]:
-        """[n] bytes: the lengths of request and source, then all three parts."""
-        lengths = _LENGTHS.pack(len(self.request), len(self.source))
-        return np.frombuffer(b"".join((lengths, self.request, self.source, self.paste)), np.uint8)
+        """[n] bytes: the lengths of request and source and `decoded`, then all three parts."""
+        head = _HEAD.pack(len(self.request), len(self.source), self.decoded)
+        return np.frombuffer(b"".join((head, self.request, self.source, self.paste)), np.uint8)
 
     @classmethod
     def unpack(cls, packed: npt.NDArray[np.uint8]) -> PostprocessContext:
         raw = packed.tobytes()
-        request, source = _LENGTHS.unpack_from(raw)
-        begin = _LENGTHS.size + request
+        request, source, decoded = _HEAD.unpack_from(raw)
+        begin = _HEAD.size + request
         end = begin + source
-        return cls(raw[_LENGTHS.size : begin], raw[begin:end], raw[end:])
+        return cls(raw[_HEAD.size : begin], raw[begin:end], raw[end:], decoded)

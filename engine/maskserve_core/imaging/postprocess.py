@@ -6,14 +6,13 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.contracts.request import EditRequest
-from maskserve_core.imaging.geometry import resize_part
+from maskserve_core.imaging.geometry import Size, resize_part
 from maskserve_core.imaging.images import NO_LIMITS, decode_raster, encode_image, to_base64
 
 
-def finish_edit(
-    pixels: npt.NDArray[np.uint8], source: bytes, paste: bytes, request: EditRequest
-) -> bytes:
+def finish_edit(pixels: npt.NDArray[np.uint8], context: PostprocessContext) -> bytes:
     """The answer's IMAGE bytes.
 
     Where the paste weight is 0 the answer is the decoded source bit for bit (as long as the
@@ -22,12 +21,10 @@ def finish_edit(
 
     Args:
         pixels: RGB uint8 [h, w, 3] at the model's size.
-        source: encoded, as it came or was registered.
-        paste: PNG of weights at the source's size.
-        request: whose output format and encoding are used.
+        context: what preprocess knew of the edit.
     """
-    out = decode_raster(source, "source", NO_LIMITS).image.convert("RGB")
-    weights = decode_raster(paste, "paste", NO_LIMITS).image
+    request = EditRequest.from_json(context.request)
+    out, weights = source_and_weights(context, request.source_size)
     box = weights.getbbox()
     if box is not None:  # only what is pasted is resized
         left, top, right, bottom = box
@@ -37,3 +34,13 @@ def finish_edit(
         out.paste(edited, (left, top), mask=part)
     encoded = encode_image(np.asarray(out), request.settings.output_format)
     return to_base64(encoded) if request.settings.output_encoding == "base64" else encoded
+
+
+def source_and_weights(context: PostprocessContext, size: Size) -> tuple[Image.Image, Image.Image]:
+    """The source (RGB) and the paste weights (L) of an edit, at the source's (height, width)."""
+    if context.decoded:
+        shape = (size[1], size[0])
+        source = Image.frombytes("RGB", shape, context.source)
+        return source, Image.frombytes("L", shape, context.paste)
+    source = decode_raster(context.source, "source", NO_LIMITS).image.convert("RGB")
+    return source, decode_raster(context.paste, "paste", NO_LIMITS).image

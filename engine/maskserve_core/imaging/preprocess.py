@@ -16,6 +16,7 @@ from PIL import Image
 from maskserve_core.config import Config
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.keys import template_id
+from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.contracts.request import AcceptedEdit, EditRequest
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
@@ -24,6 +25,11 @@ from maskserve_core.imaging.images import Decoded, came_as_text, decode_image, d
 from maskserve_core.imaging.masks import build_masks
 from maskserve_core.imaging.png import encode_png
 from maskserve_core.imaging.validation import accept_edit, check_output
+
+DECODED_PIXELS = 1_500_000
+"""Sources of up to so many pixels travel to postprocess decoded. That takes a fraction of the time
+of decoding them again; of larger ones, edits that wait for a row would hold too much memory.
+"""
 
 FindTemplate = Callable[[str], bytes | None]
 """Reads the encoded image that was registered under an id; None when the id names nothing."""
@@ -39,10 +45,8 @@ class PreparedEdit:
     """EDIT_MASK: [h, w] at the model's size, 255 edits."""
     request: EditRequest
     """REQUEST."""
-    source: bytes
-    """The source image, encoded as it came or was registered."""
-    paste: bytes
-    """8-bit PNG at the source's size, weights of the edited pixels."""
+    context: PostprocessContext
+    """CONTEXT."""
 
 
 def prepare_edit(
@@ -82,11 +86,14 @@ def prepare_edit(
     if asked.output_encoding == "auto":
         encoding = "base64" if came_as_text(mask) else "raw"
         asked = replace(asked, output_encoding=encoding)
-    paste = encode_png(masks.paste)
     request = _request(replace(accepted, settings=asked), source, source_id, pixels)
+    decoded = masks.paste.size <= DECODED_PIXELS
+    source_bytes = source.pixels.tobytes() if decoded else source.encoded
+    paste = masks.paste.tobytes() if decoded else encode_png(masks.paste)
     taken_ms = (time.perf_counter() - start) * 1e3
     request.timings_ms["preprocess"] = round(taken_ms, 3)
-    return PreparedEdit(pixels, _for_model(masks.edit, facts), request, source.encoded, paste)
+    context = PostprocessContext(request.to_json(), source_bytes, paste, decoded)
+    return PreparedEdit(pixels, _for_model(masks.edit, facts), request, context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class Direct:
         final = self.denoise(job)
         torch.set_num_threads(self.beside)
         pixels = self.decoder.decode(final.latents)
-        return finish_edit(pixels, ready.source, ready.paste, ready.request)
+        return finish_edit(pixels, ready.context)
 
     def denoise(self, job: EditJob) -> Final:
         done, events = threading.Event(), list[EngineEvent]()

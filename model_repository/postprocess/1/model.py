@@ -9,7 +9,6 @@ import triton_python_backend_utils as pb_utils
 from maskserve_core.config_file import load_config
 from maskserve_core.contracts.meta import with_timing
 from maskserve_core.contracts.postprocess_context import PostprocessContext
-from maskserve_core.contracts.request import EditRequest
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.triton.sync_execute import failed_event, respond
 from maskserve_core.triton.tensor_io import read_array, read_bytes
@@ -44,8 +43,7 @@ class TritonPythonModel:
         context = PostprocessContext.unpack(
             read_array(pb_utils, request, "CONTEXT", np.uint8, ndim=1)
         )
-        edit = EditRequest.from_json(context.request)
-        image = finish_edit(pixels, context.source, context.paste, edit)
+        image = finish_edit(pixels, context)
         taken_ms = (time.perf_counter() - start) * 1e3
         return {"IMAGE": image, "META": with_timing(meta, "postprocess", taken_ms)}
 

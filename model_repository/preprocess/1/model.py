@@ -7,7 +7,6 @@ import triton_python_backend_utils as pb_utils
 from maskserve_core.config import templates_folder
 from maskserve_core.config_file import load_config
 from maskserve_core.contracts.facts import load_facts
-from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.imaging.preprocess import prepare_edit
 from maskserve_core.triton.sync_execute import respond
@@ -47,10 +46,9 @@ class TritonPythonModel:
             self._config,
             self._templates.get,
         )
-        raw = prepared.request.to_json()
         return {
             "PIXELS": prepared.pixels,
             "EDIT_MASK": prepared.edit_mask,
-            "REQUEST": raw,
-            "CONTEXT": PostprocessContext(raw, prepared.source, prepared.paste).pack(),
+            "REQUEST": prepared.context.request,
+            "CONTEXT": prepared.context.pack(),
         }
