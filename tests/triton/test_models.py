@@ -47,7 +47,7 @@ def load(
     """Loads a model as the stub does."""
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", api)
     # That is for processes of their own.
-    monkeypatch.setattr("maskserve_core.worker.liveness.end_when_stuck", lambda: None)
+    monkeypatch.setattr("maskserve_core.triton.worker_model.end_when_stuck", lambda: None)
     loaded: list[Any] = []
 
     def load(name: str) -> Any:

@@ -233,7 +233,3 @@ def dump_settings(settings: EditSettings) -> bytes:
         name: value for name, default in _DEFAULTS if (value := getattr(settings, name)) != default
     }
     return json.dumps(values).encode()
-
-
-def setting_names() -> tuple[str, ...]:
-    return tuple(name for name, _ in _DEFAULTS)

@@ -22,7 +22,7 @@ from maskserve_core.planning.planner import plan
 from maskserve_core.planning.step_costs import StepCosts, step_costs
 from maskserve_core.planning.two_stream import evaluate
 from maskserve_harness.benchmarks.algorithm_1 import algorithm_1
-from maskserve_harness.benchmarks.models import FLUX_DEV
+from maskserve_harness.benchmarks.models import FLUX_DEV, SDXL
 
 LINKS = {"PCIe 5 (50 GB/s)": 50.0, "PCIe 4 (25 GB/s)": 25.0, "NVMe (7 GB/s)": 7.0}
 BUDGET = 2e9
@@ -40,21 +40,9 @@ class Case:
 
 def cases() -> list[Case]:
     """FLUX.1 dev and SDXL base at 1024x1024."""
-    sdxl: dict[str, Any] = {
-        "in_channels": 4,
-        "out_channels": 4,
-        "block_out_channels": (320, 640, 1280),
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        "layers_per_block": 2,
-        "transformer_layers_per_block": (1, 2, 10),
-        "cross_attention_dim": 2048,
-        "addition_embed_type": "text_time",
-        "projection_class_embeddings_input_dim": 2816,
-    }
     return [
         Case("FLUX.1 1024", flux_work(FLUX_DEV, 128, 128), 512, 1),
-        Case("SDXL 1024", unet_work(sdxl, 128, 128, guidance=True), 77, 2),
+        Case("SDXL 1024", unet_work(SDXL, 128, 128, guidance=True), 77, 2),
     ]
 
 

@@ -6,36 +6,31 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config import beside_denoiser
-from maskserve_core.config_file import load_config
+from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.contracts.meta import with_timing
 from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.triton.sync_execute import failed_event, respond
 from maskserve_core.triton.tensor_io import read_array, read_bytes
 from maskserve_core.triton.tracing import make_tracer
-from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
-from maskserve_core.worker.logs import start_log
+from maskserve_core.triton.worker_model import WorkerModel
 from maskserve_engine.families.registry import load_decoder
 
 _NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 
 
-class TritonPythonModel:
-    def initialize(self, args: dict[str, str]) -> None:
-        end_with_server()
-        self._config = beside_denoiser(load_config(), "decoder")
-        start_log(self._config, "decoder")
-        self._decoder = load_decoder(self._config)
-        self._tracer = make_tracer(self._config, "decoder")
+class TritonPythonModel(WorkerModel):
+    name = "decoder"
+
+    def open(self, config: Config) -> None:
+        config = beside_denoiser(config, "decoder")
+        self._decoder = load_decoder(config)
+        self._tracer = make_tracer(config, "decoder")
         self._work = self._tracer.recorded("decode", self._decode, output="PIXELS")
-        end_when_stuck()
-        sign_in(self._config.runtime_dir, "decoder")
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return respond(pb_utils, requests, self._work, self._failed)
 
-    def finalize(self) -> None:
-        sign_out(self._config.runtime_dir, "decoder")
+    def close(self) -> None:
         self._tracer.close()
 
     def _decode(self, request: Any) -> dict[str, Any]:

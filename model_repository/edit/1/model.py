@@ -4,27 +4,22 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config_file import load_config
+from maskserve_core.config import Config
 from maskserve_core.contracts.facts import load_facts
 from maskserve_core.triton.frontend import Front
-from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
-from maskserve_core.worker.logs import start_log
+from maskserve_core.triton.worker_model import WorkerModel
 
 
-class TritonPythonModel:
-    def initialize(self, args: dict[str, str]) -> None:
-        end_with_server()
-        self._config = load_config()
-        start_log(self._config, "edit")
-        model = self._config.model
+class TritonPythonModel(WorkerModel):
+    name = "edit"
+
+    def open(self, config: Config) -> None:
+        model = config.model
         facts = load_facts(model.path, model.native_resolution)
-        self._front = Front(pb_utils, self._config, facts, "edit", streaming=False)
-        end_when_stuck()
-        sign_in(self._config.runtime_dir, "edit")
+        self._front = Front(pb_utils, config, facts, "edit", streaming=False)
 
     def execute(self, requests: list[Any]) -> None:
         self._front.execute(requests)
 
-    def finalize(self) -> None:
-        sign_out(self._config.runtime_dir, "edit")
+    def close(self) -> None:
         self._front.close()

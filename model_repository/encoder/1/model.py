@@ -6,38 +6,33 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config import beside_denoiser
-from maskserve_core.config_file import load_config
+from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.triton.sync_execute import respond
 from maskserve_core.triton.tensor_io import read_array, read_bytes
 from maskserve_core.triton.tracing import make_tracer
-from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
-from maskserve_core.worker.logs import start_log
+from maskserve_core.triton.worker_model import WorkerModel
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.stages.encoded import pack_conditioning
 
 
-class TritonPythonModel:
-    def initialize(self, args: dict[str, str]) -> None:
-        end_with_server()
-        self._config = beside_denoiser(load_config(), "encoder")
-        start_log(self._config, "encoder")
-        self._encoder = load_encoder(self._config)
+class TritonPythonModel(WorkerModel):
+    name = "encoder"
+
+    def open(self, config: Config) -> None:
+        config = beside_denoiser(config, "encoder")
+        self._encoder = load_encoder(config)
         # The denoiser has no text encoders; priming needs the embedding of an empty prompt.
         embedding = self._encoder.encode_prompt(PRIMING_PROMPT)
-        write_priming_prompt(embedding, self._config.runtime_dir)
-        self._tracer = make_tracer(self._config, "encoder")
+        write_priming_prompt(embedding, config.runtime_dir)
+        self._tracer = make_tracer(config, "encoder")
         self._work = self._tracer.recorded("encode", self._encode)
-        end_when_stuck()
-        sign_in(self._config.runtime_dir, "encoder")
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return respond(pb_utils, requests, self._work)
 
-    def finalize(self) -> None:
-        sign_out(self._config.runtime_dir, "encoder")
+    def close(self) -> None:
         self._tracer.close()
 
     def _encode(self, request: Any) -> dict[str, Any]:

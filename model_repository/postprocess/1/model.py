@@ -6,32 +6,27 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config_file import load_config
+from maskserve_core.config import Config
 from maskserve_core.contracts.meta import with_timing
 from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.triton.sync_execute import failed_event, respond
 from maskserve_core.triton.tensor_io import read_array, read_bytes
 from maskserve_core.triton.tracing import make_tracer
-from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
-from maskserve_core.worker.logs import start_log
+from maskserve_core.triton.worker_model import WorkerModel
 
 
-class TritonPythonModel:
-    def initialize(self, args: dict[str, str]) -> None:
-        end_with_server()
-        self._config = load_config()
-        start_log(self._config, "postprocess")
-        self._tracer = make_tracer(self._config, "postprocess")
+class TritonPythonModel(WorkerModel):
+    name = "postprocess"
+
+    def open(self, config: Config) -> None:
+        self._tracer = make_tracer(config, "postprocess")
         self._work = self._tracer.recorded("postprocess", self._finish, output="IMAGE")
-        end_when_stuck()
-        sign_in(self._config.runtime_dir, "postprocess")
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return respond(pb_utils, requests, self._work, self._failed)
 
-    def finalize(self) -> None:
-        sign_out(self._config.runtime_dir, "postprocess")
+    def close(self) -> None:
         self._tracer.close()
 
     def _finish(self, request: Any) -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""What every model of a worker does as its process starts and ends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from maskserve_core.config import Config
+from maskserve_core.config_file import load_config
+from maskserve_core.worker.liveness import end_when_stuck, end_with_server, sign_in, sign_out
+from maskserve_core.worker.logs import start_log
+
+
+class WorkerModel(ABC):
+    """A Triton model's Python class, but for its `execute`."""
+
+    name: ClassVar[str]
+    """Of the Triton model."""
+
+    @abstractmethod
+    def open(self, config: Config) -> None:
+        """Load what takes requests."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        end_with_server()
+        self._config = load_config()
+        start_log(self._config, self.name)
+        self.open(self._config)
+        end_when_stuck()
+        sign_in(self._config.runtime_dir, self.name)
+
+    def finalize(self) -> None:
+        sign_out(self._config.runtime_dir, self.name)
+        self.close()
