@@ -9,6 +9,7 @@ PIP_FLAGS ?=
 MODEL ?= assets/models/demo
 WORKERS ?= 1
 PYTEST_FLAGS ?=
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-full compose-test check bench serve constraints clean
@@ -20,6 +21,7 @@ help: ## list the targets
 	@echo '  PYTHON=python3.12      the interpreter for the virtual environment'
 	@echo '  PIP_FLAGS="…"          flags for pip, such as an index with another build of torch'
 	@echo '  MODEL=… WORKERS=…      what `make serve` serves'
+	@echo '  JOBS=2                 tests that `make test` runs side by side'
 
 setup: $(STAMP) ## make .venv with everything that is needed
 
@@ -34,11 +36,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## a masked edit through a real Triton; writes demo-output/
 	$(PY) scripts/demo.py --model $(MODEL)
 
+# Tests without a Triton run side by side; a Triton needs the cores for itself.
 test: $(STAMP) ## the tests, with a real Triton
-	$(PY) -m pytest $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal tests/unit tests/contract \
+		tests/triton $(PYTEST_FLAGS)
+	$(PY) -m pytest tests/e2e tests/gpu $(PYTEST_FLAGS)
 
 test-full: $(STAMP) ## the tests, slow ones too
-	MASKSERVE_FULL=1 $(PY) -m pytest $(PYTEST_FLAGS)
+	MASKSERVE_FULL=1 $(MAKE) test
 
 compose-test: $(STAMP) ## the containers: build, up, edit, kill a worker, down (needs Docker)
 	MASKSERVE_COMPOSE=required $(PY) -m pytest --slow tests/e2e/test_compose.py $(PYTEST_FLAGS)
