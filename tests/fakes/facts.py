@@ -8,6 +8,7 @@ FILL_FACTS = ModelFacts(
     family="flux",
     semantics="fill",
     vae_scale_factor=4,
+    latent_channels=4,
     patch=2,
     native_resolution=128,
     size_multiple=8,

@@ -53,6 +53,7 @@ class ModelFacts:
     """`fill`: mask and masked image are model inputs; `inpaint`: latents are blended."""
     vae_scale_factor: int
     """Pixels per latent, along one side."""
+    latent_channels: int
     patch: int
     """Latents per token, along one side."""
     native_resolution: int
@@ -147,6 +148,7 @@ def _flux(folder: Path, semantics: str, native_resolution: int) -> ModelFacts:
         family="flux",
         semantics=semantics,
         vae_scale_factor=scale,
+        latent_channels=int(vae["latent_channels"]),
         patch=patch,
         # diffusers' Flux pipelines assume 128 latents a side unless the model says otherwise.
         native_resolution=native_resolution or int(vae.get("sample_size") or 128 * scale),
@@ -196,6 +198,7 @@ def _unet(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         family="unet",
         semantics=semantics,
         vae_scale_factor=scale,
+        latent_channels=channels,
         patch=1,
         native_resolution=native_resolution or int(unet["sample_size"]) * scale,
         size_multiple=scale,

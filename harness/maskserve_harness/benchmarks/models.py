@@ -33,6 +33,7 @@ FLUX_DEV_FACTS = ModelFacts(
     family="flux",
     semantics="inpaint",
     vae_scale_factor=8,
+    latent_channels=16,
     patch=2,
     native_resolution=1024,
     size_multiple=16,
