@@ -67,6 +67,8 @@ class Source:
 class Recorder:
     """Takes a priming row's activations and makes an entry of them.
 
+    What it is given may be views: it keeps encoded copies.
+
     Args:
         kinds: per block, what to keep: any of "h", "kv". Ends are kept wherever they are told.
         format: storage format.
@@ -79,10 +81,12 @@ class Recorder:
         self._ends: dict[int, Coded] = {}
 
     def hidden(self, block: int, hidden: Tensor) -> None:
+        """`hidden` [tokens, width]: image tokens at the block's input."""
         if "h" in self.kinds[block]:
             self._hidden[block] = encode(hidden, self.format)
 
     def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
+        """`keys` and `values` [tokens, heads, head_dim] of the image tokens."""
         if "kv" in self.kinds[block]:
             self._keys[block] = (
                 encode(keys.flatten(1), self.format),

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.families.flux.blocks import (
     CaptureKeys,
     FillRest,
@@ -46,18 +47,6 @@ class Rest(Protocol):
         ...
 
 
-class Capture(Protocol):
-    """Where a priming row's activations go. Tensors are views: copy what is kept."""
-
-    def hidden(self, block: int, hidden: Tensor) -> None:
-        """`hidden` [tokens, width]: image tokens at the block's input."""
-        ...
-
-    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
-        """`keys` and `values` [tokens, heads, head_dim] of the image tokens."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class RowInput:
     """One row's part of a model call: what is packed with the other rows'."""
@@ -74,7 +63,7 @@ class RowInput:
     """[T + n, head_dim / 2] complex rotary factors of text and computed tokens."""
     rest: Rest | None = None
     """A cached row's inactive tokens; None where all are computed."""
-    capture: Capture | None = None
+    capture: Recorder | None = None
     """Of a priming row."""
 
 

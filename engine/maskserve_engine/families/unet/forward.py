@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.families.unet.levels import make_level
-from maskserve_engine.families.unet.stack import Capture, Rest, Stack, Text
+from maskserve_engine.families.unet.stack import Rest, Stack, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def forward(
     sample: Tensor,
     timesteps: Tensor,
     kinds: Sequence[str] = (),
-    captures: Sequence[tuple[int, int, Capture]] = (),
+    captures: Sequence[tuple[int, int, Recorder]] = (),
 ) -> Tensor:
     """The model's output for every pass.
 
@@ -132,7 +133,7 @@ class _Walk:
         self,
         packed: Packed,
         kinds: Sequence[str],
-        captures: Sequence[tuple[int, int, Capture]],
+        captures: Sequence[tuple[int, int, Recorder]],
         embedding: Tensor,
     ) -> None:
         self.packed, self.kinds, self.captures = packed, kinds, captures

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.families.attention import Segments, attention
 from maskserve_engine.families.unet.levels import Level, Sparse
 
@@ -35,22 +36,6 @@ class Rest(Protocol):
 
     def end(self, block: int, out: Tensor) -> None:
         """Write their cached hidden states behind a stack's last block into `out` [m, width]."""
-        ...
-
-
-class Capture(Protocol):
-    """Where a priming row's activations go. Tensors are views: copy what is kept."""
-
-    def hidden(self, block: int, hidden: Tensor) -> None:
-        """`hidden` [tokens, width] at the block's input."""
-        ...
-
-    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
-        """`keys` and `values` [tokens, heads, head_dim]."""
-        ...
-
-    def end(self, block: int, output: Tensor) -> None:
-        """`output` [tokens, width] behind a stack's last block."""
         ...
 
 
@@ -137,7 +122,7 @@ class Stack:
         level: Level,
         text: Text,
         rests: Sequence[Rest | None],
-        captures: Sequence[tuple[int, int, Capture]],
+        captures: Sequence[tuple[int, int, Recorder]],
         kinds: Sequence[str],
     ) -> None:
         self.level, self.text, self.rests = level, text, rests
@@ -230,7 +215,7 @@ class Stack:
 
         return see
 
-    def _own_parts(self) -> list[tuple[Capture, slice]]:
+    def _own_parts(self) -> list[tuple[Recorder, slice]]:
         """Where each priming row lies among the computed tokens."""
         spans = (self.sparse or self.level).own.q_spans
         return [
