@@ -113,6 +113,10 @@ class CostModel:
             if tier not in TIERS:
                 raise ValueError(f"loads: no tier {tier!r}; accepted: {', '.join(TIERS)}")
 
+    def step_seconds(self, flops: float) -> float:
+        """Seconds of a step of `flops` FLOPs, loads aside."""
+        return self.compute.seconds(flops)
+
     def load_seconds(self, tier: str, size: float) -> float:
         """Seconds of one transfer of `size` bytes from `tier`; nothing takes no time.
 
