@@ -73,7 +73,7 @@ def rows_of(replay: Replay, encoder: Encoder) -> list[FluxRow]:
             row = adapter.dense_row(job)
         assert isinstance(row, FluxRow)
         if number % 3 < 2:
-            row.first_block = FirstBlockCache(THRESHOLD * (1 + number / 4))
+            row.first_block = FirstBlockCache(THRESHOLD * (1 + number // 3))
         rows.append(row)
     return rows
 

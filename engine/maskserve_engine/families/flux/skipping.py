@@ -20,7 +20,7 @@ from maskserve_engine.families.flux.vectors import Vectors
 from maskserve_engine.families.flux.weights import Weights
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class FirstBlockCache:
     """What a row that may skip remembers between its steps."""
 
