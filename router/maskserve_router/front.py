@@ -115,7 +115,7 @@ class Front:
                 "code": code,
                 "route": route,
                 "client": client.name,
-                "worker": worker,
+                "upstream": worker,
                 "tries": call.tries,
                 "seconds": round(time.monotonic() - begin, 4),
             }

@@ -39,7 +39,7 @@ class HttpInference:
 
     async def infer(self, request: Request) -> Response:
         with ExitStack() as held:
-            body = await read_body(request, self._bounds, self._admission, held)
+            body = await self._body(request, held)
             length = request.headers.get(_HEADER_LENGTH)
             if length is not None and not length.isdigit():
                 raise InvalidRequest("Inference-Header-Content-Length", "is not a number")
@@ -65,15 +65,23 @@ class HttpInference:
     async def generate_stream(self, request: Request) -> Response:
         with ExitStack() as held:
             message, size = await self._generation(request, held)
-        headers = _headers(request)
-        self._front.client(headers)  # an unknown key is answered with a status, not in the stream
-        events = self._server_sent(message, size, headers)
+        events = self._server_sent(message, size, _headers(request))
         return StreamingResponse(events, media_type="text/event-stream; charset=utf-8")
+
+    async def _body(self, request: Request, held: ExitStack) -> bytes:
+        """The body, of a client that may call: who may not is told so before it is read.
+
+        Raises:
+            Unauthorized: keys are needed, and there is none that is known.
+            MaskserveError: as `read_body`.
+        """
+        self._front.client(_headers(request))
+        return await read_body(request, self._bounds, self._admission, held)
 
     async def _generation(
         self, request: Request, held: ExitStack
     ) -> tuple[pb.ModelInferRequest, int]:
-        body = await read_body(request, self._bounds, self._admission, held)
+        body = await self._body(request, held)
         model, version = model_of(request)
         if model not in PUBLIC:
             raise UnknownModel(model)

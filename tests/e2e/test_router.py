@@ -418,6 +418,7 @@ def test_metrics_and_logs_tell_of_edits(router: RouterSite, grpc: Grpc) -> None:
     lines = [json.loads(line) for line in router.log.read_text().splitlines()]
     (line,) = [one for one in lines if one.get("request_id") == "told"]
     assert (line["event"], line["code"], line["route"]) == ("edit", "OK", "grpc")
+    assert line["upstream"] in told(router)
 
 
 def test_a_drained_worker_gets_nothing_and_comes_back(router: RouterSite, grpc: Grpc) -> None:

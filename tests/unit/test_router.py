@@ -80,6 +80,16 @@ async def test_keys_and_tls(tmp_path: Path):
             evict = control_request("evict", template_id="0" * 32)
             with pytest.raises(grpc.aio.AioRpcError, match="may not evict"):
                 await call(evict, metadata=(("authorization", "Bearer open sesame"),))
+        url = f"https://localhost:{router.http.port}/v2/models/edit/"
+        trust = ssl.create_default_context()
+        authority.configure_trust(trust)
+        async with aiohttp.ClientSession(url) as session:
+            for call in ("infer", "generate", "generate_stream"):
+                for headers, status in (({}, 401), ({"x-api-key": "open sesame"}, 400)):
+                    # Who may not call is told so before the body is looked at.
+                    answer = session.post(call, data=b"{", headers=headers, ssl=trust)
+                    async with answer as answered:
+                        assert answered.status == status
         context = ssl.create_default_context()
         authority.configure_trust(context)
         reader, writer = await asyncio.open_connection("localhost", router.http.port, ssl=context)

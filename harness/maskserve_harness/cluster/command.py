@@ -19,6 +19,9 @@ AGREES_WITHIN = 0.10
 def main() -> int:
     """Measure, tell, and hold the figures to the bars."""
     options = _parser().parse_args()
+    if options.show:
+        print(tables(json.loads(options.show.read_text())))
+        return 0
     plan = balance.Plan(
         options.edits,
         tuple(options.loads),
@@ -77,6 +80,36 @@ def bars(report: dict[str, Any]) -> list[str]:
     return missed
 
 
+def tables(report: dict[str, Any]) -> str:
+    """The figures as docs/benchmarks.md has them."""
+    lines = [
+        "| request and answer | direct | proxy | router | added by the router | bar |",
+        "|---|---|---|---|---|---|",
+    ]
+    for size, f in report["added_ms"].items():
+        lines.append(
+            f"| {size} (p50) | {f['direct_p50']:.2f} ms | {f['proxy_p50']:.2f} ms "
+            f"| {f['router_p50']:.2f} ms | **{f['p50']:.2f} ms** | {added.BARS_MS[size]:g} ms |"
+        )
+    rates = report["requests_per_s"]
+    lines += [
+        f"| 1 KB, 16 at a time | {rates['direct']:.0f}/s | {rates['proxy']:.0f}/s "
+        f"| **{rates['router']:.0f}/s** | | {added.REQUESTS_PER_S:g}/s |",
+        "",
+        "| policy | load | mean | P50 | P95 | simulated P95 | off | P99 | predicted within |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, loads in report["policies"].items():
+        for load, f in loads.items():
+            error = f["prediction_error"]
+            lines.append(
+                f"| {name} | {float(load):.0%} | {f['mean']:.2f} | {f['p50']:.2f} "
+                f"| {f['p95']:.2f} | {f['simulated']['p95']:.2f} | {f['off']['p95']:+.1%} "
+                f"| {f['p99']:.2f} | {error['median']:.0%}, P95 {error['p95']:.0%} |"
+            )
+    return "\n".join(lines)
+
+
 def _show(report: dict[str, Any]) -> None:
     for size, figures in report.get("added_ms", {}).items():
         print(
@@ -106,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write all figures here")
+    add("--show", type=Path, metavar="FILE", help="print the tables of a figures file; no run")
     add("--only", choices=("added", "balance"), help="one of the two parts")
     add("--edits", type=int, default=600, help="of each run (default 600)")
     add("--loads", type=float, nargs="+", default=[0.8, 0.95], help="shares of the capacity")
