@@ -34,6 +34,15 @@ class Faulty(EmulatedWorker):
         self.headers: list[dict[str, Any]] = []
         self._awake = asyncio.Event()
         self._awake.set()
+        self._working = asyncio.Event()
+        self._working.set()
+
+    def hold(self) -> None:
+        """Take edits and go on with none of them until `let_go`."""
+        self._working.clear()
+
+    def let_go(self) -> None:
+        self._working.set()
 
     def freeze(self) -> None:
         """Answer nothing until `thaw`, as a stopped process does."""
@@ -52,6 +61,7 @@ class Faulty(EmulatedWorker):
         if message.model_name != "control":
             self.headers.append(dict(context.invocation_metadata()))
             self.seen.append(json.loads(message.raw_input_contents[3][4:]))
+            await self._working.wait()
             if self.fails:
                 self.fails -= 1
                 await context.abort(self.status, self.text)

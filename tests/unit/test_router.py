@@ -38,14 +38,16 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
 
 async def test_overload_is_refused_and_every_edit_is_answered():
     admission = {"max_edits": 20, "waiting_per_worker": 2}
-    async with cluster(hardware=FAST, admission=admission) as (router, _):
-        async with calling(router) as call:
-            answers = await asyncio.gather(
-                *(call(edit()) for _ in range(60)), return_exceptions=True
-            )
-        refused = [a for a in answers if isinstance(a, grpc.aio.AioRpcError)]
-        assert 0 < len(refused) <= 40
-        assert all("[OVERLOADED]" in (error.details() or "") for error in refused)
+    async with cluster(admission=admission) as (router, workers), calling(router) as call:
+        for worker in workers:
+            worker.hold()
+        pending = [asyncio.ensure_future(call(edit())) for _ in range(60)]
+        await until("what is too much is refused", lambda: sum(p.done() for p in pending) == 40)
+        for worker in workers:
+            worker.let_go()
+        answers = await asyncio.gather(*pending, return_exceptions=True)
+        refused = [a.details() or "" for a in answers if isinstance(a, grpc.aio.AioRpcError)]
+        assert ["[OVERLOADED]" in why for why in refused] == [True] * 40
         assert (router.admission.edits, router.admission.bytes, len(router.room)) == (0, 0, 0)
 
 

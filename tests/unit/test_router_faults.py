@@ -126,7 +126,7 @@ async def test_an_edit_goes_back_to_its_worker_once_that_has_come_back():
     async with cluster(slow, models=("flux",)) as (router, workers), calling(router) as call:
         pending = asyncio.ensure_future(call(edit(active=4096)))
         (worker,) = router.pool.workers.values()
-        await until("it runs", lambda: worker.sent)
+        await until("it runs", lambda: workers[0].seen)
         workers[0].freeze()
         await until("it is given up", lambda: not worker.up)
         workers[0].thaw()

@@ -33,7 +33,7 @@ _WAVES = (2, 8, 4)
 """Clients at a time."""
 _SIDE, _TEMPLATES, _COVERS = 128, 4, (0.05, 0.1, 0.2, 0.5)
 _SCRAPE_S = 1
-_RATE = "[10s]"
+_RATE = "[15s]"
 _UP_S = 60.0
 _QUANTILES = " or ".join(
     f"label_replace(histogram_quantile({q}, sum by (le) (rate("
