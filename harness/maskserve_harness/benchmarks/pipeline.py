@@ -26,6 +26,7 @@ import torch
 from maskserve_core.config import cores
 from maskserve_core.planning.cost_model import CostModel, Line, fit
 from maskserve_harness.benchmarks.machine import processor
+from maskserve_harness.benchmarks.page import write_page
 from maskserve_harness.benchmarks.pipeline_rig import WAYS, Pipeline, tokens
 from maskserve_harness.benchmarks.pipeline_tiers import first_edits, travels
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
@@ -35,6 +36,25 @@ PROFILED = (0.02, 0.15, 0.4, 0.65)
 RATIOS = (0.05, 0.1, 0.2, 0.5, 0.8)
 LOADS = (0.5, 0.9, 2.0)
 """Seconds to load everything over seconds to compute a step that has it."""
+
+
+PAGE = """
+A step of one row whose entry is another at every step, in ms, the least of several: everything
+loaded first (naive), loads beside the step (strawman), FlashPS Algorithm 1 (greedy), our planner
+and prefetch (ours), and loads that are free (ideal). The link is emulated: the real bytes are
+copied, then the loader's thread sleeps for the time that is left. `load_to_compute` is the time to
+load every block's keys and values over that of the ideal step. Predictions are made from steps
+profiled at other mask ratios. A transformer of FLUX's form (`--preset`), one thread.
+"""
+TIERS_PAGE = """
+The first edit of a template by a worker that has just started, by where the template lies, with
+one anchor and with seven; nothing is emulated, and the page cache was told to forget what lies on
+the disk (`read_mib` is what storage sent). The first step computes all tokens where the entry is
+still being mapped and checked. Below, what three ways to bring the inactive tokens of one int8
+tensor of FLUX at 1024x1024 move, over the bytes of those tokens, and what they take: gathered
+tokens, runs of tokens coalesced over gaps of up to eight, and whole blocks with a gather on the
+device. `gathered_pages` counts the 4 KiB pages that a gather from a file touches.
+"""
 
 
 @dataclass
@@ -74,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="earlier reports, judged, listed and drawn with this one",
     )  # fmt: skip
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--page", type=Path, help="write a page of docs/benchmarks")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # the other core is the loader's
@@ -102,10 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if args.markdown:
-        args.markdown.write_text(table(cases), encoding="utf-8")
     if args.plot:
         plot(cases, args.plot)
+    if args.page:
+        said = [{"bar": name, "held": "yes" if holds else "no"} for name, holds in held.items()]
+        write_page(args.page, "Pipeline", PAGE, [[asdict(c) for c in cases], said], args.plot)
     for name, holds in held.items():
         print(f"{'held' if holds else 'MISSED':7} {name}")
     return 0 if all(held.values()) else 1
@@ -123,6 +144,8 @@ def tiers(args: argparse.Namespace) -> int:
         print(json.dumps(line))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.page:
+        write_page(args.page, "First edits by tier", TIERS_PAGE, list(report.values()))
     return 0
 
 
@@ -188,21 +211,6 @@ def bars(cases: Sequence[Case]) -> dict[str, bool]:
         ),
         "ours <= 1.05 x greedy": all(c.ours_over_greedy <= 1.05 for c in cases),
     }
-
-
-def table(cases: Sequence[Case]) -> str:
-    """In markdown."""
-    head = ["m", "load / compute", "loaded first", "block by block", "Algorithm 1", "planner"]
-    head += ["predicted", "loads free", "planner over free", "over its prediction"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for c in cases:
-        times = (c.naive_ms, c.strawman_ms, c.greedy_ms, c.ours_ms, c.predicted_ms, c.ideal_ms)
-        lines.append(
-            f"| {c.mask_ratio:g} | {c.load_to_compute:g} | "
-            + " | ".join(f"{each:.0f}" for each in times)
-            + f" | {c.ours_over_ideal:.2f}x | {c.ours_over_predicted:.2f}x |"
-        )
-    return "\n".join(lines) + "\n"
 
 
 def plot(cases: Sequence[Case], path: Path) -> None:

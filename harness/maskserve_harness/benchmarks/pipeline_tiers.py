@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +29,7 @@ from maskserve_engine.step_planner import Reading, StepPlanner, wants_of
 from maskserve_harness.benchmarks.pipeline_rig import tokens
 from maskserve_harness.benchmarks.profile_costs import least
 from maskserve_harness.benchmarks.step_rig import Bench
+from maskserve_harness.benchmarks.timing import forget
 
 TIERS = ("device", "host", "disk")
 _BIG = 2**40
@@ -129,13 +129,6 @@ def _store(bench: Bench, tier: str, disk: Path, anchors: Sequence[Anchor]) -> It
             store.settle()
             store.check_integrity()
             store.close()
-
-
-def forget(path: Path) -> None:
-    """Have the page cache drop a file; its pages are clean once it is synced."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _read_bytes() -> int:

@@ -28,12 +28,20 @@ from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.movers import HostMover
 from maskserve_engine.cache.tier import Note
 from maskserve_harness.benchmarks.machine import machine
+from maskserve_harness.benchmarks.page import write_page
 from maskserve_harness.benchmarks.pipeline_rig import tokens
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
+from maskserve_harness.benchmarks.timing import forget
 
 BATCHES, RATIOS = (1, 2, 4), (0.05, 0.2, 0.5)
 LOAD_TOKENS = (256, 1024, 4096, 16384)
 _WIDTH = 1024
+PAGE = """
+Seconds of dense, project and kv steps over batches and mask ratios against their counted FLOPs,
+and of loads against their bytes, from memory, a tmpfs and a disk (the page cache told to forget):
+lines with the least squares of relative errors (FlashPS Fig. 11 has R² 0.99 for compute). The
+least of several times counts.
+"""
 Samples = dict[str, list[tuple[float, float]]]
 """By line: (FLOPs or bytes, seconds)."""
 
@@ -47,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mask-ratios", type=float, nargs="+", default=list(RATIOS))
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path, help="write a page of docs/benchmarks")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(argv)
     device = torch.device(args.device)
@@ -69,6 +78,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json.write_text(json.dumps(model.to_json(), indent=1) + "\n", encoding="utf-8")
     if args.plot:
         plot(samples, {"compute": compute, **lines}, args.plot)
+    if args.page:
+        rows = [
+            {
+                "line": name,
+                "fixed ms": 1e3 * line.fixed,
+                "ns per FLOP or byte": 1e9 * line.per_unit,
+                "R²": line.r2,
+                "sizes": line.samples,
+            }
+            for name, line in {"compute": compute, **lines}.items()
+        ]
+        write_page(args.page, "Costs of steps and loads", PAGE, [rows], args.plot)
     return 0
 
 
@@ -109,6 +130,9 @@ def loads(repeat: int, disk: Path) -> Samples:
                 tier.put(str(count), entry, note)
 
                 def fetch(t: FolderTier = tier, key: str = str(count)) -> None:
+                    if t.name == "disk":
+                        for path in (t.folder / key).glob("*.safetensors"):
+                            forget(path)
                     found = t.get(key, entry.anchor)  # noqa: B023
                     assert found is not None
                     gather(found)
