@@ -34,7 +34,7 @@ def test_a_step_takes_no_more_than_was_counted(
     counted = memory.peak_values(bench.work, len(rows), bench.text) * dtype.itemsize
     assert taken <= counted + SLACK
     if set(ratios) == {None}:
-        assert taken >= 0.6 * counted
+        assert taken >= 0.5 * counted
 
 
 def test_weights_take_what_was_counted(tiny_fill: Path, device: torch.device) -> None:

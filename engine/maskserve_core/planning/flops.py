@@ -34,11 +34,11 @@ TERMS = ("row", "token", "text", "spare", "pair", "cross")
 _SPARE = TERMS.index("spare")
 STEPS_AHEAD = 8
 """Steps for which a FLUX batch has its shifts, scales and gates computed at once."""
-_FLUX_HELD = 23
-"""Widths that a token of a single block holds at most, behind attention: the input, all that one
-product made of it (7), queries, keys, the activated feed-forward part (4), what attention gave, it
-and the feed-forward part side by side (5), and what they become; and one that a dense block has
-left for the next ones that are not.
+_FLUX_HELD = 28
+"""Widths that a token holds at most, behind a single block's attention: the block's input, all that
+one product made of it (7), queries, keys, the activated feed-forward part (4), what attention gave,
+it and the feed-forward part side by side (5), and what they become; one that a dense block has left
+for the next ones that are not; and what a row that may skip steps remembers (5).
 """
 
 
