@@ -23,7 +23,8 @@ from tests.support.eventually import eventually
 
 SOURCE, MASK = scene(64, 64), np.zeros((64, 64), np.uint8)
 MASK[8:30, 20:44] = 255
-EDIT = edit_inputs(SOURCE, MASK, cache="auto", num_inference_steps=4)
+EDIT = edit_inputs(SOURCE, MASK, cache="auto", reproducible=True, num_inference_steps=4)
+"""It waits for what lies in files, and every block takes its entry."""
 
 
 @contextmanager
