@@ -334,11 +334,11 @@ def test_the_books_do_not_grow_with_templates_that_are_gone(
     tiny_fill: Path, encoder: Encoder
 ) -> None:
     engine = make_engine(tiny_fill, encoder, budget_bytes=5 * 10**5)
-    edits = [job(encoder, seed, f"b{seed}", cache="require") for seed in range(20, 40)]
+    edits = [job(encoder, seed, f"b{seed}", cache="require") for seed in range(20, 30)]
     for each in edits:
         edit(engine, each)
-    assert engine.cache.store.memory.evictions > 10
-    assert len(engine.cache.store.memory.held()) < 10
+    assert engine.cache.store.memory.evictions >= 5
+    assert len(engine.cache.store.memory.held()) <= 5
     engine.close(5.0)
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 import logging
 import random
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from maskserve_core.config import CacheConfig
+from maskserve_core.contracts.settings import PRIORITIES
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.job import EditJob
@@ -41,6 +42,20 @@ class Audit:
     job: EditJob
     latents: NDArray[np.float32]
     """[C, h, w] as the cached row ended."""
+
+    def again(self) -> EditJob:
+        """The edit once more: under a name of its own, behind all others, and for nobody."""
+        settings = replace(
+            self.job.request.settings,
+            deadline_ms=None,
+            priority=PRIORITIES[0],
+            progress=False,
+            preview_every=0,
+        )
+        name = f"audit:{self.job.request.request_id}"
+        return replace(
+            self.job, request=replace(self.job.request, request_id=name, settings=settings)
+        )
 
 
 @dataclass(slots=True)

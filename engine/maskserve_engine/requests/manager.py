@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from maskserve_core.config import Config, model_name
-from maskserve_core.contracts.settings import PRIORITIES
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -33,6 +32,7 @@ from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.route import DENSE, Route
 from maskserve_engine.requests.state import PrimingState, RequestState
 from maskserve_engine.requests.templates import TemplateCache
+from maskserve_engine.requests.waiting import WaitingEdits
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +55,7 @@ class RequestManager:
         )
         self.edits: dict[str, RequestState] = {}
         self.primings = Primings(adapter, cache, self.scheduler, self.arrived)
-        self.waiting: dict[str, list[str]] = {}
-        """Request ids of edits that wait for a template, by its key."""
+        self.waiting = WaitingEdits(config.engine.max_waiting)
         self.draining = False
         self._listed: list[RequestState | PrimingState | None] = []
         """What was held and what ran when `_waiting` was made."""
@@ -133,8 +132,7 @@ class RequestManager:
         if edit is not None:
             edit.release()
             if edit.how == "wait":
-                # Else a later edit of this id would be taken for the one that waited.
-                self.waiting[edit.route.key].remove(request_id)
+                self.waiting.remove(edit.route.key, request_id)
             self.scheduler.cancel(request_id)
             self.output.send(edit.sink, Failed(error, edit.timeline()))
 
@@ -147,7 +145,7 @@ class RequestManager:
         """A template can be read now, or will not be: those who waited go on, but for those whose
         template is still on its way.
         """
-        for request_id in self.waiting.pop(key, []):
+        for request_id in self.waiting.take(key):
             self._resume(self.edits.pop(request_id))
 
     def rows(self) -> tuple[tuple[RowStatus, ...], tuple[RowStatus, ...]]:
@@ -205,12 +203,9 @@ class RequestManager:
             self._queue(edit)
 
     def _wait(self, edit: RequestState) -> None:
-        waiting = sum(map(len, self.waiting.values()))
-        if waiting >= self.config.engine.max_waiting:
-            raise Overloaded(f"{waiting} edits wait for their template; try again later")
         self._check_id(edit)
+        self.waiting.add(edit.route.key, edit.request_id)
         edit.waited = True
-        self.waiting.setdefault(edit.route.key, []).append(edit.request_id)
         self.edits[edit.request_id] = edit
 
     def _route(self, edit: RequestState, *, again: bool = False) -> None:
@@ -227,16 +222,7 @@ class RequestManager:
         audit = self.audits.next()
         if audit is None:
             return
-        request_id = f"audit:{audit.job.request.request_id}"
-        settings = replace(
-            audit.job.request.settings,
-            deadline_ms=None,
-            priority=PRIORITIES[0],
-            progress=False,
-            preview_every=0,
-        )
-        request = replace(audit.job.request, request_id=request_id, settings=settings)
-        edit = self._make_edit(replace(audit.job, request=request), sink=lambda event: None)
+        edit = self._make_edit(audit.again(), sink=lambda event: None)
         edit.audit = audit
         with suppress(InvalidRequest):  # a client's edit has this very id
             self._queue(edit)
