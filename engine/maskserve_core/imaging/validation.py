@@ -24,23 +24,22 @@ _SEED_BITS = 32
 
 
 def accept_edit(
-    asked: EditSettings, prompt: bytes, facts: ModelFacts, config: Config, accepted_ns: int = 0
+    asked: EditSettings, prompt: bytes, facts: ModelFacts, config: Config
 ) -> AcceptedEdit:
-    """Check all of an edit but its pictures, and fill in the worker's defaults.
+    """Check all of an edit but its pictures, fill in the worker's defaults, and note the time.
 
     Args:
         asked: what the client's SETTINGS say (`parse_settings`).
         prompt: PROMPT.
         facts: of the served model.
         config: of this worker.
-        accepted_ns: time.time_ns() when the edit was taken; 0: now.
 
     Raises:
         InvalidRequest: naming PROMPT or `SETTINGS.<key>`.
     """
     check_settings(asked, facts, config)
     text = check_prompt(prompt, config)
-    return AcceptedEdit(text, with_defaults(asked, facts, config), accepted_ns or time.time_ns())
+    return AcceptedEdit(text, with_defaults(asked, facts, config), time.time_ns())
 
 
 def steps_run(num_inference_steps: int, strength: float, *, rounds_up: bool = True) -> int:
