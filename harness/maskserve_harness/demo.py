@@ -9,6 +9,7 @@ is the source's, bit for bit, and says what the cached activations of the photog
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import time
@@ -49,7 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 compare(client, image, options, result)
             print("stopping the server", flush=True)
         show(options.out, upright(image, "RGB"), upright(options.mask, "L"), result)
-        print("next: .venv/bin/maskserve serve --model assets/models/demo", flush=True)
+        if Path(options.model).resolve() == DEMO_MODEL:
+            shutil.copyfile(SHEET, options.out / SHEET.name)
+            print(f"the demo model's 200 held-out edits: {options.out / SHEET.name}")
+        served = os.path.relpath(options.model)
+        print(f"next: .venv/bin/maskserve serve --model {served}", flush=True)
     except (ServeError, MaskserveError, DemoFailed, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
@@ -174,9 +179,6 @@ def show(out: Path, source: Image.Image, mask: Image.Image, result: EditResult) 
         raise DemoFailed("nothing inside the mask was edited")
     print(f"outside the mask: all {(~inside).sum()} pixels equal the source's")
     print(f"inside the mask: {changed[inside].sum()} of {inside.sum()} pixels were repainted")
-    if SHEET.is_file():
-        shutil.copyfile(SHEET, out / SHEET.name)
-        print(f"the demo model's 200 held-out edits: {out / SHEET.name}")
     print("written:", ", ".join(str(out / f"{name}.png") for name in pictures))
 
 
