@@ -11,7 +11,7 @@ from maskserve_harness.benchmarks import first_run
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_rehearsal_measures_all_that_a_gpu_is_asked(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

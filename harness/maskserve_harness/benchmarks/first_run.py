@@ -48,10 +48,15 @@ _SENT, _WIDTH = 2**28, 3072
 
 
 def run_tests(device: torch.device) -> bool:
-    """Whether tests/gpu pass there."""
+    """Whether tests/gpu pass there, in time."""
     command = [sys.executable, "-m", "pytest", "-q", "-ra", str(CHECKOUT / "tests" / "gpu")]
     env = {**os.environ, "MASKSERVE_GPU_TESTS": device.type}
-    return subprocess.run(command, cwd=CHECKOUT, env=env, timeout=_TESTS_S).returncode == 0
+    limit_s = _TESTS_S if device.type == "cuda" else None  # a rehearsal may take its time
+    try:
+        return subprocess.run(command, cwd=CHECKOUT, env=env, timeout=limit_s).returncode == 0
+    except subprocess.TimeoutExpired:
+        print(f"tests/gpu took more than {limit_s} s", file=sys.stderr)
+        return False
 
 
 def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
