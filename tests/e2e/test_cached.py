@@ -38,7 +38,7 @@ def test_a_registered_template_is_edited_by_name_from_its_cache(model: Path, grp
     blocks = sizes["num_layers"] + sizes["num_single_layers"]
     assert sum(meta["kinds"].values()) == blocks * meta["steps"]
     assert set(meta["kinds"]) <= {"kv", "dense"}
-    assert meta["kinds"]["kv"] >= meta["steps"]
+    assert meta["kinds"]["kv"] > 0
     assert meta["active_tokens"] < meta["total_tokens"]
     assert meta["template_id"] == name
     assert np.array_equal(pixels(image)[mask == 0], source[mask == 0])
