@@ -107,6 +107,20 @@ def test_prometheus_scrapes_what_there_is() -> None:
     assert jobs == {"workers": DEFAULT_BASE_PORT + 2, "routers": LISTEN.admin_port}
 
 
+def test_prometheus_reads_what_is_copied_and_keeps_what_is_mounted() -> None:
+    image = DOCKERFILE.split(" AS prometheus\n")[1].split("\nFROM ")[0]
+    _, copied, to = re.findall(r"^(COPY) (\S+) (\S+)$", image, re.M)[0]
+    assert (ROOT / copied).exists()
+    options = dict(o.split("=") for o in json.loads(re.findall(r"^CMD (.+)$", image, re.M)[0])[1:])
+    assert options["--config.file"] == to
+    (mounted,) = SERVICES["prometheus"]["volumes"]
+    assert mounted.split(":")[1] == options["--storage.tsdb.path"]
+    assert f"install -d -o prometheus {options['--storage.tsdb.path']}\n" in image
+    (port,) = SERVICES["prometheus"]["ports"]
+    assert plain(port).endswith(":9090")
+    assert ":9090/-/ready" in SERVICES["prometheus"]["healthcheck"]["test"][-1]
+
+
 def test_the_workers_configuration_is_valid_and_its_folders_are_mounted() -> None:
     config = load_config(ROOT / "deploy" / "worker.toml")
     tiers = [config.cache.host_dir, config.cache.disk_dir]
