@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from maskserve_harness.demo_model.attention import MatmulAttention
-from maskserve_harness.demo_model.hints import Hints, front_of
+from maskserve_harness.demo_model.hints import Hints, _mean, front_of
 from maskserve_harness.demo_model.text import WIDTH
 from maskserve_harness.demo_model.transformer import Batch, build_transformer, loss_of
 
@@ -68,15 +68,19 @@ def test_what_is_told_is_learnt(model):
     assert last.item() < first / 3
 
 
-def test_an_object_is_told_by_its_tokens_together(model):
-    hints, batch = Hints(model), _batch(shown=-1, seen=3)
-    batch.seen[:, -2] = 3
-    hint = _hint(model, hints, batch)
-    for head in hints.seen.values():
-        assert head.weight.grad is None
-    hint.backward()
-    assert all(head.weight.grad is not None for head in hints.seen.values())
+def test_an_object_is_told_by_the_mean_of_its_tokens():
+    tokens, covered = torch.randn(2, TOKENS, 8), torch.zeros(2, TOKENS)
+    covered[:, 1:3] = 1
+    normed = torch.nn.functional.layer_norm(tokens, (8,))
+    assert torch.allclose(_mean(tokens, covered), normed[:, 1:3].mean(1), atol=1e-6)
+    assert not _mean(tokens, torch.zeros(2, TOKENS)).any()
+
+
+def test_it_is_said_how_many_shapes_are_told_right(model):
+    hints = Hints(model)
+    _hint(model, hints, _batch(shown=-1, seen=3))
     assert set(hints.shapes_right) == {"seen last_double", "seen first_single"}
+    assert all(share in (0.0, 0.5, 1.0) for share in hints.shapes_right.values())
 
 
 def test_the_front_alone_tells_only_what_is_seen(model):

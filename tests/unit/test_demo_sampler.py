@@ -91,3 +91,10 @@ def test_object_windows_hold_the_object_alone(sampler):
     known = batch.seen[..., 0] >= 0
     assert bool((known.sum(1) == 16).all())
     assert bool((batch.clean[known][:, 0] == MARK_OTHER).all())
+
+
+def test_two_windows_are_found_beside_one_another_wherever_the_first_is(sampler):
+    """A large one in the middle leaves no room for another."""
+    for _ in range(200):
+        ids = sampler.draw(1, "relations", 11).ids
+        assert len(torch.unique(ids, dim=0)) == len(ids) == 11 * 11 + 6 * 6

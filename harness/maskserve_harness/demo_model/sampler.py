@@ -166,11 +166,10 @@ class Sampler:
 
     def _window_ids(self, size: tuple[int, int], other: tuple[int, int] | None) -> torch.Tensor:
         """Ids (N, 3) of a window of `size` and, apart from it, of one of size `other`."""
-        first = self._origin(size)
         if other is None:
-            return _ids(first, size)
-        while True:
-            second = self._origin(other)
+            return _ids(self._origin(size), size)
+        while True:  # both anew: beside a window in the middle there may be no room
+            first, second = self._origin(size), self._origin(other)
             gaps = [
                 max(second[a] - first[a] - size[a], first[a] - second[a] - other[a]) for a in (0, 1)
             ]
