@@ -29,7 +29,7 @@ from tests.support.calls import (
 FINAL_KEYS = {
     "event", "step", "steps", "request_id", "seed", "worker", "model", "template_id",
     "mask_ratio", "mask_ring", "active_tokens", "total_tokens", "cache", "timings_ms",
-    "batch_mean",
+    "batch_mean", "steps_skipped",
 }  # fmt: skip
 
 
@@ -62,6 +62,14 @@ def test_the_prompt_reaches_the_model(grpc: Grpc) -> None:
     red, _ = grpc.edit(plain_edit())
     inputs = {**plain_edit(), "PROMPT": b"a blue square"}
     assert grpc.edit(inputs)[0] != red
+
+
+def test_steps_are_skipped_where_that_is_asked_for(grpc: Grpc) -> None:
+    steps = 4
+    _, meta = grpc.edit(plain_edit(num_inference_steps=steps, first_block_threshold=10.0))
+    assert (meta["steps"], meta["steps_skipped"]) == (steps, steps - 1)
+    _, meta = grpc.edit(plain_edit(num_inference_steps=steps))
+    assert meta["steps_skipped"] == 0
 
 
 def test_a_stream_sends_progress_previews_and_the_answer(worker: Worker, grpc: Grpc) -> None:
