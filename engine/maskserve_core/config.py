@@ -77,6 +77,11 @@ class ModelConfig:
         high=10.0,
     )
     torch_threads: int = _opt(0, "CPU threads of the denoiser; 0: all.", low=0, high=1024)
+    compile: bool = _opt(
+        False,
+        "Whether what is before and after attention in FLUX blocks is compiled at start "
+        "(torch.compile; needs a C++ compiler).",
+    )
 
 
 @dataclass(frozen=True, slots=True)

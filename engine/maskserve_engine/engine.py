@@ -265,6 +265,7 @@ class Engine:
         idle = len(self.manager.scheduler) == 0
         if idle:
             self.adapter.release()
+            self._step_runner.times.book()
             self._publisher.publish(self.state)
         elif self._inbox.empty():
             return

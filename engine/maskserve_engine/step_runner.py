@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
+from operator import is_
 from typing import NamedTuple
 
 from maskserve_core.config import Config
@@ -16,12 +16,14 @@ from maskserve_core.worker.observations import Observations
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.loader import EntryLost
 from maskserve_engine.cache.reader import EntryReader
+from maskserve_engine.device_clock import Span, mark
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import Preview, Progress
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.state import PrimingState, RequestState
 from maskserve_engine.step_planner import Reading, StepPlan, StepPlanner, wants_of
+from maskserve_engine.step_times import StepTimes, TakenStep
 
 _log = logging.getLogger(__name__)
 _FAILED_STEPS = 3
@@ -36,6 +38,23 @@ class _Reads(NamedTuple):
     edit: RequestState
     reader: EntryReader
     handle: Handle
+
+
+class _Way(NamedTuple):
+    """All that a step's work follows from."""
+
+    counted: list[Totals]
+    """Per row."""
+    reads: list[bool]
+    """Whether each reads an entry."""
+    kinds: tuple[str, ...]
+
+    def same(self, other: _Way) -> bool:
+        return (
+            self[1:] == other[1:]
+            and len(self.counted) == len(other.counted)
+            and all(map(is_, self.counted, other.counted))
+        )
 
 
 class StepRunner:
@@ -61,6 +80,9 @@ class StepRunner:
         self._turn = 0
         """Number of the step."""
         self._failed_steps = 0
+        self.times = StepTimes(planner.costs, manager.cache.store.loader, counters, observations)
+        self._way, self._counted = _Way([], [], ()), 0.0
+        """Of the last step, and its FLOPs."""
 
     def step(self, running: Running) -> None:
         """Take one step of these rows.
@@ -71,11 +93,11 @@ class StepRunner:
         self._turn += 1
         reading = self._turn_to(running)
         planned = self._plan(running, reading)
-        seconds = self._run(running, reading, planned)
+        self._run(running, reading, planned)
         kinds = self._dense if planned is None else planned.plan.kinds
         for edit in list(running):
             try:
-                self._update(edit, len(running), kinds, seconds)
+                self._update(edit, len(running), kinds)
             except Exception as error:
                 _log.exception("the end of a step failed", extra=about(edit.request_id))
                 self._drop(edit, error)
@@ -121,15 +143,15 @@ class StepRunner:
             self.counters[f"plan_blocks_total.{kind}"] += blocks * len(reading)
         return planned
 
-    def _run(self, running: Running, reading: list[_Reads], planned: StepPlan | None) -> float:
+    def _run(self, running: Running, reading: list[_Reads], planned: StepPlan | None) -> None:
         """One model call for all rows; when it fails, one call each, so that one bad row or a
-        batch too large for the memory costs nobody else. Returns its seconds.
+        batch too large for the memory costs nobody else.
         """
         if not running:
-            return 0.0
+            return
         self.counters["step_tokens_total"] += sum(edit.step_tokens for edit in running)
-        stalled = sum(each.handle.stalled for each in reading)
-        begin = time.perf_counter()
+        earlier = [len(each.handle.stalls) for each in reading]
+        begin = mark(self.adapter.device)
         try:
             self._step_all(running, reading, planned)
             whole, self._failed_steps = True, 0
@@ -138,16 +160,18 @@ class StepRunner:
             whole = False
         if not whole:  # outside of `except`, whose error keeps the tensors of the failed step
             self._run_alone(running, planned)
-        taken = time.perf_counter() - begin
-        stall = sum(each.handle.stalled for each in reading) - stalled
-        self.counters["steps_total"] += 1
-        self.counters["step_seconds_total"] += taken
-        self.observations.add("step_seconds", taken)
-        if reading:
-            self.counters["step_load_stall_seconds_total"] += stall
-            self.observations.add("step_load_stall_seconds", stall)
-        self._learn(running, reading, planned, taken, stall)
-        return taken
+        span = Span(begin, mark(self.adapter.device))
+        stalls = [e.handle.stalls[n:] for e, n in zip(reading, earlier, strict=True)]
+        self.times.add(
+            TakenStep(
+                span,
+                tuple([stall for own in stalls for stall in own]),
+                self._flops(running, reading, planned),
+                None if planned is None else planned.plan.latency,
+                len(running),
+                tuple([edit.priming for edit in running if isinstance(edit, PrimingState)]),
+            )
+        )
 
     def _step_all(self, running: Running, reading: list[_Reads], planned: StepPlan | None) -> None:
         """The step; again without the entries that turned out to be lost, as often as some do."""
@@ -179,27 +203,23 @@ class StepRunner:
         if self._failed_steps >= _FAILED_STEPS:
             raise RuntimeError(f"{_FAILED_STEPS} steps in a row failed for every row")
 
-    def _learn(
-        self,
-        running: Running,
-        reading: list[_Reads],
-        planned: StepPlan | None,
-        taken: float,
-        stall: float,
-    ) -> None:
-        """Have the cost model follow what the step took, and say how far off its plan was."""
-        if len(running) == 0 or any(_skipped(edit) for edit in running):
-            return  # some rows have done less than is counted
+    def _flops(
+        self, running: Running, reading: list[_Reads], planned: StepPlan | None
+    ) -> float | None:
+        """Counted work of a step: the same for as long as the same rows go on in the same way.
+        None: its rows have done less, since they failed or left blocks out.
+        """
+        if not running or any(_skipped(edit) for edit in running):
+            return None
         reads = {each.edit.request_id for each in reading}
-        cached = _sum_of([edit.counted for edit in running if edit.request_id in reads])
-        dense = _sum_of([edit.counted for edit in running if edit.request_id not in reads])
         kinds = () if planned is None else planned.plan.kinds
-        costs = self.planner.costs
-        costs.step(self._work(running).batch_flops(cached, kinds, dense), taken - stall)
-        costs.moves(self.manager.cache.store.loader.take_moves())
-        if planned is not None:
-            error = abs(taken - planned.plan.latency) / max(taken, 1e-9)
-            self.observations.add("step_prediction_error", error)
+        way = _Way([e.counted for e in running], [e.request_id in reads for e in running], kinds)
+        if not way.same(self._way):
+            cached = _sum_of([own for own, reads in zip(*way[:2], strict=True) if reads])
+            dense = _sum_of([own for own, reads in zip(*way[:2], strict=True) if not reads])
+            self._way = way
+            self._counted = self._work(running).batch_flops(cached, kinds, dense)
+        return self._counted
 
     def _drop(self, edit: RequestState | PrimingState, error: Exception) -> None:
         """End what cannot go on."""
@@ -214,11 +234,9 @@ class StepRunner:
         edit: RequestState | PrimingState,
         rows: int,
         kinds: tuple[str, ...],
-        seconds: float,
     ) -> None:
         """Count, tell the client how far it is, and let a finished row leave."""
         if isinstance(edit, PrimingState):
-            edit.priming.seconds += seconds / rows
             self.counters["priming_rows_total"] += 1
             self.manager.primings.keep_anchor(edit)
             return

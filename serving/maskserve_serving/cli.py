@@ -89,6 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep cached activations there, across restarts (default %(default)s); '' for nowhere",
     )
     add(
+        "--compile",
+        action="store_true",
+        help="compile parts of a FLUX model at start: a minute at first, then seconds",
+    )
+    add(
         "--load-timeout",
         type=float,
         default=900.0,
@@ -158,6 +163,7 @@ def _options(given: argparse.Namespace) -> ServeOptions:
         entries=given.entries,
         load_timeout_s=given.load_timeout,
         drain_grace_s=given.drain_grace,
+        compile=given.compile,
         otlp_url=given.otlp_url,
         trace_rate=given.trace_rate,
         triton_args=tuple(given.triton_args),

@@ -59,7 +59,9 @@ class ServeOptions:
     tritonserver: Path | None = None
     """An installed server to use in place of the one from pip."""
     cache_dir: Path = field(default_factory=default_cache_dir)
-    """Where the server from pip is laid out, once per version."""
+    """Where the server from pip is laid out, once per version, and what was compiled is kept."""
+    compile: bool = False
+    """Whether parts of the model are compiled at start; laid over `[model]`."""
     entries: Path | None = None
     """Where cached activations outlive the server, as the disk tier of all its workers, beside a
     host tier in memory while it runs; None: neither, unless the configuration names them."""

@@ -74,7 +74,7 @@ class Worker(Process):
             "runtime_dir": str(spec.files.runtime),
             "templates_dir": str(spec.files.templates),
         }
-        tables = spec.with_entries(spec.with_log(spec.tables))
+        tables = spec.with_compile(spec.with_entries(spec.with_log(spec.tables)))
         tables = with_values(tables, "", worker=self.name, **folders)
         self.config = spec.files.prepare(tables)
         if self.config.model.torch_threads == 0:
@@ -91,7 +91,10 @@ class Worker(Process):
         self.log.open(self.config)
         self.launch(
             command(spec.options, self.config, spec.runtime, spec.ports, prefix, trace),
-            environment(spec.runtime, spec.files.config, gpus),
+            {
+                "TORCHINDUCTOR_CACHE_DIR": str(options.cache_dir.absolute() / "inductor"),
+                **environment(spec.runtime, spec.files.config, gpus),
+            },
         )
 
     def progress(self) -> str:

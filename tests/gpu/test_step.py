@@ -41,11 +41,11 @@ def test_the_placing_kernel_writes_what_the_plain_path_writes(format: str) -> No
     at = Places(at.spans, *(x.to(CUDA) for x in (at.row_of, at.local, at.to + 8, at.numbers)))
     keys, values = (encode(x.to(CUDA), format) for x in draw)
     outs = [torch.zeros(48, 3, 32, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
-    source = Source(keys, values, ids.to(CUDA))
-    fused([source], outs[0], outs[1], at)
+    source = Source((keys, values), ids.to(CUDA))
+    fused([source], outs[:2], at)
     plain = [out.cpu() for out in outs[2:]]
-    host = Source(encode(draw[0], format), encode(draw[1], format), ids)
-    place([host], plain[0], plain[1], Places(at.spans, at.row_of, at.local, at.to, at.numbers))
+    host = Source((encode(draw[0], format), encode(draw[1], format)), ids)
+    place([host], plain, Places(at.spans, at.row_of, at.local, at.to, at.numbers))
     assert torch.equal(outs[0].cpu(), plain[0])
     assert torch.equal(outs[1].cpu(), plain[1])
 

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 
-from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda
+from maskserve_core.config import Config
+from maskserve_core.planning.cost_model import estimate
+from maskserve_core.worker.observations import Observations
+from maskserve_engine.cache.movers import Arrival
+from maskserve_engine.device_clock import Span, mark
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.measured_costs import MeasuredCosts
+from maskserve_engine.status_publisher import new_counters
+from maskserve_engine.step_planner import StepPlanner
+from maskserve_engine.step_runner import StepRunner
+from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_harness.benchmarks.kernel_counts import (
     CASES,
     MIXED,
@@ -17,6 +34,8 @@ from maskserve_harness.benchmarks.kernel_counts import (
     fake_bench,
     steady_steps,
 )
+from maskserve_harness.benchmarks.replay import plan_of_kinds
+from tests.fakes.jobs import config_of, encode_case, guided, random_case
 
 COMMITTED = json.loads(TABLE.read_text(encoding="utf-8"))
 STEADY = [case for case in CASES if not case.primes]
@@ -44,6 +63,91 @@ def test_who_joins_and_leaves_is_never_waited_for() -> None:
                 bench.step(batch, "kv")
     assert log.launches > 0
     assert [copy for copy in log.copies if "waits" in copy] == []
+
+
+@pytest.mark.parametrize("semantics", ["fill", "inpaint"])
+def test_a_row_is_admitted_with_one_copy_that_nobody_waits_for(
+    semantics: str, tiny_fill: Path, tiny_inpaint: Path
+) -> None:
+    """`.to(device)` of each tensor makes 7 to 13."""
+    config = config_of(tiny_fill if semantics == "fill" else tiny_inpaint)
+    real, encoder = load_adapter(config), load_encoder(config)
+    assert isinstance(real, FluxAdapter)
+    asked = {} if semantics == "fill" else guided(np.random.default_rng(1))
+    job = encode_case(encoder, random_case(np.random.default_rng(1), **asked), "edit")
+    schedule, kept = real._schedule(job), (frozenset({"kv"}),) * real.blocks
+    prompt, anchors = encoder.encode_prompt(""), real.anchors(64, 4, 1)
+    with FakeCuda() as cuda:
+        with torch.device("meta"):
+            model = FluxTransformer2DModel.from_config(real.model.config)
+        adapter = FluxAdapter(real.facts, fake_weights(model), real.sampler, 0.1, 1.0)
+        adapter._schedule = lambda job: schedule  # type: ignore[method-assign]
+        adapter.dense_row(job)  # its size's rotary factors are made once
+        makers: tuple[Callable[[], object], ...] = (
+            lambda: adapter.dense_row(job),
+            lambda: adapter.cached_row(job, 7),
+            lambda: adapter.priming_row(job, anchors, prompt, 7, kept, "int8"),
+        )
+        for make in makers:
+            with cuda.watch() as log:
+                make()
+            assert len(log.copies) == 1, log.copies
+            assert "waits" not in log.copies[0]
+
+
+def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
+    """Steps, and their waits for entries, are booked once the device has done them."""
+    counters, observed = new_counters(), Observations()
+    with FakeCuda() as cuda:
+        bench = fake_bench((1, 1), "int8")
+        bench.fill_entry("kv")
+        row = bench.row(0.11, 0)
+        handle = row.entry
+        assert handle is not None
+        handle._loader.mover.device = DEVICE
+        late = torch.cuda.Event()
+        late.record()
+        handle.load.arrived[0, "kv"] = Arrival(handle.load.arrived[0, "kv"].parts, late)
+        parts: Any = SimpleNamespace(
+            device=DEVICE,
+            blocks=2,
+            step=lambda rows, plan: bench.step(rows, plan.kinds),
+            work=lambda height, width: bench.work,
+            cache=SimpleNamespace(store=SimpleNamespace(loader=handle._loader)),
+        )
+        edit: Any = SimpleNamespace(
+            row=row,
+            request_id="edit",
+            step_tokens=1,
+            counted=bench.work.totals([bench.work.row_at(0.11, 512)]),
+            job=SimpleNamespace(moments=np.zeros((1, 128, 128))),
+        )
+        plan: Any = SimpleNamespace(plan=plan_of_kinds(("kv", "kv")))
+        planner = StepPlanner(MeasuredCosts(estimate("H100")))
+        output: Any = None
+        runner = StepRunner(Config(), parts, parts, planner, output, counters, observed)
+        reads: Any = SimpleNamespace(edit=edit, handle=handle)
+        with cuda.watch() as log:
+            for _ in range(3):
+                runner._run([edit], [reads], plan)
+            runner.times.book()
+            assert (counters["steps_total"], counters["step_seconds_total"]) == (3, 0.0)
+            cuda.catch_up()
+            runner.times.book()
+            assert handle.stalls[0].seconds() == pytest.approx(1e-3)
+        assert [copy for copy in log.copies if "waits" in copy] == []
+    # Marks are a millisecond apart: the begin and end of each step, and of its wait within.
+    assert counters["step_seconds_total"] == pytest.approx(9e-3)
+    assert counters["step_load_stall_seconds_total"] == pytest.approx(3e-3)
+
+
+def test_who_asks_for_a_time_too_early_is_seen() -> None:
+    with FakeCuda() as cuda, cuda.watch() as log:
+        begin, end = mark(DEVICE), mark(DEVICE)
+        assert Span(begin, end).seconds() is None
+        begin.elapsed_time(end)  # type: ignore[union-attr]
+        end.synchronize()  # type: ignore[union-attr]
+    assert ["waits" in copy for copy in log.copies] == [True, True]
 
 
 def test_the_log_sees_what_it_is_there_for() -> None:

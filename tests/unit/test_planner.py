@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -219,6 +220,17 @@ def test_dense_rows_beside_give_the_loads_their_time() -> None:
     assert beside.kinds.count("kv") == 57
     dense_step = 2e-15 * work.step_flops([row], "dense")
     assert beside.compute == pytest.approx(dense_step + 2e-15 * work.step_flops([row], "kv"))
+
+
+def test_loads_that_take_no_time_need_no_budget() -> None:
+    """No bound on the bytes times no seconds per byte is no bound, not NaN."""
+    work = flux_work(FLUX_DEV, 128, 128)
+    model = CostModel("x", Line(0.0, 2e-15), {"device": Line(0.0, 0.0)})
+    row = work.row_at(0.1, 512)
+    moved = block_bytes(work, [(3000.0,)], FORMATS["bfloat16"])
+    costs = step_costs(work, work.totals([row]), model, {"device": moved})
+    assert costs.ahead == math.inf
+    assert plan(costs).kinds == ("kv",) * 57
 
 
 def test_bytes_of_two_tiers_add_up_and_unknown_tiers_are_refused() -> None:

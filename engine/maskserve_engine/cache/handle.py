@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.cache.codec import Coded
 from maskserve_engine.cache.loader import Load, Loader, Want
 from maskserve_engine.cache.selection import Selection
+from maskserve_engine.device_clock import Span, mark
 
 
 class Handle:
@@ -33,8 +33,8 @@ class Handle:
         release: Callable[[], None],
     ) -> None:
         self.anchor, self.load = anchor, load
-        self.stalled = 0.0
-        """Seconds that `wait` has taken."""
+        self.stalls: list[Span] = []
+        """Where steps have waited for a part."""
         self._loader, self._selection, self._release = loader, selection, release
         self._released = False
 
@@ -63,11 +63,12 @@ class Handle:
             EntryLost: as `wait`.
         """
         arrival = self.load.arrived.get((block, part))
-        if arrival is None:
-            begin = time.perf_counter()
-            arrival = self._loader.wait(self.load, (block, part))
-            self.stalled += time.perf_counter() - begin
-        parts = arrival.get()
+        if arrival is not None and arrival.ready():
+            parts = arrival.get()
+        else:
+            begin = mark(self._loader.mover.device)
+            parts = (arrival or self._loader.wait(self.load, (block, part))).get()
+            self.stalls.append(Span(begin, mark(self._loader.mover.device)))
         if self.load.selection is not None:
             return parts, None
         return parts, self._selection.on(block, parts[0].data.device)

@@ -42,6 +42,7 @@ class Arrival:
 class Mover(Protocol):
     """Moves parts to one device; `move` is used by one thread."""
 
+    device: torch.device
     reads_device: bool
     """Whether rows read whole entries on the device as they lie there, and nothing has to move."""
 
@@ -62,6 +63,7 @@ class HostMover:
     what comes from a file is: a row reads it for as many steps as its anchor holds.
     """
 
+    device = torch.device("cpu")
     reads_device = False
 
     def to_host(self, entry: AnchorEntry) -> AnchorEntry:

@@ -9,6 +9,7 @@ from maskserve_engine.cache.entries import Source
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.cache.store import Store
+from maskserve_engine.device_clock import Span
 
 
 class EntryReader:
@@ -37,16 +38,20 @@ class EntryReader:
         self.key, self.anchors, self.selection = key, tuple(anchors), selection
         self.loaded: dict[str, int] = {}
         """Bytes that travelled for it, by the tier in which they were found."""
-        self.stalled = 0.0
-        """Seconds that steps have waited for it."""
         self.now: Handle | None = None
         """What this step reads."""
         self.next: Handle | None = None
         """What is being brought in for a later step."""
+        self._stalls: list[Span] = []
         self._store, self._sure = store, sure
         self._sources: dict[Anchor, Source] = {}
         for anchor in dict.fromkeys(a for a in self.anchors if a is not None):
             self._hold(anchor)
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that steps have waited for what it has let go by now."""
+        return sum(stall.seconds() or 0.0 for stall in self._stalls)
 
     def turn_to(self, step: int, *, whole: bool = False) -> Handle | None:
         """What `step` reads; None: it computes all tokens."""
@@ -123,7 +128,7 @@ class EntryReader:
         )
 
     def _finish(self, handle: Handle) -> None:
-        self.stalled += handle.stalled
+        self._stalls += handle.stalls
         tier, moved = self._store.account(handle)
         if moved:
             self.loaded[tier] = self.loaded.get(tier, 0) + moved

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from maskserve_core.contracts.entry_key import Anchor
@@ -70,6 +71,8 @@ class Adapter(Protocol):
     facts: ModelFacts
     weight_bytes: int
     """Of the model, on its device."""
+    device: torch.device
+    """That its steps run on."""
     blocks: int
     """Transformer blocks a plan speaks of."""
     entry_halves: int

@@ -1,4 +1,4 @@
-"""Cached keys and values of inactive tokens, from where they lie to their places among the keys."""
+"""Cached activations of inactive tokens, from where they lie to their places among the others."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where one row's cached keys and values lie."""
+    """Where one row's cached activations of a block lie."""
 
-    keys: Coded
-    values: Coded
+    parts: tuple[Coded, ...]
+    """Keys and values, or hidden states alone; all of one format."""
     ids: Tensor | None = None
     """[m] tokens of them that the row reads; None: they are just these."""
 
@@ -32,34 +32,34 @@ class Places:
     """Where all rows' inactive tokens go; made once per packing, on the device."""
 
     spans: tuple[Span, ...]
-    """Per row, [begin, end) among the keys."""
+    """Per row, [begin, end) in the buffer."""
     row_of: Tensor
     """[M] row of each token."""
     local: Tensor
     """[M] number of each token in its row."""
     to: Tensor
-    """[M] its place among the keys."""
+    """[M] its place in the buffer."""
     numbers: Tensor
-    """0, 1, … as many as the longest row has."""
+    """[M] 0, 1, …"""
 
 
-def place(sources: Sequence[Source | None], keys: Tensor, values: Tensor, places: Places) -> None:
-    """Write every row's cached keys and values to their places.
+def place(sources: Sequence[Source | None], outs: Sequence[Tensor], places: Places) -> None:
+    """Write every row's cached activations to their places.
 
     Args:
         sources: per row; None where it has none.
-        keys: [all keys, heads, head_dim]; written to.
-        values: as `keys`.
-        places: of the rows' tokens.
+        outs: a buffer for each of their parts, [tokens, …]; written to.
+        places: of the rows' tokens in each buffer.
     """
     given = [source for source in sources if source is not None]
-    formats = {source.keys.format for source in given}
-    if keys.is_cuda and len(formats) == 1 and missing_kernel(keys.device, *formats) is None:
-        fused(sources, keys, values, places)
+    formats = {source.parts[0].format for source in given}
+    device = outs[0].device
+    if device.type == "cuda" and len(formats) == 1 and missing_kernel(device, *formats) is None:
+        fused(sources, outs, places)
         return
     for source, (begin, end) in zip(sources, places.spans, strict=True):
         if source is not None:
-            for coded, out in ((source.keys, keys), (source.values, values)):
+            for coded, out in zip(source.parts, outs, strict=True):
                 own = coded if source.ids is None else coded.take(source.ids)
                 own.into(out[begin:end].flatten(1))
 
@@ -73,24 +73,26 @@ def missing_kernel(device: torch.device, format: str) -> str | None:
     elif format == "float8" and torch.cuda.get_device_capability(device) < (8, 9):
         reason = "this device has no float8"
     if reason is not None:
-        _log.warning("cached keys and values are placed row by row: %s", reason)
+        _log.warning("cached activations are placed row by row: %s", reason)
     return reason
 
 
-def fused(sources: Sequence[Source | None], keys: Tensor, values: Tensor, places: Places) -> None:
-    """`place` as one kernel; all sources of one format."""
+def fused(sources: Sequence[Source | None], outs: Sequence[Tensor], places: Places) -> None:
+    """`place` as one kernel; one or two parts, all sources of one format."""
     given = [source for source in sources if source is not None]
     nothing = places.to[:0]
 
     def each(take: Callable[[Coded], Tensor | None]) -> list[Tensor]:
-        """Of every row's keys, then of every row's values."""
-        keys = [None if s is None else take(s.keys) for s in sources]
-        values = [None if s is None else take(s.values) for s in sources]
-        return [nothing if tensor is None else tensor for tensor in (*keys, *values)]
+        """Of every row's first part, then of every row's second."""
+        of_parts = [
+            None if source is None else take(source.parts[part])
+            for part in range(len(outs))
+            for source in sources
+        ]
+        return [nothing if tensor is None else tensor for tensor in of_parts]
 
     torch.ops.maskserve.place(
-        keys,
-        values,
+        outs,
         places.row_of,
         places.local,
         places.to,
@@ -98,14 +100,13 @@ def fused(sources: Sequence[Source | None], keys: Tensor, values: Tensor, places
         each(lambda coded: coded.data),
         each(lambda coded: coded.scale),
         each(lambda coded: coded.groups),
-        given[0].keys.format,
+        given[0].parts[0].format,
     )
 
 
-@torch.library.custom_op("maskserve::place", mutates_args=("keys", "values"))
+@torch.library.custom_op("maskserve::place", mutates_args=("outs",))
 def _place(
-    keys: Tensor,
-    values: Tensor,
+    outs: Sequence[Tensor],
     row_of: Tensor,
     local: Tensor,
     to: Tensor,
@@ -119,22 +120,23 @@ def _place(
 
     from maskserve_engine.families.place_kernel import place_kernel
 
-    rows, width = len(ids), keys.shape[1] * keys.shape[2]
+    rows, width = len(ids), outs[0][0].numel()
 
-    def addresses(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        at = [tensor.data_ptr() or keys.data_ptr() for tensor in tensors]
-        return tuple(at[:rows]), tuple(at[rows:])
+    def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        return tuple([tensor.data_ptr() or outs[0].data_ptr() for tensor in tensors])
 
-    place_kernel[(len(to), 2)](
-        keys,
-        values,
+    place_kernel[(len(to), len(outs))](
+        outs[0],
+        outs[-1],
         row_of,
         local,
         to,
-        addresses(ids)[0],
-        *addresses(data),
-        *addresses(scales),
-        *addresses(groups),
+        addresses(ids),
+        *(
+            addresses(part)
+            for tensors in (data, scales, groups)
+            for part in (tensors[:rows], tensors[-rows:])
+        ),
         width=width,
         block=triton.next_power_of_2(width),
         rows=rows,

@@ -1,7 +1,8 @@
 """The kernel of `place`, in the Triton language (the package `triton`; not the server).
 
-One program writes one token's keys or values. Which row it belongs to is known on the device; where
-that row's tensors lie comes with the launch, so nothing has to be copied there for a block.
+One program writes one token into one buffer: its keys, values or hidden states. Which row it
+belongs to is known on the device; where that row's tensors lie comes with the launch, so nothing
+has to be copied there for a block.
 """
 
 from __future__ import annotations
@@ -12,47 +13,49 @@ import triton.language as tl
 
 @triton.jit
 def place_kernel(
-    keys,
-    values,
+    first,
+    other,
     row_of,
     local,
     to,
     ids,
-    data_k,
-    data_v,
-    scale_k,
-    scale_v,
-    groups_k,
-    groups_v,
+    data_a,
+    data_b,
+    scale_a,
+    scale_b,
+    groups_a,
+    groups_b,
     width: tl.constexpr,
     block: tl.constexpr,
     rows: tl.constexpr,
     kind: tl.constexpr,
     group: tl.constexpr,
 ):
-    """Grid: (inactive tokens of all rows, 2). `ids` to `groups_v` are addresses, one per row."""
+    """Grid: (inactive tokens of all rows, buffers: 1 or 2). `ids` to `groups_b` are addresses, one
+    per row.
+    """
     token = tl.program_id(0)
     second = tl.program_id(1) == 1
     row = tl.load(row_of + token)
     at_ids = ids[0]
-    data = tl.where(second, data_v[0], data_k[0])
-    scales = tl.where(second, scale_v[0], scale_k[0])
-    groups = tl.where(second, groups_v[0], groups_k[0])
+    data = tl.where(second, data_b[0], data_a[0])
+    scales = tl.where(second, scale_b[0], scale_a[0])
+    groups = tl.where(second, groups_b[0], groups_a[0])
     for i in tl.static_range(1, rows):
         mine = row == i
         at_ids = tl.where(mine, ids[i], at_ids)
-        data = tl.where(mine, tl.where(second, data_v[i], data_k[i]), data)
-        scales = tl.where(mine, tl.where(second, scale_v[i], scale_k[i]), scales)
-        groups = tl.where(mine, tl.where(second, groups_v[i], groups_k[i]), groups)
+        data = tl.where(mine, tl.where(second, data_b[i], data_a[i]), data)
+        scales = tl.where(mine, tl.where(second, scale_b[i], scale_a[i]), scales)
+        groups = tl.where(mine, tl.where(second, groups_b[i], groups_a[i]), groups)
     source = tl.load(tl.cast(at_ids, tl.pointer_type(tl.int64)) + tl.load(local + token))
-    out = tl.where(second, tl.cast(values, tl.int64), tl.cast(keys, tl.int64))
-    out = tl.cast(out, keys.dtype) + tl.load(to + token) * width
-    dtype = keys.dtype.element_ty
+    out = tl.where(second, tl.cast(other, tl.int64), tl.cast(first, tl.int64))
+    out = tl.cast(out, first.dtype) + tl.load(to + token) * width
+    dtype = first.dtype.element_ty
 
     at = tl.arange(0, block)
     inside = at < width
     if kind == "model":
-        x = tl.load(tl.cast(data, keys.dtype) + source * width + at, mask=inside)
+        x = tl.load(tl.cast(data, first.dtype) + source * width + at, mask=inside)
     else:
         scale = tl.load(tl.cast(scales, tl.pointer_type(tl.float32)) + at, mask=inside)
         scale = scale.to(dtype).to(tl.float32)

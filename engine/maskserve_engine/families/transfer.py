@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,3 +39,41 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         there[begin:end].view(tensor.dtype).view(tensor.shape)
         for tensor, (begin, end) in zip(tensors, ends, strict=True)
     ]
+
+
+Tree = TypeVar("Tree")
+
+
+def moved(tree: Tree, device: torch.device) -> Tree:
+    """Dataclasses, tuples and mappings, nested, with every tensor in them on `device`: in one
+    transfer (`to_device`).
+    """
+    there = iter(to_device(list(_tensors(tree)), device))
+
+    def rebuild(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return next(there)
+        if isinstance(x, dict):
+            return {key: rebuild(each) for key, each in x.items()}
+        if type(x) is tuple:
+            return tuple(map(rebuild, x))
+        if is_dataclass(x) and not isinstance(x, type):
+            return replace(x, **{f.name: rebuild(getattr(x, f.name)) for f in fields(x)})
+        return x
+
+    whole: Tree = rebuild(tree)
+    return whole
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for each in tree.values():
+            yield from _tensors(each)
+    elif type(tree) is tuple:
+        for each in tree:
+            yield from _tensors(each)
+    elif is_dataclass(tree):
+        for field in fields(tree):
+            yield from _tensors(getattr(tree, field.name))

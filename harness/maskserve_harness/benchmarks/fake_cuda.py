@@ -8,6 +8,7 @@ device, and what would make the host wait. A tensor on the wrong device raises, 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -34,7 +35,11 @@ _ONE_KERNEL = ("linear.", "layer_norm.", "rms_norm.")
 _NORMS = ("layer_norm.", "rms_norm.")
 _GATHERS = ("index_select", "embedding", "index.Tensor")
 """Operations that read no more of their first tensor than they write."""
+_SCATTERS = ("copy_", "index_copy_")
+"""Operations that write no more of their first tensor than they read of their last."""
 _PACKAGE = "maskserve_engine"
+WEIGHTS = "weights"
+"""Among a log's bytes: what products read of the model."""
 
 
 @dataclass
@@ -46,7 +51,7 @@ class Log:
     places: Counter[str] = field(default_factory=Counter)
     """Launches by the function of ours that asked: `module.function`."""
     nbytes: Counter[str] = field(default_factory=Counter)
-    """Bytes read and written, by the same."""
+    """Bytes read and written, by the same; WEIGHTS apart."""
     copies: list[str] = field(default_factory=list)
     """Copies between host and device, each in words."""
 
@@ -79,7 +84,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*args, **kwargs)
         given = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         made = [t for t in tree_iter(out) if isinstance(t, Tensor)]
-        self._write_down(name, func._schema.is_mutable, given, made, kwargs)
+        self._write_down(name, func._schema.is_mutable, given, made, args, kwargs)
         return out
 
     def _fake(self, x: Any) -> Any:
@@ -96,6 +101,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes: bool,
         given: list[Tensor],
         made: list[Tensor],
+        args: Any,
         kwargs: dict[str, Any],
     ) -> None:
         if not any(t.is_cuda for t in (*given, *made)):
@@ -114,10 +120,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             launches = 2  # the first clears a seed that it never reads, norms copy
         self.log.kernels[name] += launches
         self.log.places[place] += launches
+        if name.startswith("linear."):
+            self.log.nbytes[WEIGHTS] += sum(_size(t) for t in given[1:])
+            given = given[:1]
+        if name.startswith(_SCATTERS):
+            given, made = given[1:], given[-1:]
         written = sum(_size(t) for t in made)
-        gathers = name.startswith(_GATHERS)
-        read = written if gathers else sum(_size(t) for t in given)
-        self.log.nbytes[place] += read + written
+        read = written if name.startswith(_GATHERS) else sum(_size(t) for t in given)
+        self.log.nbytes[place] += _placed(*args) if "place" in name else read + written
 
 
 def _views(given: list[Tensor], made: list[Tensor]) -> bool:
@@ -134,6 +144,12 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _placed(outs: Any, row_of: Any, local: Any, to: Any, ids: Any, data: Any, *_: Any) -> int:
+    """Bytes of `maskserve::place`, which reads and writes no more tokens than it places."""
+    stored = {_size(each) // len(each) for each in data if len(each)}
+    return len(to) * len(outs) * (max(stored) + _size(outs[0]) // len(outs[0]))
+
+
 def _place(frame: FrameType | None) -> str:
     """The innermost function of ours: `module.function`."""
     while frame is not None:
@@ -142,6 +158,35 @@ def _place(frame: FrameType | None) -> str:
             return f"{path.stem}.{frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"
+
+
+class FakeEvent:
+    """An event that the device passes when `FakeCuda.catch_up` is called; events are a millisecond
+    apart. Who asks more of it than whether it has passed, before it has, would wait.
+    """
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self._number = 0
+
+    def record(self, stream: object = None) -> None:
+        self._number = next(self._cuda.events)
+
+    def query(self) -> bool:
+        return self._number <= self._cuda.passed
+
+    def synchronize(self) -> None:
+        self._cuda.waits("an event")
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        if not end.query():
+            self._cuda.waits("the time between two events")
+        return float(end._number - self._number)
+
+
+class _FakeStream:
+    def wait_event(self, event: FakeEvent) -> None:
+        """The device waits, not the host."""
 
 
 class FakeCuda:
@@ -153,10 +198,27 @@ class FakeCuda:
         _register_guard()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._recorder = _Recorder(self.fake)
-        self._capability = patch.object(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
+        self.events, self.passed = itertools.count(1), 0
+        """Numbers for events, and the last one that the device has passed."""
+        facts: dict[str, Any] = {
+            "get_device_capability": lambda _=None: (9, 0),
+            "current_stream": lambda _=None: _FakeStream(),
+            "Event": lambda enable_timing=False: FakeEvent(self),
+        }
+        self._facts = [patch.object(torch.cuda, name, value) for name, value in facts.items()]
+        self._facts.append(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
+
+    def catch_up(self) -> None:
+        """The device has done all that it was asked for."""
+        self.passed = next(self.events)
+
+    def waits(self, what: str) -> None:
+        """Log that the host waits."""
+        self._recorder.log.copies.append(f"{what} in {_place(sys._getframe(1))}, the host waits")
 
     def __enter__(self) -> FakeCuda:
-        self._capability.start()
+        for fact in self._facts:
+            fact.start()
         self.fake.__enter__()
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -164,7 +226,8 @@ class FakeCuda:
     def __exit__(self, *error: Any) -> None:
         self._recorder.__exit__(*error)  # type: ignore[no-untyped-call]
         self.fake.__exit__(*error)
-        self._capability.stop()
+        for fact in self._facts:
+            fact.stop()
 
     @contextmanager
     def watch(self) -> Iterator[Log]:

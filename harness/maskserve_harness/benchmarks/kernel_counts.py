@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 from maskserve_engine.families.flux.packing import widening
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.vectors import AHEAD
-from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, Log, fake_weights
+from maskserve_harness.benchmarks.fake_cuda import DEVICE, WEIGHTS, FakeCuda, Log, fake_weights
 from maskserve_harness.benchmarks.step_rig import Bench, build_model
 from maskserve_harness.checkout import CHECKOUT
 
@@ -18,6 +19,10 @@ TABLE = CHECKOUT / "docs" / "benchmarks" / "kernels.json"
 """The committed counts."""
 DOUBLE, SINGLE = 19, 38
 """Blocks of FLUX.1-dev."""
+TOKENS, WIDTH = 4096, 3072
+"""Of an image of 1024x1024, and of the model."""
+BYTES = {"model": 2.0, "int8": 1.0, "float8": 1.0, "int4": 0.5 + 2 / 32}
+"""Per stored number; int4 has a scale of 2 bytes per 32."""
 MIXED = (0.1, 0.2, 0.3, 0.11, 0.05, 0.35, 0.15, 0.25)
 """Mask ratios of batches whose rows differ."""
 
@@ -48,6 +53,7 @@ CASES = (
     Case("kv int8, 3 rows beside a dense one", (0.1, 0.2, None, 0.11)),
     Case("project int8, 1 row", (0.11,), "project"),
     Case("project int8, 4 rows, mixed", MIXED[:4], "project"),
+    Case("project int8, 5 rows, mixed", MIXED[:5], "project"),
     Case("mixed plan, int8, 1 row", (0.11,), "mixed"),
     Case("mixed plan, int8, 4 rows, mixed", MIXED[:4], "mixed"),
     Case("dense, 1 guided row", (None,), guided=True),
@@ -90,6 +96,53 @@ def mean_launches(case: Case, blocks: tuple[int, int]) -> float:
     """Of the AHEAD steps for which the first one computes the vectors."""
     first, other = steady_steps(case, blocks)
     return (first.launches + (AHEAD - 1) * other.launches) / AHEAD
+
+
+GROUPS = {
+    WEIGHTS: ("weights",),
+    "products": ("weights.__call__",),
+    "attention": ("attention.",),
+    "entries": ("place.", "forward._hidden"),
+    "rotary and order": ("blocks.rotate", "blocks._attend", "packing."),
+    "norms and gates": ("blocks.", "packing.spread"),
+}
+"""Beginnings of the places whose bytes each group has; the longest that fits wins, and what fits
+none is `outside`."""
+NEEDED = (WEIGHTS, "products", "attention")
+"""Groups of which every byte must move, whatever is fused; so must each entry be read once."""
+
+
+def moved_bytes(case: Case) -> Counter[str]:
+    """Bytes that a step of the whole model moves, by group: counted as `count` does."""
+    base, double, single = (mean_bytes(case, each) for each in ((1, 1), (2, 1), (1, 2)))
+    whole: Counter[str] = Counter()
+    for group in {*base, *double, *single}:
+        of_double, of_single = double[group] - base[group], single[group] - base[group]
+        whole[group] = base[group] + (DOUBLE - 1) * of_double + (SINGLE - 1) * of_single
+    return whole
+
+
+def mean_bytes(case: Case, blocks: tuple[int, int]) -> Counter[str]:
+    """Per group, of the AHEAD steps for which the first one computes the vectors."""
+    first, other = steady_steps(case, blocks)
+    mean: Counter[str] = Counter()
+    for log, steps in ((first, 1), (other, AHEAD - 1)):
+        for place, nbytes in log.nbytes.items():
+            mean[_group(place)] += nbytes * steps // AHEAD
+    return mean
+
+
+def _group(place: str) -> str:
+    begins = [(begin, group) for group, begins in GROUPS.items() for begin in begins]
+    fits = [each for each in begins if place.startswith(each[0])]
+    return max(fits, key=lambda each: len(each[0]))[1] if fits else "outside"
+
+
+def entry_bytes(case: Case) -> int:
+    """Bytes of the entries that a step of the whole model reads, each once."""
+    rest = sum(1.0 - ratio for ratio in case.ratios if ratio is not None)
+    parts = {"kv": 2, "project": 1}.get(case.kind, 0)
+    return round(rest * TOKENS * WIDTH * parts * (DOUBLE + SINGLE) * BYTES[case.format])
 
 
 def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:

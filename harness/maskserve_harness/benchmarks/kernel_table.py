@@ -4,6 +4,12 @@ The engine's own code runs on tensors that have a device but no memory;
 `--write` puts the counts where tests/unit/test_fake_cuda.py holds later changes to them.
 
     python scripts/kernel_table.py --write
+
+`--bytes` prints what a step reads and writes in the device's memory instead, by group of
+operations, and `least`: weights and entries read once, inputs and outputs of products and
+attention. The rest is what a kernel that fused more would save.
+
+    python scripts/kernel_table.py --bytes
 """
 
 from __future__ import annotations
@@ -11,13 +17,35 @@ from __future__ import annotations
 import argparse
 import json
 
-from maskserve_harness.benchmarks.kernel_counts import CASES, TABLE, Counts, count
+from maskserve_harness.benchmarks.kernel_counts import (
+    CASES,
+    GROUPS,
+    NEEDED,
+    TABLE,
+    Counts,
+    count,
+    entry_bytes,
+    moved_bytes,
+)
+
+_BYTES_OF = (
+    "dense, 1 row",
+    "kv int8, 1 row",
+    "kv int8, 4 rows, mixed",
+    "kv int8, 8 rows, mixed",
+    "project int8, 1 row",
+    "project int8, 4 rows, mixed",
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}, too")
+    parser.add_argument("--bytes", action="store_true", help="print bytes instead")
     args = parser.parse_args()
+    if args.bytes:
+        print_bytes()
+        return 0
     counts: dict[str, Counts] = {}
     print("| step | double block | single block | outside | step | per block |")
     print("|---|---|---|---|---|---|")
@@ -32,3 +60,18 @@ def main() -> int:
         rows = {name: {"step": c.step, "per_block": c.per_block} for name, c in counts.items()}
         TABLE.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def print_bytes() -> None:
+    """Gigabytes of a step, by group."""
+    groups = (*GROUPS, "outside")
+    print(f"| step | {' | '.join(groups)} | all | least | times least |")
+    print("|---|" + "---|" * (len(groups) + 3))
+    for case in CASES:
+        if case.name not in _BYTES_OF:
+            continue
+        moved = moved_bytes(case)
+        whole, least = moved.total(), sum(moved[group] for group in NEEDED) + entry_bytes(case)
+        cells = [f"{moved[group] / 1e9:.2f}" for group in groups]
+        cells += [f"{whole / 1e9:.2f}", f"{least / 1e9:.2f}", f"{whole / least:.2f}"]
+        print(f"| {case.name} | {' | '.join(cells)} |", flush=True)

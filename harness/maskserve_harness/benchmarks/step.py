@@ -8,6 +8,9 @@ blocks: loading and decoding entries, packing, filling keys, embedders, final la
 
     python scripts/bench_step.py --preset flux-1024 --blocks 1+1 --json step.json
 
+`--compile` times the same steps with compiled blocks, too, in the same rounds. `--trace FILE`
+writes what three cached steps do as a profile for Perfetto or chrome://tracing.
+
 UNets (`sdxl-1024`, `sd21-768`) are timed whole, one pass per row; in place of `rest_ms` stands
 `convolutions_ms`, what of one more cached step is spent in convolutions.
 """
@@ -20,14 +23,17 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from maskserve_core.config import ENTRY_FORMATS
 from maskserve_engine.families.flux import forward as forward_module
+from maskserve_engine.families.flux.compiled import compile_halves
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
@@ -98,15 +104,20 @@ def measure_mixes(
     dense: list[Any] = [bench.row(None, i) for i in range(len(mixes[0]))]
     cached: list[Any] = [[bench.row(m, i) for i, m in enumerate(mix)] for mix in mixes]
     batches = (dense, *cached)
-    for rows in batches if repeat > 1 else cached[:1]:
-        bench.step(rows, kind)
-    rounds = [
-        [timer.ms(partial(bench.step, rows, kind)) for rows in batches] for _ in range(repeat)
-    ]
+    steps = [partial(bench.step, rows, kind) for rows in batches]
+    if isinstance(bench, Bench) and bench.compiled is not None:
+        steps += [partial(bench.step, rows, kind, compiled=True) for rows in batches]
+    for step in steps if repeat > 1 else steps[1:2]:
+        step()
+    rounds = [[timer.ms(step) for step in steps] for _ in range(repeat)]
     dense_times, *times = map(list, zip(*rounds, strict=True))
+    times, compiled = times[: len(mixes)], times[len(mixes) :]
     results = []
-    for mix, rows, taken in zip(mixes, cached, times, strict=True):
+    for i, (mix, rows, taken) in enumerate(zip(mixes, cached, times, strict=False)):
         results.append(_result(bench, kind, mix, dense_times, taken))
+        if compiled:
+            results[-1]["compiled_dense_ms"] = round(statistics.median(compiled[0]), 3)
+            results[-1]["compiled_ms"] = round(statistics.median(compiled[1 + i]), 3)
         if isinstance(bench, Bench):
             rest = [rest_time(bench, timer, rows, kind) for _ in range(3)]
             results[-1]["rest_ms"] = round(statistics.median(rest), 3)
@@ -115,6 +126,20 @@ def measure_mixes(
             results[-1]["convolutions_ms"] = round(spent, 3)
         print(_line(results[-1]), flush=True)
     return results
+
+
+def write_trace(bench: Bench | UnetBench, kind: str, ratios: Sequence[float], file: Path) -> None:
+    """What three steps of cached rows of these mask ratios do, in Chrome's format."""
+    bench.fill_entry(kind)
+    rows: list[Any] = [bench.row(ratio, seed) for seed, ratio in enumerate(ratios)]
+    activities = [ProfilerActivity.CPU]
+    if bench.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    bench.step(rows, kind)
+    with profile(activities=activities) as profiled:
+        for _ in range(3):
+            bench.step(rows, kind)
+    profiled.export_chrome_trace(str(file))
 
 
 def _result(
@@ -181,6 +206,8 @@ def main() -> int:
         help="rounds, after one that warms up, or a cached step if 1",
     )
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--compile", action="store_true", help="time compiled blocks, too")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="profile cached steps")
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--table", type=Path, nargs="+", help="show earlier reports as markdown, time nothing"
@@ -205,8 +232,14 @@ def main() -> int:
         bench = UnetBench(args.preset, dtype, device, args.format)
     else:
         bench = Bench(args.preset, blocks, dtype, device, args.format)
+    if args.compile:
+        if not isinstance(bench, Bench):
+            parser.error("--compile: blocks of UNets are not compiled")
+        bench.compiled = replace(bench.weights, halves=compile_halves(bench.weights))
     print(f"{args.preset}, {bench.blocks} blocks, {args.dtype}, {hardware(device)}", flush=True)
     results = measure(bench, args)
+    if args.trace:
+        write_trace(bench, args.kind[0], args.mask_ratios[: args.batch[0]], args.trace)
     if args.json:
         report = {
             "command": " ".join(sys.argv),

@@ -74,6 +74,8 @@ class Bench:
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         self.work = flux_work(self.config, 2 * self.grid[0], 2 * self.grid[1])
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
+        self.compiled: Weights | None = None
+        """`weights` whose blocks are compiled, where they have been."""
         self.batch: Batch | None = None
 
     def fill_entry(self, kind: str) -> None:
@@ -142,6 +144,7 @@ class Bench:
             request_id="prime",
             template=TemplateInputs(row.latents, torch.empty_like(row.latents), row.condition),
             anchors=(self.entry.anchor,),
+            sigmas=torch.tensor([self.entry.anchor.sigma], device=self.device),
             text=row.text,
             pooled=row.pooled,
             guidance=row.guidance,
@@ -150,14 +153,22 @@ class Bench:
             format=self.format,
         )
 
-    def step(self, rows: Sequence[FluxRow | PrimingRow], kind: str | Sequence[str]) -> None:
+    def step(
+        self,
+        rows: Sequence[FluxRow | PrimingRow],
+        kind: str | Sequence[str],
+        *,
+        compiled: bool = False,
+    ) -> None:
         """What the engine does with a batch at one step; `kind` of all blocks or of each."""
+        weights = self.compiled if compiled else self.weights
+        assert weights is not None, "its blocks have not been compiled"
         kinds = (kind,) * self.blocks if isinstance(kind, str) else kind
         with torch.inference_mode():
             for row in rows:
                 row.step %= row.steps
             self.batch = Batch.of(rows, self.batch)
-            self.batch.step(self.weights, kinds)
+            self.batch.step(weights, kinds)
 
     def walk(self, rows: Sequence[FluxRow], kind: str) -> None:
         """All steps of rows of this bench."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,10 @@ from maskserve_core.imaging.validation import steps_run
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals, flux_work
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.batch import Batch, Row
+from maskserve_engine.families.flux.compiled import compile_halves
 from maskserve_engine.families.flux.conditioning import (
+    Inputs,
+    Prompt,
     Start,
     TemplateInputs,
     start_fill,
@@ -33,6 +37,7 @@ from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.families.stepping import Stepping
+from maskserve_engine.families.transfer import moved
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.stages.loader import held_bytes, limit_threads, load_part, load_plain
 
@@ -46,6 +51,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         sampler: FlowMatchEulerDiscreteScheduler, used for its sigmas only.
         vae_shift: the VAE's shift_factor.
         vae_scale: the VAE's scaling_factor.
+        compiled: whether halves of blocks are compiled (`compiled`); takes its time.
     """
 
     anchor_tolerance = 1.0
@@ -53,7 +59,14 @@ class FluxAdapter(Stepping[Row, Weights]):
     entry_halves = 1
 
     def __init__(
-        self, facts: ModelFacts, model: Any, sampler: Any, vae_shift: float, vae_scale: float
+        self,
+        facts: ModelFacts,
+        model: Any,
+        sampler: Any,
+        vae_shift: float,
+        vae_scale: float,
+        *,
+        compiled: bool = False,
     ) -> None:
         check_sampler(sampler)
         self.facts, self.model, self.sampler = facts, model, sampler
@@ -61,7 +74,8 @@ class FluxAdapter(Stepping[Row, Weights]):
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.weight_bytes = held_bytes(model)
-        self.weights = Weights.of(model)
+        weights = Weights.of(model)
+        self.weights = replace(weights, halves=compile_halves(weights)) if compiled else weights
         super().__init__(Batch, self.weights)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         self._cis = lru_cache(maxsize=64)(self._make_cis)
@@ -84,6 +98,7 @@ class FluxAdapter(Stepping[Row, Weights]):
             load_plain(config, "scheduler", FlowMatchEulerDiscreteScheduler),
             float(vae.get("shift_factor") or 0.0),
             float(vae.get("scaling_factor", 1.0)),
+            compiled=config.model.compile,
         )
 
     def steps(self, job: EditJob) -> int:
@@ -132,29 +147,22 @@ class FluxAdapter(Stepping[Row, Weights]):
 
     def dense_row(self, job: EditJob) -> FluxRow:
         with torch.inference_mode():
-            schedule, start = self._start(job)
-            return self._row(job, schedule, start)
+            return self._row(job, moved(self._inputs(job), self.device))
 
     def cached_row(self, job: EditJob, noise_seed: int) -> FluxRow:
         with torch.inference_mode():
-            schedule, start = self._start(job)
-            row = self._row(job, schedule, start)
             ids = active_tokens(job.edit_mask, self.facts.token_pixels, job.mask_ring)
-            rest = np.setdiff1d(np.arange(row.grid[0] * row.grid[1]), ids)
-            active = torch.from_numpy(ids).to(self.device)
-            index = torch.from_numpy(rest).to(self.device)
-            text = len(row.text)
-            row.inactive = Inactive(
-                active=active,
-                index=index,
-                template=self._template(job, noise_seed).take(index),
-                cis=row.cis[text:][index],
-                selection=Selection([rest]),
-            )
-            row.cis = torch.cat((row.cis[:text], row.cis[text:][active]))
-            row.latents = row.latents[active]
-            row.condition = None if row.condition is None else row.condition[active]
-            row.blend = None if row.blend is None else row.blend.take(active)
+            gh, gw = self._grid(job)
+            rest = np.setdiff1d(np.arange(gh * gw), ids)
+            active, index = torch.from_numpy(ids), torch.from_numpy(rest)
+            own = self._inputs(job)
+            template = self._template(job, noise_seed).take(index)
+            there = (replace(own, start=own.start.take(active)), template, active, index)
+            inputs, template, active, index = moved(there, self.device)
+            row = self._row(job, inputs)
+            text, image = row.cis.split((len(row.text), gh * gw))
+            row.inactive = Inactive(active, index, template, image[index], Selection([rest]))
+            row.cis = torch.cat((text, image[active]))
             return row
 
     def priming_row(
@@ -167,13 +175,17 @@ class FluxAdapter(Stepping[Row, Weights]):
         format: str,
     ) -> PrimingRow:
         with torch.inference_mode():
-            text = self._text(prompt)
+            sigmas = torch.tensor([anchor.sigma for anchor in anchors])
+            there = (self._template(job, noise_seed), self._prompt(prompt), sigmas)
+            template, inputs, sigmas = moved(there, self.device)
+            text = self.model.context_embedder(inputs.embeds)
             return PrimingRow(
                 request_id=job.request.request_id,
-                template=self._template(job, noise_seed),
+                template=template,
                 anchors=tuple(anchors),
+                sigmas=sigmas,
                 text=text,
-                pooled=self._tensor(prompt["pooled"]),
+                pooled=inputs.pooled,
                 guidance=self._guidance(job),
                 cis=self._cis(*self._grid(job), len(text)),
                 kinds=kinds,
@@ -192,22 +204,28 @@ class FluxAdapter(Stepping[Row, Weights]):
             start = start_inpaint(image, job.edit_mask, factor, schedule, generator)
         return schedule, start
 
-    def _row(self, job: EditJob, schedule: Schedule, start: Start) -> FluxRow:
-        text = self._text(job.conditioning)
+    def _inputs(self, job: EditJob) -> Inputs:
+        schedule, start = self._start(job)
+        negative = None if job.negative is None else self._prompt(job.negative)
+        return Inputs(schedule, start, self._prompt(job.conditioning), negative)
+
+    def _row(self, job: EditJob, inputs: Inputs) -> FluxRow:
+        """A row that computes the tokens of `inputs`, which lie on the device."""
+        text, start = self.model.context_embedder(inputs.prompt.embeds), inputs.start
         grid = self._grid(job)
-        blend, threshold = start.blend, job.request.settings.first_block_threshold
+        threshold = job.request.settings.first_block_threshold
         return FluxRow(
             request_id=job.request.request_id,
-            schedule=schedule.to(self.device),
+            schedule=inputs.schedule,
             grid=grid,
-            text=text,
-            pooled=self._tensor(job.conditioning["pooled"]),
+            text=text,  # the same at every step, so embedded once
+            pooled=inputs.prompt.pooled,
             guidance=self._guidance(job),
             cis=self._cis(*grid, len(text)),
-            latents=start.latents.to(self.device),
-            condition=None if start.condition is None else start.condition.to(self.device),
-            blend=None if blend is None else blend.to(self.device),
-            negative=self._negative(job),
+            latents=start.latents,
+            condition=start.condition,
+            blend=start.blend,
+            negative=self._negative(job, inputs.negative),
             first_block=FirstBlockCache(threshold) if threshold else None,
         )
 
@@ -227,27 +245,23 @@ class FluxAdapter(Stepping[Row, Weights]):
         return Posterior(moments, self.vae_shift, self.vae_scale, self.dtype)
 
     def _template(self, job: EditJob, noise_seed: int) -> TemplateInputs:
-        inputs = template_inputs(
+        return template_inputs(
             self._posterior(job.moments),
             self.facts.vae_scale_factor,
             noise_seed,
             fill=self.facts.semantics == "fill",
         )
-        return inputs.to(self.device)
 
-    def _tensor(self, array: NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, self.dtype)
+    def _prompt(self, given: Conditioning) -> Prompt:
+        embeds, pooled = given["prompt_embeds"], given["pooled"]
+        return Prompt(*(torch.from_numpy(each).to(self.dtype) for each in (embeds, pooled)))
 
-    def _text(self, prompt: Conditioning) -> Tensor:
-        """[T, width]; the same at every step, so embedded once per row."""
-        return self.model.context_embedder(self._tensor(prompt["prompt_embeds"]))
-
-    def _negative(self, job: EditJob) -> Negative | None:
-        if job.negative is None:
+    def _negative(self, job: EditJob, prompt: Prompt | None) -> Negative | None:
+        if prompt is None:
             return None
         scale = job.request.settings.true_cfg_scale
         assert scale is not None, "a negative prompt comes with its scale (validation)"
-        return Negative(self._text(job.negative), self._tensor(job.negative["pooled"]), scale)
+        return Negative(self.model.context_embedder(prompt.embeds), prompt.pooled, scale)
 
     def _make_cis(self, gh: int, gw: int, text: int) -> Tensor:
         """[T + gh·gw, head_dim / 2] rotary factors of text and image tokens."""

@@ -3,14 +3,14 @@
 Each function computes what the matching diffusers block computes for every row by itself
 (diffusers/models/transformers/transformer_flux.py); the difference is where tokens lie and that a
 cached row's inactive tokens enter as keys only (FlashPS §3.1, Fig. 5 and 7). What is before and
-after attention are functions of tensors alone (`_before…`, `_after…`): nothing in them knows of
-rows, masks or caches.
+after attention are functions of tensors alone (`before_…`, `after_…`): nothing in them knows of
+rows, masks or caches, and `compiled` compiles them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from torch import Tensor
 from maskserve_engine.families.attention import attention
 from maskserve_engine.families.flux.packing import Packing, Stream
 from maskserve_engine.families.flux.weights import Double, Linear, Single, Stem, Weights
+
+if TYPE_CHECKING:
+    from maskserve_engine.families.flux.compiled import Halves
 
 _EPS = 1e-6
 
@@ -34,16 +37,11 @@ class FillRest(Protocol):
         ...
 
 
-def rotate(x: Tensor, cis: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rotary embedding of x [N, heads, head_dim] by cis [N, head_dim / 2], complex; into `out`."""
+def rotate(x: Tensor, cis: Tensor) -> Tensor:
+    """Rotary embedding of x [N, …, head_dim] by cis [N, head_dim / 2], complex."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    if out is None:
-        return torch.view_as_real(pairs * cis[:, None]).flatten(-2).to(x.dtype)
-    if out.dtype == torch.float32:
-        torch.mul(pairs, cis[:, None], out=torch.view_as_complex(out.unflatten(-1, (-1, 2))))
-    else:
-        out.copy_(torch.view_as_real(pairs * cis[:, None]).flatten(-2))
-    return out
+    cis = cis[:, None, None] if x.dim() == 4 else cis[:, None]
+    return torch.view_as_real(pairs * cis).flatten(-2).to(x.dtype)
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -51,12 +49,11 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _heads(x: Tensor, weight: Tensor) -> Tensor:
-    """Queries or keys [N, width] as [N, heads, head_dim], each head through its norm."""
-    x = x.unflatten(-1, (-1, len(weight)))
-    return F.rms_norm(x, weight.shape, weight, _EPS)
+    """`x` [N, …, head_dim], each head through its norm."""
+    return F.rms_norm(x, x.shape[-1:], None, _EPS).mul_(weight)
 
 
-def _clip(x: Tensor) -> Tensor:
+def clip(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
@@ -64,14 +61,21 @@ Vectors = tuple[Tensor, ...]
 """Shifts, scales and gates in shapes that broadcast with a stream's tokens."""
 
 
-def _before_stem(stem: Stem, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys, values [N, heads, head_dim] of one stream of a double block."""
-    q, k, v = stem.qkv(torch.addcmul(shift, _norm(x), scale).flatten(0, -2)).chunk(3, dim=-1)
-    head_dim = len(stem.norm_q)
-    return _heads(q, stem.norm_q), _heads(k, stem.norm_k), v.unflatten(-1, (-1, head_dim))
+def before_stem(stem: Stem, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys [N, 2, heads, head_dim] and values [N, heads, head_dim] of one stream of a
+    double block.
+    """
+    qkv = stem.qkv(torch.addcmul(shift, _norm(x), scale).flatten(0, -2))
+    return _split(qkv, stem.norms)
 
 
-def _after_stem(stem: Stem, x: Tensor, attended: Tensor, vectors: Vectors) -> Tensor:
+def _split(qkv: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
+    head_dim, width = norms.shape[-1], qkv.shape[-1] // 3
+    qk = qkv[:, : 2 * width].unflatten(-1, (2, -1, head_dim))
+    return _heads(qk, norms), qkv[:, 2 * width :].unflatten(-1, (-1, head_dim))
+
+
+def after_stem(stem: Stem, x: Tensor, attended: Tensor, vectors: Vectors) -> Tensor:
     """One stream of a double block after attention; `attended` [N, width]."""
     _, _, gate, shift, scale, mlp_gate = vectors
     x = torch.addcmul(x, gate, stem.out(attended).view_as(x))
@@ -79,49 +83,43 @@ def _after_stem(stem: Stem, x: Tensor, attended: Tensor, vectors: Vectors) -> Te
     return torch.addcmul(x, mlp_gate, stem.down(up))
 
 
-def _before_single(
+def before_single(
     block: Single, x: Tensor, shift: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys, values and the feed-forward part of a single block."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `before_stem`, and the feed-forward part, of a single block."""
     both = block.qkv_up(torch.addcmul(shift, _norm(x), scale).flatten(0, -2))
-    width, head_dim = x.shape[-1], len(block.norm_q)
-    q, k, v, up = both.split((width, width, width, both.shape[-1] - 3 * width), dim=-1)
-    v = v.unflatten(-1, (-1, head_dim))
-    return _heads(q, block.norm_q), _heads(k, block.norm_k), v, F.gelu(up, approximate="tanh")
+    qkv, up = both.tensor_split((3 * x.shape[-1],), dim=-1)
+    return *_split(qkv, block.norms), F.gelu(up, approximate="tanh")
 
 
-def _after_single(block: Single, x: Tensor, attended: Tensor, up: Tensor, gate: Tensor) -> Tensor:
+def after_single(block: Single, x: Tensor, attended: Tensor, up: Tensor, gate: Tensor) -> Tensor:
     out = block.out(torch.cat((attended, up), dim=-1))
-    return _clip(torch.addcmul(x, gate, out.view_as(x)))
+    return clip(torch.addcmul(x, gate, out.view_as(x)))
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
+    qk: Tensor,
     v: Tensor,
-    cis: Tensor,
     packing: Packing,
     fill: FillRest | None,
     capture: CaptureKeys | None,
 ) -> Tensor:
-    """Attention of the computed tokens, in row order, over all of each row's keys: [N, width]."""
-    q = rotate(q, cis)
+    """Attention of the computed tokens, in row order, over all of each row's keys: [N, width].
+
+    `qk` [N, 2, heads, head_dim] are queries and keys, rotated.
+    """
+    q, k = qk.unbind(1)
+    if capture is not None:
+        capture(k, v)
     if fill is None:
-        k = rotate(k, cis)
-        if capture is not None:
-            capture(k, v)
         return attention(q, k, v, packing.computed).flatten(1)
     keys = k.new_empty(packing.all_keys.k_spans[-1][1], *k.shape[1:])
     values = torch.empty_like(keys)
     if packing.core_in_keys is None:
-        first = rotate(k, cis, out=keys[: len(k)])
-        values[: len(v)] = v
+        keys[: len(k)], values[: len(v)] = k, v
     else:
-        first = rotate(k, cis)
-        keys.index_copy_(0, packing.core_in_keys, first)
+        keys.index_copy_(0, packing.core_in_keys, k)
         values.index_copy_(0, packing.core_in_keys, v)
-    if capture is not None:
-        capture(first, v)
     fill(keys, values, packing)
     return attention(q, keys, values, packing.all_keys).flatten(1)
 
@@ -135,6 +133,7 @@ def double_block(
     cis: Tensor,
     fill: FillRest | None = None,
     capture: CaptureKeys | None = None,
+    halves: Halves | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A FluxTransformerBlock.
 
@@ -147,21 +146,26 @@ def double_block(
         cis: [N, head_dim / 2] complex rotary factors in row order.
         fill: writes the inactive tokens' keys and values; None when there are none.
         capture: sees the computed keys and values (priming).
+        halves: what is before and after attention, compiled; None: as it stands here.
 
     Returns:
         text and image streams after the block.
     """
+    if halves is not None:
+        qk, v = halves.before_double(block, text, image, vectors, packing, cis)
+        attended = _attend(qk, v, packing, fill, capture)
+        return halves.after_double(block, text, image, attended, vectors, packing)
     of_image = packing.image_stream.spread(vectors[0], 6)
     of_text = packing.text_stream.spread(vectors[1], 6)
     x, c = packing.image_stream.wide(image), packing.text_stream.wide(text)
-    ours = _before_stem(block.image, x, of_image[0], of_image[1])
-    texts = _before_stem(block.text, c, of_text[0], of_text[1])
-    q, k, v = (packing.rows_from(*pair) for pair in zip(texts, ours, strict=True))
-    attended = _attend(q, k, v, cis, packing, fill, capture)
+    ours = before_stem(block.image, x, of_image[0], of_image[1])
+    texts = before_stem(block.text, c, of_text[0], of_text[1])
+    qk, v = (packing.rows_from(*pair) for pair in zip(texts, ours, strict=True))
+    attended = _attend(rotate(qk, cis), v, packing, fill, capture)
     c_attended, x_attended = packing.split(attended)
-    image = _after_stem(block.image, x, x_attended, of_image).view_as(image)
-    text = _after_stem(block.text, c, c_attended, of_text).view_as(text)
-    return _clip(text), image
+    image = after_stem(block.image, x, x_attended, of_image).view_as(image)
+    text = after_stem(block.text, c, c_attended, of_text).view_as(text)
+    return clip(text), image
 
 
 def single_block(
@@ -172,16 +176,21 @@ def single_block(
     cis: Tensor,
     fill: FillRest | None = None,
     capture: CaptureKeys | None = None,
+    halves: Halves | None = None,
 ) -> Tensor:
     """A FluxSingleTransformerBlock over x [N, width] in row order.
 
     `vectors` [R, 3 · width] are the rows' (`Vectors.single`); other arguments as double_block.
     """
+    if halves is not None:
+        qk, v, up = halves.before_single(block, x, vectors, packing, cis)
+        attended = _attend(qk, v, packing, fill, capture)
+        return halves.after_single(block, x, attended, up, vectors, packing)
     shift, scale, gate = packing.row_stream.spread(vectors, 3)
     wide = packing.row_stream.wide(x)
-    q, k, v, up = _before_single(block, wide, shift, scale)
-    attended = _attend(q, k, v, cis, packing, fill, capture)
-    return _after_single(block, wide, attended, up, gate).view_as(x)
+    qk, v, up = before_single(block, wide, shift, scale)
+    attended = _attend(rotate(qk, cis), v, packing, fill, capture)
+    return after_single(block, wide, attended, up, gate).view_as(x)
 
 
 def project_rest(
@@ -207,7 +216,8 @@ def project_rest(
     keys_values = Linear(qkv.weight[rows], None if qkv.bias is None else qkv.bias[rows])
     normed = torch.addcmul(shift, _norm(stream.wide(hidden)), scale).view_as(hidden)
     k, v = keys_values(normed).chunk(2, dim=1)
-    return rotate(_heads(k, own.norm_k), cis), v.unflatten(-1, (-1, len(own.norm_k)))
+    k, v = (each.unflatten(-1, (-1, own.norms.shape[-1])) for each in (k, v))
+    return rotate(_heads(k, own.norms[1]), cis), v
 
 
 def last_layer(weights: Weights, image: Tensor, vectors: Tensor, stream: Stream) -> Tensor:

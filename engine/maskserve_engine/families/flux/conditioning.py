@@ -35,9 +35,6 @@ class Blend:
     def take(self, index: Tensor) -> Blend:
         return Blend(self.mask[index], self.clean[index], self.noise[index])
 
-    def to(self, device: torch.device) -> Blend:
-        return Blend(self.mask.to(device), self.clean.to(device), self.noise.to(device))
-
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -49,6 +46,13 @@ class Start:
     """[n, extra channels] for Fill."""
     blend: Blend | None
     """For Inpaint."""
+
+    def take(self, index: Tensor) -> Start:
+        return Start(
+            self.latents[index],
+            None if self.condition is None else self.condition[index],
+            None if self.blend is None else self.blend.take(index),
+        )
 
 
 def packed_mask(edit_mask: Tensor, factor: int, dtype: torch.dtype) -> Tensor:
@@ -102,6 +106,25 @@ def _noised(
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """What text encoders answered, in the model's dtype."""
+
+    embeds: Tensor
+    """[T, T5 width]"""
+    pooled: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a row begins with."""
+
+    schedule: Schedule
+    start: Start
+    prompt: Prompt
+    negative: Prompt | None
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateInputs:
     """The template's own model inputs: what priming runs on and inactive tokens are pinned to."""
 
@@ -115,10 +138,6 @@ class TemplateInputs:
     def take(self, index: Tensor) -> TemplateInputs:
         condition = None if self.condition is None else self.condition[index]
         return TemplateInputs(self.clean[index], self.noise[index], condition)
-
-    def to(self, device: torch.device) -> TemplateInputs:
-        condition = None if self.condition is None else self.condition.to(device)
-        return TemplateInputs(self.clean.to(device), self.noise.to(device), condition)
 
     def at(self, sigma: Tensor) -> Tensor:
         """[n, in_channels] model inputs at `sigma`."""

@@ -38,12 +38,10 @@ class Rest(Protocol):
         """[m, in_channels] their model inputs: the template noised to this timestep."""
         ...
 
-    def hidden(self, block: int, out: Tensor) -> None:
-        """Write their cached hidden states at the block's input into `out` [m, width]."""
-        ...
-
-    def keys_values(self, block: int) -> Source:
-        """Where their cached keys and values lie."""
+    def source(self, block: int, part: str) -> Source:
+        """Where their cached hidden states at the block's input (`h`) or keys and values (`kv`)
+        lie.
+        """
         ...
 
 
@@ -106,7 +104,10 @@ class Packed:
 
 
 def forward(
-    weights: Weights, packed: Packed, vectors: Vectors, kinds: Sequence[str] = ()
+    weights: Weights,
+    packed: Packed,
+    vectors: Vectors,
+    kinds: Sequence[str] = (),
 ) -> Tensor:
     """The model's output for the computed image tokens of every row.
 
@@ -116,7 +117,7 @@ def forward(
         vectors: of this step.
         kinds: `dense`, `project` or `kv` per block, double blocks first, for all cached rows of
             the step; not read when there are none. `project` and `dense` take the inactive hidden
-            states from the model's start or the dense block before them, else from `Rest.hidden`.
+            states from the model's start or the dense block before them, else from an entry.
 
     Returns:
         [N, out_channels] in the order of `packed.tokens`.
@@ -154,6 +155,7 @@ class State:
 
     def run(self, begin: int, end: int) -> None:
         """Blocks `begin` to `end`, double blocks first."""
+        halves = self.weights.halves
         for index, block in enumerate(self.weights.blocks[begin:end], start=begin):
             if isinstance(block, Single) and not self.joined:
                 self.join_streams()
@@ -161,12 +163,12 @@ class State:
             if isinstance(block, Single):
                 vectors = self.vectors.of(index)
                 self.image = single_block(
-                    block, self.image, vectors, self.packing, self.cis, fill, capture
+                    block, self.image, vectors, self.packing, self.cis, fill, capture, halves
                 )
             else:
                 both, streams = self.vectors.double[index], (self.text, self.image)
                 self.text, self.image = double_block(
-                    block, *streams, both, self.packing, self.cis, fill, capture
+                    block, *streams, both, self.packing, self.cis, fill, capture, halves
                 )
 
     def part(self, rows: Sequence[int]) -> State:
@@ -222,10 +224,11 @@ class State:
             return self.carried[1]
         assert self.rest_cis is not None
         hidden = self.image.new_empty(len(self.rest_cis), self.image.shape[1])
-        for rest, (begin, end) in zip(self.packed.rests, self.ways.rest_stream.spans, strict=True):
-            if rest is not None:
-                rest.hidden(index, hidden[begin:end])
+        place(self._sources(index, "h"), (hidden,), self.ways.rest_places)
         return hidden
+
+    def _sources(self, index: int, part: str) -> list[Source | None]:
+        return [None if rest is None else rest.source(index, part) for rest in self.packed.rests]
 
     def fill(self, index: int, block: Double | Single) -> FillRest | None:
         """How the block's inactive keys come about; None when none are missing."""
@@ -239,8 +242,7 @@ class State:
         return lambda keys, values, packing: self._fill_loaded(index, keys, values, packing)
 
     def _fill_loaded(self, index: int, keys: Tensor, values: Tensor, packing: Packing) -> None:
-        sources = [None if rest is None else rest.keys_values(index) for rest in self.packed.rests]
-        place(sources, keys, values, packing.places)
+        place(self._sources(index, "kv"), (keys, values), packing.places)
 
     def _fill_projected(
         self, index: int, block: Double | Single, keys: Tensor, values: Tensor, packing: Packing

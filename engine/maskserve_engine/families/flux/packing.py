@@ -15,10 +15,9 @@ and keys add, per cached row, those of the tokens that were not computed (`rest`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from maskserve_engine.families.attention import Segments, Span, ends, spans, uniform
 from maskserve_engine.families.place import Places
-from maskserve_engine.families.transfer import to_device
+from maskserve_engine.families.transfer import moved
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,10 @@ class Packing:
     text_stream: Stream
     image_stream: Stream
     row_stream: Stream
-    to_rows: Tensor | None
-    """[N] positions in (text stream, image stream) of each token of row order; None: the same."""
-    from_rows: Tensor | None
+    to_rows: Tensor
+    """[N] positions in (text stream, image stream) of each token of row order; of one row, their
+    own."""
+    from_rows: Tensor
     image_in_rows: Tensor | None
     """[N_image] positions of the image stream's tokens in row order; None: all after the text."""
     computed: Segments
@@ -84,7 +84,7 @@ class Packing:
 
     def rows_from(self, text: Tensor, image: Tensor) -> Tensor:
         """Row order from the two streams."""
-        if self.to_rows is None:
+        if len(self.text) == 1:
             return torch.cat((text, image))
         if self.text_stream.uniform and self.image_stream.uniform:  # one copy instead of two
             rows = len(self.text)
@@ -94,7 +94,7 @@ class Packing:
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The two streams from row order."""
-        both = rows if self.from_rows is None else rows.index_select(0, self.from_rows)
+        both = rows if len(self.text) == 1 else rows.index_select(0, self.from_rows)
         n_text = sum(self.text)
         return both[:n_text], both[n_text:]
 
@@ -154,8 +154,8 @@ def _pack(text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...]) 
         text_stream=_stream(text),
         image_stream=_stream(image),
         row_stream=_stream(core),
-        to_rows=None if one else torch.from_numpy(order),
-        from_rows=None if one else torch.from_numpy(inverse),
+        to_rows=torch.from_numpy(order),
+        from_rows=torch.from_numpy(inverse),
         image_in_rows=None if one else torch.from_numpy(inverse[n_text:]),
         computed=_segments(core, core),
         all_keys=_segments(core, keys),
@@ -165,35 +165,9 @@ def _pack(text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...]) 
             row_of=torch.from_numpy(np.repeat(np.arange(len(rest)), rest)),
             local=torch.from_numpy(_positions([(0, r) for r in rest])),
             to=torch.from_numpy(_positions(rest_keys)),
-            numbers=torch.from_numpy(np.arange(max(rest))),
+            numbers=torch.from_numpy(np.arange(sum(rest))),
         ),
     )
-
-
-Tree = TypeVar("Tree")
-
-
-def _moved(tree: Tree, device: torch.device) -> Tree:
-    """A dataclass of dataclasses and tensors with every tensor on `device`, in one transfer."""
-    there = iter(to_device(list(_tensors(tree)), device))
-
-    def rebuild(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return next(there)
-        if is_dataclass(x) and not isinstance(x, type):
-            return replace(x, **{f.name: rebuild(getattr(x, f.name)) for f in fields(x)})
-        return x
-
-    moved: Tree = rebuild(tree)
-    return moved
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif is_dataclass(tree):
-        for field in fields(tree):
-            yield from _tensors(getattr(tree, field.name))
 
 
 @dataclass(frozen=True)
@@ -212,6 +186,12 @@ class Widening:
     rest_in_image: Tensor
     core_in_rows: Tensor
     rest_in_rows: Tensor
+
+    @cached_property
+    def rest_places(self) -> Places:
+        """Of the inactive tokens in the stream of them alone."""
+        among_keys = self.narrow.places
+        return replace(among_keys, spans=self.rest_stream.spans, to=among_keys.numbers)
 
     def widen(self, core: Tensor, rest: Tensor, *, rows: bool) -> Tensor:
         """Wide stream from the narrow one and the inactive tokens' hidden states."""
@@ -259,4 +239,4 @@ def widening(
         core_in_rows=core_in_rows,
         rest_in_rows=rest_in_rows,
     )
-    return _moved(both, device)
+    return moved(both, device)

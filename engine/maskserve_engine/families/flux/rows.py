@@ -52,13 +52,8 @@ class CachedRest:
     def tokens(self) -> Tensor:
         return self.inactive.template.at(self.row.sigma)
 
-    def hidden(self, block: int, out: Tensor) -> None:
-        (hidden,) = self._entry.wait(block, "h")
-        hidden.into(out)
-
-    def keys_values(self, block: int) -> Source:
-        (keys, values), ids = self._entry.wait_whole(block, "kv")
-        return Source(keys, values, ids)
+    def source(self, block: int, part: str) -> Source:
+        return Source(*self._entry.wait_whole(block, part))
 
     @property
     def _entry(self) -> Handle:
@@ -220,6 +215,8 @@ class PrimingRow:
     request_id: str
     template: TemplateInputs
     anchors: tuple[Anchor, ...]
+    sigmas: Tensor
+    """[anchors] float32, theirs."""
     text: Tensor
     pooled: Tensor
     guidance: float | None
@@ -256,8 +253,7 @@ class PrimingRow:
         return 1
 
     def model_input(self) -> RowInput:
-        sigma = torch.tensor(self.anchors[self.step].sigma, device=self.cis.device)
-        tokens = self.template.at(sigma)
+        tokens = self.template.at(self.sigmas[self.step])
         self.recorder = Recorder(self.kinds, self.format)
         return RowInput(
             tokens, self.text, self.pooled, self.guidance, self.cis, capture=self.recorder

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from maskserve_core.config import ConfigError
@@ -34,9 +33,6 @@ class Schedule:
     @property
     def steps(self) -> int:
         return len(self.walk)
-
-    def to(self, device: torch.device) -> Schedule:
-        return Schedule(self.sigmas.to(device), self.walk)
 
 
 def check_sampler(sampler: Any) -> None:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from maskserve_engine.families.flux.compiled import Halves
 
 
 class Linear(NamedTuple):
@@ -50,8 +53,8 @@ class Stem(NamedTuple):
     vectors: Linear
     """From the time-text embedding: shift, scale, gate and the same of the feed-forward part."""
     qkv: Linear
-    norm_q: Tensor
-    norm_k: Tensor
+    norms: Tensor
+    """[2, 1, head_dim] of queries and keys."""
     out: Linear
     up: Linear
     down: Linear
@@ -71,8 +74,8 @@ class Single(NamedTuple):
     """From the time-text embedding: shift, scale and gate."""
     qkv_up: Linear
     """Queries, keys, values and the feed-forward part's input."""
-    norm_q: Tensor
-    norm_k: Tensor
+    norms: Tensor
+    """[2, 1, head_dim] of queries and keys."""
     out: Linear
 
 
@@ -87,6 +90,8 @@ class Weights:
     last_vectors: Linear
     proj_out: Linear
     head_dim: int
+    halves: Halves | None = None
+    """Of the blocks, compiled; None: they run as `blocks` has them."""
 
     @classmethod
     def of(cls, model: Any) -> Weights:
@@ -115,13 +120,16 @@ class Weights:
         return self.x_embedder.weight.device
 
 
+def _norms(*norms: Any) -> Tensor:
+    return torch.stack([norm.weight for norm in norms])[:, None]
+
+
 def _double(block: Any) -> Double:
     attn = block.attn
     image = Stem(
         Linear.of(block.norm1.linear),
         Linear.joined((attn.to_q, attn.to_k, attn.to_v)),
-        attn.norm_q.weight,
-        attn.norm_k.weight,
+        _norms(attn.norm_q, attn.norm_k),
         Linear.of(attn.to_out[0]),
         Linear.of(block.ff.net[0].proj),
         Linear.of(block.ff.net[2]),
@@ -129,8 +137,7 @@ def _double(block: Any) -> Double:
     text = Stem(
         Linear.of(block.norm1_context.linear),
         Linear.joined((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)),
-        attn.norm_added_q.weight,
-        attn.norm_added_k.weight,
+        _norms(attn.norm_added_q, attn.norm_added_k),
         Linear.of(attn.to_add_out),
         Linear.of(block.ff_context.net[0].proj),
         Linear.of(block.ff_context.net[2]),
@@ -143,7 +150,6 @@ def _single(block: Any) -> Single:
     return Single(
         Linear.of(block.norm.linear),
         Linear.joined((attn.to_q, attn.to_k, attn.to_v, block.proj_mlp)),
-        attn.norm_q.weight,
-        attn.norm_k.weight,
+        _norms(attn.norm_q, attn.norm_k),
         Linear.of(block.proj_out),
     )

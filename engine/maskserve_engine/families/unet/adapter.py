@@ -20,6 +20,7 @@ from maskserve_core.planning.flops_unet import unet_work
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.families.stepping import Stepping
+from maskserve_engine.families.transfer import moved
 from maskserve_engine.families.unet.batch import Batch, Row
 from maskserve_engine.families.unet.conditioning import (
     Start,
@@ -154,7 +155,6 @@ class UnetAdapter(Stepping[Row, Any]):
 
     def cached_row(self, job: EditJob, noise_seed: int) -> UnetRow:
         with torch.inference_mode():
-            row = self._row(job)
             _, height, width = job.moments.shape
             ids = self._active(job)
             mask = np.zeros(height * width, np.bool_)
@@ -163,16 +163,14 @@ class UnetAdapter(Stepping[Row, Any]):
             for level, count in enumerate(self.work(height, width).tokens):
                 left = np.setdiff1d(np.arange(count), ids[level])
                 rest.append(np.concatenate([left + count * i for i in range(self.entry_halves)]))
-            row.inactive = Inactive(
-                active={
-                    level: torch.from_numpy(found).to(self.device) for level, found in ids.items()
-                },
-                mask=torch.from_numpy(mask.reshape(1, height, width)).to(self.device),
+            inactive = Inactive(
+                active={level: torch.from_numpy(found) for level, found in ids.items()},
+                mask=torch.from_numpy(mask.reshape(1, height, width)),
                 template=self._template(job, noise_seed),
                 selection=Selection(rest, [place.level for place in self.places]),
                 halves=self.entry_halves,
             )
-            return row
+            return self._row(job, inactive)
 
     def priming_row(
         self,
@@ -185,36 +183,39 @@ class UnetAdapter(Stepping[Row, Any]):
     ) -> UnetPrimingRow:
         none = {name: np.zeros_like(array) for name, array in prompt.items()}
         with torch.inference_mode():
+            given = tuple([self._texts(p, job) for p in (prompt, none)[: self.entry_halves]])
+            template, texts = moved((self._template(job, noise_seed), given), self.device)
             return UnetPrimingRow(
                 request_id=job.request.request_id,
-                template=self._template(job, noise_seed),
+                template=template,
                 anchors=tuple(anchors),
-                prompts=tuple(
-                    self.prompt(each, job) for each in (prompt, none)[: self.entry_halves]
-                ),
+                prompts=tuple([self._prompt(each) for each in texts]),
                 kinds=kinds,
                 format=format,
             )
 
-    def _row(self, job: EditJob) -> UnetRow:
+    def _row(self, job: EditJob, inactive: Inactive | None = None) -> UnetRow:
+        """A row; `inactive` lies in host memory as yet."""
         settings = job.request.settings
         assert settings.num_inference_steps is not None
         sampler = Sampler(self.sampler, settings.num_inference_steps, settings.strength)
-        start = self._start(job, sampler)
+        negative = None if job.negative is None else self._texts(job.negative, job)
+        there = (self._start(job, sampler), self._texts(job.conditioning, job), negative, inactive)
+        start, texts, negative, inactive = moved(there, self.device)
         guidance = None
-        if job.negative is not None:
+        if negative is not None:
             assert settings.guidance_scale is not None, "preprocess fills in the model's default"
-            guidance = Guidance(self.prompt(job.negative, job), settings.guidance_scale)
-        blend, condition = start.blend, start.condition
+            guidance = Guidance(self._prompt(negative), settings.guidance_scale)
         return UnetRow(
             request_id=job.request.request_id,
             sampler=sampler,
             noise_levels=self._noise_levels,
-            prompt=self.prompt(job.conditioning, job),
+            prompt=self._prompt(texts),
             guidance=guidance,
-            latents=start.latents.to(self.device),
-            condition=None if condition is None else condition.to(self.device),
-            blend=None if blend is None else blend.to(self.device),
+            latents=start.latents,
+            condition=start.condition,
+            blend=start.blend,
+            inactive=inactive,
         )
 
     def _start(self, job: EditJob, sampler: Sampler) -> Start:
@@ -231,23 +232,29 @@ class UnetAdapter(Stepping[Row, Any]):
             noise_seed,
             self._noise_levels,
             self.dtype,
-            self.device,
             fill=self.facts.semantics == "fill",
         )
 
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
         return Posterior(moments, 0.0, self.vae_scale, self._vae_dtype)
 
-    def prompt(self, conditioning: Conditioning, job: EditJob) -> Prompt:
+    def prompt(self, given: Conditioning, job: EditJob) -> Prompt:
         """A prompt as a pass of the edit takes it."""
-        text = self._tensor(conditioning["prompt_embeds"])
-        if not self.facts.micro_conditioning:
-            return Prompt(text, None)
-        # diffusers' defaults: the picture as if it were original, whole and wanted at this size.
-        height, width = job.edit_mask.shape
-        sizes = torch.tensor([height, width, 0, 0, height, width], device=self.device)
-        pooled = self._tensor(conditioning["pooled"])
-        return Prompt(text, added_embedding(self.model, pooled, sizes.to(self.dtype)))
+        return self._prompt(moved(self._texts(given, job), self.device))
+
+    def _texts(self, given: Conditioning, job: EditJob) -> tuple[Tensor, ...]:
+        """What the text encoders answered, in the model's dtype; for SDXL the sizes, too."""
+        texts = [given["prompt_embeds"]]
+        if self.facts.micro_conditioning:
+            # diffusers' defaults: the picture as if it were original, whole, wanted at this size.
+            height, width = job.edit_mask.shape
+            sizes = np.array([height, width, 0, 0, height, width], np.float32)
+            texts += [given["pooled"], sizes]
+        return tuple([torch.from_numpy(each).to(self.dtype) for each in texts])
+
+    def _prompt(self, texts: tuple[Tensor, ...]) -> Prompt:
+        text, *micro = texts
+        return Prompt(text, added_embedding(self.model, *micro) if micro else None)
 
     def _walk(self, job: EditJob) -> tuple[float, ...]:
         settings = job.request.settings
@@ -265,6 +272,3 @@ class UnetAdapter(Stepping[Row, Any]):
         return active_tokens_per_level(
             job.edit_mask, self.facts.token_pixels, self._depth, job.mask_ring
         )
-
-    def _tensor(self, array: NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, self.dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from maskserve_engine.families.stepping import KeptBatch
+from maskserve_engine.families.transfer import to_device
 from maskserve_engine.families.unet.forward import Packed, forward
 from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
 
@@ -43,7 +44,8 @@ class Batch(KeptBatch[Row, Any]):
     def _timesteps(self, device: torch.device) -> torch.Tensor:
         times = [row.timestep for row in self.rows]
         counts = torch.tensor(self._passes)
-        return torch.tensor(times).repeat_interleave(counts).to(device)
+        [there] = to_device([torch.tensor(times).repeat_interleave(counts)], device)
+        return there
 
     def _captures(self) -> list[tuple[int, int, Any]]:
         """(first pass, behind its last pass, recorder) of each priming row."""

@@ -32,9 +32,6 @@ class Blend:
             source = sampler.noised(self.clean[None], self.noise[None], after)[0]
         return (1 - self.mask) * source + self.mask * latents
 
-    def to(self, device: torch.device) -> Blend:
-        return Blend(self.mask.to(device), self.clean.to(device), self.noise.to(device))
-
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -109,12 +106,11 @@ def template_inputs(
     noise_seed: int,
     levels: NoiseLevels,
     dtype: torch.dtype,
-    device: torch.device,
     *,
     fill: bool,
 ) -> TemplateInputs:
     """The template's inputs; equal for every edit of the same pixels and noise seed."""
     clean = image.mode().to(dtype)
     noise = draw(clean.shape, torch.Generator("cpu").manual_seed(noise_seed), dtype)
-    condition = torch.cat((torch.zeros_like(clean[:1]), clean)).to(device) if fill else None
-    return TemplateInputs(clean.to(device), noise.to(device), condition, levels)
+    condition = torch.cat((torch.zeros_like(clean[:1]), clean)) if fill else None
+    return TemplateInputs(clean, noise, condition, levels)

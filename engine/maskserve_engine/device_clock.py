@@ -1,0 +1,35 @@
+"""Time on the device's own clock, read without waiting for the device."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+Mark = float | torch.cuda.Event
+"""A point of the device's work: seconds of this process' clock, or on CUDA an event."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Now; on CUDA, when the device has done what it was asked for so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class Span(NamedTuple):
+    """From one mark to another."""
+
+    begin: Mark
+    end: Mark
+
+    def seconds(self) -> float | None:
+        """How long it was; None: the device is not there yet."""
+        if isinstance(self.begin, float) or isinstance(self.end, float):
+            assert isinstance(self.begin, float)
+            assert isinstance(self.end, float)
+            return self.end - self.begin
+        return self.begin.elapsed_time(self.end) / 1e3 if self.end.query() else None

@@ -1,0 +1,230 @@
+"""The halves of FLUX blocks, before and after attention, compiled by torch.compile.
+
+A half is a function of tensors: weights, tokens, vectors and indices, of which no size but the
+model's own is fixed. So one graph of each half serves all blocks of a sort, whatever rows, masks
+and entries there are, and all are compiled at start. What lies between the halves (attention and
+the cache) stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.decorators import mark_unbacked
+
+from maskserve_engine.families.flux.blocks import (
+    after_single,
+    after_stem,
+    before_single,
+    before_stem,
+    clip,
+)
+from maskserve_engine.families.flux.packing import Packing
+from maskserve_engine.families.flux.weights import Double, Single, Weights
+
+_log = logging.getLogger(__name__)
+_ROWS, _TEXT, _IMAGE = 3, 37, 53
+"""Sizes that halves are compiled with: no two sizes in a model are so, so none is taken for one."""
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """Why nothing can be compiled for `device`; None if it can."""
+    name = "CC" if device.type == "cuda" else "CXX"
+    program = os.environ.get(name) or {"CC": "gcc", "CXX": "g++"}[name]
+    if shutil.which(program) is None:
+        return f"there is no compiler ({program}, or another that {name} names)"
+    return None
+
+
+def compile_halves(weights: Weights) -> Halves | None:
+    """The halves of the model's blocks, compiled; None, with the reason in the log, if they cannot
+    be. Takes most of a minute; a process that finds the files of an earlier one, a few seconds.
+    """
+    reason = missing_compiler(weights.device)
+    if reason is not None:
+        _log.warning("blocks run uncompiled: %s", reason)
+        return None
+    begin, halves = time.perf_counter(), Halves()
+    try:
+        with torch.inference_mode():
+            halves.warm_up(weights)
+    except Exception:  # whatever a compiler can raise; the model serves without
+        _log.exception("blocks run uncompiled: torch.compile has failed")
+        return None
+    # What was not foreseen runs as it stands: to compile it would hold up every row's step.
+    torch.compiler.set_stance("eager_on_recompile")
+    _log.info("blocks are compiled; that took %.1f s", time.perf_counter() - begin)
+    return halves
+
+
+def _turned(x: Tensor, cis: Tensor) -> Tensor:
+    """`blocks.rotate` in real numbers: complex ones are not compiled.
+
+    `x` [N, 2, heads, head_dim], `cis` [N, head_dim / 2, 2].
+    """
+    real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cis[:, None, None].unbind(-1)
+    both = real * cos - imaginary * sin, real * sin + imaginary * cos
+    return torch.stack(both, dim=-1).flatten(-2).to(x.dtype)
+
+
+def _spread(vectors: Tensor, row_of: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """Each token's own vectors, from its row's."""
+    return vectors.index_select(0, row_of).chunk(parts, dim=-1)
+
+
+def _before_double(
+    block: Double,
+    c: Tensor,
+    x: Tensor,
+    of_c: Tensor,
+    of_x: Tensor,
+    row_of_c: Tensor,
+    row_of_x: Tensor,
+    to_rows: Tensor,
+    cis: Tensor,
+) -> tuple[Tensor, Tensor]:
+    texts = before_stem(block.text, c, *_spread(of_c, row_of_c, 6)[:2])
+    ours = before_stem(block.image, x, *_spread(of_x, row_of_x, 6)[:2])
+    qk, v = (torch.cat(pair).index_select(0, to_rows) for pair in zip(texts, ours, strict=True))
+    return _turned(qk, cis), v
+
+
+def _after_double(
+    block: Double,
+    c: Tensor,
+    x: Tensor,
+    attended: Tensor,
+    of_c: Tensor,
+    of_x: Tensor,
+    row_of_c: Tensor,
+    row_of_x: Tensor,
+    from_rows: Tensor,
+) -> tuple[Tensor, Tensor]:
+    both = attended.index_select(0, from_rows)
+    text = after_stem(block.text, c, both[: c.shape[0]], _spread(of_c, row_of_c, 6))
+    image = after_stem(block.image, x, both[c.shape[0] :], _spread(of_x, row_of_x, 6))
+    return clip(text), image
+
+
+def _before_single(
+    block: Single, x: Tensor, vectors: Tensor, row_of: Tensor, cis: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    qk, v, up = before_single(block, x, *_spread(vectors, row_of, 3)[:2])
+    return _turned(qk, cis), v, up
+
+
+def _after_single(
+    block: Single, x: Tensor, attended: Tensor, up: Tensor, vectors: Tensor, row_of: Tensor
+) -> Tensor:
+    return after_single(block, x, attended, up, _spread(vectors, row_of, 3)[2])
+
+
+class Halves:
+    """Compiled halves; each takes what `blocks.double_block` and `single_block` take.
+
+    Args:
+        backend: of torch.compile.
+    """
+
+    def __init__(self, backend: str = "inductor") -> None:
+        def compiled(half: Callable[..., Any]) -> Callable[..., Any]:
+            return torch.compile(half, dynamic=True, fullgraph=True, backend=backend)
+
+        self._before_double, self._after_double = compiled(_before_double), compiled(_after_double)
+        self._before_single, self._after_single = compiled(_before_single), compiled(_after_single)
+
+    def warm_up(self, weights: Weights) -> None:
+        """Compile what the model's blocks need, for any number of rows and tokens."""
+        weight, both = weights.x_embedder.weight, _TEXT + _IMAGE
+
+        def some(tokens: int, width: int = weights.width) -> Tensor:
+            return weight.new_zeros(tokens, width)
+
+        def vectors(parts: int) -> Tensor:
+            made = some(_ROWS, parts * weights.width)
+            mark_unbacked(made, 0)  # else a single row would be a case of its own
+            return made
+
+        def numbers(count: int, below: int) -> Tensor:
+            return torch.arange(count, device=weight.device) % below
+
+        cis = torch.zeros(both, weights.head_dim // 2, 2, device=weight.device)
+        for double in weights.double_blocks[:1]:
+            streams, of = (some(_TEXT), some(_IMAGE)), (vectors(6), vectors(6))
+            rows = numbers(_TEXT, _ROWS), numbers(_IMAGE, _ROWS)
+            self._before_double(double, *streams, *of, *rows, numbers(both, both), cis)
+            self._after_double(double, *streams, some(both), *of, *rows, numbers(both, both))
+        for single in weights.single_blocks[:1]:
+            row_of = numbers(both, _ROWS)
+            *_, up = self._before_single(single, some(both), vectors(3), row_of, cis)
+            self._after_single(single, some(both), some(both), up, vectors(3), row_of)
+
+    def before_double(
+        self,
+        block: Double,
+        text: Tensor,
+        image: Tensor,
+        vectors: tuple[Tensor, Tensor],
+        packing: Packing,
+        cis: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys [N, 2, heads, head_dim], values [N, heads, head_dim], in row
+        order.
+        """
+        rows = packing.text_stream.row_of, packing.image_stream.row_of
+        done: tuple[Tensor, Tensor] = self._before_double(
+            block, text, image, vectors[1], vectors[0], *rows, packing.to_rows, _real(cis)
+        )
+        return done
+
+    def after_double(
+        self,
+        block: Double,
+        text: Tensor,
+        image: Tensor,
+        attended: Tensor,
+        vectors: tuple[Tensor, Tensor],
+        packing: Packing,
+    ) -> tuple[Tensor, Tensor]:
+        """The text and image streams."""
+        rows = packing.text_stream.row_of, packing.image_stream.row_of
+        done: tuple[Tensor, Tensor] = self._after_double(
+            block, text, image, attended, vectors[1], vectors[0], *rows, packing.from_rows
+        )
+        return done
+
+    def before_single(
+        self, block: Single, x: Tensor, vectors: Tensor, packing: Packing, cis: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `before_double`, and the feed-forward part."""
+        done: tuple[Tensor, Tensor, Tensor] = self._before_single(
+            block, x, vectors, packing.row_stream.row_of, _real(cis)
+        )
+        return done
+
+    def after_single(
+        self,
+        block: Single,
+        x: Tensor,
+        attended: Tensor,
+        up: Tensor,
+        vectors: Tensor,
+        packing: Packing,
+    ) -> Tensor:
+        """[N, width] in row order."""
+        done: Tensor = self._after_single(
+            block, x, attended, up, vectors, packing.row_stream.row_of
+        )
+        return done
+
+
+def _real(cis: Tensor) -> Tensor:
+    return torch.view_as_real(cis)

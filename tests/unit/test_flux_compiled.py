@@ -1,0 +1,126 @@
+"""Compiled halves of FLUX blocks against the halves as they stand, and how often they compile."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.compiled import Halves, compile_halves
+from maskserve_engine.families.flux.forward import forward
+from maskserve_harness.benchmarks.step_rig import Bench
+
+CPU = torch.device("cpu")
+GRAPHS = 4
+"""Before and after attention, of double and of single blocks."""
+PLANS = {
+    "dense": ("dense",) * 4,
+    "kv": ("kv",) * 4,
+    "project": ("project",) * 4,
+    "mixed": ("kv", "dense", "project", "kv"),
+}
+ROWS = ([0.11], [None], [0.3, 0.05, None], [0.2, 0.2])
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
+def make_bench(dtype: torch.dtype = torch.float32) -> Bench:
+    bench = Bench("demo", (2, 2), dtype, CPU, "model")
+    bench.fill_entry("both")
+    return bench
+
+
+def warm(bench: Bench, backend: str) -> Halves:
+    halves = Halves(backend)
+    with torch.inference_mode():
+        halves.warm_up(bench.weights)
+    return halves
+
+
+def outputs(
+    bench: Bench, halves: Halves | None, ratios: Sequence[float | None], kinds: Sequence[str]
+) -> Tensor:
+    with torch.inference_mode():
+        torch.manual_seed(len(ratios))
+        batch = Batch.of([bench.row(ratio, seed) for seed, ratio in enumerate(ratios)], None)
+        weights = replace(bench.weights, halves=halves)
+        return forward(weights, batch.packed, batch._vectors_of(weights, 0), kinds)
+
+
+def test_one_graph_of_each_half_serves_all_blocks_rows_and_plans() -> None:
+    bench = make_bench()
+    halves = warm(bench, "eager")
+    for kinds in PLANS.values():
+        for ratios in ROWS:
+            expected = outputs(bench, None, ratios, kinds)
+            compiled = outputs(bench, halves, ratios, kinds)
+            assert torch.allclose(compiled, expected, atol=1e-5), (kinds, ratios)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == GRAPHS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_computes_what_they_do_uncompiled(dtype: torch.dtype) -> None:
+    bench = make_bench(dtype)
+    halves = compile_halves(bench.weights)
+    assert halves is not None
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    for kinds in PLANS.values():
+        for ratios in ROWS:
+            expected = outputs(bench, None, ratios, kinds)
+            compiled = outputs(bench, halves, ratios, kinds)
+            assert torch.allclose(compiled, expected, atol=tolerance), (kinds, ratios)
+
+
+def test_halves_of_fixed_sizes_would_be_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile
+
+    def naive(half: Any, **how: Any) -> Any:
+        return compiled(half, **{**how, "dynamic": False})
+
+    monkeypatch.setattr(torch, "compile", naive)
+    bench = make_bench()
+    halves = warm(bench, "eager")
+
+    def grow() -> None:
+        for tokens in range(1, 12):
+            outputs(bench, halves, [tokens / 20], PLANS["kv"])
+
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        grow()
+
+
+def test_what_was_not_foreseen_is_not_compiled_on_the_way() -> None:
+    """A single active token is a size of its own to torch.compile."""
+    bench = make_bench()
+    halves = warm(bench, "eager")
+    torch.compiler.set_stance("eager_on_recompile")
+    expected = outputs(bench, None, [1e-9], PLANS["kv"])
+    assert torch.allclose(outputs(bench, halves, [1e-9], PLANS["kv"]), expected, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == GRAPHS
+
+
+def test_without_a_compiler_blocks_run_uncompiled_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert compile_halves(make_bench().weights) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "blocks run uncompiled: there is no compiler (g++, or another that CXX names)"
+    ]
