@@ -37,11 +37,11 @@ class FillRest(Protocol):
         ...
 
 
-def rotate(x: Tensor, cis: Tensor) -> Tensor:
-    """Rotary embedding of x [N, …, head_dim] by cis [N, head_dim / 2], complex."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+def rotate(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rotary embedding of x [N, …, head_dim] by cis [N, head_dim / 2], complex, as `dtype`."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     cis = cis[:, None, None] if x.dim() == 4 else cis[:, None]
-    return torch.view_as_real(pairs * cis).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * cis).flatten(-2).to(dtype)
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _heads(x: Tensor, weight: Tensor) -> Tensor:
-    """`x` [N, …, head_dim], each head through its norm."""
-    return F.rms_norm(x, x.shape[-1:], None, _EPS).mul_(weight)
+    """`x` [N, …, head_dim], each head through its norm: float32, as `rotate` takes it."""
+    return F.rms_norm(x, x.shape[-1:], None, _EPS) * weight
 
 
 def clip(x: Tensor) -> Tensor:
@@ -62,8 +62,8 @@ Vectors = tuple[Tensor, ...]
 
 
 def before_stem(stem: Stem, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys [N, 2, heads, head_dim] and values [N, heads, head_dim] of one stream of a
-    double block.
+    """Queries and keys [N, 2, heads, head_dim] in float32, values [N, heads, head_dim]: of one
+    stream of a double block.
     """
     qkv = stem.qkv(torch.addcmul(shift, _norm(x), scale).flatten(0, -2))
     return _split(qkv, stem.norms)
@@ -161,7 +161,7 @@ def double_block(
     ours = before_stem(block.image, x, of_image[0], of_image[1])
     texts = before_stem(block.text, c, of_text[0], of_text[1])
     qk, v = (packing.rows_from(*pair) for pair in zip(texts, ours, strict=True))
-    attended = _attend(rotate(qk, cis), v, packing, fill, capture)
+    attended = _attend(rotate(qk, cis, v.dtype), v, packing, fill, capture)
     c_attended, x_attended = packing.split(attended)
     image = after_stem(block.image, x, x_attended, of_image).view_as(image)
     text = after_stem(block.text, c, c_attended, of_text).view_as(text)
@@ -189,7 +189,7 @@ def single_block(
     shift, scale, gate = packing.row_stream.spread(vectors, 3)
     wide = packing.row_stream.wide(x)
     qk, v, up = before_single(block, wide, shift, scale)
-    attended = _attend(rotate(qk, cis), v, packing, fill, capture)
+    attended = _attend(rotate(qk, cis, v.dtype), v, packing, fill, capture)
     return after_single(block, wide, attended, up, gate).view_as(x)
 
 
@@ -217,7 +217,7 @@ def project_rest(
     normed = torch.addcmul(shift, _norm(stream.wide(hidden)), scale).view_as(hidden)
     k, v = keys_values(normed).chunk(2, dim=1)
     k, v = (each.unflatten(-1, (-1, own.norms.shape[-1])) for each in (k, v))
-    return rotate(_heads(k, own.norms[1]), cis), v
+    return rotate(_heads(k, own.norms[1]), cis, v.dtype), v
 
 
 def last_layer(weights: Weights, image: Tensor, vectors: Tensor, stream: Stream) -> Tensor:

@@ -64,15 +64,15 @@ def compile_halves(weights: Weights) -> Halves | None:
     return halves
 
 
-def _turned(x: Tensor, cis: Tensor) -> Tensor:
+def _turned(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
     """`blocks.rotate` in real numbers: complex ones are not compiled.
 
     `x` [N, 2, heads, head_dim], `cis` [N, head_dim / 2, 2].
     """
-    real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cis[:, None, None].unbind(-1)
     both = real * cos - imaginary * sin, real * sin + imaginary * cos
-    return torch.stack(both, dim=-1).flatten(-2).to(x.dtype)
+    return torch.stack(both, dim=-1).flatten(-2).to(dtype)
 
 
 def _spread(vectors: Tensor, row_of: Tensor, parts: int) -> tuple[Tensor, ...]:
@@ -94,7 +94,7 @@ def _before_double(
     texts = before_stem(block.text, c, *_spread(of_c, row_of_c, 6)[:2])
     ours = before_stem(block.image, x, *_spread(of_x, row_of_x, 6)[:2])
     qk, v = (torch.cat(pair).index_select(0, to_rows) for pair in zip(texts, ours, strict=True))
-    return _turned(qk, cis), v
+    return _turned(qk, cis, v.dtype), v
 
 
 def _after_double(
@@ -118,7 +118,7 @@ def _before_single(
     block: Single, x: Tensor, vectors: Tensor, row_of: Tensor, cis: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     qk, v, up = before_single(block, x, *_spread(vectors, row_of, 3)[:2])
-    return _turned(qk, cis), v, up
+    return _turned(qk, cis, v.dtype), v, up
 
 
 def _after_single(

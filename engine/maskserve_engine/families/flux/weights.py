@@ -54,7 +54,7 @@ class Stem(NamedTuple):
     """From the time-text embedding: shift, scale, gate and the same of the feed-forward part."""
     qkv: Linear
     norms: Tensor
-    """[2, 1, head_dim] of queries and keys."""
+    """[2, 1, head_dim] of queries and keys, float32."""
     out: Linear
     up: Linear
     down: Linear
@@ -75,7 +75,7 @@ class Single(NamedTuple):
     qkv_up: Linear
     """Queries, keys, values and the feed-forward part's input."""
     norms: Tensor
-    """[2, 1, head_dim] of queries and keys."""
+    """[2, 1, head_dim] of queries and keys, float32."""
     out: Linear
 
 
@@ -121,7 +121,7 @@ class Weights:
 
 
 def _norms(*norms: Any) -> Tensor:
-    return torch.stack([norm.weight for norm in norms])[:, None]
+    return torch.stack([norm.weight for norm in norms])[:, None].float()
 
 
 def _double(block: Any) -> Double:
