@@ -39,7 +39,12 @@ from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
 
-_PARTS = (("rest", "rest_ms"), ("convolutions", "convolutions_ms"))
+_PARTS = (
+    ("rest", "rest_ms"),
+    ("convolutions", "convolutions_ms"),
+    ("compiled: dense", "compiled_dense_ms"),
+    ("cached", "compiled_ms"),
+)
 
 
 def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) -> float:
