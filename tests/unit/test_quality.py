@@ -28,8 +28,8 @@ LEAD = 6.0
 EACH = 12
 """Edits of each relation."""
 MAY_DIFFER = 2
-"""Of all these edits. The bar is 3 points (eval_quality, on more edits): of 36 one. Rounding on other
-processors tips edits on the brink, so that one more may."""
+"""Of all these edits. The bar is 3 points (eval_quality, on more edits): of 36 one. Rounding on
+other processors tips edits on the brink, so that one more may."""
 RIGHT = 0.85
 GUESS = 0.2
 """Three classes in which a guess is right in 2, 12.5 and 17 %."""
