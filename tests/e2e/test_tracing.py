@@ -161,7 +161,8 @@ def test_an_edit_through_a_router_is_one_trace(
     expected = {"route": CLIENT_SPAN, "InferRequest": "route", **PARENTS}
     assert parents(spans) == expected, draw(kept.trace(trace_id))
     route, inside = spans["route"], spans["InferRequest"]
-    assert route.start_ns <= inside.start_ns <= inside.end_ns <= route.end_ns
+    # Triton ends its span when it knows the answer sent: the router may have it by then.
+    assert route.start_ns <= inside.start_ns <= route.end_ns
     assert route.attributes["maskserve.worker"] == worker.grpc_url
     assert route.attributes["maskserve.code"] == "OK"
     by_instance = {span.resource["service.instance.id"] for span in spans.values()}
