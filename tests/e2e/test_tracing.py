@@ -28,7 +28,7 @@ from tests.support.eventually import eventually
 
 CLIENT_SPAN = "b7ad6b7169203331"
 # Triton sends its spans in batches, and tries again later when the collector is slow.
-SPANS_S = 30.0
+SPANS_S = 60.0
 STAGES = ["preprocess", "encode", "queue", "denoise", "decode", "postprocess"]
 
 
