@@ -31,6 +31,7 @@ from maskserve_engine.price_list import PriceList
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
+from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, dtype_of
 from maskserve_engine.stages.revision import model_revision
 from maskserve_engine.status_publisher import StatusPublisher, new_counters
@@ -118,7 +119,8 @@ class Engine:
             ConfigError: the model cannot be served.
         """
         _log.info("the denoiser's device: %s", device_in_words(config))
-        adapter = load_adapter(config)
+        with one_cpu_thread():
+            adapter = load_adapter(config)
         return cls(config, adapter, revision=model_revision(config.model.path))
 
     # Called from any thread.
@@ -239,6 +241,7 @@ class Engine:
         self._state = "ready"
         self._publisher.publish(self.state)
         try:
+            limit_threads(self.config)
             with self.adapter.session():
                 while not self._stop:
                     self._turn()

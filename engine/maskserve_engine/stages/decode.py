@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.facts import ModelFacts
-from maskserve_engine.stages.loader import limit_threads, load_part
+from maskserve_engine.stages.cpu_threads import limit_threads
+from maskserve_engine.stages.loader import load_part
 
 
 class Decoder:

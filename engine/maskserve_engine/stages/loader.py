@@ -130,9 +130,3 @@ def _part(config: Config, name: str) -> Path:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def limit_threads(config: Config) -> None:
-    """CPU threads of this process, when configured."""
-    if config.model.torch_threads:
-        torch.set_num_threads(config.model.torch_threads)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from maskserve_core.config import Config, beside_denoiser
@@ -36,23 +35,16 @@ class Direct:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.facts = load_facts(config.model.path)
-        self.encoder, self.decoder = load_encoder(config), load_decoder(config)
+        beside = beside_denoiser(config, "encoder")
+        self.encoder, self.decoder = load_encoder(beside), load_decoder(beside)
         self._status = tempfile.TemporaryDirectory()
         self.engine = Engine.load(replace(config, runtime_dir=self._status.name))
         self.engine.start()
-        self.beside = beside_denoiser(config, "encoder").model.torch_threads
-        self.threads = config.model.torch_threads
-        self.engine.ask(lambda: torch.set_num_threads(self.threads)).result()
 
     def edit(self, edit: Edit, settings: dict[str, Any]) -> bytes:
         ready = self._prepare(edit, settings)
-        # Each part has the threads that it has in a worker. OpenMP counts them per calling thread,
-        # MKL per process, so the count is set before every part.
-        torch.set_num_threads(self.beside)
         job = job_of(self.encoder, ready.request, ready.pixels, ready.edit_mask)
-        torch.set_num_threads(self.threads)
         final = self.denoise(job)
-        torch.set_num_threads(self.beside)
         pixels = self.decoder.decode(final.latents)
         return finish_edit(pixels, ready.context)
 

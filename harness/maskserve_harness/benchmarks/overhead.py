@@ -115,7 +115,6 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
     that what is not the loop around the blocks either, which the model's own forward has too.
     """
     jobs = direct.jobs(edits[:8], {"num_inference_steps": steps, "cache": "off"})
-    torch.set_num_threads(direct.threads)
     inner = model_clock()
     outer = Clock((batch_module, "forward"))
     marks: list[tuple[float, float, float]] = []

@@ -39,7 +39,7 @@ from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.families.stepping import Stepping
 from maskserve_engine.families.transfer import moved
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
-from maskserve_engine.stages.loader import held_bytes, limit_threads, load_part, load_plain
+from maskserve_engine.stages.loader import held_bytes, load_part, load_plain
 
 
 class FluxAdapter(Stepping[Row, Weights]):
@@ -90,7 +90,6 @@ class FluxAdapter(Stepping[Row, Weights]):
             FluxTransformer2DModel,
         )
 
-        limit_threads(config)
         vae = AutoencoderKL.load_config(f"{config.model.path}/vae")
         return cls(
             facts,

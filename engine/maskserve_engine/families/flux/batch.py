@@ -20,6 +20,7 @@ from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vector
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.families.stepping import KeptBatch
 from maskserve_engine.families.transfer import to_device
+from maskserve_engine.stages.cpu_threads import one_cpu_thread
 
 Row = FluxRow | PrimingRow
 
@@ -61,12 +62,8 @@ class Batch(KeptBatch[Row, Weights]):
         velocity = forward_skipping(*inputs, self._skippers) if self._skippers else forward(*inputs)
         if self._guided:
             self._guide(velocity)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # so short an operation is done before a second thread has woken
-        try:
+        with one_cpu_thread():  # so short an operation is done before a second thread has woken
             self._move(velocity, self._changes[at])
-        finally:
-            torch.set_num_threads(threads)
         for i, second in self._seconds:
             second.copy_(self._parts[i])
         for row in self.rows:

@@ -44,7 +44,7 @@ from maskserve_engine.families.unet.sampler import (
     load_sampler,
 )
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
-from maskserve_engine.stages.loader import held_bytes, limit_threads, load_part
+from maskserve_engine.stages.loader import held_bytes, load_part
 
 
 class UnetAdapter(Stepping[Row, Any]):
@@ -97,7 +97,6 @@ class UnetAdapter(Stepping[Row, Any]):
 
         if config.model.first_block_threshold:
             raise ConfigError("[model] first_block_threshold: a setting of FLUX models; use 0")
-        limit_threads(config)
         vae = AutoencoderKL.load_config(f"{config.model.path}/vae")
         return cls(
             facts,

@@ -12,7 +12,8 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
 from maskserve_engine.job import Conditioning
-from maskserve_engine.stages.loader import device_of, limit_threads, load_part
+from maskserve_engine.stages.cpu_threads import limit_threads
+from maskserve_engine.stages.loader import device_of, load_part
 
 
 class UnetEncoder(Encoder):
