@@ -278,12 +278,13 @@ class Engine:
                 command()
                 command = self._inbox.get_nowait()
         except queue.Empty:
-            if idle and self._checked != self.counters["steps_total"]:
-                self._checked = self.counters["steps_total"]
-                self._check_cache()
+            self._check_cache()
 
     def _check_cache(self) -> None:
-        """Say so if rows that are gone have left something behind."""
+        """Say so if rows that are gone have left something behind, now that none is there."""
+        if len(self.manager.scheduler) or self._checked == self.counters["steps_total"]:
+            return
+        self._checked = self.counters["steps_total"]
         try:
             self.cache.check_integrity(files=False)
         except AssertionError as error:

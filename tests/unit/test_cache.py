@@ -425,3 +425,15 @@ def test_an_idle_engine_says_when_a_row_has_left_something_behind(
     engine.cache.store.memory.unbook(1)
     engine.close(10.0)
     assert_books_hold(engine)
+
+
+def test_a_priming_that_begins_where_the_engine_was_idle_is_not_left_behind(
+    tiny_fill: Path, encoder: Encoder
+) -> None:
+    engine = make_engine(tiny_fill, encoder)
+    for seed in range(21, 25):  # each comes sooner than the engine looks
+        edit(engine, job(encoder, seed, f"edit {seed}", cache="require"))
+    eventually("it has looked", lambda: engine._checked == engine.counters["steps_total"])
+    assert engine.counters["cache_integrity_failures_total"] == 0
+    engine.close(10.0)
+    assert_books_hold(engine)
