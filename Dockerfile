@@ -6,6 +6,15 @@
 #
 # PIP_FLAGS are flags for pip, such as an index with another build of torch (CPU only, or your CUDA).
 
+FROM scratch AS source
+COPY README.md LICENSE ./
+COPY engine engine
+COPY client client
+COPY router router
+COPY serving serving
+COPY model_repository model_repository
+COPY ensemble ensemble
+
 FROM debian:bookworm-slim AS cpu
 ARG PIP_FLAGS=""
 RUN apt-get update \
@@ -19,13 +28,7 @@ RUN python3 -m venv $VIRTUAL_ENV \
     && pip install --no-cache-dir $PIP_FLAGS -c constraints.txt torch \
     && python3 requirements.py engine router server trace > requirements.txt \
     && pip install --no-cache-dir $PIP_FLAGS -c constraints.txt -r requirements.txt
-COPY README.md LICENSE ./
-COPY engine engine
-COPY client client
-COPY router router
-COPY serving serving
-COPY model_repository model_repository
-COPY ensemble ensemble
+COPY --from=source / ./
 RUN pip install --no-cache-dir $PIP_FLAGS --no-deps .
 COPY assets/models/demo /opt/models/demo
 # Triton is laid out once, here, not at each start.
@@ -58,13 +61,7 @@ RUN python3 -m venv $VIRTUAL_ENV \
     && pip install --no-cache-dir $PIP_FLAGS -c constraints.txt torch \
     && python3 requirements.py engine router trace > requirements.txt \
     && pip install --no-cache-dir $PIP_FLAGS -c constraints.txt -r requirements.txt
-COPY README.md LICENSE ./
-COPY engine engine
-COPY client client
-COPY router router
-COPY serving serving
-COPY model_repository model_repository
-COPY ensemble ensemble
+COPY --from=source / ./
 RUN pip install --no-cache-dir $PIP_FLAGS --no-deps . \
     && useradd --uid 10001 --create-home maskserve \
     && install -d -o maskserve /models /var/lib/maskserve /var/log/maskserve /host-tier

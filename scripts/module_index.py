@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of modules in docs/architecture.md."""
+"""Write the tables of modules in docs/modules.md."""
 
 import sys
 

@@ -27,10 +27,10 @@ TEXTS = sorted(
 def test_the_tables_of_modules_are_those_of_the_code() -> None:
     """Written by `python scripts/module_index.py`."""
     subprocess.run([sys.executable, "scripts/module_index.py", "--check"], cwd=ROOT, check=True)
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "modules.md").read_text(encoding="utf-8")
     for package in (*ROOT.glob("*/maskserve_*"), ROOT / "scripts"):
         if any(package.rglob("[!_]*.py")):
-            assert f"### {package.relative_to(ROOT).as_posix()}\n" in text
+            assert f"## {package.relative_to(ROOT).as_posix()}\n" in text
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda p: str(p.relative_to(ROOT)))

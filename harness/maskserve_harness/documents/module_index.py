@@ -1,4 +1,4 @@
-"""Write the tables of modules in docs/architecture.md: each module with its docstring's first line.
+"""Write the tables of modules in docs/modules.md: each module with its docstring's first line.
 
 python scripts/module_index.py            # after a change
 python scripts/module_index.py --check    # exit code 1 if the tables are not the code's
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from maskserve_harness.checkout import CHECKOUT
 
-DOCUMENT = CHECKOUT / "docs" / "architecture.md"
+DOCUMENT = CHECKOUT / "docs" / "modules.md"
 
 
 def table(package: Path) -> str:
@@ -29,12 +29,12 @@ def table(package: Path) -> str:
 
 
 def updated(text: str) -> str:
-    """The document with the table under each heading `### folder` made anew."""
+    """The document with the table under each heading `## folder` made anew."""
 
     def section(match: re.Match[str]) -> str:
-        return f"### {match[1]}\n\n{table(CHECKOUT / match[1])}"
+        return f"## {match[1]}\n\n{table(CHECKOUT / match[1])}"
 
-    return re.sub(r"^### (\S+)\n\n(?:\|.*\n)+", section, text, flags=re.MULTILINE)
+    return re.sub(r"^## (\S+)\n\n(?:\|.*\n)+", section, text, flags=re.MULTILINE)
 
 
 def main() -> int:
