@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
 
 from maskserve_core.errors import Cancelled, InvalidRequest
-from maskserve_core.routing import Edit, NoWorkerAvailable, predicted_seconds
+from maskserve_core.routing import Edit, NoWorkerAvailable
 from maskserve_router.admission import Admission, Client
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import EditCall
@@ -180,11 +180,10 @@ class Dispatcher:
         if call.deadline is None:
             return
         now = time.monotonic()
-        views = [worker.view(now) for worker in self._pool.ready()]
-        takers = [view for view in views if view.takes(edit)]
+        takers = [worker for worker in self._pool.ready() if worker.view(now).takes(edit)]
         if not takers:
             return
-        soonest = min(predicted_seconds(edit, view, now) for view in takers)
+        soonest = min(worker.predict(edit, now).answered_s for worker in takers)
         left = call.deadline - now
         if soonest > left * self._config.admission.deadline_slack:
             self._metrics.rejections.labels("deadline").inc()
@@ -201,7 +200,9 @@ class Dispatcher:
         try:
             yield
             breaker.succeeded(name)
-            self._metrics.answered(sent, time.monotonic() - sent.at)
+            seconds = time.monotonic() - sent.at
+            sent.worker.answered(sent, seconds)
+            self._metrics.answered(sent, seconds)
         except Failure as failure:
             if failure.blame is Blame.WORKER:
                 may_eject = self._pool.may_eject()

@@ -58,8 +58,8 @@ class Metrics:
     def answered(self, sent: Sent, seconds: float) -> None:
         """A worker has answered an edit."""
         self.edit_seconds.observe(seconds)
-        self.predicted.observe(seconds - sent.predicted_s)
-        self.prediction_error.observe(self.predictions.add(sent.predicted_s, seconds))
+        self.predicted.observe(seconds - sent.predicted.answered_s)
+        self.prediction_error.observe(self.predictions.add(sent.predicted.answered_s, seconds))
 
     def page(self) -> bytes:
         """The page that Prometheus reads."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from maskserve_core.errors import Cancelled, DeadlineExceeded
-from maskserve_core.routing import Edit, NoWorkerAvailable, Policy, predicted_seconds
+from maskserve_core.routing import Edit, NoWorkerAvailable, Policy
 from maskserve_router.pool import Pool
 from maskserve_router.worker import Life, Sent, Worker
 
@@ -140,8 +140,7 @@ class Room:
         chosen = self._policy.choose(edit, views, now)
         self._decided(time.perf_counter() - begin)
         worker: Worker = self._pool.workers[chosen]
-        predicted = predicted_seconds(edit, worker.view(now), now)
-        sent = Sent(waiting.request_id, edit, worker, now, predicted)
+        sent = Sent(waiting.request_id, edit, worker, now, worker.predict(edit, now))
         worker.add(sent)
         worker.breaker.sent(waiting.request_id)
         return sent

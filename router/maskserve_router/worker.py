@@ -12,10 +12,11 @@ from msgspec import structs
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import RowStatus, Served, WorkerStatus
 from maskserve_core.errors import MaskserveError
-from maskserve_core.routing import Edit, WorkerView
+from maskserve_core.routing import Edit, WorkerView, predicted_seconds
 from maskserve_router.breaker import Breaker
 from maskserve_router.config import RouterConfig
 from maskserve_router.failures import Failure
+from maskserve_router.stages import Stages
 from maskserve_router.upstream import Upstream
 
 UNPRICED = Pricing(step=0.005, dense_row=0.1, cached_row=0.01, active_token=2e-5)
@@ -53,6 +54,13 @@ class Life(NamedTuple):
     number: int
 
 
+class Prediction(NamedTuple):
+    """Of an edit at a worker, in seconds from when it is sent."""
+
+    denoised_s: float
+    answered_s: float
+
+
 @dataclass(slots=True, eq=False)
 class Sent:
     """An edit at a worker, from when the worker was chosen until its answer."""
@@ -62,8 +70,7 @@ class Sent:
     worker: Worker
     at: float
     """On the router's clock."""
-    predicted_s: float
-    """Until it would be denoised."""
+    predicted: Prediction
     seen: bool = False
     """A record has listed it."""
     cancel: Callable[[], object] | None = None
@@ -97,6 +104,7 @@ class Worker:
     """Times that it was given up."""
     sent: dict[str, Sent] = field(default_factory=dict)
     """The ledger: edits that are there by request id."""
+    stages: Stages = field(default_factory=Stages)
     _answered: set[str] = field(default_factory=set)
     """Edits that were answered since the record was written."""
     _view: WorkerView | None = None
@@ -146,10 +154,19 @@ class Worker:
             sent.seen = sent.seen or name in listed
         self._view = None
 
+    def predict(self, edit: Edit, now: float) -> Prediction:
+        """What an edit would take that is sent to it now."""
+        denoised = predicted_seconds(edit, self.view(now), now)
+        return Prediction(denoised, denoised + self.stages.seconds(edit.total_tokens))
+
     def add(self, sent: Sent) -> None:
         """Write an edit into the ledger."""
         self.sent[sent.request_id] = sent
         self._view = None
+
+    def answered(self, sent: Sent, seconds: float) -> None:
+        """It has answered an edit, so long after it was sent."""
+        self.stages.learn(sent.edit.total_tokens, seconds - sent.predicted.denoised_s)
 
     def remove(self, sent: Sent) -> None:
         """The edit is answered, or given up."""

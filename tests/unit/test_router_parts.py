@@ -28,6 +28,7 @@ from maskserve_router.kserve_http import (
 from maskserve_router.metrics import Metrics
 from maskserve_router.predictions import Predictions
 from maskserve_router.retry_budget import RetryBudget
+from maskserve_router.stages import Stages
 from maskserve_router.statistics import summed
 
 FAULTS = Faults(failures_to_eject=3, eject_s=2.0, max_eject_s=5.0)
@@ -143,6 +144,20 @@ def test_predictions_say_how_far_they_were_off_of_late():
     error = predictions.error()
     assert error is not None
     assert (error.edits, round(error.median, 2), round(error.p95, 2)) == (1000, 0.5, 0.95)
+
+
+def test_what_an_edit_takes_beside_its_denoising_is_learnt_from_answers():
+    stages = Stages()
+    for tokens in (1000, 4000, 1000):
+        stages.learn(tokens, 1e-3 * tokens)
+        assert stages.seconds(500) == 0.0  # too few to say
+    for _ in range(3):
+        stages.learn(1000, 1.0)
+        stages.learn(1000, 9.0)  # others came and delayed it
+    assert stages.seconds(500) == pytest.approx(0.5)
+    for _ in range(64):  # denoising was predicted too long: nothing is taken off for that
+        stages.learn(1000, -1.0)
+    assert stages.seconds(500) == 0.0
 
 
 @pytest.mark.parametrize(
