@@ -1,7 +1,7 @@
 """The command `maskserve`: arguments in, exit codes out; what it does is in `commands`.
 
 Exit codes: 0 done, 2 bad input, 3 unavailable or overloaded (trying again may help), 4 the
-server's fault, 130 interrupted.
+server's fault, 130 interrupted, 141 nobody reads the output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from maskserve_core.errors import (
 )
 from maskserve_serving import cli as serving
 
-OK, BAD_INPUT, UNAVAILABLE, SERVER_FAULT, INTERRUPTED = 0, 2, 3, 4, 130
+OK, BAD_INPUT, UNAVAILABLE, SERVER_FAULT, INTERRUPTED, UNREAD = 0, 2, 3, 4, 130, 141
 
 _EPILOG = """\
 exit codes:
@@ -54,7 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A polite kill withdraws the edit like Ctrl-C does.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return int(options.run(options) or OK)
+        code = int(options.run(options) or OK)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # as in `maskserve status | head`
+        # Python would say so once more when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
     except KeyboardInterrupt:
         print("maskserve: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -378,3 +378,12 @@ def test_a_terminal_gets_a_progress_bar(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
     assert edit(worker.url, folder, "--stream") == 0
     assert capsys.readouterr().err == ""
+
+
+def test_output_that_nobody_reads_is_no_fault(worker: FakeWorker) -> None:
+    command = [sys.executable, "-m", "maskserve_client.cli", "status", "--url", worker.url]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
