@@ -99,14 +99,15 @@ class Clock:
 
 
 def model_clock() -> Clock:
-    """Of what FluxTransformer2DModel.forward calls, but for its first layer: timestep and prompt
-    embedded, blocks, text and image joined for the single blocks and taken apart, last layer.
+    """Of what FluxTransformer2DModel.forward calls: timestep and prompt embedded, first layer
+    (`State.__init__`), blocks, text and image joined for the single blocks and taken apart, last
+    layer.
     """
     state = forward_module.State
     return Clock(
         *((batch_module, name) for name in ("embed", "vectors")),
         *((forward_module, name) for name in ("double_block", "single_block", "last_layer")),
-        *((state, name) for name in ("join_streams", "computed_image")),
+        *((state, name) for name in ("__init__", "join_streams", "computed_image")),
     )
 
 
