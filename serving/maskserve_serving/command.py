@@ -78,9 +78,20 @@ TUNING = {
 """Read when a process starts; what the environment already says wins."""
 
 
-def environment(runtime: Runtime, config: Path, gpus: str | None) -> dict[str, str]:
-    """The environment of a worker and its models."""
+def environment(
+    runtime: Runtime, config: Path, gpus: str | None, compiled: Path | None = None
+) -> dict[str, str]:
+    """The environment of a worker and its models.
+
+    Args:
+        runtime: Triton.
+        config: file of the worker.
+        gpus: CUDA_VISIBLE_DEVICES; None leaves the host's.
+        compiled: folder that keeps what torch.compile has made; None: nothing is compiled.
+    """
     env = {**TUNING, **os.environ}
+    if compiled is not None:
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled / "inductor"))
     if "PYTORCH_CUDA_ALLOC_CONF" in env and "PYTORCH_ALLOC_CONF" not in os.environ:
         del env["PYTORCH_ALLOC_CONF"]  # the older name of the same, which it would hide
     env.update(

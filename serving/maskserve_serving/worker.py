@@ -88,13 +88,12 @@ class Worker(Process):
             spec.index, options.workers, each=gpus_wanted(self.config), share=options.share_gpus
         )
         trace = trace_arguments(self.config.trace, self.name)
+        # torch makes the folder when it loads, whether or not anything is compiled.
+        compiled = options.cache_dir.absolute() if self.config.model.compile else None
         self.log.open(self.config)
         self.launch(
             command(spec.options, self.config, spec.runtime, spec.ports, prefix, trace),
-            {
-                "TORCHINDUCTOR_CACHE_DIR": str(options.cache_dir.absolute() / "inductor"),
-                **environment(spec.runtime, spec.files.config, gpus),
-            },
+            environment(spec.runtime, spec.files.config, gpus, compiled),
         )
 
     def progress(self) -> str:

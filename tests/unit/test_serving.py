@@ -397,6 +397,10 @@ def test_the_command_line_is_hardened(tmp_path: Path, monkeypatch: pytest.Monkey
     assert env["CUDA_VISIBLE_DEVICES"] == "1"
     assert env["LD_LIBRARY_PATH"] == "/t/lib"
     assert env["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    # torch makes the folder as it loads, where it may not be allowed to.
+    assert "TORCHINDUCTOR_CACHE_DIR" not in env
+    env = command.environment(server, tmp_path / "config.toml", "1", tmp_path)
+    assert env["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
 
 
 def test_workers_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
