@@ -108,6 +108,19 @@ def test_rows_read_their_own_tokens_and_equal_masks_share_a_load(store: Store) -
     one.release()  # twice is once
 
 
+def test_asking_again_for_what_is_there_wakes_nobody(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store)
+    handle = request(store)
+    assert_reads(handle, SOME)
+    woken: list[str] = []
+    monkeypatch.setattr(store.loader._changed, "notify_all", lambda: woken.append("loader"))
+    assert_reads(handle, SOME)  # as every later step does
+    assert woken == []
+    handle.release()
+
+
 def test_a_whole_load_serves_every_mask(store: Store) -> None:
     fill(store)
     source = store.hold("k", ANCHORS[0])
@@ -314,7 +327,7 @@ def test_a_reader_turns_from_anchor_to_anchor_and_lets_go_of_all(store: Store) -
         if step < 3:
             assert ahead is not None
             assert (ahead[0].anchor, ahead[1]) == (ANCHORS[1], 3)
-    assert reader.stays(0) == 2
+    assert [reader.stays(step) for step in (0, 1, 3)] == [2, 2, 1]
     reader.release()
 
 

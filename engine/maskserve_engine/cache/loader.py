@@ -106,14 +106,19 @@ class Loader:
             turn: number of the step that reads them.
         """
         with self._changed:
-            for want in wants:
-                if want in load.arrived or load.asked.get(want, turn + 1) <= turn:
-                    continue
-                if load.keeps(want):
-                    load.asked[want] = turn
-                    heapq.heappush(self._tasks, (turn, next(self._order), load, want))
+            new = [
+                want
+                for want in wants
+                if want not in load.arrived
+                and load.asked.get(want, turn + 1) > turn
+                and load.keeps(want)
+            ]
+            for want in new:
+                load.asked[want] = turn
+                heapq.heappush(self._tasks, (turn, next(self._order), load, want))
             self._start()
-            self._changed.notify_all()
+            if new:  # else the loader would wake at every step, and take the interpreter from it
+                self._changed.notify_all()
 
     def wait(self, load: Load, want: Want) -> Arrival:
         """The part, once it has arrived.

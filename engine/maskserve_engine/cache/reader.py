@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from maskserve_core.contracts.entry_key import Anchor
@@ -43,6 +44,7 @@ class EntryReader:
         self.next: Handle | None = None
         """What is being brought in for a later step."""
         self._stalls: list[Span] = []
+        self._steps = Counter(self.anchors)
         self._store, self._sure = store, sure
         self._sources: dict[Anchor, Source] = {}
         for anchor in dict.fromkeys(a for a in self.anchors if a is not None):
@@ -87,13 +89,8 @@ class EntryReader:
         return None if self.next is None else (self.next, at)
 
     def stays(self, step: int) -> int:
-        """Steps from `step` on that read the same entry."""
-        anchor, count = self.anchors[step], 0
-        for each in self.anchors[step:]:
-            if each != anchor:
-                break
-            count += 1
-        return count
+        """Steps of the row that read the same entry."""
+        return self._steps[self.anchors[step]]
 
     def lose(self) -> None:
         """Go without the rest of this step's entry: it will not come."""
