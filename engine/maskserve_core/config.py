@@ -175,6 +175,14 @@ class CacheConfig:
         "takes its entry, whatever that costs.",
         of=("auto", "fixed"),
     )
+    conv_halo: int = _opt(
+        0,
+        "UNets: positions round the mask's box, at each level, on which cached rows compute their "
+        "convolutions; farther out these read the template's feature maps, which are kept besides. "
+        "Goes with `entry_kind` `kv`, and `plan` is `fixed`. 0: the whole picture.",
+        low=0,
+        high=64,
+    )
     entry_format: str = _opt("int4", "Storage of entries.", of=ENTRY_FORMATS)
     stride: int = _opt(
         0,

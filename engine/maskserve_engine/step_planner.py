@@ -10,15 +10,17 @@ next entry is late), the step is planned for what is there.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from maskserve_core.planning.flops import Floats, ModelWork, Totals
+from maskserve_core.planning.flops import FeatureMap, Floats, ModelWork, Totals
 from maskserve_core.planning.plan_cache import PlanCache, plan_totals
 from maskserve_core.planning.step_costs import StepCosts, step_costs
 from maskserve_core.planning.two_stream import Plan, evaluate
+from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.cache.loader import Load, Want
 from maskserve_engine.measured_costs import MeasuredCosts
 
@@ -77,20 +79,20 @@ class StepPlanner:
         """
         totals = _sum_of(rows)
         loads = {id(row.load): row for row in rows}.values()
-        missing = _Bytes([(row.load.tier, row.load.missing) for row in loads])
+        missing = _Bytes(work, [(row.load.tier, row.load.missing) for row in loads])
 
         def now() -> StepCosts:
-            return missing.costs(work, totals, self.costs, dense)
+            return missing.costs(totals, self.costs, dense)
 
         if fixed:
             made = evaluate(now(), missing.all_loaded(), lead=0.0)
             return StepPlan(made, made, "fixed")
-        whole = _Bytes([(row.load.tier, row.load.sizes / row.stays) for row in loads])
+        whole = _Bytes(work, [(row.load.tier, row.load.sizes / row.stays) for row in loads])
         what = (self.costs.sequence, work.tokens, whole.kept)
         steady = self.plans.get(
             what,
             plan_totals(totals, whole.totals, dense),
-            lambda: whole.costs(work, totals, self.costs, dense),
+            lambda: whole.costs(totals, self.costs, dense),
         )
         if not missing.any:
             key = plan_totals(totals, {}, dense)
@@ -106,8 +108,8 @@ class StepPlanner:
     def costs_of(self, work: ModelWork, rows: Sequence[Reading], dense: Totals | None) -> StepCosts:
         """What `plan` decides over: the step's costs with what has arrived."""
         totals = _sum_of(rows)
-        missing = _Bytes([(row.load.tier, row.load.missing) for row in rows])
-        return missing.costs(work, totals, self.costs, dense)
+        missing = _Bytes(work, [(row.load.tier, row.load.missing) for row in rows])
+        return missing.costs(totals, self.costs, dense)
 
 
 def _sum_of(rows: Sequence[Reading]) -> Totals:
@@ -117,22 +119,28 @@ def _sum_of(rows: Sequence[Reading]) -> Totals:
     return totals
 
 
-def wants_of(plan: Plan) -> list[Want]:
-    """The parts that a plan's step reads, in the order in which it does."""
-    ends = set(plan.end_restores)
-    wants: list[Want] = []
+def wants_of(plan: Plan, maps: Sequence[FeatureMap] = ()) -> list[Want]:
+    """The parts that a plan's step reads, in the order in which it does: what is kept of blocks,
+    the feature maps between them, and before those what is known of all maps.
+    """
+    ends, blocks = set(plan.end_restores), len(plan.kinds)
+    wants: list[Want] = [(blocks + len(maps), "map")] if maps else []
+    left = deque((each.block, (blocks + n, "map")) for n, each in enumerate(maps))
     for block, part in enumerate(plan.loads):
+        while left and left[0][0] <= block:
+            wants.append(left.popleft()[1])
         if part != "none":
             wants.append((block, part))
         if block in ends:
             wants.append((block, "end"))
-    return wants
+    return wants + [want for _, want in left]
 
 
 class _Bytes:
     """Bytes to load per tier, block and part, summed over the loads of a step."""
 
-    def __init__(self, loads: Sequence[tuple[str, Floats]]) -> None:
+    def __init__(self, work: ModelWork, loads: Sequence[tuple[str, Floats]]) -> None:
+        self._work = work
         self._tiers: dict[str, Floats] = {}
         for tier, sizes in loads:
             self._tiers[tier] = self._tiers[tier] + sizes if tier in self._tiers else sizes
@@ -157,19 +165,30 @@ class _Bytes:
 
     def all_loaded(self) -> list[str]:
         """Kinds that take what is kept of every block."""
-        return ["kv" if kv else "project" for kv in self._finite[:, 1]]
+        return ["kv" if kv else "project" for kv in self._finite[: len(self._work.blocks), 1]]
 
-    def costs(
-        self, work: ModelWork, totals: Totals, costs: MeasuredCosts, dense: Totals | None
-    ) -> StepCosts:
+    def costs(self, totals: Totals, costs: MeasuredCosts, dense: Totals | None) -> StepCosts:
+        work = self._work
         return step_costs(
             work,
             totals,
             costs.model,
-            {tier: each[:, :2] for tier, each in self._tiers.items()},
+            {tier: self._of_blocks(each) for tier, each in self._tiers.items()},
             end_loads={
                 tier: each[work.ends, 2] if work.restore_ends else np.zeros(len(work.ends))
                 for tier, each in self._tiers.items()
             },
             dense=dense,
         )
+
+    def _of_blocks(self, sizes: Floats) -> Floats:
+        """[blocks, 2] of `h` and `kv`. Feature maps travel with the keys and values of the block
+        behind them: rows that read any take every block's.
+        """
+        blocks = len(self._work.blocks)
+        own = sizes[:blocks, :2]
+        if self._work.maps:
+            own = own.copy()
+            at = [min(each.block, blocks - 1) for each in self._work.maps]
+            np.add.at(own[:, 1], at, sizes[blocks : blocks + len(at), PARTS.index("map")])
+        return own

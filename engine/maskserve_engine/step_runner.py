@@ -75,7 +75,7 @@ class StepRunner:
     ) -> None:
         self.adapter, self.manager, self.planner = adapter, manager, planner
         self.output, self.counters, self.observations = output, counters, observations
-        self._fixed = config.cache.plan == "fixed"
+        self._fixed = config.cache.plan == "fixed" or config.cache.conv_halo > 0
         self._dense = ("dense",) * adapter.blocks
         self._turn = 0
         """Number of the step."""
@@ -120,8 +120,9 @@ class StepRunner:
         if not reading:
             return None
         reads = {each.edit.request_id for each in reading}
+        work = self._work(running)
         planned = self.planner.plan(
-            self._work(running),
+            work,
             [
                 Reading(each.edit.counted, each.handle.load, each.reader.stays(each.edit.row.step))
                 for each in reading
@@ -129,7 +130,7 @@ class StepRunner:
             _sum_of([edit.counted for edit in running if edit.request_id not in reads]),
             fixed=self._fixed or any(e.edit.job.request.settings.reproducible for e in reading),
         )
-        wants, later = wants_of(planned.plan), wants_of(planned.ahead)
+        wants, later = wants_of(planned.plan, work.maps), wants_of(planned.ahead, work.maps)
         for each in reading:
             each.handle.want(wants, self._turn)
         for each in reading:

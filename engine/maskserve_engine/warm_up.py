@@ -65,7 +65,7 @@ def _cached(
     assert handle is not None, "what is forced is not refused"
     reading = Reading(adapter.counted(job), handle.load, stays=1)
     plan = planner.plan(work, [reading], None, fixed=True).plan
-    handle.want(wants_of(plan), turn=0)
+    handle.want(wants_of(plan, work.maps), turn=0)
     row.entry = handle
     try:
         adapter.step([row], plan)

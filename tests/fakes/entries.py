@@ -7,7 +7,7 @@ import torch
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.cache.codec import Coded, encode
-from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+from maskserve_engine.cache.entries import PARTS, AnchorEntry, BlockEntry
 from maskserve_engine.cache.tier import Note
 
 ANCHORS = tuple(Anchor(s, 1000 * s) for s in (0.9, 0.1 + 0.2, 1 / 3))
@@ -48,12 +48,16 @@ def same(a: AnchorEntry | None, b: AnchorEntry | None) -> bool:
         len(x.part(part)) == len(y.part(part))
         and all(_equal(m, n) for m, n in zip(x.part(part), y.part(part), strict=True))
         for x, y in zip(a.blocks, b.blocks, strict=True)
-        for part in ("h", "kv", "end")
+        for part in PARTS
     )
 
 
 def _equal(a: Coded, b: Coded) -> bool:
     return a.format == b.format and all(
-        x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y))
         for x, y in zip(a.tensors(), b.tensors(), strict=True)
     )
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)

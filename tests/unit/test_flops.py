@@ -10,7 +10,8 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
-from maskserve_core.planning.flops import KINDS, ModelWork, RowTokens, flop_limit, flux_work
+from maskserve_core.planning.flops import KINDS, ModelWork, RowTokens, flop_limit
+from maskserve_core.planning.flops_flux import flux_work
 from maskserve_core.planning.flops_unet import unet_work
 from maskserve_harness.benchmarks.models import FLUX_DEV, SDXL
 from tests.support.flop_count import counted

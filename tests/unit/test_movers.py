@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from maskserve_core.config import ENTRY_FORMATS
 from maskserve_engine.cache import movers
 from maskserve_engine.cache.codec import Coded, encode
-from maskserve_engine.cache.movers import CudaMover
+from maskserve_engine.cache.movers import CudaMover, HostMover
 
 BUFFER = 4096
 """Bytes of a pinned buffer: a part takes many."""
@@ -151,3 +152,16 @@ def test_each_part_has_an_event_of_its_own(cuda: Cuda) -> None:
     first.event.synchronize()
     assert first.ready()
     assert not second.ready()
+
+
+@pytest.mark.parametrize("format", ENTRY_FORMATS)
+def test_entries_lie_token_by_token_however_they_were_computed(format: str) -> None:
+    """A 1x1 convolution leaves them channel by channel, of which no token can be gathered."""
+    x = torch.randn(64, 24).t()
+    stored = encode(x, format)
+    assert all(each.is_contiguous() for each in stored.tensors())
+    [taken] = HostMover().move((stored,), np.array([3, 20])).get()
+    expected, found = torch.empty(2, 64), torch.empty(2, 64)
+    encode(x.contiguous(), format).take(torch.tensor([3, 20])).into(expected)
+    taken.into(found)
+    assert torch.equal(found, expected)

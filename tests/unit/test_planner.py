@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from maskserve_core.planning.cost_model import CostModel, Line
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
-from maskserve_core.planning.flops import KINDS, flux_work
+from maskserve_core.planning.flops import KINDS
+from maskserve_core.planning.flops_flux import flux_work
 from maskserve_core.planning.flops_unet import unet_work
 from maskserve_core.planning.planner import TOLERANCE, plan
 from maskserve_core.planning.step_costs import StepCosts, step_costs

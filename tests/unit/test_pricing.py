@@ -6,7 +6,8 @@ import pytest
 
 from maskserve_core.planning.cost_model import CostModel, Line
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, entry_bytes
-from maskserve_core.planning.flops import RowTokens, flux_work
+from maskserve_core.planning.flops import RowTokens
+from maskserve_core.planning.flops_flux import flux_work
 from maskserve_core.routing import Pricing
 from maskserve_core.routing.estimate import pricing_of
 

@@ -13,7 +13,7 @@ from maskserve_engine.requests.route import Route
 from maskserve_engine.requests.state import RequestState
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 
-NOTHING = Totals(0, np.zeros((1, 6)), np.zeros((1, 6)), (0.0,), 0.0)
+NOTHING = Totals(0, np.zeros((1, 6)), np.zeros((1, 6)), (0.0,), 0.0, (0.0,))
 
 
 @pytest.mark.parametrize(("how", "computed"), [("dense", 16), ("cached", 3)])

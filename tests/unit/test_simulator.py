@@ -151,6 +151,8 @@ def test_unets_are_simulated_too(model: str) -> None:
     hardware = Hardware(model=model)
     small, large = (hardware.step_seconds(1, hardware.tokens // n, 0) for n in (50, 3))
     assert 0 < small < large < hardware.step_seconds(0, 0, 1)
+    tiles = Hardware(model=model, halo=4)
+    assert tiles.step_seconds(1, tiles.tokens // 50, 0) < small
     result = simulate(Scenario(PUBLIC, workers=3), hardware, 1)
     assert result.done == result.measured == 135
 

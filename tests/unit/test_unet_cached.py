@@ -19,7 +19,6 @@ from maskserve_engine.families.unet.forward import Packed, PassInput, forward
 from maskserve_engine.families.unet.rows import CachedRest, UnetPrimingRow
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay, in_memory, plan_of_kinds
-from maskserve_harness.quality.tiles import recorded, tiled
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
 from tests.fakes.tiny_unet import TEXT_LENGTH, VARIANTS
 from tests.support.cached_rows import (
@@ -237,24 +236,6 @@ def test_what_is_counted_of_an_edit_is_what_torch_counts(
     _, height, width = job.moments.shape
     priced = adapter.work(height, width).batch_flops(None, (), totals)
     assert priced == counted(lambda: adapter.step([adapter.dense_row(job)], None))
-
-
-@pytest.mark.parametrize(("halo", "changes"), [(64, False), (0, True)])
-def test_convolutions_emulated_on_tiles_read_the_template_outside(
-    adapter: UnetAdapter, replay: Replay, encoder: Encoder, halo: int, changes: bool
-) -> None:
-    """A tile over the whole picture is the plain step; a tight one is not."""
-    job = make_job(encoder, 70, strength=1.0)
-    primed = Primed(adapter, encoder, job)
-    plain, row = cached(replay, job, primed), cached(replay, job, primed)
-    primed.row.step = 0
-    with recorded(adapter.model) as maps:
-        adapter.step([primed.row], None)
-    with tiled(adapter.model, maps, row.inactive.mask[0], halo):
-        replay.step([row], ("kv",) * adapter.blocks)
-    replay.step([plain], ("kv",) * adapter.blocks)
-    inside = row.inactive.mask.expand_as(row.latents)
-    assert (not torch.equal(row.latents[inside], plain.latents[inside])) == changes
 
 
 def test_own_entries_hold_what_each_pass_would_have_been(

@@ -85,7 +85,22 @@ def entry_bytes(work: ModelWork, kind: str, fmt: EntryFormat, *, copies: int = 1
     kept = loads[:, ("h", "kv").index(kind)].copy()
     if kind == "h" and work.restore_ends:
         kept[work.starts] = 0.0
-    return float(kept.sum() + end_bytes(work, loads).sum())
+    return float(kept.sum() + end_bytes(work, loads).sum()) + map_bytes(work, fmt, copies=copies)
+
+
+def map_bytes(work: ModelWork, fmt: EntryFormat, *, copies: int = 1) -> float:
+    """Bytes of the feature maps that one anchor keeps for rows that convolve tiles, and of their
+    groups' means and variances (float32).
+
+    Args:
+        work: the model at the image's size.
+        fmt: storage format.
+        copies: as in `block_bytes`.
+    """
+    return sum(
+        fmt.bytes_of(copies * work.tokens[each.level], each.width) + 8.0 * copies * each.groups
+        for each in work.maps
+    )
 
 
 def kept_bytes(
@@ -96,4 +111,4 @@ def kept_bytes(
     kept = [
         ("h" in kind) * h + ("kv" in kind) * kv for kind, (h, kv) in zip(kinds, loads, strict=True)
     ]
-    return float(sum(kept) + end_bytes(work, loads).sum())
+    return float(sum(kept) + end_bytes(work, loads).sum()) + map_bytes(work, fmt, copies=copies)

@@ -17,9 +17,9 @@ product however many rows it holds:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,14 +32,6 @@ DENSE, PROJECT, KV = range(3)
 
 TERMS = ("row", "token", "text", "spare", "pair", "cross")
 _SPARE = TERMS.index("spare")
-STEPS_AHEAD = 8
-"""Steps for which a FLUX batch has its shifts, scales and gates computed at once."""
-_FLUX_HELD = 28
-"""Widths that a token holds at most, behind a single block's attention: the block's input, all that
-one product made of it (7), queries, keys, the activated feed-forward part (4), what attention gave,
-it and the feed-forward part side by side (5), and what they become; one that a dense block has left
-for the next ones that are not; and what a row that may skip steps remembers (5).
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +58,30 @@ class FixedWork:
     """FLOPs outside the blocks that every row pays, at one place of the step."""
 
     row: float = 0.0
-    """Per row; for UNets all convolutions and ResNets up to the next stack."""
+    """Per row."""
     token: float = 0.0
     """Per image token computed at level 0 (FLUX embedder and final layer)."""
     text: float = 0.0
     """Per text token."""
+    positions: tuple[float, ...] = ()
+    """Per convolved position of each level; empty where nothing is convolved (FLUX)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureMap:
+    """What a GroupNorm or a strided convolution of a UNet reads. A row whose convolutions run on a
+    tile reads the template's round it.
+    """
+
+    level: int
+    width: int
+    """Channels."""
+    groups: int
+    """Of the model's norms."""
+    strided: bool
+    """Whether the convolution that reads it leads to the next level."""
+    block: int
+    """Number of the first transformer block behind it; as many as there are: it is behind all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +91,12 @@ class RowTokens:
     Args:
         active: active image tokens per level; floats are allowed for limits.
         text: text tokens.
+        convolved: positions per level that its convolutions compute; None: all.
     """
 
     active: tuple[float, ...]
     text: float
+    convolved: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +109,8 @@ class Totals:
     active: tuple[float, ...]
     """Active tokens of all rows, per level."""
     text: float
+    convolved: tuple[float, ...]
+    """Positions that all rows' convolutions compute when they run cached, per level."""
 
     def __add__(self, other: Totals) -> Totals:
         """Of both batches together."""
@@ -105,6 +120,7 @@ class Totals:
             self.cached + other.cached,
             tuple(a + b for a, b in zip(self.active, other.active, strict=True)),
             self.text + other.text,
+            tuple(a + b for a, b in zip(self.convolved, other.convolved, strict=True)),
         )
 
 
@@ -130,9 +146,17 @@ class ModelWork:
     peak_text: float
     """The same per text token."""
     copies: int = 1
+    halo: int = 0
+    """Positions round a mask's box, at each level, that a cached row's convolutions compute; 0: it
+    convolves the whole picture."""
+    maps: tuple[FeatureMap, ...] = ()
+    """Of the template, kept for rows that convolve tiles, in the order they are read; none without
+    a halo."""
     coefficients: Floats = field(init=False, repr=False, compare=False)
     levels: NDArray[np.intp] = field(init=False, repr=False, compare=False)
     widths: Floats = field(init=False, repr=False, compare=False)
+    fixed: Floats = field(init=False, repr=False, compare=False)
+    """FLOPs per row, token, text token and position of each level: `[stacks + 1, 3 + levels]`."""
     ends: NDArray[np.intp] = field(init=False, repr=False, compare=False)
     """Index of the last block of each stack."""
     starts: NDArray[np.intp] = field(init=False, repr=False, compare=False)
@@ -145,6 +169,12 @@ class ModelWork:
         object.__setattr__(self, "widths", np.array([b.width for b in self.blocks], dtype=float))
         ends = {b.stack: i for i, b in enumerate(self.blocks)}
         object.__setattr__(self, "ends", np.array(list(ends.values()), dtype=np.intp))
+        levels = len(self.tokens)
+        outside = [
+            (w.row, w.token, w.text, *(w.positions or (0.0,) * levels))
+            for w in (*self.before, self.after)
+        ]
+        object.__setattr__(self, "fixed", np.array(outside, dtype=np.float64) * self.copies)
         starts = np.concatenate((np.zeros(1, np.intp), self.ends[:-1] + 1))
         object.__setattr__(self, "starts", starts)
 
@@ -154,7 +184,17 @@ class ModelWork:
         """
         if not 0.0 <= mask_ratio <= 1.0:
             raise ValueError(f"mask_ratio: {mask_ratio} is not in 0 to 1")
-        return RowTokens(tuple(mask_ratio * n for n in self.tokens), text)
+        return self.square_row(tuple(mask_ratio * n for n in self.tokens), text)
+
+    def square_row(self, active: tuple[float, ...], text: float) -> RowTokens:
+        """A row whose active tokens are a square in the middle of the picture, at each level."""
+        if not self.halo:
+            return RowTokens(active, text)
+        convolved = [
+            min(float(n), (math.sqrt(a) + 2 * self.halo) ** 2)
+            for a, n in zip(active, self.tokens, strict=True)
+        ]
+        return RowTokens(active, text, tuple(convolved))
 
     def totals(self, rows: Sequence[RowTokens]) -> Totals:
         """The sums of `rows`.
@@ -179,7 +219,11 @@ class ModelWork:
             cached[level] = (count, active, text, count * n - active, pairs, cross)
             dense[level] = (count, count * n, text, 0.0, all_pairs, n * text)
             sums.append(active)
-        return Totals(count, dense, cached, tuple(sums), text)
+        convolved = [
+            sum(n if r.convolved is None else r.convolved[level] for r in rows)
+            for level, n in enumerate(self.tokens)
+        ]
+        return Totals(count, dense, cached, tuple(sums), text, tuple(map(float, convolved)))
 
     def block_flops(self, totals: Totals) -> Floats:
         """FLOPs of every block for the whole batch, `[blocks, len(KINDS)]`."""
@@ -191,13 +235,13 @@ class ModelWork:
 
     def fixed_flops(self, totals: Totals, *, dense: bool = False) -> Floats:
         """FLOPs before each stack and, last, after the final one: `[stacks + 1]`."""
-        tokens = (totals.dense if dense else totals.cached)[0, 1]
-        return np.array(
-            [
-                self.copies * (w.row * totals.rows + w.token * tokens + w.text * totals.text)
-                for w in (*self.before, self.after)
-            ]
-        )
+        if dense:
+            tokens = totals.dense[0, 1]
+            positions: Sequence[float] = [totals.rows * n for n in self.tokens]
+        else:
+            tokens, positions = totals.cached[0, 1], totals.convolved
+        flops: Floats = self.fixed @ np.array((totals.rows, tokens, totals.text, *positions))
+        return flops
 
     def batch_flops(
         self, cached: Totals | None, kinds: Sequence[str], dense: Totals | None
@@ -243,63 +287,3 @@ def flop_limit(
         flops = work.block_flops(work.totals([row])).sum(axis=0)
         return float(flops[DENSE] / flops[KINDS.index(kind)])
     return work.step_flops([row], "dense") / work.step_flops([row], kind)
-
-
-def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
-    """Work of a FluxTransformer2DModel.
-
-    A cached row computes its active image tokens and all text tokens; queries are those, keys are
-    all tokens. `kv` has K and V of inactive tokens ready after norm and rotary embedding;
-    `project` has their hidden states and makes K and V of them, in single blocks too.
-
-    Args:
-        config: transformer/config.json.
-        height: latent rows (pixels / VAE scale); tokens are 2x2 latents.
-        width: latent columns.
-    """
-    h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
-    channels = int(config["in_channels"])
-    out = int(config.get("out_channels") or channels) * int(config.get("patch_size", 1)) ** 2
-    # Q, K, V and the output are h x h each, the feed-forward is h x 4h and back: (4 + 8) * 2h²,
-    # of which K and V are 4h². Single blocks fold the output into the (h + 4h) x h projection.
-    double = {
-        "row": 2 * 12.0 * h * h,  # AdaLN: h x 6h for the image and again for the text stream
-        "token": 24.0 * h * h,
-        "text": 24.0 * h * h,
-        "spare": 4.0 * h * h,
-        "pair": 4.0 * h,
-        "cross": 0.0,
-    }
-    single = {**double, "row": 6.0 * h * h}
-    counts = (int(config["num_layers"]), int(config["num_single_layers"]))
-    blocks = [
-        BlockWork(f"{name}.{i}", stack=0, level=0, width=h, **terms)
-        for name, terms, count in zip(("double", "single"), (double, single), counts, strict=True)
-        for i in range(count)
-    ]
-    clocks = 2 if config.get("guidance_embeds") else 1
-    embed = FixedWork(
-        row=clocks * _mlp(256, h) + _mlp(int(config["pooled_projection_dim"]), h),
-        token=2.0 * channels * h,
-        text=2.0 * int(config["joint_attention_dim"]) * h,
-    )
-    tokens = (height // 2) * (width // 2)
-    held = _FLUX_HELD * h + 2.0 * int(config["attention_head_dim"])  # and rotary factors, complex
-    return ModelWork(
-        family="flux",
-        blocks=tuple(blocks),
-        tokens=(tokens,),
-        joint=True,
-        before=(embed,),
-        after=FixedWork(row=4.0 * h * h, token=2.0 * h * out),
-        restore_ends=False,
-        # What a block holds, the model's input and output, and all blocks' shifts, scales, gates.
-        peak_row=tokens * (held + channels + out)
-        + STEPS_AHEAD * (12 * counts[0] + 3 * counts[1] + 2) * h,
-        peak_text=held,
-    )
-
-
-def _mlp(inputs: int, width: int) -> float:
-    """FLOPs of a two-layer embedder, inputs → width → width."""
-    return 2.0 * inputs * width + 2.0 * width * width

@@ -1,8 +1,8 @@
 """Counted work of a UNet2DConditionModel as SDXL and Stable Diffusion 2.1 configure it.
 
 Only the stacks (Transformer2DModels) are sparse: convolutions, ResNets, proj_in and proj_out run
-on all positions of every row (design §4, "Cached row"). What runs between two stacks is one
-fixed amount, which is where the load stream gets ahead.
+on all positions of every row (design §4, "Cached row"), or with a halo on all of a tile. What runs
+between two stacks is one fixed amount, which is where the load stream gets ahead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from maskserve_core.planning.flops import BlockWork, FixedWork, ModelWork
+from maskserve_core.planning.flops import BlockWork, FeatureMap, FixedWork, ModelWork
 
 _DOWN = ("CrossAttnDownBlock2D", "DownBlock2D")
 _UP = ("CrossAttnUpBlock2D", "UpBlock2D")
@@ -64,14 +64,29 @@ class _Walk:
     areas: list[int]
     blocks: list[BlockWork] = field(default_factory=list)
     before: list[FixedWork] = field(default_factory=list)
+    groups: int = 32
     fixed: float = 0.0
+    positions: list[float] = field(default_factory=list)
+    """FLOPs per position of each level, since the last stack began."""
+    maps: list[FeatureMap] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
     """Numbers in each tensor that waits for the way up, or that the present layer was given."""
     peak: float = 0.0
     """Numbers held at once, at most."""
 
     def conv(self, level: int, inputs: int, outputs: int, side: int = 3) -> None:
-        self.fixed += 2.0 * self.areas[level] * inputs * outputs * side * side
+        self.positions[level] += 2.0 * inputs * outputs * side * side
+
+    def read(self, level: int, channels: int, *, strided: bool = False) -> None:
+        """A GroupNorm, or a strided convolution, reads a map."""
+        block = len(self.blocks)
+        self.maps.append(FeatureMap(level, channels, self.groups, strided, block))
+
+    def outside(self) -> FixedWork:
+        """What was added up since it was asked last."""
+        work = FixedWork(row=self.fixed, positions=tuple(self.positions))
+        self.fixed, self.positions = 0.0, [0.0] * len(self.areas)
+        return work
 
     def hold(self, level: int, channels: int) -> None:
         """So many channels are held beside what is kept."""
@@ -86,8 +101,10 @@ class _Walk:
     def resnet(self, level: int, inputs: int, outputs: int) -> None:
         # The input normed and activated, or three tensors of the output's size.
         self.hold(level, max(2 * inputs, inputs + outputs, 3 * outputs))
+        self.read(level, inputs)
         self.conv(level, inputs, outputs)
         self.linear(self.embedding, outputs)
+        self.read(level, outputs)
         self.conv(level, outputs, outputs)
         if inputs != outputs:
             self.conv(level, inputs, outputs, side=1)
@@ -95,9 +112,9 @@ class _Walk:
     def stack(self, name: str, level: int, h: int, depth: int) -> None:
         """A Transformer2DModel: its blocks are counted per token, its ends as fixed work."""
         self.hold(level, 26 * h)  # of which the gated feed-forward part is 16
+        self.read(level, h)
         self.conv(level, h, h, side=1)  # proj_in: a linear layer or a 1x1 convolution
-        self.before.append(FixedWork(row=self.fixed))
-        self.fixed = 0.0
+        self.before.append(self.outside())
         terms = {
             "row": 0.0,
             # self-attention 8h², queries and output of cross-attention 4h², GEGLU feed-forward
@@ -114,8 +131,16 @@ class _Walk:
         self.conv(level, h, h, side=1)  # proj_out
 
 
+def level_sizes(height: int, width: int, levels: int) -> list[tuple[int, int]]:
+    """(rows, columns) of each level: odd sides round up, as strided convolutions do."""
+    sizes = [(height, width)]
+    for _ in range(levels - 1):
+        sizes.append(((sizes[-1][0] + 1) // 2, (sizes[-1][1] + 1) // 2))
+    return sizes
+
+
 def unet_work(
-    config: dict[str, Any], height: int, width: int, *, guidance: bool = True
+    config: dict[str, Any], height: int, width: int, *, guidance: bool = True, halo: int = 0
 ) -> ModelWork:
     """Work of a UNet2DConditionModel.
 
@@ -124,6 +149,7 @@ def unet_work(
         height: latent rows (pixels / VAE scale).
         width: latent columns.
         guidance: classifier-free guidance: every row is two evaluations.
+        halo: as `ModelWork.halo`.
 
     Raises:
         ValueError: the config uses a part that is not served.
@@ -133,12 +159,12 @@ def unet_work(
     levels = len(channels)
     layers = [int(n) for n in _per_level(config["layers_per_block"], levels)]
     depths = [int(n) for n in _per_level(config.get("transformer_layers_per_block", 1), levels)]
-    sizes = [(height, width)]
-    for _ in range(levels - 1):
-        sizes.append(((sizes[-1][0] + 1) // 2, (sizes[-1][1] + 1) // 2))
+    sizes = level_sizes(height, width, levels)
     cross = [int(c) for c in _per_level(config["cross_attention_dim"], levels)]
     walk = _Walk(cross, int(config.get("time_embedding_dim") or channels[0] * 4), [])
     walk.areas = [rows * columns for rows, columns in sizes]
+    walk.groups = int(config.get("norm_num_groups") or 32)
+    walk.outside()
 
     walk.linear(channels[0], walk.embedding)
     walk.linear(walk.embedding, walk.embedding)
@@ -158,6 +184,7 @@ def unet_work(
             walk.keep(level, channels[level])
         before = channels[level]
         if level < levels - 1:
+            walk.read(level, channels[level], strided=True)
             walk.conv(level + 1, channels[level], channels[level])
             walk.keep(level + 1, channels[level])
 
@@ -182,6 +209,7 @@ def unet_work(
         if level > 0:
             walk.hold(level - 1, 3 * own)  # as it was, widened, and after the convolution
             walk.conv(level - 1, own, own)
+    walk.read(0, channels[0])
     walk.conv(0, channels[0], int(config["out_channels"]), int(config.get("conv_out_kernel", 3)))
 
     return ModelWork(
@@ -190,9 +218,11 @@ def unet_work(
         tokens=tuple(walk.areas),
         joint=False,
         before=tuple(walk.before),
-        after=FixedWork(row=walk.fixed),
+        after=walk.outside(),
         restore_ends=True,
         copies=2 if guidance else 1,
+        halo=halo,
+        maps=tuple(walk.maps) if halo else (),
         peak_row=walk.peak,
         # Keys and values of the prompt, kept in every block for as long as the batch holds.
         peak_text=float(sum(2 * block.width for block in walk.blocks)),

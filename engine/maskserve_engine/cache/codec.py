@@ -82,16 +82,16 @@ class Coded:
 
 
 def encode(x: Tensor, format: str) -> Coded:
-    """Store x [tokens, channels].
+    """Store x [tokens, channels], token by token however it lies in memory.
 
     Raises:
         ValueError: unknown format, or int4 with channels not divisible by 32.
     """
     if format == "model":
-        return Coded(format, x.clone())
+        return Coded(format, x.clone(memory_format=torch.contiguous_format))
     if format not in ENTRY_FORMATS:
         raise ValueError(f"format {format!r} is not one of {', '.join(ENTRY_FORMATS)}")
-    wide = x.float()
+    wide = x.float().contiguous()
     scale = wide.abs().amax(dim=0).clamp_min(1e-12)
     if format == "int8":
         scale = scale / 127.0

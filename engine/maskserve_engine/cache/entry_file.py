@@ -31,7 +31,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_FIELDS = ("hidden", "keys", "values", "end")
+_FIELDS = ("hidden", "keys", "values", "end", "map")
 _ALIGN = 64
 
 
@@ -52,7 +52,8 @@ class EntryFile:
 
     def __init__(self, entry: AnchorEntry, note: Note) -> None:
         self._tensors = _tensors(entry)
-        (format,) = {coded.format for _, coded in _coded_tensors(entry)} or {"model"}
+        formats = {coded.format for _, coded in _coded_tensors(entry)} - {"model"}
+        (format,) = formats or {"model"}
         anchor = entry.anchor
         metadata = {
             "layout": json.dumps({"blocks": len(entry.blocks), "format": format}),
@@ -175,4 +176,8 @@ def _coded(found: dict[str, Tensor], block: int, field: str, format: str) -> Cod
     at = f"{block}.{field}."
     if f"{at}data" not in found:
         return None
-    return Coded(format, found[f"{at}data"], found.get(f"{at}scale"), found.get(f"{at}groups"))
+    scale = found.get(f"{at}scale")
+    # Maps' means and variances are as computed beside tensors in any format.
+    return Coded(
+        "model" if scale is None else format, found[f"{at}data"], scale, found.get(f"{at}groups")
+    )

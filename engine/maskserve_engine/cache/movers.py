@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_engine.cache.codec import Coded
-from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+from maskserve_engine.cache.entries import AnchorEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +116,14 @@ class CudaMover:
         def down(tensor: Tensor) -> Tensor:
             return tensor.to("cpu")
 
-        def block(each: BlockEntry) -> BlockEntry:
-            fields = (each.hidden, each.keys, each.values, each.end)
-            return BlockEntry(*(coded and coded.map(down, down) for coded in fields))
+        def moved(coded: Coded) -> Coded:
+            return coded.map(down, down)
 
         with torch.cuda.device(self.device):
             stream = torch.cuda.Stream(self.device)
             stream.wait_stream(torch.cuda.default_stream(self.device))
             with torch.cuda.stream(stream):
-                return AnchorEntry(entry.anchor, tuple(block(each) for each in entry.blocks))
+                return AnchorEntry(entry.anchor, tuple(each.each(moved) for each in entry.blocks))
 
     def move(self, parts: tuple[Coded, ...], ids: NDArray[np.int64] | None) -> Arrival:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):

@@ -16,7 +16,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
 from maskserve_core.contracts.entry_key import anchor_steps
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
-from maskserve_core.planning.flops import flux_work
+from maskserve_core.planning.flops_flux import flux_work
 from maskserve_core.planning.flops_unet import unet_work
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_harness.benchmarks.models import (

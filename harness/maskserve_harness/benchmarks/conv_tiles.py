@@ -3,12 +3,11 @@
 Counted from the true models' configurations, without weights; masks are squares, as in
 `bench_step`. A tile is the mask's bounding box at each level, widened by a halo:
 
+- so many positions (`[cache] conv_halo`): what has spread farther is cut off;
 - `exact`: as far as the mask's change has spread by then, so that what the picture's convolutions
-  compute is computed (GroupNorm's sums apart);
-- so many positions: what has spread farther is cut off, an approximation of its own.
+  compute is computed (GroupNorm's sums apart). It is not built: it hardly pays.
 
-Limits are dense FLOPs over cached ones, blocks run as `kv`. Round its tile each convolution reads
-its cached input: templates would hold one map per convolution and anchor besides.
+Limits are dense FLOPs over cached ones, blocks run as `kv`.
 
     python scripts/conv_tiles.py
 """
@@ -25,7 +24,8 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
-from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes, map_bytes
+from maskserve_core.planning.flops import ModelWork
 from maskserve_core.planning.flops_unet import unet_work
 from maskserve_harness.benchmarks.models import SD21, SDXL
 
@@ -40,15 +40,12 @@ class Convolution:
     side: int
     """Positions of its output along a side."""
     flops: float
-    inputs: int
-    """Numbers in its input."""
     spread: int
     """Positions of its output to which a change has spread from the mask's edge."""
 
-    def computed(self, mask_ratio: float, halo: int | None) -> float:
-        """Share of its output that a tile computes; `halo` None: exact."""
-        wide = math.ceil(math.sqrt(mask_ratio) * self.side)
-        wide += 2 * (self.spread if halo is None else halo)
+    def computed(self, mask_ratio: float) -> float:
+        """Share of its output that an exact tile computes."""
+        wide = math.ceil(math.sqrt(mask_ratio) * self.side) + 2 * self.spread
         return min(1.0, (wide / self.side) ** 2)
 
 
@@ -72,7 +69,7 @@ def convolutions(config: dict[str, Any]) -> list[Convolution]:
                 spread = math.ceil(spread / conv.stride[0])
             area = conv.kernel_size[0] * conv.kernel_size[1]
             flops = 2.0 * out[0].numel() * conv.in_channels * area
-            found.append(Convolution(name, out.shape[-1], flops, args[0][0].numel(), spread))
+            found.append(Convolution(name, out.shape[-1], flops, spread))
 
         return meet
 
@@ -83,20 +80,22 @@ def convolutions(config: dict[str, Any]) -> list[Convolution]:
     return found
 
 
-def limits(config: dict[str, Any], masks: Sequence[float], halos: Sequence[int | None]) -> str:
+def limits(config: dict[str, Any], masks: Sequence[float], halos: Sequence[int]) -> str:
     """Speed-up limits per mask ratio as a markdown table: as served, then with tiles."""
     work, all_of_them = _work(config), convolutions(config)
     total = sum(conv.flops for conv in all_of_them)
     dense = work.step_flops([work.row_at(1.0, TEXT)], "dense")
-    names = ["exact" if halo is None else f"halo {halo}" for halo in halos]
+    names = ["exact", *(f"halo {halo}" for halo in halos)]
     lines = [_row("m", "convolutions' share", "limit as served", *names)]
-    lines.append("|---" * (3 + len(halos)) + "|")
+    lines.append("|---" * (4 + len(halos)) + "|")
     for m in masks:
         served = work.step_flops([work.row_at(m, TEXT)], "kv")
         cells = [f"{m:.2f}", f"{total / served:.0%}", f"{dense / served:.2f}x"]
+        left = sum(conv.flops * conv.computed(m) for conv in all_of_them)
+        cells.append(f"{dense / (served - total + left):.2f}x")
         for halo in halos:
-            left = sum(conv.flops * conv.computed(m, halo) for conv in all_of_them)
-            cells.append(f"{dense / (served - total + left):.2f}x")
+            tiled = _work(config, halo)
+            cells.append(f"{dense / tiled.step_flops([tiled.row_at(m, TEXT)], 'kv'):.2f}x")
         lines.append(_row(*cells))
     return "\n".join(lines)
 
@@ -112,7 +111,7 @@ def per_level(config: dict[str, Any], mask_ratio: float) -> str:
             own = [conv for conv in all_of_them if conv.side == side and _way(conv) == way]
             if own:
                 flops = sum(conv.flops for conv in own)
-                left = sum(conv.flops * conv.computed(mask_ratio, None) for conv in own)
+                left = sum(conv.flops * conv.computed(mask_ratio) for conv in own)
                 spread = f"{own[0].spread} to {own[-1].spread}"
                 share = f"{flops / total:.0%}"
                 lines.append(_row(f"{side}x{side}", way, share, spread, f"{left / flops:.0%}"))
@@ -120,20 +119,23 @@ def per_level(config: dict[str, Any], mask_ratio: float) -> str:
 
 
 def bytes_line(config: dict[str, Any]) -> str:
-    """Bytes of the maps beside what entries hold, in bfloat16."""
-    work, size = _work(config), FORMATS["bfloat16"]
-    maps = 2 * sum(conv.inputs for conv in convolutions(config) if "shortcut" not in conv.name)
-    held = ", ".join(f"{kind} {entry_bytes(work, kind, size) / 2**20:.0f}" for kind in ("kv", "h"))
-    return f"MiB per anchor: maps {maps / 2**20:.0f}; entries today: {held}"
+    """Bytes of the maps beside what entries hold without them."""
+    work, tiled = _work(config), _work(config, 1)
+    held = []
+    for name in ("bfloat16", "int4"):
+        own = entry_bytes(work, "kv", FORMATS[name]) / 2**20
+        maps = map_bytes(tiled, FORMATS[name]) / 2**20
+        held.append(f"{name} {maps:.0f} beside {own:.0f} of kv")
+    return "MiB per anchor of feature maps: " + ", ".join(held)
 
 
 def _way(conv: Convolution) -> str:
     return {"conv_in": "down", "conv_out": "up"}.get(conv.name, conv.name.split("_")[0])
 
 
-def _work(config: dict[str, Any]) -> Any:
+def _work(config: dict[str, Any], halo: int = 0) -> ModelWork:
     side = int(config["sample_size"])
-    return unet_work(config, side, side, guidance=False)
+    return unet_work(config, side, side, guidance=False, halo=halo)
 
 
 def _row(*cells: object) -> str:
@@ -143,9 +145,9 @@ def _row(*cells: object) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--mask-ratios", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.35, 0.5])
-    parser.add_argument("--halos", type=int, nargs="+", default=[8, 4, 2])
+    parser.add_argument("--halos", type=int, nargs="+", default=[8, 4, 2, 1])
     args = parser.parse_args()
     for name, config in (("SDXL 1024", SDXL), ("SD 2.1 768", SD21)):
-        print(f"{name}\n\n{limits(config, args.mask_ratios, (None, *args.halos))}\n")
+        print(f"{name}\n\n{limits(config, args.mask_ratios, args.halos)}\n")
         print(f"m = 0.2, exact tiles:\n\n{per_level(config, 0.2)}\n\n{bytes_line(config)}\n")
     return 0

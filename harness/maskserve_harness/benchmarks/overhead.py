@@ -40,7 +40,7 @@ from maskserve_core.config_file import config_of
 from maskserve_core.contracts.facts import load_facts
 from maskserve_core.contracts.status_record import State
 from maskserve_core.imaging.images import encode_image
-from maskserve_core.planning.flops import flux_work
+from maskserve_core.planning.flops_flux import flux_work
 from maskserve_engine.families.flux import batch as batch_module
 from maskserve_engine.families.flux import forward as forward_module
 from maskserve_harness.benchmarks.direct import Direct, Edit

@@ -12,7 +12,8 @@ blocks: loading and decoding entries, packing, filling keys, embedders, final la
 writes what three cached steps do as a profile for Perfetto or chrome://tracing.
 
 UNets (`sdxl-1024`, `sd21-768`) are timed whole, one pass per row; in place of `rest_ms` stands
-`convolutions_ms`, what of one more cached step is spent in convolutions.
+`convolutions_ms`, what of one more cached step is spent in convolutions. `--halo` runs those on
+tiles; such a step is one that goes on with the entry of the step before.
 """
 
 from __future__ import annotations
@@ -211,6 +212,9 @@ def main() -> int:
         help="rounds, after one that warms up, or a cached step if 1",
     )
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument(
+        "--halo", type=int, default=0, help="[cache] conv_halo; 0: convolve the whole picture"
+    )
     parser.add_argument("--compile", action="store_true", help="time compiled blocks, too")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="profile cached steps")
     parser.add_argument("--json", type=Path)
@@ -234,8 +238,10 @@ def main() -> int:
     if args.preset in UNETS:
         if blocks:
             parser.error("--blocks: UNets are timed whole")
-        bench = UnetBench(args.preset, dtype, device, args.format)
+        bench = UnetBench(args.preset, dtype, device, args.format, args.halo)
     else:
+        if args.halo:
+            parser.error("--halo: of UNets alone")
         bench = Bench(args.preset, blocks, dtype, device, args.format)
     if args.compile:
         if not isinstance(bench, Bench):

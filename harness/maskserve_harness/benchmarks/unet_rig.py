@@ -7,27 +7,28 @@ squares, because scattered tokens would touch nearly all tokens of the coarser l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from diffusers import DDIMScheduler, UNet2DConditionModel
-from torch import nn
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.imaging.tokens import active_tokens_per_level
 from maskserve_core.planning.flops import RowTokens
-from maskserve_core.planning.flops_unet import unet_work
+from maskserve_core.planning.flops_unet import level_sizes, unet_work
 from maskserve_engine.cache.codec import encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
-from maskserve_engine.cache.selection import Selection
+from maskserve_engine.families.transfer import moved
 from maskserve_engine.families.unet.batch import Batch
 from maskserve_engine.families.unet.conditioning import TemplateInputs
-from maskserve_engine.families.unet.forward import added_embedding, block_places
+from maskserve_engine.families.unet.forward import added_embedding
 from maskserve_engine.families.unet.rows import Inactive, Prompt, UnetRow
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
+from maskserve_engine.families.unet.tile import Ids, Tile, tile_of
+from maskserve_engine.families.unet.tokens import selection_of
 from maskserve_harness.benchmarks.models import SD21, SDXL
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.benchmarks.timing import Timer
@@ -44,9 +45,12 @@ class UnetBench:
         dtype: of weights, activations and entries in model format.
         device: where it runs.
         format: storage format of entries.
+        halo: `[cache] conv_halo`.
     """
 
-    def __init__(self, preset: str, dtype: torch.dtype, device: torch.device, format: str) -> None:
+    def __init__(
+        self, preset: str, dtype: torch.dtype, device: torch.device, format: str, halo: int = 0
+    ) -> None:
         self.device, self.dtype, self.format = device, dtype, format
         config = UNETS[preset]
         before = torch.get_default_dtype()
@@ -57,9 +61,8 @@ class UnetBench:
         finally:
             torch.set_default_dtype(before)
         self.side = int(config["sample_size"])
-        self.work = unet_work(config, self.side, self.side, guidance=False)
-        self.levels = tuple(place.level for place in block_places(self.model))
-        self.blocks = len(self.levels)
+        self.work = unet_work(config, self.side, self.side, guidance=False, halo=halo)
+        self.blocks = len(self.work.blocks)
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
         self.batch: Batch | None = None
         self.sampler = DDIMScheduler()
@@ -77,6 +80,14 @@ class UnetBench:
             keys, values = (coded(), coded()) if kind in ("kv", "both") else (None, None)
             end = coded() if number in self.work.ends else None
             blocks.append(BlockEntry(hidden, keys, values, end))
+        maps = self.work.maps
+        for each in maps:
+            positions = self._random(self.work.tokens[each.level], each.width)
+            blocks.append(BlockEntry(map=encode(positions, self.format)))
+        if maps:
+            moments = torch.zeros(len(maps), 2 * maps[0].groups, device=self.device)
+            moments[:, maps[0].groups :] = 1.0
+            blocks.append(BlockEntry(map=encode(moments, "model")))
         self.entry = AnchorEntry(Anchor(0.5, 500.0), tuple(blocks))
 
     def row(self, mask_ratio: float | None, seed: int) -> UnetRow:
@@ -88,32 +99,34 @@ class UnetBench:
             sizes = torch.tensor([1024, 1024, 0, 0, 1024, 1024], device=self.device)
             with torch.inference_mode():
                 added = added_embedding(self.model, self._random(1280), sizes.to(self.dtype))
+        latents = self._random(channels, side, side)
+        inactive = None
+        if mask_ratio is not None:
+            ids, tile = self._active(mask_ratio), self._tile(mask_ratio)
+            template = TemplateInputs(latents, self._random(channels, side, side), None, levels)
+            mask = torch.from_numpy(self._mask(mask_ratio)[None] > 0)
+            own = {level: torch.from_numpy(found) for level, found in ids.items()}
+            inactive = Inactive(
+                active=moved(own, self.device),
+                mask=mask.to(self.device),
+                template=template,
+                selection=selection_of(ids, tile, self.work, 1),
+                tile=moved(tile, self.device),
+                maps=range(self.blocks, self.blocks + len(self.work.maps)),
+            )
         row = UnetRow(
             request_id=str(seed),
             sampler=Sampler(self.sampler, 2),
             noise_levels=levels,
             prompt=Prompt(self._random(TEXT, self.model.config.cross_attention_dim), added),
             guidance=None,
-            latents=self._random(channels, side, side),
+            latents=latents,
             condition=None,
             blend=None,
+            inactive=inactive,
         )
-        if mask_ratio is None:
-            return row
-        mask = self._mask(mask_ratio)
-        ids = active_tokens_per_level(mask, 1, range(len(self.work.tokens)))
-        rest = [
-            np.setdiff1d(np.arange(count), ids[level])
-            for level, count in enumerate(self.work.tokens)
-        ]
-        selection = Selection(rest, self.levels)
-        row.inactive = Inactive(
-            active={level: torch.from_numpy(found).to(self.device) for level, found in ids.items()},
-            mask=torch.from_numpy(mask[None] > 0).to(self.device),
-            template=TemplateInputs(row.latents, self._random(channels, side, side), None, levels),
-            selection=selection,
-        )
-        row.entry = in_memory(self.entry, selection)
+        if inactive is not None:
+            row.entry = in_memory(self.entry, inactive.selection)
         return row
 
     def step(self, rows: Sequence[UnetRow], kind: str) -> None:
@@ -128,37 +141,36 @@ class UnetBench:
         """What of a step is spent in convolutions."""
         spent = 0.0
 
-        def timed(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        def timed(*args: Any) -> torch.Tensor:
             nonlocal spent
             out: list[torch.Tensor] = []
-            spent += timer.ms(lambda: out.append(forward(x)))
+            spent += timer.ms(lambda: out.append(convolve(*args)))
             return out[0]
 
-        own = [each for each in self.model.modules() if isinstance(each, nn.Conv2d)]
-        for conv in own:
-            conv.forward = partial(timed, conv.forward)  # type: ignore[method-assign]
+        convolve, F.conv2d = F.conv2d, timed  # type: ignore[assignment]
         try:
             self.step(rows, kind)
         finally:
-            for conv in own:
-                del conv.forward
+            F.conv2d = convolve
         return spent
 
     def limit(self, ratios: Sequence[float], kind: str) -> float:
         """Dense FLOPs over cached FLOPs of a batch with these masks, tokens as they are."""
-        cached = [
-            RowTokens(
-                tuple(
-                    float(len(ids))
-                    for ids in active_tokens_per_level(
-                        self._mask(m), 1, range(len(self.work.tokens))
-                    ).values()
-                ),
-                TEXT,
-            )
-            for m in ratios
-        ]
+        cached = []
+        for m in ratios:
+            ids, tile = self._active(m), self._tile(m)
+            convolved = None if tile is None else tuple(float(each.box.area) for each in tile)
+            active = tuple(float(len(own)) for own in ids.values())
+            cached.append(RowTokens(active, TEXT, convolved))
         return self.work.step_flops(cached, "dense") / self.work.step_flops(cached, kind)
+
+    def _active(self, ratio: float) -> dict[int, Ids]:
+        """Computed tokens of each level."""
+        return active_tokens_per_level(self._mask(ratio), 1, range(len(self.work.tokens)))
+
+    def _tile(self, ratio: float) -> Tile | None:
+        sizes = level_sizes(self.side, self.side, len(self.work.tokens))
+        return tile_of(self._active(ratio), sizes, self.work.halo) if self.work.halo else None
 
     def _mask(self, ratio: float) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """A square of that share of the picture, in its middle."""

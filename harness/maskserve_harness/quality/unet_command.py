@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,10 +28,10 @@ from maskserve_core.contracts.entry_key import anchor_steps
 from maskserve_core.contracts.facts import ALL_STEPS, load_facts
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_engine.cache.codec import Coded, encode
-from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
-from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
+from maskserve_engine.families.unet.rows import UnetPrimingRow
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.machine import processor
@@ -39,11 +39,9 @@ from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import Edit, held_out_edits
 from maskserve_harness.quality.metrics import Picture, compare, summary
-from maskserve_harness.quality.tiles import recorded, tiled
 
 BATCH = 8
 KEPT = frozenset({"h", "kv"})
-HALOS = (4, 1)
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,14 @@ class Choice:
     """Whether each pass has entries primed with its own prompt."""
     shift: int = 0
     """Reads the entries of the picture so many edits later."""
+    halo: int = 0
+    """`[cache] conv_halo`."""
 
     @property
     def name(self) -> str:
         anchors = "one anchor" if self.stride >= ALL_STEPS else f"stride {self.stride}"
         more = ", own prompts" * self.own + ", another picture's" * bool(self.shift)
+        more += f", halo {self.halo}" if self.halo else ""
         return f"{self.kind}, {self.format}, {anchors}, ring {self.ring}{more}"
 
 
@@ -79,14 +80,21 @@ CHOICES = (
     Choice("kv", "int4", 7, ring=1),
     Choice("kv", "int4", 7, ring=2),
     Choice("kv", "model", 7, shift=1),
+    Choice("kv", "model", 1, halo=4),
+    Choice("kv", "model", 1, halo=1),
+    Choice("kv", "int4", 7, ring=1, halo=8),
+    Choice("kv", "int4", 7, ring=1, halo=4),
+    Choice("kv", "int4", 7, ring=1, halo=2),
+    Choice("kv", "int4", 7, ring=1, halo=1),
 )
 
 
 class Rig:
     """The demo UNet with everything that makes an edit of a prepared picture."""
 
-    def __init__(self, folder: Path, steps: int, guidance: float) -> None:
-        self.config = config_of({"model": {"path": str(folder)}})
+    def __init__(self, folder: Path, steps: int, guidance: float, halo: int = 0) -> None:
+        sections = {"model": {"path": str(folder)}, "cache": {"conv_halo": halo}}
+        self.config = config_of(sections)
         self.steps = steps
         self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
         self.adapter = UnetAdapter.load(load_facts(folder), self.config)
@@ -116,13 +124,15 @@ class Rig:
         rows = [self.adapter.dense_row(self.job(edit, i)) for i, edit in enumerate(edits)]
         return self._finish(edits, self.run(rows, ()))
 
-    def entries(self, edits: Sequence[Edit], *, own: bool) -> list[list[AnchorEntry]]:
-        """Each template's entries at every step, in model dtype, of both passes if `own`."""
+    def entries(
+        self, edits: Sequence[Edit], *, own: bool = False, stride: int = 1, format: str = "model"
+    ) -> list[list[AnchorEntry]]:
+        """Each template's entries, of both passes if `own`."""
         found = []
         self.adapter.entry_halves = 2 if own else 1
         for i, edit in enumerate(edits):
             job = self.job(edit, i)
-            row = self._priming_row(job, i)
+            row = self._priming_row(job, i, stride, format)
             if own and job.negative is not None:
                 both = (job.conditioning, job.negative)
                 row.prompts = tuple(self.adapter.prompt(each, job) for each in both)
@@ -136,12 +146,18 @@ class Rig:
     def cached(
         self, edits: Sequence[Edit], entries: Sequence[list[AnchorEntry]], choice: Choice
     ) -> list[Picture]:
+        """Args:
+        edits: to make.
+        entries: of each template at every step, in model dtype; with a halo as the choice says.
+        choice: how.
+        """
         rows = []
         self.adapter.entry_halves = 2 if choice.own else 1
         for i, edit in enumerate(edits):
-            job, own = self.job(edit, i, choice.ring), entries[(i + choice.shift) % len(edits)]
-            chosen = anchor_steps([entry.anchor.sigma for entry in own], choice.stride)
-            kept = [_coded(own[step], choice.format) for step in chosen]
+            job, kept = self.job(edit, i, choice.ring), entries[(i + choice.shift) % len(edits)]
+            if not choice.halo:
+                steps = anchor_steps([entry.anchor.sigma for entry in kept], choice.stride)
+                kept = [_coded(kept[step], choice.format) for step in steps]
             per_step = [
                 min(kept, key=lambda entry: abs(entry.anchor.sigma - sigma))
                 for sigma, _ in self.adapter.sigmas(job)
@@ -149,30 +165,10 @@ class Rig:
             rows.append(self.replay.cached_row(job, per_step, i))
         return self._finish(edits, self.run(rows, (choice.kind,) * self.adapter.blocks))
 
-    def tiled(
-        self, edits: Sequence[Edit], entries: Sequence[list[AnchorEntry]], halo: int
-    ) -> list[Picture]:
-        """Cached edits whose convolutions read the template's features outside a tile."""
-        latents, model = [], self.adapter.model
-        self.adapter.entry_halves = 1
-        for i, edit in enumerate(edits):
-            job = self.job(edit, i)
-            row = cast(UnetRow, self.replay.cached_row(job, entries[i], i))
-            primed = self._priming_row(job, i)
-            assert row.inactive is not None
-            while row.step < row.steps:
-                with recorded(model) as maps:
-                    self.adapter.step([primed], None)
-                primed.take_entry()
-                with tiled(model, maps, row.inactive.mask[0], halo):
-                    self.replay.step([row], ("kv",) * self.adapter.blocks)
-            latents.append(row.result())
-        return self._finish(edits, latents)
-
-    def _priming_row(self, job: EditJob, seed: int) -> UnetPrimingRow:
-        anchors = self.adapter.anchors(self.adapter.tokens(job).total, self.steps, 1)
+    def _priming_row(self, job: EditJob, seed: int, stride: int, format: str) -> UnetPrimingRow:
+        anchors = self.adapter.anchors(self.adapter.tokens(job).total, self.steps, stride)
         kinds = (KEPT,) * self.adapter.blocks
-        return self.adapter.priming_row(job, anchors, self.prompt, seed, kinds, "model")
+        return self.adapter.priming_row(job, anchors, self.prompt, seed, kinds, format)
 
     def _finish(
         self, edits: Sequence[Edit], latents: Sequence[NDArray[np.float32]]
@@ -184,16 +180,10 @@ class Rig:
 
 
 def _coded(entry: AnchorEntry, format: str) -> AnchorEntry:
-    def each(coded: Coded | None) -> Coded | None:
-        return coded and encode(coded.data, format)
+    def coded(part: Coded) -> Coded:
+        return encode(part.data, format)
 
-    return AnchorEntry(
-        entry.anchor,
-        tuple(
-            BlockEntry(each(b.hidden), each(b.keys), each(b.values), each(b.end))
-            for b in entry.blocks
-        ),
-    )
+    return AnchorEntry(entry.anchor, tuple(block.each(coded) for block in entry.blocks))
 
 
 def main() -> int:
@@ -213,14 +203,13 @@ def main() -> int:
         choices = () if args.dense else CHOICES
         entries = {own: rig.entries(edits, own=own) for own in {each.own for each in choices}}
         for choice in choices:
-            pictures = rig.cached(edits, entries[choice.own], choice)
+            made, by = entries[choice.own], rig
+            if choice.halo:  # what maps mean depends on how they are stored
+                by = Rig(args.model, args.steps, args.guidance, choice.halo)
+                made = by.entries(edits, stride=choice.stride, format=choice.format)
+            pictures = by.cached(edits, made, choice)
             found[choice.name] = summary(compare(edits, pictures, dense)).as_dict()
             print(choice.name, found[choice.name], flush=True)
-        for halo in () if args.dense else HALOS:
-            name = f"kv, model, stride 1, ring 0, tiles with halo {halo}"
-            pictures = rig.tiled(edits, entries[False], halo)
-            found[name] = summary(compare(edits, pictures, dense)).as_dict()
-            print(name, found[name], flush=True)
     if args.json:
         report = {
             "command": " ".join(sys.argv),

@@ -60,10 +60,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--model", choices=MODELS, default=Hardware.model)
     add("--entry-format", choices=FORMATS, default=Hardware.entry_format)
     add("--stride", type=int, default=Hardware.stride, help="steps per anchor; 0: as it needs")
+    add("--halo", type=int, default=Hardware.halo, help="[cache] conv_halo, of UNets")
     add("--overhead", type=float, help="fixed share of a dense step; default: estimated")
     args = parser.parse_args(arguments)
     if not 1 <= args.workers <= 256:
         parser.error("--workers: accepted: 1 to 256")
+    if args.halo and args.model == "flux":
+        parser.error("--halo: of UNets alone")
     for name in ("edits", "burst", "load", "max_rows", "templates", "workers_per_host"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')}: accepted: above 0")
@@ -114,7 +117,12 @@ def show(result: Result) -> None:
 def one(args: argparse.Namespace) -> int:
     """Run one scenario under one or all policies."""
     hardware = Hardware(
-        args.device, args.entry_format, args.stride, args.model, overhead=args.overhead
+        args.device,
+        args.entry_format,
+        args.stride,
+        args.model,
+        args.halo,
+        overhead=args.overhead,
     )
     scenario = scenario_of(args, hardware)
     print(

@@ -10,7 +10,8 @@ from maskserve_core.contracts.entry_key import anchor_steps
 from maskserve_core.contracts.facts import ModelFacts, anchor_stride
 from maskserve_core.planning.cost_model import CostModel, Line, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat, block_bytes, entry_bytes
-from maskserve_core.planning.flops import Floats, ModelWork, RowTokens, flux_work
+from maskserve_core.planning.flops import Floats, ModelWork, RowTokens
+from maskserve_core.planning.flops_flux import flux_work
 from maskserve_core.planning.flops_unet import unet_work
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.step_costs import step_costs
@@ -38,6 +39,8 @@ class Hardware:
     """Steps per anchor; their entries stay on the device between, so loads divide by it. 0: what
     the model needs."""
     model: str = "flux"
+    halo: int = _CACHE.conv_halo
+    """Of UNets: positions round a mask that cached rows convolve; 0: the whole picture."""
     dense_above_ratio: float = _CACHE.dense_above_ratio
     """Mask ratio from which a row runs dense."""
     overhead: float | None = None
@@ -57,7 +60,8 @@ class Hardware:
     def __post_init__(self) -> None:
         facts = self.facts
         side = facts.native_resolution // facts.vae_scale_factor
-        work = _WORK[facts.family](facts.denoiser, side, side)
+        tiles = {"halo": self.halo} if self.halo else {}  # FLUX takes none
+        work = _WORK[facts.family](facts.denoiser, side, side, **tiles)
         stride = anchor_stride(self.stride, facts)
         anchors = len(anchor_steps([1.0 - i / STEPS for i in range(STEPS)], stride))
         costs = self._costs(work)
@@ -144,10 +148,8 @@ class Hardware:
         """
         side = active**0.5
         touched = [(side / 2**n + 1 - 0.5**n) ** 2 for n in range(len(self.work.tokens))]
-        return RowTokens(
-            tuple(min(a, float(n)) for a, n in zip(touched, self.work.tokens, strict=True)),
-            float(self.text),
-        )
+        own = tuple(min(a, float(n)) for a, n in zip(touched, self.work.tokens, strict=True))
+        return self.work.square_row(own, float(self.text))
 
     def _moved(self, active: float) -> Floats:
         """[blocks, 2] bytes of `h` and `kv` per step of one row."""

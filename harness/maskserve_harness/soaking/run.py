@@ -14,7 +14,7 @@ from typing import Any
 from maskserve_core.config import Config, cores
 from maskserve_core.contracts.facts import anchor_stride, load_facts
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
-from maskserve_core.planning.flops import flux_work
+from maskserve_core.planning.flops_flux import flux_work
 from maskserve_harness.soaking.judge import (
     WARM_UP_SHARE,
     Bar,

@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.config import Config
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.entry_key import Anchor, anchor_steps, cover
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.imaging.tokens import active_tokens
 from maskserve_core.imaging.validation import steps_run
-from maskserve_core.planning.flops import ModelWork, RowTokens, Totals, flux_work
+from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
+from maskserve_core.planning.flops_flux import flux_work
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.batch import Batch, Row
 from maskserve_engine.families.flux.compiled import compile_halves
@@ -90,6 +91,8 @@ class FluxAdapter(Stepping[Row, Weights]):
             FluxTransformer2DModel,
         )
 
+        if config.cache.conv_halo:
+            raise ConfigError("[cache] conv_halo: a setting of UNets; use 0")
         vae = AutoencoderKL.load_config(f"{config.model.path}/vae")
         return cls(
             facts,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_core.planning.flops import STEPS_AHEAD
+from maskserve_core.planning.flops_flux import STEPS_AHEAD
 from maskserve_engine.families.flux.weights import Linear, Weights
 from maskserve_engine.families.transfer import to_device
 

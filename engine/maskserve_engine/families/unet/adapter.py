@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,8 +16,7 @@ from maskserve_core.contracts.entry_key import Anchor, anchor_steps
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.imaging.tokens import active_tokens, active_tokens_per_level
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
-from maskserve_core.planning.flops_unet import unet_work
-from maskserve_engine.cache.selection import Selection
+from maskserve_core.planning.flops_unet import level_sizes, unet_work
 from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.families.stepping import Stepping
 from maskserve_engine.families.transfer import moved
@@ -43,6 +42,8 @@ from maskserve_engine.families.unet.sampler import (
     check_sampler,
     load_sampler,
 )
+from maskserve_engine.families.unet.tile import Ids, Tile, tile_of
+from maskserve_engine.families.unet.tokens import selection_of
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.stages.loader import held_bytes, load_part
 
@@ -58,6 +59,7 @@ class UnetAdapter(Stepping[Row, Any]):
         exact_vae: whether the pipeline runs the VAE in float32 whatever the model's dtype.
         own_entries: whether the second pass of guided steps has entries of its own, where they
             would differ (`[cache] cfg_entries`).
+        halo: `[cache] conv_halo`.
     """
 
     anchor_tolerance = 1.0
@@ -73,6 +75,7 @@ class UnetAdapter(Stepping[Row, Any]):
         *,
         exact_vae: bool,
         own_entries: bool = False,
+        halo: int = 0,
     ) -> None:
         check_sampler(sampler)
         super().__init__(Batch, model)
@@ -82,9 +85,13 @@ class UnetAdapter(Stepping[Row, Any]):
         self.dtype: torch.dtype = model.dtype
         self.weight_bytes = held_bytes(model)
         self.entry_halves = 2 if own_entries and facts.zeros_for_empty_prompt else 1
+        self._halo = halo
         self._vae_dtype = torch.float32 if exact_vae else self.dtype
         self.places = block_places(model)
         self.blocks = len(self.places)
+        kept = len(self._make_work(1, 1).maps)
+        self.maps = range(self.blocks, self.blocks + kept)
+        """Numbers of the feature maps among an entry's blocks."""
         self._depth = range(len(model.down_blocks))
         self._noise_levels = NoiseLevels(sampler)
         self._timesteps = lru_cache(maxsize=256)(self._make_timesteps)
@@ -97,6 +104,11 @@ class UnetAdapter(Stepping[Row, Any]):
 
         if config.model.first_block_threshold:
             raise ConfigError("[model] first_block_threshold: a setting of FLUX models; use 0")
+        if config.cache.conv_halo and config.cache.entry_kind != "kv":
+            raise ConfigError(
+                f"[cache] conv_halo: {config.cache.conv_halo} goes with entry_kind kv, "
+                f"not {config.cache.entry_kind}"
+            )
         vae = AutoencoderKL.load_config(f"{config.model.path}/vae")
         return cls(
             facts,
@@ -105,6 +117,7 @@ class UnetAdapter(Stepping[Row, Any]):
             float(vae.get("scaling_factor", 0.18215)),
             exact_vae=facts.micro_conditioning and bool(vae.get("force_upcast", True)),
             own_entries=config.cache.cfg_entries == "own",
+            halo=config.cache.conv_halo,
         )
 
     def steps(self, job: EditJob) -> int:
@@ -117,10 +130,14 @@ class UnetAdapter(Stepping[Row, Any]):
 
     def counted(self, job: EditJob) -> Totals:
         _, height, width = job.moments.shape
-        active = tuple(float(len(ids)) for ids in self._active(job).values())
+        ids = self._active(job)
+        active = tuple(float(len(own)) for own in ids.values())
+        tile, convolved = self._tile(ids, height, width), None
+        if tile is not None:
+            convolved = tuple(float(level.box.area) for level in tile)
         passes = [each for each in (job.conditioning, job.negative) if each is not None]
         return self.work(height, width).totals(
-            [RowTokens(active, float(len(each["prompt_embeds"]))) for each in passes]
+            [RowTokens(active, float(len(each["prompt_embeds"])), convolved) for each in passes]
         )
 
     def batch_key(self, job: EditJob) -> Hashable:
@@ -158,16 +175,15 @@ class UnetAdapter(Stepping[Row, Any]):
             ids = self._active(job)
             mask = np.zeros(height * width, np.bool_)
             mask[ids[0]] = True
-            rest = []
-            for level, count in enumerate(self.work(height, width).tokens):
-                left = np.setdiff1d(np.arange(count), ids[level])
-                rest.append(np.concatenate([left + count * i for i in range(self.entry_halves)]))
+            tile, work = self._tile(ids, height, width), self.work(height, width)
             inactive = Inactive(
                 active={level: torch.from_numpy(found) for level, found in ids.items()},
                 mask=torch.from_numpy(mask.reshape(1, height, width)),
                 template=self._template(job, noise_seed),
-                selection=Selection(rest, [place.level for place in self.places]),
+                selection=selection_of(ids, tile, work, self.entry_halves),
                 halves=self.entry_halves,
+                tile=tile,
+                maps=self.maps,
             )
             return self._row(job, inactive)
 
@@ -191,6 +207,7 @@ class UnetAdapter(Stepping[Row, Any]):
                 prompts=tuple([self._prompt(each) for each in texts]),
                 kinds=kinds,
                 format=format,
+                maps=len(self.maps),
             )
 
     def _row(self, job: EditJob, inactive: Inactive | None = None) -> UnetRow:
@@ -264,9 +281,15 @@ class UnetAdapter(Stepping[Row, Any]):
         return tuple(map(float, Sampler(self.sampler, steps, strength).timesteps))
 
     def _make_work(self, height: int, width: int) -> ModelWork:
-        return unet_work(self.facts.denoiser, height, width, guidance=False)
+        return unet_work(self.facts.denoiser, height, width, guidance=False, halo=self._halo)
 
-    def _active(self, job: EditJob) -> dict[int, NDArray[np.int64]]:
+    def _tile(self, ids: Mapping[int, Ids], height: int, width: int) -> Tile | None:
+        """Where a row with these active tokens computes convolutions; None: everywhere."""
+        if not self._halo:
+            return None
+        return tile_of(ids, level_sizes(height, width, len(self._depth)), self._halo)
+
+    def _active(self, job: EditJob) -> dict[int, Ids]:
         """Computed tokens per level."""
         return active_tokens_per_level(
             job.edit_mask, self.facts.token_pixels, self._depth, job.mask_ring

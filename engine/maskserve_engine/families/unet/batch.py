@@ -21,12 +21,15 @@ class Batch(KeptBatch[Row, Any]):
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
         own = [row.passes() for row in rows]
+        # Rows with a tile come behind the others, which share every convolution.
+        order = sorted(range(len(rows)), key=lambda i: own[i][0].surroundings is not None)
+        self._order, own = [rows[i] for i in order], [own[i] for i in order]
         self._passes = [len(passes) for passes in own]
         self._packed: Packed | None = None
         self._inputs = [each for passes in own for each in passes]
 
     def step(self, model: Any, kinds: Sequence[str]) -> None:
-        samples = [row.sample() for row in self.rows]
+        samples = [row.sample() for row in self._order]
         sample = torch.stack(
             [each for each, count in zip(samples, self._passes, strict=True) for _ in range(count)]
         )
@@ -38,11 +41,11 @@ class Batch(KeptBatch[Row, Any]):
             model, self._packed, sample, self._timesteps(sample.device), kinds,
             self._captures(),
         ).split(self._passes)  # fmt: skip
-        for row, answer in zip(self.rows, answers, strict=True):
+        for row, answer in zip(self._order, answers, strict=True):
             row.advance(answer)
 
     def _timesteps(self, device: torch.device) -> torch.Tensor:
-        times = [row.timestep for row in self.rows]
+        times = [row.timestep for row in self._order]
         counts = torch.tensor(self._passes)
         [there] = to_device([torch.tensor(times).repeat_interleave(counts)], device)
         return there
@@ -50,7 +53,7 @@ class Batch(KeptBatch[Row, Any]):
     def _captures(self) -> list[tuple[int, int, Any]]:
         """(first pass, behind its last pass, recorder) of each priming row."""
         found, first = [], 0
-        for row, count in zip(self.rows, self._passes, strict=True):
+        for row, count in zip(self._order, self._passes, strict=True):
             if isinstance(row, UnetPrimingRow):
                 found.append((first, first + count, row.capture))
             first += count

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from maskserve_core.planning.flops_unet import level_sizes
 from maskserve_engine.cache.entries import Recorder
+from maskserve_engine.families.unet.canvas import Canvas, Site, Tiled, Whole
 from maskserve_engine.families.unet.levels import make_level
+from maskserve_engine.families.unet.moments import Moments
 from maskserve_engine.families.unet.stack import Rest, Stack, Text
+from maskserve_engine.families.unet.surroundings import Surroundings
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +31,15 @@ class PassInput:
     """Level → [n] ids of the computed tokens; None where all are computed."""
     rest: Rest | None = None
     """The inactive tokens; given with `active`."""
+    surroundings: Surroundings | None = None
+    """Of the tile on which the row's convolutions run; None: they run on the whole picture."""
 
 
 class Packed:
     """The passes of all rows, for as long as the same rows go on.
 
     Args:
-        passes: in order; passes of one row follow one another.
+        passes: in order; passes of one row follow one another, and those with a tile the others.
         shape: (height, width) of the latents.
         depth: levels of the UNet.
         device: of the model.
@@ -50,12 +57,27 @@ class Packed:
         lengths = [len(each.text) for each in passes]
         added = [each.added for each in passes if each.added is not None]
         self.added = torch.stack(added) if added else None
+        self.canvases = _canvases(passes)
+        self.sizes = level_sizes(*shape, depth)
         self.levels = []
-        height, width = shape
-        for level in range(depth):
+        for level, (height, width) in enumerate(self.sizes):
             active = [None if each.active is None else each.active[level] for each in passes]
-            self.levels.append(make_level(height * width, active, lengths, device))
-            height, width = (height + 1) // 2, (width + 1) // 2
+            tiles = [
+                None if each.surroundings is None else each.surroundings.tile[level].inside
+                for each in passes
+            ]
+            self.levels.append(make_level(height * width, active, tiles, lengths, device))
+
+
+def _canvases(passes: Sequence[PassInput]) -> list[Canvas]:
+    """Passes that compute the whole picture together, and those of each row with a tile."""
+    found: list[Canvas] = []
+    end = 0
+    for surroundings, own in groupby(passes, lambda each: each.surroundings):
+        begin, end = end, end + len(list(own))
+        at = slice(begin, end)
+        found.append(Whole(at) if surroundings is None else Tiled(at, surroundings))
+    return found
 
 
 def added_embedding(model: Any, pooled: Tensor, time_ids: Tensor) -> Tensor:
@@ -95,29 +117,26 @@ def forward(
     embedding = model.time_embedding(model.time_proj(timesteps).to(sample.dtype))
     if packed.added is not None:
         embedding = embedding + packed.added
-    walk = _Walk(packed, kinds, captures, embedding)
-    x = model.conv_in(sample)
+    walk = _Walk(packed, kinds, captures, embedding, model.conv_norm_out.num_groups)
+    x = walk.enter(model.conv_in, sample)
     skips = [x]
     for stage in model.down_blocks:
         for resnet, stack in _layers(stage):
             x = walk.layer(resnet, stack, x)
             skips.append(x)
         for sampler in stage.downsamplers or ():
-            x = sampler(x)
-            walk.level += 1
+            x = walk.down(sampler, x)
             skips.append(x)
     first, *others = model.mid_block.resnets
-    x = first(x, embedding)
+    x = walk.resnet(first, x)
     for stack, resnet in zip(model.mid_block.attentions, others, strict=True):
-        x = resnet(walk.stack(stack, x), embedding)
+        x = walk.resnet(resnet, walk.stack(stack, x))
     for stage in model.up_blocks:
         for resnet, stack in _layers(stage):
-            x = walk.layer(resnet, stack, torch.cat((x, skips.pop()), dim=1))
+            x = walk.layer(resnet, stack, walk.joined(x, skips.pop()))
         for sampler in stage.upsamplers or ():
-            # An odd side was rounded up on the way down.
-            x = sampler(x, tuple(skips[-1].shape[2:]))
-            walk.level -= 1
-    return model.conv_out(model.conv_act(model.conv_norm_out(x)))
+            x = walk.up(sampler, x)
+    return walk.leave(model, x)
 
 
 def _layers(stage: Any) -> list[tuple[Any, Any]]:
@@ -126,8 +145,14 @@ def _layers(stage: Any) -> list[tuple[Any, Any]]:
     return list(zip(stage.resnets, stacks, strict=True))
 
 
+Maps = list[Tensor]
+"""A feature map, [p, C, h, w] of what each canvas computes of it."""
+
+
 class _Walk:
-    """Where the walk through the UNet is: its level, and the number of the next block."""
+    """Where the walk through the UNet is: its level, and the numbers of the next block and of the
+    next feature map.
+    """
 
     def __init__(
         self,
@@ -135,22 +160,93 @@ class _Walk:
         kinds: Sequence[str],
         captures: Sequence[tuple[int, int, Recorder]],
         embedding: Tensor,
+        groups: int,
     ) -> None:
         self.packed, self.kinds, self.captures = packed, kinds, captures
-        self.embedding = embedding
+        self.canvases = packed.canvases
+        self.embedding, self.groups = embedding, groups
         self.level = 0
         self.block = 0
+        self.map = 0
 
-    def layer(self, resnet: Any, stack: Any, x: Tensor) -> Tensor:
-        x = resnet(x, self.embedding)
+    def enter(self, conv: Any, sample: Tensor) -> Maps:
+        return [canvas.enter(conv, sample[canvas.passes]) for canvas in self.canvases]
+
+    def layer(self, resnet: Any, stack: Any, x: Maps) -> Maps:
+        x = self.resnet(resnet, x)
         return x if stack is None else self.stack(stack, x)
 
-    def stack(self, module: Any, x: Tensor) -> Tensor:
-        packed = self.packed
+    def resnet(self, module: Any, x: Maps) -> Maps:
+        """A ResnetBlock2D."""
+        time = module.time_emb_proj(module.nonlinearity(self.embedding))[:, :, None, None]
+        h = list(x)
+        self._convolve(module.norm1, module.nonlinearity, module.conv1, h)
+        h = [each + time[own.passes] for own, each in zip(self.canvases, h, strict=True)]
+        self._convolve(module.norm2, module.nonlinearity, module.conv2, h)
+        if module.conv_shortcut is not None:
+            x = [module.conv_shortcut(each) for each in x]
+        return [(a + b) / module.output_scale_factor for a, b in zip(x, h, strict=True)]
+
+    def stack(self, module: Any, x: Maps) -> Maps:
+        """A Transformer2DModel."""
+        packed, site = self.packed, self._site(x)
         run = Stack(packed.levels[self.level], packed.text, packed.rests, self.captures, self.kinds)
-        x = run.run(module, self.block, x)
+        normed = (c.norm(site, module.norm, own) for c, own in zip(self.canvases, x, strict=True))
+        x = run.run(module, self.block, x, normed)
         self.block += len(module.transformer_blocks)
         return x
+
+    def down(self, sampler: Any, x: Maps) -> Maps:
+        site = self._site(x)
+        self.level += 1
+        return [c.shrink(site, sampler, own) for c, own in zip(self.canvases, x, strict=True)]
+
+    def up(self, sampler: Any, x: Maps) -> Maps:
+        self.level -= 1
+        size = self.packed.sizes[self.level]
+        return [
+            c.widen(self.level, size, sampler, own) for c, own in zip(self.canvases, x, strict=True)
+        ]
+
+    def leave(self, model: Any, x: Maps) -> Tensor:
+        """The model's output for every pass."""
+        self._convolve(model.conv_norm_out, model.conv_act, model.conv_out, x)
+        size = self.packed.sizes[0]
+        whole = [canvas.leave(size, own) for canvas, own in zip(self.canvases, x, strict=True)]
+        return whole[0] if len(whole) == 1 else torch.cat(whole)
+
+    @staticmethod
+    def joined(x: Maps, skips: Maps) -> Maps:
+        """What a layer on the way up is given."""
+        return [torch.cat(pair, dim=1) for pair in zip(x, skips, strict=True)]
+
+    def _convolve(self, norm: Any, activate: Any, conv: Any, x: Maps) -> None:
+        """GroupNorm, activation and 3x3 convolution; in place, so that no map is held longer than
+        it is read.
+        """
+        site, own = self._site(x), self.canvases
+        x[:] = [c.norm_around(site, norm, each) for c, each in zip(own, x, strict=True)]
+        x[:] = [activate(each) for each in x]
+        x[:] = [c.convolve(site.level, conv, each) for c, each in zip(own, x, strict=True)]
+
+    def _site(self, x: Maps) -> Site:
+        """Where the next feature map is read, which priming rows keep."""
+        site = Site(self.map, self.level)
+        self.map += 1
+        for begin, end, recorder in self.captures:
+            if recorder.maps:  # priming rows have no tile: they are among the first canvas's
+                _keep(recorder, x[0][begin:end], self.groups)
+        return site
+
+
+def _keep(recorder: Recorder, x: Tensor, groups: int) -> None:
+    """Have a priming row keep its feature map [halves, C, h, w], and its groups' moments as they
+    are once it is stored.
+    """
+    stored = recorder.map(x.permute(0, 2, 3, 1).flatten(0, 2))
+    back = stored.unflatten(0, (len(x), *x.shape[2:])).permute(0, 3, 1, 2)
+    moments = Moments.of(back, groups)
+    recorder.moments(torch.cat((moments.mean, moments.variance), dim=1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ them are simply
     | pass 0: 0 … N-1 | pass 1: N … 2N-1 | …
 
 Computed tokens are packed in that order without padding. Keys are complete: every pass has N, the
-computed tokens' at their positions and the others' at theirs.
+computed tokens' at their positions and the others' at theirs. A pass whose convolutions run on a
+tile has features in its box alone.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from maskserve_engine.families.attention import Segments, Span, ends, spans, uni
 
 
 @dataclass(frozen=True)
-class Sparse:
-    """Positions at a level where some pass leaves tokens out."""
+class Places:
+    """Where computed tokens and others lie among those of all passes."""
 
     core: Tensor
     """[n] of the computed tokens."""
@@ -31,20 +32,32 @@ class Sparse:
     """[m] of the others."""
     rest_spans: tuple[Span, ...]
     """Of each pass in `rest`; empty where it computes all."""
+
+    def split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Computed and other tokens of [n + m, width]."""
+        return tokens.index_select(0, self.core), tokens.index_select(0, self.rest)
+
+    def join(self, core: Tensor, rest: Tensor) -> Tensor:
+        """[n + m, …] of what `split` gave."""
+        both = core.new_empty(len(core) + len(rest), *core.shape[1:])
+        both[self.core], both[self.rest] = core, rest
+        return both
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Tokens at a level where some pass leaves some out."""
+
+    keys: Places
+    """Among all of the level: what self-attention reads."""
+    there: Places
+    """Among those whose features are computed: of a pass with a tile, those in its box."""
+    wanted: tuple[Tensor | None, ...]
+    """Of each pass, which of its others are there; None: all."""
     own: Segments
     """Self-attention: computed tokens to all tokens."""
     cross: Segments
     """Cross-attention: computed tokens to the text."""
-
-    def split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Computed and other tokens of [P · N, width]."""
-        return tokens.index_select(0, self.core), tokens.index_select(0, self.rest)
-
-    def join(self, core: Tensor, rest: Tensor) -> Tensor:
-        """[P · N, …] of what `split` gave."""
-        both = core.new_empty(len(core) + len(rest), *core.shape[1:])
-        both[self.core], both[self.rest] = core, rest
-        return both
 
 
 @dataclass(frozen=True)
@@ -56,38 +69,67 @@ class Level:
     cross: Segments
     sparse: Sparse | None
     """None when every pass computes all tokens."""
+    tiled: bool
+    """Whether some pass has a tile."""
 
 
 def make_level(
-    tokens: int, active: Sequence[Tensor | None], text: Sequence[int], device: torch.device
+    tokens: int,
+    active: Sequence[Tensor | None],
+    tiles: Sequence[Tensor | None],
+    text: Sequence[int],
+    device: torch.device,
 ) -> Level:
     """The level of a batch.
 
     Args:
         tokens: of one pass.
         active: per pass its computed tokens' ids, ascending; None: all.
+        tiles: per pass the ids in its tile's box, ascending, its computed tokens among them;
+            None: it has no tile.
         text: text tokens per pass.
         device: of the indices.
     """
     whole = [tokens] * len(active)
     sparse = None
     if any(ids is not None for ids in active):
-        core, rest = [], []
-        for (begin, _), ids in zip(spans(whole), active, strict=True):
-            computed = torch.ones(tokens, dtype=torch.bool, device=device)
-            if ids is not None:
-                computed.zero_()[ids] = True
-            core.append(begin + computed.nonzero()[:, 0])
-            rest.append(begin + (~computed).nonzero()[:, 0])
-        counts = [len(part) for part in core]
+        computed = [_marked(tokens, ids, device) for ids in active]
+        keys = _places(computed)
+        there = keys
+        wanted: tuple[Tensor | None, ...] = (None,) * len(active)
+        if any(ids is not None for ids in tiles):
+            inside = [_marked(tokens, ids, device) for ids in tiles]
+            there = _places([own[box] for own, box in zip(computed, inside, strict=True)])
+            wanted = tuple(
+                None if ids is None else box[~own].nonzero()[:, 0]
+                for ids, own, box in zip(tiles, computed, inside, strict=True)
+            )
+        counts = [int(own.sum()) for own in computed]
         sparse = Sparse(
-            torch.cat(core),
-            torch.cat(rest),
-            spans([len(part) for part in rest]),
-            _segments(counts, whole, device),
-            _segments(counts, text, device),
+            keys, there, wanted, _segments(counts, whole, device), _segments(counts, text, device)
         )
-    return Level(_segments(whole, whole, device), _segments(whole, text, device), sparse)
+    tiled = any(ids is not None for ids in tiles)
+    own = _segments(whole, whole, device)
+    return Level(own, _segments(whole, text, device), sparse, tiled)
+
+
+def _marked(tokens: int, ids: Tensor | None, device: torch.device) -> Tensor:
+    """[tokens] whether each is among `ids`; None: all are."""
+    if ids is None:
+        return torch.ones(tokens, dtype=torch.bool, device=device)
+    marked = torch.zeros(tokens, dtype=torch.bool, device=device)
+    marked[ids] = True
+    return marked
+
+
+def _places(computed: Sequence[Tensor]) -> Places:
+    """Of tokens that are computed or not, per pass."""
+    core, rest, begin = [], [], 0
+    for own in computed:
+        core.append(begin + own.nonzero()[:, 0])
+        rest.append(begin + (~own).nonzero()[:, 0])
+        begin += len(own)
+    return Places(torch.cat(core), torch.cat(rest), spans([len(part) for part in rest]))
 
 
 def _segments(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Segments:

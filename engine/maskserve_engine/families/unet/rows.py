@@ -11,12 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.contracts.entry_key import Anchor
+from maskserve_engine.cache.codec import Coded
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.unet.conditioning import Blend, TemplateInputs
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
+from maskserve_engine.families.unet.surroundings import Surroundings
+from maskserve_engine.families.unet.tile import Tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,10 @@ class Inactive:
     """The others' ids, per level; where entries have two halves, of one behind the other."""
     halves: int = 1
     """2: the second pass reads the entries' second half."""
+    tile: Tile | None = None
+    """Where convolutions are computed; None: on the whole picture."""
+    maps: range = range(0)
+    """Numbers of the feature maps among an entry's blocks; read where there is a tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +76,23 @@ class CachedRest:
     def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
         self._read(block, "kv", keys.flatten(1), values.flatten(1))
 
-    def end(self, block: int, out: Tensor) -> None:
-        self._read(block, "end", out)
+    def end(self, block: int, out: Tensor, wanted: Tensor | None) -> None:
+        [own] = self._own(block, "end")
+        (own if wanted is None else own.take(wanted)).into(out)
 
     def _read(self, block: int, part: str, *outs: Tensor) -> None:
-        assert self.row.entry is not None, "packed for a step that reads no entry"
-        begin = self.half * len(outs[0])
-        own = slice(begin, begin + len(outs[0]))
-        for coded, out in zip(self.row.entry.wait(block, part), outs, strict=True):
-            coded.map(lambda tokens: tokens[own]).into(out)
+        for coded, out in zip(self._own(block, part), outs, strict=True):
+            coded.into(out)
+
+    def _own(self, block: int, part: str) -> list[Coded]:
+        """Its half of a part."""
+        entry, inactive = self.row.entry, self.row.inactive
+        assert entry is not None, "packed for a step that reads no entry"
+        assert inactive is not None
+        parts = entry.wait(block, part)
+        count = len(parts[0].data) // inactive.halves
+        own = slice(self.half * count, (self.half + 1) * count)
+        return [coded.map(lambda tokens: tokens[own]) for coded in parts]
 
 
 @dataclass(slots=True)
@@ -97,9 +112,18 @@ class UnetRow:
     """None for a dense row."""
     entry: Handle | None = None
     """What its next step reads; None: the step computes every token."""
+    surroundings: Surroundings | None = field(init=False, default=None)
+    """Of the tile of a cached row that has one."""
     step: int = 0
     _taken: Tensor | None = None
     _answer: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        inactive = self.inactive
+        if inactive is not None and inactive.tile is not None:
+            self.surroundings = Surroundings(
+                inactive.tile, inactive.maps, self.latents.dtype, lambda: self.entry
+            )
 
     @property
     def steps(self) -> int:
@@ -133,6 +157,7 @@ class UnetRow:
                 each.added,
                 inactive.active,
                 CachedRest(self, min(number, inactive.halves - 1)),
+                self.surroundings,
             )
             for number, each in enumerate(prompts)
         ]
@@ -192,13 +217,15 @@ class UnetPrimingRow:
     kinds: Sequence[frozenset[str]]
     """Per block, what is kept: any of "h" and "kv"."""
     format: str
+    maps: int = 0
+    """Feature maps that are kept: all of the model's, or none."""
     entry: None = None
     step: int = 0
     capture: Recorder = field(init=False)
     _done: list[AnchorEntry] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.capture = Recorder(self.kinds, self.format)
+        self.capture = Recorder(self.kinds, self.format, self.maps)
 
     @property
     def steps(self) -> int:
@@ -213,7 +240,7 @@ class UnetPrimingRow:
 
     def sample(self) -> Tensor:
         """[in_channels, h, w] the template noised to the next anchor."""
-        self.capture = Recorder(self.kinds, self.format)
+        self.capture = Recorder(self.kinds, self.format, self.maps)
         return self.template.at(self.timestep)
 
     def advance(self, answers: Tensor) -> None:

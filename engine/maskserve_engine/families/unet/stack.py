@@ -1,7 +1,7 @@
 """One stack (Transformer2DModel) of the UNet over computed tokens, with the real modules' weights.
 
-GroupNorm, proj_in, proj_out and the residual run on all positions; between them the blocks compute
-active tokens only (design §4, "Cached row"):
+GroupNorm, proj_in, proj_out and the residual run on all positions, or on those of a row's tile;
+between them the blocks compute active tokens only (design §4, "Cached row"):
 
     proj_in ► all tokens ─► block ► block ► … ► active tokens ─┐
                      └ inactive: K and V only, or dropped      ├► all tokens ► proj_out
@@ -10,9 +10,10 @@ active tokens only (design §4, "Cached row"):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from maskserve_engine.cache.entries import Recorder
@@ -34,8 +35,14 @@ class Rest(Protocol):
         """Write their cached keys and values into [m, heads, head_dim] each."""
         ...
 
-    def end(self, block: int, out: Tensor) -> None:
-        """Write their cached hidden states behind a stack's last block into `out` [m, width]."""
+    def end(self, block: int, out: Tensor, wanted: Tensor | None) -> None:
+        """Write their cached hidden states behind a stack's last block into `out` [m, width].
+
+        Args:
+            block: the last one.
+            out: of those that are wanted.
+            wanted: [m] which of the inactive tokens; None: all.
+        """
         ...
 
 
@@ -130,16 +137,27 @@ class Stack:
         self.sparse: Sparse | None = None  # while inactive tokens are left out
         self.left: Tensor | None = None  # the inactive tokens at the next block's input, at hand
 
-    def run(self, module: Any, first: int, x: Tensor) -> Tensor:
-        """The Transformer2DModel `module`, whose first block has the number `first`, on
-        [P, C, h, w].
+    def run(
+        self, module: Any, first: int, x: Sequence[Tensor], normed: Iterable[Tensor]
+    ) -> list[Tensor]:
+        """The Transformer2DModel `module`, whose first block has the number `first`.
+
+        Args:
+            module: the real one.
+            first: number of a block in the UNet.
+            x: [p, C, h, w] of some passes each.
+            normed: the same behind the module's norm.
         """
-        passes, _, height, width = x.shape
-        tokens = _project_in(module, x)
+        parts = [_project_in(module, each) for each in normed]
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         for number, block in enumerate(module.transformer_blocks, start=first):
             tokens = self._block(block, number, tokens)
         tokens = self._end(number, tokens)
-        return x + _project_out(module, tokens.unflatten(0, (passes, height, width)))
+        out = tokens.split([len(part) for part in parts])
+        return [
+            each + _project_out(module, own.unflatten(0, (each.shape[0], *each.shape[2:])))
+            for each, own in zip(x, out, strict=True)
+        ]
 
     def _block(self, block: Any, number: int, tokens: Tensor) -> Tensor:
         fill = None
@@ -155,13 +173,15 @@ class Stack:
     def _widen_or_narrow(self, number: int, tokens: Tensor) -> Tensor:
         """Bring the inactive tokens in or leave them out, as the block's kind asks."""
         dense = self.kinds[number] == "dense"
+        assert not self.level.tiled or self.kinds[number] == "kv", "tiles go with `kv` alone"
         if dense and self.sparse is not None:
-            tokens, self.sparse = self.sparse.join(tokens, self._inactive(number, tokens)), None
+            rest = self._inactive(number, tokens)
+            tokens, self.sparse = self.sparse.there.join(tokens, rest), None
         elif not dense and self.sparse is None:
             self.sparse = self.level.sparse
             assert self.sparse is not None
             # What was computed is nearer to the edit than an entry, and loads nothing.
-            tokens, self.left = self.sparse.split(tokens)
+            tokens, self.left = self.sparse.there.split(tokens)
         return tokens
 
     def _inactive(self, number: int, like: Tensor) -> Tensor:
@@ -172,10 +192,22 @@ class Stack:
 
     def _restored(self, like: Tensor, read: Callable[[Rest, Tensor], None]) -> Tensor:
         assert self.sparse is not None
-        out = like.new_empty(len(self.sparse.rest), like.shape[1])
-        for rest, (begin, end) in zip(self.rests, self.sparse.rest_spans, strict=True):
+        out = like.new_empty(len(self.sparse.keys.rest), like.shape[1])
+        for rest, (begin, end) in zip(self.rests, self.sparse.keys.rest_spans, strict=True):
             if rest is not None:
                 read(rest, out[begin:end])
+        return out
+
+    def _restored_ends(self, number: int, like: Tensor) -> Tensor:
+        """[m, width] the inactive tokens that are there, behind the stack's last block."""
+        assert self.sparse is not None
+        there = self.sparse.there
+        out = like.new_empty(len(there.rest), like.shape[1])
+        for rest, (begin, end), wanted in zip(
+            self.rests, there.rest_spans, self.sparse.wanted, strict=True
+        ):
+            if rest is not None:
+                rest.end(number, out[begin:end], wanted)
         return out
 
     def _fill(self, number: int) -> Fill | None:
@@ -190,15 +222,15 @@ class Stack:
                 more = _heads(attn.to_k(normed), attn), _heads(attn.to_v(normed), attn)
             else:
                 more = self._loaded(number, keys)
-            return sparse.join(keys, more[0]), sparse.join(values, more[1])
+            return sparse.keys.join(keys, more[0]), sparse.keys.join(values, more[1])
 
         return fill
 
     def _loaded(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
         assert self.sparse is not None
-        shape = (len(self.sparse.rest), *like.shape[1:])
+        shape = (len(self.sparse.keys.rest), *like.shape[1:])
         keys, values = like.new_empty(shape), like.new_empty(shape)
-        for rest, (begin, end) in zip(self.rests, self.sparse.rest_spans, strict=True):
+        for rest, (begin, end) in zip(self.rests, self.sparse.keys.rest_spans, strict=True):
             if rest is not None:
                 rest.keys_values(number, keys[begin:end], values[begin:end])
         return keys, values
@@ -229,20 +261,18 @@ class Stack:
             capture.end(number, tokens[at])
         if self.sparse is None:
             return tokens
-        rest = self._restored(tokens, lambda rest, out: rest.end(number, out))
-        return self.sparse.join(tokens, rest)
+        return self.sparse.there.join(tokens, self._restored_ends(number, tokens))
 
 
 def _project_in(module: Any, x: Tensor) -> Tensor:
-    """[P, C, h, w] as tokens [P · h · w, width]."""
-    x = module.norm(x)
+    """[p, C, h, w] behind the norm as tokens [p · h · w, width]."""
     if module.use_linear_projection:
         return module.proj_in(x.permute(0, 2, 3, 1).flatten(0, 2))
     return module.proj_in(x).permute(0, 2, 3, 1).flatten(0, 2)
 
 
 def _project_out(module: Any, tokens: Tensor) -> Tensor:
-    """[P, h, w, width] as [P, C, h, w]."""
+    """[p, h, w, width] as [p, C, h, w]."""
     if module.use_linear_projection:
         return module.proj_out(tokens).permute(0, 3, 1, 2)
     return module.proj_out(tokens.permute(0, 3, 1, 2))

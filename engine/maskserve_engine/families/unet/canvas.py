@@ -1,0 +1,152 @@
+"""Where the feature maps of some passes are computed: on the whole picture, or on a row's tile.
+
+Whatever is not computed is the template's: a norm's means and variances are those of the mixed
+map, and a convolution at the tile's edge reads the template's features beyond it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maskserve_engine.families.unet.moments import Moments, normalise
+from maskserve_engine.families.unet.surroundings import Around, Surroundings
+
+
+class Site(NamedTuple):
+    """A place in the UNet where a feature map is read."""
+
+    number: int
+    """Of the map, in the order they are read."""
+    level: int
+
+
+class Canvas(ABC):
+    """Some passes in a row.
+
+    Args:
+        passes: of the batch.
+    """
+
+    def __init__(self, passes: slice) -> None:
+        self.passes = passes
+
+    @abstractmethod
+    def enter(self, conv: Any, sample: Tensor) -> Tensor:
+        """`conv_in` over the model's input, [p, C, h, w] of the whole picture."""
+
+    @abstractmethod
+    def norm(self, site: Site, norm: Any, x: Tensor) -> Tensor:
+        """A GroupNorm over `x`."""
+
+    @abstractmethod
+    def norm_around(self, site: Site, norm: Any, x: Tensor) -> Tensor:
+        """A GroupNorm over `x` and what a 3x3 convolution reads round it."""
+
+    @abstractmethod
+    def convolve(self, level: int, conv: Any, x: Tensor) -> Tensor:
+        """A 3x3 convolution over what `norm_around` gave, activated."""
+
+    @abstractmethod
+    def shrink(self, site: Site, sampler: Any, x: Tensor) -> Tensor:
+        """A Downsample2D; the site is the level that it comes from."""
+
+    @abstractmethod
+    def widen(self, level: int, size: tuple[int, int], sampler: Any, x: Tensor) -> Tensor:
+        """An Upsample2D to the picture's `size` on `level`."""
+
+    @abstractmethod
+    def leave(self, size: tuple[int, int], answer: Tensor) -> Tensor:
+        """The model's answer for the whole picture; what was not computed is 0."""
+
+
+class Whole(Canvas):
+    """Passes that compute the whole picture, as the real modules do."""
+
+    def enter(self, conv: Any, sample: Tensor) -> Tensor:
+        return conv(sample)
+
+    def norm(self, site: Site, norm: Any, x: Tensor) -> Tensor:
+        return norm(x)
+
+    def norm_around(self, site: Site, norm: Any, x: Tensor) -> Tensor:
+        return norm(x)
+
+    def convolve(self, level: int, conv: Any, x: Tensor) -> Tensor:
+        return conv(x)
+
+    def shrink(self, site: Site, sampler: Any, x: Tensor) -> Tensor:
+        return sampler(x)
+
+    def widen(self, level: int, size: tuple[int, int], sampler: Any, x: Tensor) -> Tensor:
+        return sampler(x, size)
+
+    def leave(self, size: tuple[int, int], answer: Tensor) -> Tensor:
+        return answer
+
+
+class Tiled(Canvas):
+    """The passes of a row whose convolutions run on its tile.
+
+    Args:
+        passes: of the batch, all of one row.
+        surroundings: of the row.
+    """
+
+    def __init__(self, passes: slice, surroundings: Surroundings) -> None:
+        super().__init__(passes)
+        self.tile, self._surroundings = surroundings.tile, surroundings
+
+    def enter(self, conv: Any, sample: Tensor) -> Tensor:
+        frame = self.tile[0].near
+        return _convolved(conv, frame.pad(frame.region.cut(sample)))
+
+    def norm(self, site: Site, norm: Any, x: Tensor) -> Tensor:
+        return normalise(norm, x, self._moments(norm, x, self._around(site)))
+
+    def norm_around(self, site: Site, norm: Any, x: Tensor) -> Tensor:
+        around = self._around(site)
+        moments = self._moments(norm, x, around)
+        if around is not None:
+            x = self.tile[site.level].near.paste(x, around.ring[: len(x)])
+        return normalise(norm, x, moments)
+
+    def convolve(self, level: int, conv: Any, x: Tensor) -> Tensor:
+        return _convolved(conv, self.tile[level].near.pad(x))
+
+    def shrink(self, site: Site, sampler: Any, x: Tensor) -> Tensor:
+        around, frame = self._around(site, strided=True), self.tile[site.level].strided
+        if around is not None:
+            x = frame.paste(x, around.ring[: len(x)])
+        return _convolved(sampler.conv, frame.pad(x))
+
+    def widen(self, level: int, size: tuple[int, int], sampler: Any, x: Tensor) -> Tensor:
+        frame, coarse = self.tile[level].near, self.tile[level + 1].box
+        # Each position takes the one that covers it, on the coarser level.
+        rows = torch.arange(frame.region.top, frame.region.bottom, device=x.device)
+        columns = torch.arange(frame.region.left, frame.region.right, device=x.device)
+        x = x.index_select(2, rows // 2 - coarse.top)
+        x = x.index_select(3, columns // 2 - coarse.left)
+        return _convolved(sampler.conv, frame.pad(x))
+
+    def leave(self, size: tuple[int, int], answer: Tensor) -> Tensor:
+        out = answer.new_zeros(*answer.shape[:2], *size)
+        self.tile[0].box.cut(out).copy_(answer)
+        return out
+
+    def _around(self, site: Site, *, strided: bool = False) -> Around | None:
+        return self._surroundings.around(site.number, site.level, strided=strided)
+
+    def _moments(self, norm: Any, x: Tensor, around: Around | None) -> Moments:
+        """Of the mixed map."""
+        own = Moments.of(x, norm.num_groups)
+        return own if around is None else around.outside.first(len(x)) + own
+
+
+def _convolved(conv: Any, x: Tensor) -> Tensor:
+    """What is read beyond the tile is in `x`."""
+    return F.conv2d(x, conv.weight, conv.bias, conv.stride)

@@ -1,0 +1,64 @@
+"""Means and variances of GroupNorm's groups, over parts of a map that are put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Of some positions of a map, in float32."""
+
+    count: int
+    """Positions."""
+    mean: Tensor
+    """[p, groups]"""
+    variance: Tensor
+    """[p, groups], of the population."""
+
+    @classmethod
+    def of(cls, x: Tensor, groups: int) -> Moments:
+        """Of all positions of [p, C, h, w]."""
+        variance, mean = torch.var_mean(
+            x.unflatten(1, (groups, -1)).flatten(2).float(), dim=2, correction=0
+        )
+        return cls(x.shape[2] * x.shape[3], mean, variance)
+
+    def __add__(self, other: Moments) -> Moments:
+        """Of both parts together (Chan et al.: no large sums are subtracted)."""
+        count = self.count + other.count
+        share, apart = other.count / count, other.mean - self.mean
+        variance = self.variance * (1 - share) + other.variance * share
+        return Moments(
+            count, self.mean + apart * share, variance + apart * apart * (share * (1 - share))
+        )
+
+    def __sub__(self, part: Moments) -> Moments:
+        """Of the positions that are not in `part`, which leaves some."""
+        count = self.count - part.count
+        share = part.count / self.count
+        mean = (self.mean - part.mean * share) / (1 - share)
+        apart = part.mean - mean
+        variance = self.variance - part.variance * share - apart * apart * (share * (1 - share))
+        return Moments(count, mean, (variance / (1 - share)).clamp_min(0.0))
+
+    def first(self, passes: int) -> Moments:
+        """Of that many passes, which may share one."""
+        return Moments(self.count, self.mean[:passes], self.variance[:passes])
+
+
+def normalise(norm: nn.GroupNorm, x: Tensor, moments: Moments) -> Tensor:
+    """GroupNorm of [p, C, h, w] by the moments of its groups, given for each pass."""
+    passes, channels = x.shape[:2]
+    each = channels // norm.num_groups
+    # A batch norm of every pass's own channels: one kernel, float32 inside whatever x is.
+    mean, variance = (
+        part.repeat_interleave(each, dim=1).flatten() for part in (moments.mean, moments.variance)
+    )
+    weight, bias = (part.float().repeat(passes) for part in (norm.weight, norm.bias))
+    flat = x.reshape(1, passes * channels, *x.shape[2:])
+    return F.batch_norm(flat, mean, variance, weight, bias, eps=norm.eps).view_as(x)

@@ -1,0 +1,80 @@
+"""A UNet whose convolutions read the template outside a tile, the slow way: all of every map is
+computed, and what lies outside the box is replaced before a norm or a strided convolution reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+Maps = list[Tensor]
+"""What norms and strided convolutions read in one forward pass, in the order they run."""
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[Maps]:
+    """What is read meanwhile."""
+    maps: Maps = []
+
+    def keep(x: Tensor) -> Tensor:
+        maps.append(x)
+        return x
+
+    with _reading(model, keep):
+        yield maps
+
+
+@contextmanager
+def mixed(
+    model: nn.Module, maps: Maps, active: Mapping[int, NDArray[np.int64]], halo: int
+) -> Iterator[None]:
+    """Have the template's maps read outside the box round the active tokens.
+
+    Args:
+        model: a UNet2DConditionModel, of which one forward pass is run meanwhile.
+        maps: of the template.
+        active: level → ids.
+        halo: positions by which the box is wider.
+    """
+    left = iter(maps)
+
+    def blend(x: Tensor) -> Tensor:
+        height, width = x.shape[2:]
+        sizes = {level: ids.max() for level, ids in active.items()}
+        level = next(n for n in sizes if _of_level(n, (height, width), maps[0].shape[2:]))
+        box = torch.zeros(height, width, dtype=torch.bool)
+        rows, columns = np.divmod(active[level], width)
+        top, first = max(0, rows.min() - halo), max(0, columns.min() - halo)
+        box[top : rows.max() + 1 + halo, first : columns.max() + 1 + halo] = True
+        return torch.where(box, x, next(left))
+
+    with _reading(model, blend):
+        yield
+
+
+def _of_level(level: int, size: tuple[int, int], finest: Any) -> bool:
+    return size == tuple(-(-int(n) // 2**level) for n in finest)
+
+
+@contextmanager
+def _reading(model: nn.Module, read: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (read(args[0]), *args[1:])
+
+    readers = [
+        each
+        for each in model.modules()
+        if isinstance(each, nn.GroupNorm) or (isinstance(each, nn.Conv2d) and each.stride == (2, 2))
+    ]
+    handles = [each.register_forward_pre_hook(hook) for each in readers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
