@@ -25,9 +25,10 @@ from maskserve_harness.benchmarks.fake_cuda import FakeCuda
 from maskserve_harness.benchmarks.kernel_counts import MIXED, Case, fake_bench, kinds_of, make_rows
 from maskserve_harness.benchmarks.live_bytes import LiveBytes
 from maskserve_harness.benchmarks.step_rig import Bench
-from maskserve_harness.benchmarks.unet_rig import TEXT, UnetBench
+from maskserve_harness.benchmarks.unet_rig import TEXT, UNETS, UnetBench
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.jobs import config_of
+from tests.support.model_configs import TINY_SD21
 
 FLUX_VAE = {
     "block_out_channels": (128, 256, 512, 512),
@@ -163,6 +164,21 @@ def test_rows_that_may_skip_steps_hold_the_most() -> None:
             bench.step(rows, "kv")
     counted = 4 * memory.peak_values(bench.work, len(rows), bench.text)
     assert 0.9 * counted <= live.peak <= counted
+
+
+@pytest.mark.parametrize("masks", [(0.1,), (0.2, 0.5)])
+def test_a_step_on_tiles_holds_no_more_than_was_counted(
+    monkeypatch: pytest.MonkeyPatch, masks: tuple[float, ...]
+) -> None:
+    """Of dense rows, with all that rows with tiles keep of their surroundings."""
+    monkeypatch.setitem(UNETS, "tiny", {**TINY_SD21, "in_channels": 4, "sample_size": 64})
+    bench = UnetBench("tiny", torch.float32, torch.device("cpu"), "int8", halo=4)
+    bench.fill_entry("kv")
+    rows = [bench.row(mask, seed) for seed, mask in enumerate(masks)]
+    with LiveBytes("cpu") as live:
+        bench.step(rows, "kv")
+    counted = 4 * memory.peak_values(bench.work, len(rows), TEXT)
+    assert live.peak <= counted
 
 
 @pytest.mark.parametrize("preset", ["sd21-768", "sdxl-1024"])

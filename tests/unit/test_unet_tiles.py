@@ -198,6 +198,16 @@ def test_on_the_priming_inputs_every_tile_equals_dense(
         assert (found - expected)[at].abs().max() <= tolerance(expected.numpy())
 
 
+def test_a_row_takes_its_own_of_whole_maps(folder: Path, encoder: Encoder) -> None:
+    """As where entries lie on the device, or rows of different masks share what is loaded."""
+    tiles, job = adapter_of(configured(folder, 1)), make_job(encoder, 15, guidance_scale=7.5)
+    primed = Primed(tiles, encoder, job, "kv", "int4")
+    expected, row = row_of(tiles, job, primed), row_of(tiles, job, primed)
+    assert row.selection is not None
+    row.entry = in_memory(primed.entries[0], row.selection, whole=True)
+    assert torch.equal(answer(tiles, row), answer(tiles, expected))
+
+
 def test_a_mixed_batch_equals_each_row_alone(folder: Path, encoder: Encoder) -> None:
     jobs = [make_job(encoder, seed) for seed in range(20, 26)]
     check_mixed_batch(Replay(adapter_of(configured(folder, 2))), encoder, jobs, "kv", stride=2)

@@ -1,0 +1,106 @@
+"""Tiles and the moments of their maps, against what is counted position by position."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from maskserve_core.planning.flops_unet import level_sizes
+from maskserve_engine.families.unet.moments import Moments, normalise
+from maskserve_engine.families.unet.tile import Box, Frame, tile_of
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_moments_are_taken_apart_and_put_together(seed: int, offset: float) -> None:
+    """Sums of squares, the naive rival, lose the variance beside a large mean."""
+    rng = np.random.default_rng(seed)
+    old, new = (torch.from_numpy(rng.standard_normal((2, 8, 9, 11))) + offset for _ in range(2))
+    top, left = int(rng.integers(0, 5)), int(rng.integers(0, 5))
+    box = Box(top, left, top + int(rng.integers(1, 5)), left + int(rng.integers(1, 6)))
+    mixed = old.clone()
+    box.cut(mixed).copy_(box.cut(new))
+    own = Moments.of(box.cut(new), 4)
+    found = Moments.of(old, 4) - Moments.of(box.cut(old), 4) + own
+    expected = torch.var_mean(mixed.view(2, 4, -1), dim=2, correction=0)
+    assert found.count == 9 * 11
+    assert (found.variance - expected[0]).abs().max() < 1e-3
+    assert (found.mean - expected[1]).abs().max() < 1e-4
+
+    norm = nn.GroupNorm(4, 8)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    with torch.no_grad():
+        normed = normalise(norm, box.cut(new).float(), found)
+        assert (normed - box.cut(norm.double()(mixed))).abs().max() < 5e-3
+
+
+def brute_reads(box: Box, stride: int) -> set[tuple[int, int]]:
+    """Positions that a 3x3 convolution with padding 1 reads for a box of outputs."""
+    outputs = itertools.product(range(box.top, box.bottom), range(box.left, box.right))
+    around = list(itertools.product((-1, 0, 1), (-1, 0, 1)))
+    return {(y * stride + a, x * stride + b) for y, x in outputs for a, b in around}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_frames_hold_what_convolutions_read(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = level_sizes(int(rng.integers(5, 30)), int(rng.integers(5, 30)), 3)
+    grid = rng.random(sizes[0]) < 0.02
+    grid[int(rng.integers(sizes[0][0])), int(rng.integers(sizes[0][1]))] = True
+    active = {}
+    for level, (height, width) in enumerate(sizes):
+        y, x = (np.unique(each) for each in (grid.nonzero()[0], grid.nonzero()[1]))
+        touched = np.zeros((height, width), np.bool_)
+        touched[np.ix_(np.unique(y >> level), np.unique(x >> level))] = True
+        active[level] = np.flatnonzero(touched)
+    tile = tile_of(active, sizes, int(rng.integers(1, 5)))
+    for level, place in enumerate(tile):
+        assert set(active[level]) <= set(place.inside.tolist())
+        check_frame(place.near, place.box, place.size, brute_reads(place.box, 1))
+        if level + 1 < len(tile):
+            below = tile[level + 1].box
+            check_frame(place.strided, place.box, place.size, brute_reads(below, 2))
+            # What is upsampled to the box and the position round it lies in the coarser box.
+            reads = {(y // 2, x // 2) for y, x in in_picture(brute_reads(place.box, 1), place.size)}
+            assert reads <= positions(below)
+
+
+def check_frame(frame: Frame, box: Box, size: tuple[int, int], reads: set[tuple[int, int]]) -> None:
+    region = positions(frame.region)
+    assert region == in_picture(reads, size) | positions(box)
+    width = frame.region.shape[1]
+    ring = {
+        (frame.region.top + i // width, frame.region.left + i % width) for i in frame.ring.tolist()
+    }
+    assert ring == region - positions(box)
+    left, right, top, bottom = frame.zeros
+    whole = Box(
+        frame.region.top - top,
+        frame.region.left - left,
+        frame.region.bottom + bottom,
+        frame.region.right + right,
+    )
+    assert positions(whole) == reads
+
+
+def positions(box: Box) -> set[tuple[int, int]]:
+    return set(itertools.product(range(box.top, box.bottom), range(box.left, box.right)))
+
+
+def in_picture(reads: set[tuple[int, int]], size: tuple[int, int]) -> set[tuple[int, int]]:
+    return {(y, x) for y, x in reads if 0 <= y < size[0] and 0 <= x < size[1]}
+
+
+def test_a_tile_is_pasted_into_its_ring() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    frame = Frame.of(Box(-1, 2, 5, 7), Box(0, 3, 4, 6), (8, 8))
+    region = frame.region.cut(x)
+    pasted = frame.paste(Box(0, 3, 4, 6).cut(x), region.flatten(2)[:, :, frame.ring])
+    assert torch.equal(pasted, region)
+    assert torch.equal(frame.pad(pasted), F.pad(x, (0, 0, 1, 0))[:, :, :6, 2:7])
