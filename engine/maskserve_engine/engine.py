@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, Overloaded
+from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.entry_store import estimated_costs, open_store, sized
@@ -151,8 +152,22 @@ class Engine:
 
     def submit(self, job: EditJob, sink: Sink) -> None:
         """Take an edit; its answer, an error included, comes through `sink`."""
-        if not self._put(lambda: self.manager.accept(job, sink)):
+        try:
+            ready = self.prepared(job)
+        except Exception:
+            _log.exception("an edit could not be prepared", extra=about(job.request.request_id))
+            sink(Failed(EngineFailed("the edit could not be prepared")))
+            return
+        if not self._put(lambda: self.manager.accept(ready, sink)):
             sink(Failed(EngineFailed("the engine has stopped")))
+
+    def prepared(self, job: EditJob) -> EditJob:
+        """In the thread of who hands it in: the engine's own makes a row without computing what
+        the steps of the others would wait for.
+        """
+        with one_cpu_thread():
+            seed = self.cache.noise_seed(job) if self.cache.serves(job) else None
+            return self.adapter.prepare(job, seed)
 
     def cancel(self, request_id: str) -> None:
         """Withdraw an edit, if one of that name is held; its sink gets CANCELLED."""
@@ -187,7 +202,8 @@ class Engine:
 
     def prime(self, job: EditJob) -> Future[str]:
         """Prime a template in the background: `primed`, `priming`, or `absent` if it cannot be."""
-        return self.ask(lambda: self.manager.prime(job))
+        ready = self.prepared(job)
+        return self.ask(lambda: self.manager.prime(ready))
 
     def pin(self, template_id: str, *, pinned: bool) -> Future[bool]:
         """Pin or unpin; whether there was something to do it to."""
@@ -244,7 +260,7 @@ class Engine:
             limit_threads(self.config)
             with self.adapter.session():
                 while not self._stop:
-                    self._turn()
+                    self.turn()
         except Exception:
             _log.exception("the engine has failed")
             self._state = "failed"
@@ -254,7 +270,7 @@ class Engine:
         finally:
             self._shut()
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """Once around: commands, a decision, and a step if there is something to step."""
         self._take_commands()
         running = self.manager.running()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 
 from maskserve_engine.families.flux import batch as batch_module
 from maskserve_engine.families.flux.batch import Batch
@@ -86,7 +87,9 @@ def test_rows_move_as_diffusers_moves_each(
     rows, samplers = [], []
     for tokens, steps in sizes:
         rows.append(new_row(sampler, tokens, steps, dtype, condition=condition))
-        samplers.append(copy.deepcopy(sampler))  # as set by make_schedule
+        own = copy.deepcopy(sampler)
+        own.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=calculate_shift(tokens))
+        samplers.append(own)
     batch = None
     for step in range(4):
         before = [row.latents.clone() for row in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from maskserve_core.config_file import config_of
+from maskserve_harness.benchmarks.admission import measure_admission
 from maskserve_harness.benchmarks.direct import Direct
 from maskserve_harness.benchmarks.overhead import make_edits, measure_step
 from maskserve_harness.checkout import DEMO_MODEL
@@ -16,3 +17,9 @@ def test_a_step_is_told_apart_from_the_loop_round_it() -> None:
         direct.engine.close(5.0)
     assert 0 < step["rest_ms"] < step["step_ms"]
     assert 0 < step["model_ms"] < step["step_ms"]
+
+
+def test_admission_is_timed_with_and_without_preparing() -> None:
+    report = measure_admission(1)
+    assert {way.partition(", ")[0] for way in report} == {"dense", "cached"}
+    assert all(taken["accept_ms"] > 0 and taken["admit_ms"] > 0 for taken in report.values())

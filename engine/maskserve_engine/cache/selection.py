@@ -20,10 +20,10 @@ class Selection:
     """
 
     def __init__(self, levels: Sequence[NDArray[np.int64]], of_block: Sequence[int] = ()) -> None:
-        self._levels = tuple(np.ascontiguousarray(ids, dtype=np.int64) for ids in levels)
+        self.levels = tuple(np.ascontiguousarray(ids, dtype=np.int64) for ids in levels)
         self._of_block = tuple(of_block)
         digest = hashlib.blake2b(digest_size=16)
-        for ids in self._levels:
+        for ids in self.levels:
             digest.update(len(ids).to_bytes(8, "little"))
             digest.update(ids.tobytes())
         self._sent: dict[tuple[int, torch.device], Tensor] = {}
@@ -32,11 +32,16 @@ class Selection:
 
     def of(self, block: int) -> NDArray[np.int64]:
         """[n] ids that `block` reads."""
-        return self._levels[self._of_block[block] if self._of_block else 0]
+        return self.levels[self._of_block[block] if self._of_block else 0]
+
+    def sent(self, levels: Sequence[Tensor]) -> None:
+        """Keep the ids per level as they went to a device with their row: `on` need not wait."""
+        for level, ids in enumerate(levels):
+            self._sent[level, ids.device] = ids
 
     def on(self, block: int, device: torch.device) -> Tensor:
         """`of` as a tensor of the device, kept."""
         level = self._of_block[block] if self._of_block else 0
         if (level, device) not in self._sent:
-            self._sent[level, device] = torch.from_numpy(self._levels[level]).to(device)
+            self._sent[level, device] = torch.from_numpy(self.levels[level]).to(device)
         return self._sent[level, device]

@@ -110,12 +110,28 @@ class Adapter(Protocol):
         """Timesteps to prime for an image of so many tokens."""
         ...
 
+    def prepare(self, job: EditJob, noise_seed: int | None) -> EditJob:
+        """The job with all that its rows begin with and that follows from the job alone: random
+        numbers, packed pictures, which tokens are active. It takes long, so a thread does it that
+        takes no steps; may be called from several.
+
+        Args:
+            job: an edit.
+            noise_seed: of the template's noise; None: no row of it will read or make entries.
+        """
+        ...
+
     def dense_row(self, job: EditJob) -> EditRow:
         """A row that computes all tokens, exactly as the diffusers pipeline does."""
         ...
 
     def cached_row(self, job: EditJob, noise_seed: int) -> EditRow:
-        """A row that computes the active tokens and reads entries for the rest."""
+        """A row that computes the active tokens and reads entries for the rest.
+
+        Args:
+            job: best prepared; with the same `noise_seed`, if with any.
+            noise_seed: of the template's noise.
+        """
         ...
 
     def priming_row(

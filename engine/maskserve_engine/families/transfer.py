@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from maskserve_engine.stages.cpu_threads import one_cpu_thread
+
 _ALIGN = 16
 """Bytes that each tensor's beginning is a multiple of, as kernels like it."""
 
@@ -31,9 +33,10 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         total = begin + tensor.numel() * tensor.element_size()
         ends.append((begin, total))
     packed = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for tensor, (begin, end) in zip(tensors, ends, strict=True):
-        if end > begin:
-            packed[begin:end].view(tensor.dtype).copy_(tensor.flatten())
+    with one_cpu_thread():  # a second one would be woken for each
+        for tensor, (begin, end) in zip(tensors, ends, strict=True):
+            if end > begin:
+                packed[begin:end].view(tensor.dtype).copy_(tensor.flatten())
     there = packed.to(device, non_blocking=True)
     return [
         there[begin:end].view(tensor.dtype).view(tensor.shape)

@@ -101,6 +101,10 @@ class TemplateCache:
         """Seed of the template's own noise: a function of its pixels."""
         return int((job.request.pixels_id or job.request.template_id)[:12], 16)
 
+    def serves(self, job: EditJob) -> bool:
+        """Whether rows of the edit may read or make entries."""
+        return self.config.enabled and job.request.settings.cache != "off"
+
     def route(self, job: EditJob, mask_ratio: float, *, again: bool = False) -> Route:
         """Decide how the edit runs and whether its template is worth priming now.
 
@@ -110,7 +114,7 @@ class TemplateCache:
             again: it has waited, and is no further sight of its template.
         """
         settings = job.request.settings
-        if settings.cache == "off" or not self.config.enabled:
+        if not self.serves(job):
             return DENSE
         if settings.cache != "require" and mask_ratio >= self.config.dense_above_ratio:
             # Computing nearly everything is faster than loading the rest.

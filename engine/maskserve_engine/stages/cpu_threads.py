@@ -12,10 +12,10 @@ from maskserve_core.config import Config
 
 def limit_threads(config: Config) -> None:
     """CPU threads of the calling thread's operations, when configured."""
+    # A thread that has not computed yet takes the process's count when it first does; it is asked
+    # here, so that it neither overwrites what is set nor finds a count of `one_cpu_thread`.
+    torch.get_num_threads()
     if config.model.torch_threads:
-        # A thread that has not computed yet takes the process's count when it first does; it is
-        # asked here, so that it does not overwrite what is set.
-        torch.get_num_threads()
         torch.set_num_threads(config.model.torch_threads)
 
 

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -38,6 +39,7 @@ _GATHERS = ("index_select", "embedding", "index.Tensor")
 _SCATTERS = ("copy_", "index_copy_")
 """Operations that write no more of their first tensor than they read of their last."""
 _PACKAGE = "maskserve_engine"
+_MEMORY = 80 * 2**30
 WEIGHTS = "weights"
 """Among a log's bytes: what products read of the model."""
 
@@ -140,6 +142,16 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+_real_numpy = Tensor.numpy
+
+
+def _numpy(tensor: Tensor) -> Any:
+    """Zeros of a fake tensor: what comes back to the host."""
+    if isinstance(tensor, FakeTensor):
+        return np.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return _real_numpy(tensor)
+
+
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -185,6 +197,9 @@ class FakeEvent:
 
 
 class _FakeStream:
+    def __init__(self, device: object = None) -> None:
+        """All streams are one."""
+
     def wait_event(self, event: FakeEvent) -> None:
         """The device waits, not the host."""
 
@@ -202,11 +217,17 @@ class FakeCuda:
         """Numbers for events, and the last one that the device has passed."""
         facts: dict[str, Any] = {
             "get_device_capability": lambda _=None: (9, 0),
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "get_device_name": lambda _=None: "NVIDIA H100 80GB HBM3",
+            "mem_get_info": lambda _=None: (_MEMORY, _MEMORY),
             "current_stream": lambda _=None: _FakeStream(),
+            "Stream": _FakeStream,
             "Event": lambda enable_timing=False: FakeEvent(self),
         }
         self._facts = [patch.object(torch.cuda, name, value) for name, value in facts.items()]
         self._facts.append(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
+        self._facts.append(patch.object(Tensor, "numpy", _numpy))
 
     def catch_up(self) -> None:
         """The device has done all that it was asked for."""

@@ -1,6 +1,6 @@
 """What serving adds to an edit: Triton and the step loop against calling the parts directly.
 
-Three measurements with the demo model, dense rows (`cache: off`):
+Three measurements with the demo model, dense rows (`cache: off`), and one without:
 
 1. path: one edit through Triton (tritonclient, gRPC, `edit`) against codec, encoder, engine,
    decoder and codec called one after the other in this process; in turn, medians, and their
@@ -11,6 +11,8 @@ Three measurements with the demo model, dense rows (`cache: off`):
 2. step: of a step of 8 rows in the engine's loop, everything that is not the model.
 3. throughput: 8 edits at once against one at a time through Triton, beside the FLOP limit: a
    matrix product's measured FLOP/s over the counted FLOPs of an edit.
+4. admission: what an edit of FLUX.1 Fill at 1024x1024 takes of the engine's thread before its first
+   step, which the steps of others wait for (`admission`); `--admission` measures nothing else.
 
     python scripts/bench_overhead.py --json overhead.json
 """
@@ -43,6 +45,7 @@ from maskserve_core.imaging.images import encode_image
 from maskserve_core.planning.flops_flux import flux_work
 from maskserve_engine.families.flux import batch as batch_module
 from maskserve_engine.families.flux import forward as forward_module
+from maskserve_harness.benchmarks.admission import measure_admission
 from maskserve_harness.benchmarks.direct import Direct, Edit
 from maskserve_harness.benchmarks.path import measure_path, timed
 from maskserve_harness.benchmarks.timing import hardware
@@ -209,22 +212,32 @@ def main() -> int:
     parser.add_argument(
         "--threads", type=int, default=cores(), help="of the denoiser, on both sides"
     )
+    parser.add_argument("--admission", action="store_true", help="time nothing but admission")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if any(name not in os.environ for name in TUNING):
         # Both sides of the comparison get what a worker has; it is read at the start only.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**TUNING, **os.environ})
     tables = {"model": {"path": str(args.model), "torch_threads": args.threads}}
-    config = config_of(tables)
-    edits = make_edits(8, args.side)
-    settings = {"num_inference_steps": args.steps, "cache": "off", "seed": 1}
     report: dict[str, Any] = {
         "command": " ".join(sys.argv),
         "date": time.strftime("%Y-%m-%d"),
         "hardware": hardware(torch.device("cpu")),
-        "side": args.side,
-        "steps": args.steps,
     }
+    if not args.admission:
+        report |= measure_serving(tables, args)
+    report["admission"] = measure_admission(20)
+    print(json.dumps(report["admission"]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure_serving(tables: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Path, throughput and step of the worker that `tables` configure."""
+    config, edits = config_of(tables), make_edits(8, args.side)
+    settings = {"num_inference_steps": args.steps, "cache": "off", "seed": 1}
+    report: dict[str, Any] = {"side": args.side, "steps": args.steps}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.toml").write_text(dump_toml(tables), encoding="utf-8")
@@ -255,6 +268,4 @@ def main() -> int:
     direct.engine.close(5.0)
     report["limit"] = flop_limit(config, args.side, args.steps)
     print(json.dumps(report["limit"]), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0
+    return report

@@ -15,7 +15,7 @@ from torch import Tensor
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.entry_key import Anchor, anchor_steps, cover
 from maskserve_core.contracts.facts import ModelFacts
-from maskserve_core.imaging.tokens import active_tokens
+from maskserve_core.imaging.tokens import TokenIds, active_tokens
 from maskserve_core.imaging.validation import steps_run
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_core.planning.flops_flux import flux_work
@@ -24,6 +24,7 @@ from maskserve_engine.families.flux.batch import Batch, Row
 from maskserve_engine.families.flux.compiled import compile_halves
 from maskserve_engine.families.flux.conditioning import (
     Inputs,
+    Prepared,
     Prompt,
     Start,
     TemplateInputs,
@@ -40,6 +41,7 @@ from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.families.stepping import Stepping
 from maskserve_engine.families.transfer import moved
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
+from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import held_bytes, load_part, load_plain
 
 
@@ -81,6 +83,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         self._cis = lru_cache(maxsize=64)(self._make_cis)
         self.work = lru_cache(maxsize=64)(self._make_work)
+        self.anchors = lru_cache(maxsize=64)(self._make_anchors)
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> FluxAdapter:
@@ -109,9 +112,8 @@ class FluxAdapter(Stepping[Row, Weights]):
         return steps_run(settings.num_inference_steps, settings.strength)
 
     def tokens(self, job: EditJob) -> TokenCounts:
-        active = active_tokens(job.edit_mask, self.facts.token_pixels, job.mask_ring)
         gh, gw = self._grid(job)
-        return TokenCounts(len(active), gh * gw)
+        return TokenCounts(len(self._active(job)), gh * gw)
 
     def _make_work(self, height: int, width: int) -> ModelWork:
         return flux_work(self.facts.denoiser, height, width)
@@ -138,7 +140,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         schedule = self._schedule(job)
         return [(step.sigma, step.timestep) for step in schedule.walk]
 
-    def anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
+    def _make_anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
         """Of every `stride` timesteps of the schedule the one in their middle, and as many between
         them that no step of any schedule is out of reach.
         """
@@ -147,23 +149,29 @@ class FluxAdapter(Stepping[Row, Weights]):
         taken = (Anchor(walk[i].sigma, walk[i].timestep) for i in chosen)
         return cover(tuple(taken), self.anchor_tolerance)
 
+    def prepare(self, job: EditJob, noise_seed: int | None) -> EditJob:
+        with torch.inference_mode():
+            return replace(job, prepared=self._prepare(job, noise_seed))
+
     def dense_row(self, job: EditJob) -> FluxRow:
         with torch.inference_mode():
-            return self._row(job, moved(self._inputs(job), self.device))
+            return self._row(job, moved(self._prepared(job).inputs, self.device))
 
     def cached_row(self, job: EditJob, noise_seed: int) -> FluxRow:
         with torch.inference_mode():
-            ids = active_tokens(job.edit_mask, self.facts.token_pixels, job.mask_ring)
-            gh, gw = self._grid(job)
-            rest = np.setdiff1d(np.arange(gh * gw), ids)
-            active, index = torch.from_numpy(ids), torch.from_numpy(rest)
-            own = self._inputs(job)
-            template = self._template(job, noise_seed).take(index)
-            there = (replace(own, start=own.start.take(active)), template, active, index)
+            ready = self._prepared(job, noise_seed)
+            assert ready.template is not None, "prepared without the template's noise"
+            active, index = map(torch.from_numpy, (ready.active, *ready.selection.levels))
+            with one_cpu_thread():
+                start, rest = ready.inputs.start.take(active), ready.template.take(index)
+            there = (replace(ready.inputs, start=start), rest, active, index)
             inputs, template, active, index = moved(there, self.device)
+            ready.selection.sent([index])
             row = self._row(job, inputs)
+            gh, gw = row.grid
             text, image = row.cis.split((len(row.text), gh * gw))
-            row.inactive = Inactive(active, index, template, image[index], Selection([rest]))
+            template = self._filled(template)
+            row.inactive = Inactive(active, index, template, image[index], ready.selection)
             row.cis = torch.cat((text, image[active]))
             return row
 
@@ -178,12 +186,14 @@ class FluxAdapter(Stepping[Row, Weights]):
     ) -> PrimingRow:
         with torch.inference_mode():
             sigmas = torch.tensor([anchor.sigma for anchor in anchors])
-            there = (self._template(job, noise_seed), self._prompt(prompt), sigmas)
+            own = self._prepared(job, noise_seed).template
+            assert own is not None, "prepared without the template's noise"
+            there = (own, self._prompt(prompt), sigmas)
             template, inputs, sigmas = moved(there, self.device)
             text = self.model.context_embedder(inputs.embeds)
             return PrimingRow(
                 request_id=job.request.request_id,
-                template=template,
+                template=self._filled(template),
                 anchors=tuple(anchors),
                 sigmas=sigmas,
                 text=text,
@@ -206,10 +216,24 @@ class FluxAdapter(Stepping[Row, Weights]):
             start = start_inpaint(image, job.edit_mask, factor, schedule, generator)
         return schedule, start
 
-    def _inputs(self, job: EditJob) -> Inputs:
+    def _prepared(self, job: EditJob, noise_seed: int | None = None) -> Prepared:
+        ready = job.prepared
+        return ready if isinstance(ready, Prepared) else self._prepare(job, noise_seed)
+
+    def _prepare(self, job: EditJob, noise_seed: int | None) -> Prepared:
         schedule, start = self._start(job)
         negative = None if job.negative is None else self._prompt(job.negative)
-        return Inputs(schedule, start, self._prompt(job.conditioning), negative)
+        inputs = Inputs(schedule, start, self._prompt(job.conditioning), negative)
+        template = None if noise_seed is None else self._template(job, noise_seed)
+        gh, gw = self._grid(job)
+        active = self._active(job)
+        rest = np.setdiff1d(np.arange(gh * gw), active)
+        return Prepared(inputs, template, active, Selection([rest]))
+
+    def _active(self, job: EditJob) -> TokenIds:
+        if isinstance(job.prepared, Prepared):
+            return job.prepared.active
+        return active_tokens(job.edit_mask, self.facts.token_pixels, job.mask_ring)
 
     def _row(self, job: EditJob, inputs: Inputs) -> FluxRow:
         """A row that computes the tokens of `inputs`, which lie on the device."""
@@ -232,6 +256,8 @@ class FluxAdapter(Stepping[Row, Weights]):
         )
 
     def _schedule(self, job: EditJob) -> Schedule:
+        if isinstance(job.prepared, Prepared):
+            return job.prepared.inputs.schedule
         settings, (gh, gw) = job.request.settings, self._grid(job)
         assert settings.num_inference_steps is not None
         return make_schedule(self.sampler, settings.num_inference_steps, gh * gw, settings.strength)
@@ -247,12 +273,11 @@ class FluxAdapter(Stepping[Row, Weights]):
         return Posterior(moments, self.vae_shift, self.vae_scale, self.dtype)
 
     def _template(self, job: EditJob, noise_seed: int) -> TemplateInputs:
-        return template_inputs(
-            self._posterior(job.moments),
-            self.facts.vae_scale_factor,
-            noise_seed,
-            fill=self.facts.semantics == "fill",
-        )
+        return template_inputs(self._posterior(job.moments), noise_seed)
+
+    def _filled(self, template: TemplateInputs) -> TemplateInputs:
+        fill = self.facts.semantics == "fill"
+        return template.filled(self.facts.vae_scale_factor) if fill else template
 
     def _prompt(self, given: Conditioning) -> Prompt:
         embeds, pooled = given["prompt_embeds"], given["pooled"]

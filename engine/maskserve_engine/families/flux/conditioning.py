@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskserve_core.imaging.tokens import TokenIds
+from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.latents import PATCH, pack_latents
 from maskserve_engine.families.flux.schedule import Schedule
 from maskserve_engine.families.posterior import Posterior, draw
@@ -33,7 +35,7 @@ class Blend:
         return (1 - self.mask) * source + self.mask * latents
 
     def take(self, index: Tensor) -> Blend:
-        return Blend(self.mask[index], self.clean[index], self.noise[index])
+        return Blend(*(each.index_select(0, index) for each in (self.mask, self.clean, self.noise)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,8 @@ class Start:
 
     def take(self, index: Tensor) -> Start:
         return Start(
-            self.latents[index],
-            None if self.condition is None else self.condition[index],
+            self.latents.index_select(0, index),
+            None if self.condition is None else self.condition.index_select(0, index),
             None if self.blend is None else self.blend.take(index),
         )
 
@@ -136,8 +138,14 @@ class TemplateInputs:
     """[n, extra channels]: for Fill the unmasked image and an empty mask."""
 
     def take(self, index: Tensor) -> TemplateInputs:
-        condition = None if self.condition is None else self.condition[index]
-        return TemplateInputs(self.clean[index], self.noise[index], condition)
+        condition = None if self.condition is None else self.condition.index_select(0, index)
+        clean, noise = self.clean.index_select(0, index), self.noise.index_select(0, index)
+        return TemplateInputs(clean, noise, condition)
+
+    def filled(self, factor: int) -> TemplateInputs:
+        """With what Fill's models take besides; made where it is used, as it says nothing new."""
+        mask = self.clean.new_zeros(len(self.clean), (PATCH * factor) ** 2)
+        return replace(self, condition=torch.cat((self.clean, mask), dim=1))
 
     def at(self, sigma: Tensor) -> Tensor:
         """[n, in_channels] model inputs at `sigma`."""
@@ -146,15 +154,22 @@ class TemplateInputs:
         return latents if self.condition is None else torch.cat((latents, self.condition), dim=1)
 
 
-def template_inputs(
-    image: Posterior, factor: int, noise_seed: int, *, fill: bool
-) -> TemplateInputs:
-    """The template's inputs; equal for every edit of the same pixels and noise seed."""
+def template_inputs(image: Posterior, noise_seed: int) -> TemplateInputs:
+    """Not `filled` yet; equal for every edit of the same pixels and noise seed."""
     clean = image.mode()
     noise = draw(clean.shape, torch.Generator("cpu").manual_seed(noise_seed), clean.dtype)
-    tokens = pack_latents(clean)
-    condition = None
-    if fill:
-        mask = tokens.new_zeros(len(tokens), (PATCH * factor) ** 2)
-        condition = torch.cat((tokens, mask), dim=1)
-    return TemplateInputs(tokens, pack_latents(noise), condition)
+    return TemplateInputs(pack_latents(clean), pack_latents(noise), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What follows from an edit's job alone, in host memory."""
+
+    inputs: Inputs
+    """Of all tokens."""
+    template: TemplateInputs | None
+    """Of all tokens, where a row may need it."""
+    active: TokenIds
+    """Of a cached row."""
+    selection: Selection
+    """The other tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,12 +55,12 @@ def make_schedule(sampler: Any, steps: int, tokens: int, strength: float = 1.0) 
     """The schedule that FluxFillPipeline and FluxInpaintPipeline use.
 
     Args:
-        sampler: FlowMatchEulerDiscreteScheduler; its state is overwritten.
+        sampler: FlowMatchEulerDiscreteScheduler, which several threads may ask.
         steps: num_inference_steps.
         tokens: image tokens, which shift the schedule of most Flux models.
         strength: share of the steps that is run.
     """
-    config = sampler.config
+    sampler, config = copy.copy(sampler), sampler.config  # setting timesteps changes it
     base, top = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     slope = (high - low) / (top - base)

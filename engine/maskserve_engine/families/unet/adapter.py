@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,7 @@ from maskserve_engine.families.stepping import Stepping
 from maskserve_engine.families.transfer import moved
 from maskserve_engine.families.unet.batch import Batch, Row
 from maskserve_engine.families.unet.conditioning import (
+    Inputs,
     Start,
     TemplateInputs,
     start_row,
@@ -31,6 +33,7 @@ from maskserve_engine.families.unet.forward import added_embedding, block_places
 from maskserve_engine.families.unet.rows import (
     Guidance,
     Inactive,
+    Prepared,
     Prompt,
     UnetPrimingRow,
     UnetRow,
@@ -165,27 +168,19 @@ class UnetAdapter(Stepping[Row, Any]):
         chosen = anchor_steps([anchor.sigma for anchor in taken], stride)
         return tuple(taken[i] for i in chosen)
 
+    def prepare(self, job: EditJob, noise_seed: int | None) -> EditJob:
+        with torch.inference_mode():
+            return replace(job, prepared=self._prepare(job, noise_seed))
+
     def dense_row(self, job: EditJob) -> UnetRow:
         with torch.inference_mode():
-            return self._row(job)
+            return self._row(job, self._prepared(job).inputs)
 
     def cached_row(self, job: EditJob, noise_seed: int) -> UnetRow:
         with torch.inference_mode():
-            _, height, width = job.moments.shape
-            ids = self._active(job)
-            mask = np.zeros(height * width, np.bool_)
-            mask[ids[0]] = True
-            tile, work = self._tile(ids, height, width), self.work(height, width)
-            inactive = Inactive(
-                active={level: torch.from_numpy(found) for level, found in ids.items()},
-                mask=torch.from_numpy(mask.reshape(1, height, width)),
-                template=self._template(job, noise_seed),
-                selection=selection_of(ids, tile, work, self.entry_halves),
-                halves=self.entry_halves,
-                tile=tile,
-                maps=self.maps,
-            )
-            return self._row(job, inactive)
+            ready = self._prepared(job, noise_seed)
+            assert ready.inactive is not None, "prepared without the template's noise"
+            return self._row(job, ready.inputs, ready.inactive)
 
     def priming_row(
         self,
@@ -199,7 +194,9 @@ class UnetAdapter(Stepping[Row, Any]):
         none = {name: np.zeros_like(array) for name, array in prompt.items()}
         with torch.inference_mode():
             given = tuple([self._texts(p, job) for p in (prompt, none)[: self.entry_halves]])
-            template, texts = moved((self._template(job, noise_seed), given), self.device)
+            own = self._prepared(job, noise_seed).inactive
+            assert own is not None, "prepared without the template's noise"
+            template, texts = moved((own.template, given), self.device)
             return UnetPrimingRow(
                 request_id=job.request.request_id,
                 template=template,
@@ -210,37 +207,66 @@ class UnetAdapter(Stepping[Row, Any]):
                 maps=len(self.maps),
             )
 
-    def _row(self, job: EditJob, inactive: Inactive | None = None) -> UnetRow:
-        """A row; `inactive` lies in host memory as yet."""
-        settings = job.request.settings
-        assert settings.num_inference_steps is not None
-        sampler = Sampler(self.sampler, settings.num_inference_steps, settings.strength)
+    def _prepared(self, job: EditJob, noise_seed: int | None = None) -> Prepared:
+        ready = job.prepared
+        return ready if isinstance(ready, Prepared) else self._prepare(job, noise_seed)
+
+    def _prepare(self, job: EditJob, noise_seed: int | None) -> Prepared:
         negative = None if job.negative is None else self._texts(job.negative, job)
-        there = (self._start(job, sampler), self._texts(job.conditioning, job), negative, inactive)
-        start, texts, negative, inactive = moved(there, self.device)
+        inputs = Inputs(self._start(job), self._texts(job.conditioning, job), negative)
+        return Prepared(inputs, None if noise_seed is None else self._inactive(job, noise_seed))
+
+    def _inactive(self, job: EditJob, noise_seed: int) -> Inactive:
+        _, height, width = job.moments.shape
+        ids = self._active(job)
+        mask = np.zeros(height * width, np.bool_)
+        mask[ids[0]] = True
+        tile, work = self._tile(ids, height, width), self.work(height, width)
+        return Inactive(
+            active={level: torch.from_numpy(found) for level, found in ids.items()},
+            mask=torch.from_numpy(mask.reshape(1, height, width)),
+            template=self._template(job, noise_seed),
+            selection=selection_of(ids, tile, work, self.entry_halves),
+            halves=self.entry_halves,
+            tile=tile,
+            maps=self.maps,
+        )
+
+    def _row(self, job: EditJob, inputs: Inputs, inactive: Inactive | None = None) -> UnetRow:
+        """A row of what lies in host memory as yet."""
+        levels = () if inactive is None else inactive.selection.levels
+        rest = tuple(map(torch.from_numpy, levels))
+        inputs, inactive, rest = moved((inputs, inactive, rest), self.device)
+        if inactive is not None:
+            inactive.selection.sent(rest)
         guidance = None
-        if negative is not None:
-            assert settings.guidance_scale is not None, "preprocess fills in the model's default"
-            guidance = Guidance(self._prompt(negative), settings.guidance_scale)
+        if inputs.negative is not None:
+            scale = job.request.settings.guidance_scale
+            assert scale is not None, "preprocess fills in the model's default"
+            guidance = Guidance(self._prompt(inputs.negative), scale)
         return UnetRow(
             request_id=job.request.request_id,
-            sampler=sampler,
+            sampler=self._sampler(job),
             noise_levels=self._noise_levels,
-            prompt=self._prompt(texts),
+            prompt=self._prompt(inputs.texts),
             guidance=guidance,
-            latents=start.latents,
-            condition=start.condition,
-            blend=start.blend,
+            latents=inputs.start.latents,
+            condition=inputs.start.condition,
+            blend=inputs.start.blend,
             inactive=inactive,
         )
 
-    def _start(self, job: EditJob, sampler: Sampler) -> Start:
+    def _sampler(self, job: EditJob) -> Sampler:
+        settings = job.request.settings
+        assert settings.num_inference_steps is not None
+        return Sampler(self.sampler, settings.num_inference_steps, settings.strength)
+
+    def _start(self, job: EditJob) -> Start:
         """Draw everything random of the edit, in the pipeline's own order, on the CPU."""
         generator = torch.Generator("cpu").manual_seed(job.request.seed)
         masked = self._posterior(job.masked_moments) if self.facts.semantics == "fill" else None
-        return start_row(
-            self._posterior(job.moments), masked, job.edit_mask, sampler, generator, self.dtype
-        )
+        image, sampler = self._posterior(job.moments), self._sampler(job)
+        return start_row(image, masked, job.edit_mask, sampler, generator, self.dtype)
 
     def _template(self, job: EditJob, noise_seed: int) -> TemplateInputs:
         return template_inputs(
@@ -285,7 +311,7 @@ class UnetAdapter(Stepping[Row, Any]):
 
     def _tile(self, ids: Mapping[int, Ids], height: int, width: int) -> Tile | None:
         """Where a row with these active tokens computes convolutions; None: everywhere."""
-        if not self._halo:
+        if not self._halo or not len(ids[0]):  # of a template that is only to be primed
             return None
         return tile_of(ids, level_sizes(height, width, len(self._depth)), self._halo)
 

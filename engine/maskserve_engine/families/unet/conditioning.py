@@ -80,6 +80,16 @@ def start_row(
 
 
 @dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a row begins with."""
+
+    start: Start
+    texts: tuple[Tensor, ...]
+    """Of the prompt, as the model takes them; for SDXL pooled and sizes, too."""
+    negative: tuple[Tensor, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateInputs:
     """The template's own inputs: what priming runs on and inactive tokens are pinned to."""
 

@@ -1,0 +1,149 @@
+"""The engine's own loop on a CUDA device that computes nothing: rows come and go, and no turn waits
+for the device but to take an answer from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from maskserve_engine.engine import Engine
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.requests.state import PrimingState, RequestState
+from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
+from tests.fakes.jobs import config_of, guided
+from tests.support.engines import job
+from tests.support.sink import Sink
+
+T = TypeVar("T")
+
+
+def aside(call: Callable[[], T]) -> T:
+    """Done by another thread, where tensors are real: as the thread that hands edits in does."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+class Loop:
+    """An engine on the fake device that a test turns by hand; each turn is judged.
+
+    A turn may wait once for each edit that it answers. One that makes no row, and whose rows are
+    those of the turn before, copies nothing between host and device, but for priming rows, whose
+    tokens change.
+    """
+
+    def __init__(self, folder: Path, real: FluxAdapter, encoder: Encoder, cuda: FakeCuda) -> None:
+        self.cuda, self.encoder = cuda, encoder
+        model = fake_weights(real.model.to("meta"))
+        adapter = FluxAdapter(real.facts, model, real.sampler, 0.1, 1.0)
+        adapter.anchors = lambda *of: aside(lambda: real.anchors(*of))  # type: ignore[assignment]
+        config = config_of(
+            folder,
+            model={"device": str(DEVICE), "dtype": "bfloat16"},
+            cache={"budget_bytes": 2**28, "dense_above_ratio": 1.0},
+        )
+        self.engine = Engine(config, adapter, lambda: aside(lambda: encoder.encode_prompt("")))
+        self.engine._output.start()
+        self.ran: list[tuple[str, bool]] = []
+        """Rows of the last turn, and whether each read an entry."""
+        self.steady = 0
+        """Turns in which nobody came or went."""
+        self._primed = False
+        self._step = self.engine._step_runner.step
+        self.engine._step_runner.step = self._watched  # type: ignore[method-assign]
+
+    def submit(self, seed: int, name: str, **settings: Any) -> Sink:
+        sink = Sink()
+        aside(lambda: self.engine.submit(job(self.encoder, seed, name, **settings), sink))
+        return sink
+
+    def turn(self) -> None:
+        """One turn of the engine, judged."""
+        before, made, answered = self.ran, self._made(), self.engine.counters["edits_total"]
+        with self.cuda.watch() as log:
+            self.engine.turn()
+        self.cuda.catch_up()
+        waits = [copy for copy in log.copies if "waits" in copy]
+        assert len(waits) == self.engine.counters["edits_total"] - answered, waits
+        if self.ran == before and self._made() <= made and not self._primed:
+            assert log.copies == waits
+            self.steady += 1
+
+    def _made(self) -> set[str]:
+        manager = self.engine.manager
+        held: list[RequestState | PrimingState] = [*manager.edits.values()]
+        held += manager.primings.held.values()
+        return {edit.request_id for edit in held if edit.made is not None}
+
+    def _watched(self, running: list[RequestState | PrimingState]) -> None:
+        made = list(running)
+        self._primed = any(isinstance(edit, PrimingState) for edit in made)
+        self._step(running)
+        reads = [isinstance(e, RequestState) and e.row.entry is not None for e in made]
+        self.ran = [(e.request_id, read) for e, read in zip(made, reads, strict=True)]
+
+    def close(self) -> None:
+        self.engine._output.close(5.0)
+        self.engine.cache.store.close()
+
+
+@pytest.fixture(params=["fill", "inpaint"])
+def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
+    folder: Path = request.getfixturevalue(f"tiny_{request.param}")
+    encoder = load_encoder(config_of(folder))
+    real = load_adapter(config_of(folder, model={"dtype": "bfloat16"}))
+    assert isinstance(real, FluxAdapter)
+    with FakeCuda() as cuda:
+        made = Loop(folder, real, encoder, cuda)
+        with made.engine.adapter.session():
+            yield made
+        made.close()
+
+
+def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
+    """Dense and cached ones, some with a negative prompt, of templates that are primed meanwhile;
+    they leave when they are done or are cancelled.
+    """
+    rng = np.random.default_rng()
+    sinks: dict[str, Sink] = {}
+    reads, led = False, loop.engine.adapter.facts.true_cfg
+    for number in range(40):
+        if number == 0 or rng.random() < 0.15:
+            asked = guided(rng) if led and rng.random() < 0.5 else {}
+            asked["cache"] = str(rng.choice(["off", "auto", "require"]))
+            asked["num_inference_steps"] = int(rng.integers(2, 24))
+            sinks[str(number)] = loop.submit(int(rng.integers(2)), str(number), **asked)
+        if rng.random() < 0.03:
+            loop.engine.cancel(str(rng.choice(list(sinks))))
+        if len(loop.engine.manager.scheduler) or not loop.engine._inbox.empty():
+            loop.turn()
+            reads |= any(read for _, read in loop.ran)
+    asked = {"num_inference_steps": 12, "cache": "require"}
+    last = loop.submit(0, "last", **asked)
+    while not last.events:
+        loop.turn()
+        reads |= any(read for _, read in loop.ran)
+    assert last.final().meta["cache"] == "hit"
+    assert loop.steady > 5
+    assert reads
+
+
+def test_a_turn_that_looks_at_a_row_is_seen(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = FluxRow.advance
+
+    def looks(row: FluxRow, moves: Any) -> None:
+        moves.cpu()
+        advance(row, moves)
+
+    monkeypatch.setattr(FluxRow, "advance", looks)
+    loop.submit(0, "edit", num_inference_steps=4, cache="off")
+    with pytest.raises(AssertionError, match="the host waits"):
+        loop.turn()

@@ -1,0 +1,167 @@
+"""What follows from an edit's job alone is computed before the engine's thread sees the edit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maskserve_engine.families import posterior
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.job import EditJob, Failed
+from maskserve_harness.checkout import CHECKOUT
+from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
+from tests.fakes.tiny_unet import VARIANTS
+from tests.support.engines import edit, job, make_engine
+from tests.support.sink import Sink
+
+FLUX = ("fill", "inpaint")
+
+
+@pytest.fixture(params=[*FLUX, *VARIANTS])
+def family(request: pytest.FixtureRequest) -> tuple[Adapter, Encoder, EditJob]:
+    """An adapter, its encoder and a random edit with all that the family can draw."""
+    name, rng = request.param, np.random.default_rng()
+    if name in FLUX:
+        config = config_of(request.getfixturevalue(f"tiny_{name}"))
+    else:
+        config = config_of(request.getfixturevalue("tiny_unets")[name])
+    encoder = load_encoder(config)
+    asked: dict[str, Any] = {"strength": 0.8, "num_inference_steps": 5, "mask_ring": 1}
+    if name == "inpaint":
+        asked |= guided(rng)
+    case = random_case(rng, **asked) if name in FLUX else unet_case(rng, **asked)
+    return load_adapter(config), encoder, encode_case(encoder, case, "edit")
+
+
+def tensors(row: object) -> dict[str, torch.Tensor]:
+    """All tensors in a row, by the way to them."""
+    found: dict[str, torch.Tensor] = {}
+
+    def look(x: object, path: str) -> None:
+        if isinstance(x, torch.Tensor):
+            found[path] = x.clone()
+        elif isinstance(x, list | tuple):
+            for i, each in enumerate(x):
+                look(each, f"{path}[{i}]")
+        elif hasattr(x, "__dataclass_fields__"):
+            for name in x.__dataclass_fields__:
+                look(getattr(x, name, None), f"{path}.{name}")
+
+    look(row, "")
+    return found
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def test_rows_of_a_prepared_job_are_the_rows_of_the_job(
+    family: tuple[Adapter, Encoder, EditJob],
+) -> None:
+    """Every tensor, bit for bit, again and again: no row writes to what was prepared."""
+    adapter, encoder, plain = family
+    ready, prompt = adapter.prepare(plain, 7), encoder.encode_prompt("")
+    anchors = adapter.anchors(adapter.tokens(plain).total, 4, 1)
+    kinds = (frozenset({"kv"}),) * adapter.blocks
+    makers: tuple[Callable[[EditJob], Any], ...] = (
+        adapter.dense_row,
+        lambda job: adapter.cached_row(job, 7),
+        lambda job: adapter.priming_row(job, anchors, prompt, 7, kinds, "model"),
+    )
+    for make in makers:
+        expected = tensors(make(plain))
+        assert len(expected) >= 3
+        for _ in range(2):
+            row = make(ready)
+            assert same(tensors(row), expected)
+            while row.step < row.steps:
+                adapter.step([row], None)
+    assert not same(tensors(adapter.cached_row(plain, 8)), tensors(adapter.cached_row(plain, 7)))
+    assert adapter.tokens(ready) == adapter.tokens(plain)
+    assert adapter.sigmas(ready) == adapter.sigmas(plain)
+
+
+def test_the_engines_thread_draws_nothing(tiny_fill: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for an edit nor for its template, which it primes."""
+    drew: list[str] = []
+    draw = posterior.draw
+
+    def watched(*args: Any) -> torch.Tensor:
+        drew.append(threading.current_thread().name)
+        return draw(*args)
+
+    modules = [m for name, m in sys.modules.items() if name.startswith("maskserve_engine.families")]
+    for module in modules:
+        if getattr(module, "draw", None) is draw:
+            monkeypatch.setattr(module, "draw", watched)
+    encoder = load_encoder(config_of(tiny_fill))
+    engine = make_engine(tiny_fill, encoder)
+    try:
+        assert edit(engine, job(encoder, 0, "dense", cache="off")).meta["cache"] == "off"
+        assert len(drew) == 3  # image, noise, masked image: its template is not asked for
+        assert edit(engine, job(encoder, 0, "cached", cache="require")).meta["cache"] == "hit"
+        assert len(drew) == 7
+        assert engine.prime(job(encoder, 1, "template")).result(30) == "priming"
+    finally:
+        engine.close(5.0)
+    assert set(drew) == {threading.current_thread().name}
+
+
+def test_an_edit_that_cannot_be_prepared_is_answered(
+    tiny_fill: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = load_encoder(config_of(tiny_fill))
+    engine = make_engine(tiny_fill, encoder)
+    try:
+        sink = Sink()
+        engine.submit(
+            replace(job(encoder, 0, "bad"), moments=np.zeros((1, 1, 1), np.float32)), sink
+        )
+        assert isinstance(sink.events[0], Failed)
+        assert "could not be prepared" in str(sink.error())
+        assert edit(engine, job(encoder, 0, "good")).meta["event"] == "final"
+    finally:
+        engine.close(5.0)
+
+
+_POOLS = """
+import os, threading
+import numpy as np, torch
+from maskserve_harness.benchmarks.admission import large_job, meta_engine
+
+torch.set_num_threads(3)
+engine, job = meta_engine(), large_job("auto", 0)
+
+def native():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+left = []
+
+def leaves(prepare):
+    before = native()
+    prepare()
+    left.append(native() - before)
+
+for prepare in (lambda: engine.prepared(job), lambda: engine.adapter.prepare(job, 7)):
+    thread = threading.Thread(target=leaves, args=(prepare,))
+    thread.start()
+    thread.join()
+print(*left, torch.get_num_threads())
+"""
+
+
+def test_preparing_leaves_no_pool_of_threads() -> None:
+    command = [sys.executable, "-c", _POOLS]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "2", "3"]
