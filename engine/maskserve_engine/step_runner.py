@@ -140,8 +140,6 @@ class StepRunner:
                 handle, at = ahead
                 handle.want(later, self._turn + at - step)
         self.counters[f"plans_total.{planned.choice}"] += 1
-        for kind, blocks in Counter(planned.plan.kinds).items():
-            self.counters[f"plan_blocks_total.{kind}"] += blocks * len(reading)
         return planned
 
     def _run(self, running: Running, reading: list[_Reads], planned: StepPlan | None) -> None:
@@ -243,8 +241,10 @@ class StepRunner:
             return
         cached = edit.row.entry is not None
         self.counters["skipped_rows_total"] += _skipped(edit)
-        edit.count_step(rows, kinds if cached else self._dense)
+        ran = edit.count_step(rows, kinds if cached else self._dense)
         self.counters["cached_rows_total" if cached else "dense_rows_total"] += 1
+        for kind, blocks in Counter(ran).items() if cached else ():
+            self.counters[f"plan_blocks_total.{kind}"] += blocks
         computed = edit.active_tokens if cached else edit.total_tokens
         self.counters["active_tokens_total"] += edit.passes * computed
         if edit.row.step == edit.steps:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maskserve_core.contracts.settings import EditSettings
+from tests.fakes.jobs import Case
 
 
 def diffusers_edit(
@@ -46,3 +47,20 @@ def diffusers_edit(
         generator=torch.Generator("cpu").manual_seed(seed),
         **asked,
     ).images
+
+
+def diffusers_latents(pipeline: Any, case: Case) -> NDArray[np.float32]:
+    """[C, h, w] of the tiny model's Flux pipeline, before they are decoded."""
+    tokens = diffusers_edit(
+        pipeline,
+        case.pixels,
+        case.mask,
+        case.prompt,
+        case.settings,
+        case.seed,
+        max_sequence_length=16,
+        output_type="latent",
+    )
+    factor = pipeline.vae_scale_factor
+    latents: torch.Tensor = pipeline._unpack_latents(tokens, *case.mask.shape, factor)
+    return latents[0].float().cpu().numpy()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.jobs import Case, config_of, encode_case, random_case
-from tests.fakes.pipelines import diffusers_edit
+from tests.fakes.pipelines import diffusers_latents
 from tests.support.engines import edit, job, make_engine
 
 STEPS = {"num_inference_steps": 4, "strength": 1.0}
@@ -45,18 +45,7 @@ class Place:
             .to(self.device)
         )
         pipeline.set_progress_bar_config(disable=True)
-        tokens = diffusers_edit(
-            pipeline,
-            case.pixels,
-            case.mask,
-            case.prompt,
-            case.settings,
-            case.seed,
-            max_sequence_length=16,
-            output_type="latent",
-        )
-        latents = pipeline._unpack_latents(tokens, *case.mask.shape, pipeline.vae_scale_factor)
-        return latents[0].float().cpu().numpy()
+        return diffusers_latents(pipeline, case)
 
 
 @pytest.fixture(params=["tiny_fill", "tiny_inpaint"])

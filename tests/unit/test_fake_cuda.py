@@ -19,6 +19,7 @@ from maskserve_core.worker.observations import Observations
 from maskserve_engine.cache.movers import Arrival
 from maskserve_engine.device_clock import Span, mark
 from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.status_publisher import new_counters
@@ -139,6 +140,23 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
     # Marks are a millisecond apart: the begin and end of each step, and of its wait within.
     assert counters["step_seconds_total"] == pytest.approx(9e-3)
     assert counters["step_load_stall_seconds_total"] == pytest.approx(3e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_step_that_rows_may_skip_waits_once_for_all_of_them(rows: int) -> None:
+    """None does: what the fake device has found, 0, is above their threshold."""
+    with FakeCuda() as cuda:
+        bench = fake_bench((1, 1), "int8")
+        bench.fill_entry("kv")
+        batch = [bench.row(0.11, seed) for seed in range(rows)]
+        for row in batch:
+            row.first_block = FirstBlockCache(-1.0)
+        bench.step(batch, "kv")
+        for _ in range(2):
+            with cuda.watch() as log:
+                bench.step(batch, "kv")
+            assert len(log.copies) == 1
+            assert "in skipping.forward_skipping" in log.copies[0]
 
 
 def test_who_asks_for_a_time_too_early_is_seen() -> None:

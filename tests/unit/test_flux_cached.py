@@ -24,17 +24,8 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay, in_memory
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
-from tests.support.cached_rows import (
-    KINDS,
-    Primed,
-    cached,
-    check_all_active,
-    check_entries_unwritten,
-    check_mixed_batch,
-    check_ring_over_all,
-    check_step_without_anchor,
-    result,
-)
+from tests.support import cached_rows
+from tests.support.cached_rows import KINDS, Primed, cached, result
 
 
 @pytest.fixture(scope="module", params=["fill", "inpaint"])
@@ -71,14 +62,14 @@ def replay(adapter: FluxAdapter) -> Replay:
 def test_with_all_tokens_active_cached_equals_dense(
     replay: Replay, encoder: Encoder, kind: str
 ) -> None:
-    check_all_active(replay, encoder, make_job(encoder, 1), kind)
+    cached_rows.check_all_active(replay, encoder, make_job(encoder, 1), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_a_ring_over_the_whole_picture_cached_equals_dense(
     replay: Replay, encoder: Encoder, kind: str
 ) -> None:
-    check_ring_over_all(replay, encoder, make_job(encoder, 2, mask_ring=64), kind)
+    cached_rows.check_ring_over_all(replay, encoder, make_job(encoder, 2, mask_ring=64), kind)
 
 
 def as_primed(replay: Replay, job: EditJob, primed: Primed, anchor: int) -> FluxRow:
@@ -134,13 +125,13 @@ def test_on_the_priming_inputs_any_mix_of_kinds_equals_dense(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mixed_batch_equals_each_row_alone(replay: Replay, encoder: Encoder, kind: str) -> None:
     jobs = [make_job(encoder, seed) for seed in range(20, 26)]
-    check_mixed_batch(replay, encoder, jobs, kind)
+    cached_rows.check_mixed_batch(replay, encoder, jobs, kind)
 
 
 def test_a_step_without_an_anchor_computes_the_pinned_tokens(
     replay: Replay, encoder: Encoder
 ) -> None:
-    check_step_without_anchor(replay, encoder, make_job(encoder, 30))
+    cached_rows.check_step_without_anchor(replay, encoder, make_job(encoder, 30))
 
 
 def test_inactive_tokens_come_back_as_the_template(
@@ -166,7 +157,7 @@ def test_a_one_token_mask_runs(adapter: FluxAdapter, replay: Replay, encoder: En
 
 
 def test_entries_are_never_written_by_rows(replay: Replay, encoder: Encoder) -> None:
-    check_entries_unwritten(replay, encoder, make_job(encoder, 33))
+    cached_rows.check_entries_unwritten(replay, encoder, make_job(encoder, 33))
 
 
 @pytest.mark.parametrize("format", ["int8", "float8", "int4"])

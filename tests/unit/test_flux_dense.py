@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case, tolerance
-from tests.fakes.pipelines import diffusers_edit
+from tests.fakes.pipelines import diffusers_latents
 
 
 class Model:
@@ -26,7 +26,6 @@ class Model:
         self.pipeline.set_progress_bar_config(disable=True)
         config = config_of(folder)
         self.encoder, self.adapter = load_encoder(config), load_adapter(config)
-        self.text_length = config.model.max_sequence_length
 
     def case(self, rng: np.random.Generator) -> Case:
         """A random edit; every other one with a negative prompt where the model takes one."""
@@ -35,19 +34,7 @@ class Model:
 
     def oracle(self, case: Case) -> NDArray[np.float32]:
         """[C, h, w] latents of the diffusers pipeline."""
-        h, w = case.mask.shape
-        tokens = diffusers_edit(
-            self.pipeline,
-            case.pixels,
-            case.mask,
-            case.prompt,
-            case.settings,
-            case.seed,
-            max_sequence_length=self.text_length,
-            output_type="latent",
-        )
-        factor = self.pipeline.vae_scale_factor
-        return self.pipeline._unpack_latents(tokens, h, w, factor)[0].numpy()
+        return diffusers_latents(self.pipeline, case)
 
     def row(self, case: Case, name: str = "r") -> Any:
         return self.adapter.dense_row(encode_case(self.encoder, case, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from maskserve_core.config import ConfigError
@@ -21,8 +21,8 @@ from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay
-from tests.fakes.jobs import Case, config_of, encode_case, guided, random_case, tolerance
-from tests.fakes.pipelines import diffusers_edit
+from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
+from tests.fakes.pipelines import diffusers_latents
 from tests.support.cached_rows import Primed, cached
 from tests.support.sink import Sink
 
@@ -133,26 +133,9 @@ def test_a_dense_row_equals_the_pipeline_with_first_block_cache(
     row = adapter.dense_row(encode_case(encoder, case, "r"))
     while row.step < row.steps:
         adapter.step([row], None)
-    expected = _latents(pipeline, case)
+    expected = diffusers_latents(pipeline, case)
     assert 0 < row.skipped < STEPS - 1
     assert np.abs(row.result() - expected).max() <= tolerance(expected)
-
-
-def _latents(pipeline: Any, case: Case) -> NDArray[np.float32]:
-    """[C, h, w]"""
-    tokens = diffusers_edit(
-        pipeline,
-        case.pixels,
-        case.mask,
-        case.prompt,
-        case.settings,
-        case.seed,
-        max_sequence_length=16,
-        output_type="latent",
-    )
-    factor = pipeline.vae_scale_factor
-    latents: torch.Tensor = pipeline._unpack_latents(tokens, *case.mask.shape, factor)
-    return latents[0].numpy()
 
 
 @pytest.fixture
@@ -167,17 +150,19 @@ def engine(tiny_fill: Path) -> Iterator[Engine]:
 
 def test_meta_says_how_many_steps_were_skipped(engine: Engine, tiny_fill: Path) -> None:
     encoder = load_encoder(config_of(tiny_fill))
-    skipped = []
+    skipped, ran = [], Counter[str]()
     for number, asked in enumerate(({}, {"first_block_threshold": 10.0})):
         case = random_case(np.random.default_rng(3), **LONG, **asked, cache="require")
         sink = Sink()
         engine.submit(encode_case(encoder, case, str(number)), sink)
         meta = sink.final().meta
         skipped.append(meta["steps_skipped"])
+        ran.update(meta["kinds"])
         blocks = engine.adapter.blocks
         assert sum(meta["kinds"].values()) == STEPS * blocks - skipped[-1] * (blocks - 1)
     assert skipped == [0, STEPS - 1]
     assert engine.counters["skipped_rows_total"] == STEPS - 1
+    assert {kind: engine.counters[f"plan_blocks_total.{kind}"] for kind in ran} == ran
 
 
 def test_a_unet_refuses_to_be_served_with_a_threshold(tiny_unets: dict[str, Path]) -> None:

@@ -21,18 +21,8 @@ from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay, in_memory, plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
 from tests.fakes.tiny_unet import TEXT_LENGTH, VARIANTS
-from tests.support.cached_rows import (
-    KINDS,
-    NOISE_SEED,
-    Primed,
-    cached,
-    check_all_active,
-    check_entries_unwritten,
-    check_mixed_batch,
-    check_ring_over_all,
-    check_step_without_anchor,
-    result,
-)
+from tests.support import cached_rows
+from tests.support.cached_rows import KINDS, NOISE_SEED, Primed, cached, result
 from tests.support.flop_count import counted
 
 
@@ -75,7 +65,7 @@ def replay(adapter: UnetAdapter) -> Replay:
 def test_with_all_tokens_active_cached_equals_dense(
     replay: Replay, encoder: Encoder, kind: str
 ) -> None:
-    check_all_active(replay, encoder, make_job(encoder, 1), kind)
+    cached_rows.check_all_active(replay, encoder, make_job(encoder, 1), kind)
 
 
 def outputs(
@@ -132,17 +122,17 @@ def test_on_the_priming_inputs_any_mix_of_kinds_equals_dense_everywhere(
 def test_with_a_ring_over_the_whole_picture_cached_equals_dense(
     replay: Replay, encoder: Encoder, kind: str
 ) -> None:
-    check_ring_over_all(replay, encoder, make_job(encoder, 2, mask_ring=64), kind)
+    cached_rows.check_ring_over_all(replay, encoder, make_job(encoder, 2, mask_ring=64), kind)
 
 
 def test_entries_are_never_written_by_rows(replay: Replay, encoder: Encoder) -> None:
-    check_entries_unwritten(replay, encoder, make_job(encoder, 33))
+    cached_rows.check_entries_unwritten(replay, encoder, make_job(encoder, 33))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mixed_batch_equals_each_row_alone(replay: Replay, encoder: Encoder, kind: str) -> None:
     jobs = [make_job(encoder, seed) for seed in range(20, 26)]
-    check_mixed_batch(replay, encoder, jobs, kind, stride=2)
+    cached_rows.check_mixed_batch(replay, encoder, jobs, kind, stride=2)
 
 
 def test_a_priming_row_beside_edits_keeps_what_it_keeps_alone(
@@ -167,7 +157,7 @@ def test_a_priming_row_beside_edits_keeps_what_it_keeps_alone(
 def test_a_step_without_an_anchor_computes_the_pinned_tokens(
     replay: Replay, encoder: Encoder
 ) -> None:
-    check_step_without_anchor(replay, encoder, make_job(encoder, 30))
+    cached_rows.check_step_without_anchor(replay, encoder, make_job(encoder, 30))
 
 
 def test_inactive_tokens_come_back_as_the_template(

@@ -125,8 +125,8 @@ class RequestState:
         if self.reader is not None:
             self.reader.release()
 
-    def count_step(self, rows: int, kinds: tuple[str, ...]) -> None:
-        """Book a step that was just taken.
+    def count_step(self, rows: int, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        """Book a step that was just taken; the kinds of the blocks that it ran.
 
         Args:
             rows: in the batch.
@@ -138,6 +138,7 @@ class RequestState:
             self.first_step = time.monotonic()
         self.rows_seen += rows
         self.plans[kinds] += 1
+        return kinds
 
     def status(self) -> RowStatus:
         """The one it has had since how it runs was decided, with the steps now left."""

@@ -228,6 +228,9 @@ class FakeCuda:
         self._facts = [patch.object(torch.cuda, name, value) for name, value in facts.items()]
         self._facts.append(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         self._facts.append(patch.object(Tensor, "numpy", _numpy))
+        # Torch asks `is_available` whether it may make a real tensor there first.
+        none = not torch.cuda.is_available()
+        self._facts.append(patch.object(FakeTensorMode, "avoid_device_init", none))
 
     def catch_up(self) -> None:
         """The device has done all that it was asked for."""

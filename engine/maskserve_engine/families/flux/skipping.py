@@ -66,10 +66,10 @@ def forward_skipping(
     first = state.computed_image()
     heads, firsts = (first - before).split(lengths), first.split(lengths)
     changes = [each.cache.change([heads[i] for i in each.passes]) for each in skippers]
+    # The host waits here for the device, once for all rows (docs/gpu.md).
+    found = torch.stack(changes).cpu().numpy()
     skipping = [
-        each
-        for each, change in zip(skippers, torch.stack(changes).tolist(), strict=True)
-        if change < each.cache.threshold
+        each for each, change in zip(skippers, found, strict=True) if change < each.cache.threshold
     ]
     done = _finish(state, firsts, skipping)
     image = torch.cat(done)
