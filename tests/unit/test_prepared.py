@@ -25,17 +25,19 @@ from tests.fakes.tiny_unet import VARIANTS
 from tests.support.engines import edit, job, make_engine
 from tests.support.sink import Sink
 
-FLUX = ("fill", "inpaint")
+FLUX, TILED = ("fill", "inpaint"), "tiled sd-base"
 
 
-@pytest.fixture(params=[*FLUX, *VARIANTS])
+@pytest.fixture(params=[*FLUX, *VARIANTS, TILED])
 def family(request: pytest.FixtureRequest) -> tuple[Adapter, Encoder, EditJob]:
     """An adapter, its encoder and a random edit with all that the family can draw."""
     name, rng = request.param, np.random.default_rng()
     if name in FLUX:
         config = config_of(request.getfixturevalue(f"tiny_{name}"))
     else:
-        config = config_of(request.getfixturevalue("tiny_unets")[name])
+        cache = {"entry_kind": "kv", "conv_halo": 2} if name == TILED else {}
+        folders = request.getfixturevalue("tiny_unets")
+        config = config_of(folders[name.removeprefix("tiled ")], cache=cache)
     encoder = load_encoder(config)
     asked: dict[str, Any] = {"strength": 0.8, "num_inference_steps": 5, "mask_ring": 1}
     if name == "inpaint":
@@ -90,6 +92,18 @@ def test_rows_of_a_prepared_job_are_the_rows_of_the_job(
     assert not same(tensors(adapter.cached_row(plain, 8)), tensors(adapter.cached_row(plain, 7)))
     assert adapter.tokens(ready) == adapter.tokens(plain)
     assert adapter.sigmas(ready) == adapter.sigmas(plain)
+
+
+def test_a_registered_template_has_no_mask(family: tuple[Adapter, Encoder, EditJob]) -> None:
+    """It is prepared and counted to be primed."""
+    adapter, encoder, edit = family
+    plain = replace(edit, edit_mask=np.zeros_like(edit.edit_mask))
+    ready, prompt = adapter.prepare(plain, 7), encoder.encode_prompt("")
+    assert adapter.tokens(ready).active == 0
+    assert adapter.counted(ready) is not None
+    kinds = (frozenset({"kv"}),) * adapter.blocks
+    anchors = adapter.anchors(adapter.tokens(plain).total, 4, 1)
+    adapter.step([adapter.priming_row(ready, anchors, prompt, 7, kinds, "model")], None)
 
 
 def test_the_engines_thread_draws_nothing(tiny_fill: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,4 +178,6 @@ print(*left, torch.get_num_threads())
 def test_preparing_leaves_no_pool_of_threads() -> None:
     command = [sys.executable, "-c", _POOLS]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0", "2", "3"]
+    own, rival, threads = map(int, done.stdout.split())
+    assert own == 0 < rival
+    assert threads == 3
