@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from maskserve_core.planning.cost_model import CostModel, Line
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, entry_bytes
 from maskserve_core.planning.flops import RowTokens
 from maskserve_core.planning.flops_flux import flux_work
+from maskserve_core.planning.flops_unet import unet_work
 from maskserve_core.routing import Pricing
 from maskserve_core.routing.estimate import pricing_of
+from maskserve_harness.benchmarks.models import SD21, SDXL
 
 CONFIG = {
     "num_attention_heads": 4,
@@ -54,3 +58,15 @@ def test_dense_rows_loads_and_fetches(pricing: Pricing):
     template = 5 * entry_bytes(WORK, "kv", FORMATS["bfloat16"])
     assert pricing.fetch == {"disk": pytest.approx(COSTS.load_seconds("disk", template))}
     assert pricing.fetch_s("host") == pricing.fetch_s("device") == 0.0
+
+
+@pytest.mark.parametrize("config", [SD21, SDXL])
+def test_a_row_with_a_tile_costs_about_what_is_counted(config: dict[str, Any]) -> None:
+    """A line from an empty mask to a full one, the naive rival, is a third too low."""
+    side = int(config["sample_size"])
+    work = unet_work(config, side, side, guidance=False, halo=4)
+    priced = pricing_of(work, COSTS, FORMATS["int4"], text=77, anchors=4)
+    for ratio in (0.05, 0.1, 0.2, 0.35, 0.5):
+        counted = work.step_flops([work.row_at(ratio, 77)], "kv") * COSTS.compute.per_unit
+        found, _ = priced.row(ratio * work.tokens[0], work.tokens[0], cached=True)
+        assert found == pytest.approx(counted, rel=0.07)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from maskserve_core.planning.flops_unet import level_sizes
+from maskserve_core.imaging.tokens import active_tokens_per_level
+from maskserve_core.planning.entry_bytes import FORMATS, map_bytes, tile_bytes
+from maskserve_core.planning.flops_unet import level_sizes, unet_work
 from maskserve_engine.families.unet.moments import Moments, normalise
 from maskserve_engine.families.unet.tile import Box, Frame, tile_of
+from maskserve_harness.benchmarks.models import SD21, SDXL
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -104,3 +109,26 @@ def test_a_tile_is_pasted_into_its_ring() -> None:
     pasted = frame.paste(Box(0, 3, 4, 6).cut(x), region.flatten(2)[:, :, frame.ring])
     assert torch.equal(pasted, region)
     assert torch.equal(frame.pad(pasted), F.pad(x, (0, 0, 1, 0))[:, :, :6, 2:7])
+
+
+@pytest.mark.parametrize("config", [SD21, SDXL])
+@pytest.mark.parametrize(("ratio", "halo"), [(0.05, 1), (0.05, 4), (0.2, 1), (0.2, 4), (0.5, 4)])
+def test_bytes_of_a_square_tile_are_about_those_that_are_loaded(
+    config: dict[str, Any], ratio: float, halo: int
+) -> None:
+    """But for what strided convolutions read beyond it, and where boxes meet the picture's edge."""
+    side = int(config["sample_size"])
+    work, fmt = unet_work(config, side, side, guidance=False, halo=halo), FORMATS["bfloat16"]
+    mask = np.zeros((side, side), np.uint8)
+    wide = round(math.sqrt(ratio) * side)
+    begin = (side - wide) // 2
+    mask[begin : begin + wide, begin : begin + wide] = 1
+    active = active_tokens_per_level(mask, 1, range(len(work.tokens)))
+    tile = tile_of(active, level_sizes(side, side, len(work.tokens)), halo)
+    loaded = sum(
+        fmt.bytes_of(len(tile[each.level].ids(strided=each.strided)), each.width)
+        for each in work.maps
+    )
+    counted = tile_bytes(work, work.row_at(ratio, 77), fmt)
+    assert 0.7 * loaded < counted.sum() < 1.3 * loaded
+    assert counted.sum() < map_bytes(work, fmt)

@@ -8,6 +8,8 @@ from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, entry_
 from maskserve_core.planning.flops import ModelWork
 
 _KV = 1  # column of block_bytes
+_BETWEEN_TILES = (0.05, 0.5)
+"""Mask ratios between which the work of a row with a tile, which is no line, is taken as one."""
 
 
 def pricing_of(
@@ -23,7 +25,8 @@ def pricing_of(
     """Coefficients of a worker whose cached rows take K and V ready from the cache.
 
     Exact for FLUX. For UNets active tokens are counted at the finest level, and a mask touches
-    relatively more tokens on coarser ones: routing compares like with like.
+    relatively more tokens on coarser ones: routing compares like with like. What rows with tiles
+    load of feature maps is not counted.
 
     Args:
         work: the model at the image's size.
@@ -36,8 +39,9 @@ def pricing_of(
     """
     per_flop = costs.compute.per_unit
     tokens = work.tokens[0]
-    none = work.step_flops([work.row_at(0.0, text)], "kv")
-    every = work.step_flops([work.row_at(1.0, text)], "kv")
+    few, many = _BETWEEN_TILES if work.halo else (0.0, 1.0)
+    flops = {m: work.step_flops([work.row_at(m, text)], "kv") for m in (few, many)}
+    per_mask = (flops[many] - flops[few]) / (many - few)
     whole = tuple(float(n) for n in work.tokens)
     loaded = float(block_bytes(work, [whole], fmt, copies=halves)[:, _KV].sum())
     per_byte = costs.loads["host"].per_unit if "host" in costs.loads else 0.0
@@ -45,8 +49,8 @@ def pricing_of(
     return Pricing(
         step=costs.compute.fixed,
         dense_row=work.step_flops([work.row_at(1.0, text)], "dense") * per_flop,
-        cached_row=none * per_flop,
-        active_token=(every - none) * per_flop / tokens,
+        cached_row=(flops[few] - few * per_mask) * per_flop,
+        active_token=per_mask * per_flop / tokens,
         spare_token=loaded * per_byte / tokens / steps_per_anchor,
         fetch={
             tier: costs.load_seconds(tier, template)

@@ -9,12 +9,19 @@ from maskserve_core.config import CacheConfig, ModelConfig
 from maskserve_core.contracts.entry_key import anchor_steps
 from maskserve_core.contracts.facts import ModelFacts, anchor_stride
 from maskserve_core.planning.cost_model import CostModel, Line, estimate
-from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat, block_bytes, entry_bytes
+from maskserve_core.planning.entry_bytes import (
+    FORMATS,
+    EntryFormat,
+    block_bytes,
+    entry_bytes,
+    tile_bytes,
+)
 from maskserve_core.planning.flops import Floats, ModelWork, RowTokens
 from maskserve_core.planning.flops_flux import flux_work
 from maskserve_core.planning.flops_unet import unet_work
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.step_costs import step_costs
+from maskserve_core.planning.two_stream import evaluate
 from maskserve_core.routing import Pricing
 from maskserve_core.routing.estimate import pricing_of
 from maskserve_harness.benchmarks.models import FLUX_FILL_FACTS, SD21_FACTS, SDXL_FACTS
@@ -140,6 +147,8 @@ class Hardware:
             {"host": self._moved(active / cached) * cached},
             dense=self.work.totals([full] * dense) if dense else None,
         )
+        if self.halo:  # every block takes its entry
+            return evaluate(costs, ("kv",) * len(self.work.blocks)).latency
         return plan(costs, tolerance=0.001).latency
 
     def _row(self, active: float) -> RowTokens:
@@ -155,4 +164,6 @@ class Hardware:
         """[blocks, 2] bytes of `h` and `kv` per step of one row."""
         row = self._row(active)
         spare = tuple(n - a for n, a in zip(self.work.tokens, row.active, strict=True))
-        return block_bytes(self.work, [spare], self.format) * (self.anchors / STEPS)
+        loads = block_bytes(self.work, [spare], self.format)
+        loads[:, 1] += tile_bytes(self.work, row, self.format)
+        return loads * (self.anchors / STEPS)
