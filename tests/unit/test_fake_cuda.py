@@ -21,6 +21,8 @@ from maskserve_engine.device_clock import Span, mark
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.unet.adapter import UnetAdapter
+from maskserve_engine.families.unet.forward import Packed
 from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.status_publisher import new_counters
 from maskserve_engine.step_planner import StepPlanner
@@ -36,7 +38,7 @@ from maskserve_harness.benchmarks.kernel_counts import (
     steady_steps,
 )
 from maskserve_harness.benchmarks.replay import plan_of_kinds
-from tests.fakes.jobs import config_of, encode_case, guided, random_case
+from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 
 COMMITTED = json.loads(TABLE.read_text(encoding="utf-8"))
 STEADY = [case for case in CASES if not case.primes]
@@ -94,6 +96,34 @@ def test_a_row_is_admitted_with_one_copy_that_nobody_waits_for(
                 make()
             assert len(log.copies) == 1, log.copies
             assert "waits" not in log.copies[0]
+
+
+@pytest.mark.parametrize("halo", [0, 2])
+def test_a_unet_row_is_admitted_and_packed_with_copies_that_nobody_waits_for(
+    tiny_unets: dict[str, Path], halo: int
+) -> None:
+    """`nonzero` on the device, and `.to(device)` of each index, wait."""
+    cache = {"entry_kind": "kv", "conv_halo": halo}
+    config = config_of(tiny_unets["sdxl-base"], cache=cache)
+    real, encoder = load_adapter(config), load_encoder(config)
+    assert isinstance(real, UnetAdapter)
+    asked = {"guidance_scale": 7.5, "mask_ring": 0}
+    plain = encode_case(encoder, unet_case(np.random.default_rng(1), **asked), "edit")
+    job, sampler = real.prepare(plain, 7), real._sampler(plain)
+    _, height, width = job.moments.shape
+    depth = len(real.model.down_blocks)
+    with FakeCuda() as cuda:
+        adapter = UnetAdapter(
+            real.facts, fake_weights(real.model.to("meta")), real.sampler, 1.0, exact_vae=False,
+            halo=halo,
+        )  # fmt: skip
+        adapter._sampler = lambda job: sampler  # type: ignore[method-assign]
+        with cuda.watch() as log, torch.inference_mode():
+            row: Any = adapter.cached_row(job, 7)
+            row.entry = object()
+            Packed(row.passes(), (height, width), depth, DEVICE)
+        assert len(log.copies) == 2, log.copies
+        assert "waits" not in "".join(log.copies)
 
 
 def test_what_a_step_took_is_known_without_waiting_for_it() -> None:

@@ -223,7 +223,7 @@ class UnetAdapter(Stepping[Row, Any]):
         mask[ids[0]] = True
         tile, work = self._tile(ids, height, width), self.work(height, width)
         return Inactive(
-            active={level: torch.from_numpy(found) for level, found in ids.items()},
+            active=ids,
             mask=torch.from_numpy(mask.reshape(1, height, width)),
             template=self._template(job, noise_seed),
             selection=selection_of(ids, tile, work, self.entry_halves),

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from maskserve_core.planning.flops_unet import level_sizes
 from maskserve_engine.cache.entries import Recorder
+from maskserve_engine.families.transfer import moved
 from maskserve_engine.families.unet.canvas import Canvas, Site, Tiled, Whole
 from maskserve_engine.families.unet.levels import make_level
 from maskserve_engine.families.unet.moments import Moments
 from maskserve_engine.families.unet.stack import Rest, Stack, Text
 from maskserve_engine.families.unet.surroundings import Surroundings
+from maskserve_engine.families.unet.tile import Ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class PassInput:
     """[T, width] prompt embedding."""
     added: Tensor | None
     """[embedding width] of SDXL's micro-conditioning; None for models without it."""
-    active: Mapping[int, Tensor] | None = None
+    active: Mapping[int, Ids] | None = None
     """Level → [n] ids of the computed tokens; None where all are computed."""
     rest: Rest | None = None
     """The inactive tokens; given with `active`."""
@@ -59,14 +61,15 @@ class Packed:
         self.added = torch.stack(added) if added else None
         self.canvases = _canvases(passes)
         self.sizes = level_sizes(*shape, depth)
-        self.levels = []
+        levels = []
         for level, (height, width) in enumerate(self.sizes):
             active = [None if each.active is None else each.active[level] for each in passes]
             tiles = [
                 None if each.surroundings is None else each.surroundings.tile[level].inside
                 for each in passes
             ]
-            self.levels.append(make_level(height * width, active, tiles, lengths, device))
+            levels.append(make_level(height * width, active, tiles, lengths))
+        self.levels = moved(tuple(levels), device)
 
 
 def _canvases(passes: Sequence[PassInput]) -> list[Canvas]:

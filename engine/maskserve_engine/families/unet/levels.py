@@ -16,10 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_engine.families.attention import Segments, Span, ends, spans, uniform
+from maskserve_engine.families.unet.tile import Ids
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,11 @@ class Level:
 
 def make_level(
     tokens: int,
-    active: Sequence[Tensor | None],
-    tiles: Sequence[Tensor | None],
+    active: Sequence[Ids | None],
+    tiles: Sequence[Ids | None],
     text: Sequence[int],
-    device: torch.device,
 ) -> Level:
-    """The level of a batch.
+    """The level of a batch, in host memory as yet.
 
     Args:
         tokens: of one pass.
@@ -88,57 +90,41 @@ def make_level(
         tiles: per pass the ids in its tile's box, ascending, its computed tokens among them;
             None: it has no tile.
         text: text tokens per pass.
-        device: of the indices.
     """
     whole = [tokens] * len(active)
     sparse = None
     if any(ids is not None for ids in active):
-        computed = [_marked(tokens, ids, device) for ids in active]
+        computed = [_marked(tokens, ids) for ids in active]
         keys = _places(computed)
         there = keys
         wanted: tuple[Tensor | None, ...] = (None,) * len(active)
         if any(ids is not None for ids in tiles):
-            inside = [_marked(tokens, ids, device) for ids in tiles]
+            inside = [_marked(tokens, ids) for ids in tiles]
             there = _places([own[box] for own, box in zip(computed, inside, strict=True)])
             wanted = tuple(
-                None if ids is None else box[~own].nonzero()[:, 0]
+                None if ids is None else torch.from_numpy(np.flatnonzero(box[~own]))
                 for ids, own, box in zip(tiles, computed, inside, strict=True)
             )
         counts = [int(own.sum()) for own in computed]
-        sparse = Sparse(
-            keys, there, wanted, _segments(counts, whole, device), _segments(counts, text, device)
-        )
+        sparse = Sparse(keys, there, wanted, _segments(counts, whole), _segments(counts, text))
     tiled = any(ids is not None for ids in tiles)
-    own = _segments(whole, whole, device)
-    return Level(own, _segments(whole, text, device), sparse, tiled)
+    return Level(_segments(whole, whole), _segments(whole, text), sparse, tiled)
 
 
-def _marked(tokens: int, ids: Tensor | None, device: torch.device) -> Tensor:
+def _marked(tokens: int, ids: Ids | None) -> NDArray[np.bool_]:
     """[tokens] whether each is among `ids`; None: all are."""
-    if ids is None:
-        return torch.ones(tokens, dtype=torch.bool, device=device)
-    marked = torch.zeros(tokens, dtype=torch.bool, device=device)
-    marked[ids] = True
+    marked = np.full(tokens, ids is None)
+    marked[slice(0) if ids is None else ids] = True
     return marked
 
 
-def _places(computed: Sequence[Tensor]) -> Places:
+def _places(computed: Sequence[NDArray[np.bool_]]) -> Places:
     """Of tokens that are computed or not, per pass."""
-    core, rest, begin = [], [], 0
-    for own in computed:
-        core.append(begin + own.nonzero()[:, 0])
-        rest.append(begin + (~own).nonzero()[:, 0])
-        begin += len(own)
-    return Places(torch.cat(core), torch.cat(rest), spans([len(part) for part in rest]))
+    whole = np.concatenate(computed)
+    core, rest = map(torch.from_numpy, (np.flatnonzero(whole), np.flatnonzero(~whole)))
+    return Places(core, rest, spans([int((~own).sum()) for own in computed]))
 
 
-def _segments(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Segments:
+def _segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:
     q_spans, k_spans = spans(queries), spans(keys)
-    return Segments(
-        q_spans,
-        k_spans,
-        ends(q_spans).to(device),
-        ends(k_spans).to(device),
-        uniform(queries),
-        uniform(keys),
-    )
+    return Segments(q_spans, k_spans, ends(q_spans), ends(k_spans), uniform(queries), uniform(keys))

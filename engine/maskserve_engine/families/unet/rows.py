@@ -19,7 +19,7 @@ from maskserve_engine.families.unet.conditioning import Blend, Inputs, TemplateI
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.surroundings import Surroundings
-from maskserve_engine.families.unet.tile import Tile
+from maskserve_engine.families.unet.tile import Ids, Tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Guidance:
 class Inactive:
     """A cached row's tokens outside the mask: what stands in for computing them."""
 
-    active: Mapping[int, Tensor]
-    """Level → [n] ids of the computed tokens."""
+    active: Mapping[int, Ids]
+    """Level → [n] ids of the computed tokens, in host memory: batches are packed there."""
     mask: Tensor
     """[1, h, w] bool: active at level 0."""
     template: TemplateInputs

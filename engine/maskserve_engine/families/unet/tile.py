@@ -121,8 +121,8 @@ class TileLevel:
     """Of a convolution that stays on this level."""
     strided: Frame
     """Of the convolution that leads to the next level; as `near` at the last one."""
-    inside: Tensor
-    """[n] ids of the box's positions."""
+    inside: Ids
+    """[n] of the box's positions, in host memory: batches are packed there."""
 
     def frame(self, *, strided: bool) -> Frame:
         return self.strided if strided else self.near
@@ -153,8 +153,7 @@ def tile_of(active: Mapping[int, Ids], sizes: Sequence[tuple[int, int]], halo: i
             to = boxes[number + 1]
             reads = Box(2 * to.top - 1, 2 * to.left - 1, 2 * to.bottom, 2 * to.right)
             strided = Frame.of(reads, box, size)
-        inside = torch.from_numpy(box.ids(size[1]))
-        levels.append(TileLevel(size, box, near, strided, inside))
+        levels.append(TileLevel(size, box, near, strided, box.ids(size[1])))
     return tuple(levels)
 
 
