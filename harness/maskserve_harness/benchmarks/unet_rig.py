@@ -105,9 +105,8 @@ class UnetBench:
             ids, tile = self._active(mask_ratio), self._tile(mask_ratio)
             template = TemplateInputs(latents, self._random(channels, side, side), None, levels)
             mask = torch.from_numpy(self._mask(mask_ratio)[None] > 0)
-            own = {level: torch.from_numpy(found) for level, found in ids.items()}
             inactive = Inactive(
-                active=moved(own, self.device),
+                active=ids,
                 mask=mask.to(self.device),
                 template=template,
                 selection=selection_of(ids, tile, self.work, 1),
