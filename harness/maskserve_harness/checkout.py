@@ -4,5 +4,4 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = CHECKOUT / "assets" / "models" / "demo"
-DEMO_RELATIONS = DEMO_MODEL.with_name("demo-relations")
 """The same, and it follows prompts that name another object far away."""

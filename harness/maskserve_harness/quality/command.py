@@ -21,6 +21,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ class Run:
         rig = self.rig
         for name, edits in self.classes.items():
             jobs = rig.jobs(edits)
-            self.keep("dense", name, rig.dense(edits, jobs))
+            dense = rig.dense(edits, jobs)
+            self.keep("dense", name, dense)
             masked = [rig.tokens_of(job) for job in jobs]
             self.keep("masked_tokens_alone", name, rig.alone(edits, jobs, masked))
             ringed = [rig.tokens_of(job, self.default.ring) for job in jobs]
@@ -101,6 +103,13 @@ class Run:
                     "flux_gib_per_template": round(choice.flux_bytes(rig.steps) / 2**30, 3),
                     **flux_facts(choice, rig.skipped(choice)),
                 }
+            # What a worker does by default: where nearly all is masked it reads no entries.
+            cached = self.pictures[self.default.name][name]
+            large = [rig.too_large(job, self.default.ring) for job in jobs]
+            self.keep(
+                "served", name, [dense[i] if large[i] else cached[i] for i in range(len(jobs))]
+            )
+            self.facts["served"] = self.facts[self.default.name]
             said(f"{name}: {len(edits)} edits by {len(choices)} caches")
 
     def diffusers(self, pipe: Any, *, fbcache: bool) -> None:
@@ -170,7 +179,9 @@ def main() -> int:
     classes = {name: edits_of(name, args.n) for name in args.classes}
     rig = Rig(args.model, args.steps)
     run = Run(rig, classes)
-    run.make(frontier(run.default, args.steps) if args.frontier else [run.default, CacheChoice()])
+    two_anchors = replace(run.default, stride=-(-args.steps // 2))
+    few = [run.default, two_anchors, CacheChoice()]
+    run.make(frontier(run.default, args.steps) if args.frontier else few)
     semantics = rig.adapter.facts.semantics
     reference = "dense" if args.frontier or semantics == "inpaint" else "diffusers"
     if reference == "diffusers":

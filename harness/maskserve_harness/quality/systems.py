@@ -162,6 +162,11 @@ class Rig:
         """Active tokens of the edit."""
         return active_tokens(job.edit_mask, self.adapter.facts.token_pixels, ring)
 
+    def too_large(self, job: EditJob, ring: int) -> bool:
+        """Whether a worker runs the edit dense for its mask's size."""
+        total = job.edit_mask.size // self.adapter.facts.token_pixels**2
+        return len(self.tokens_of(job, ring)) >= self.config.cache.dense_above_ratio * total
+
     def window_of(self, job: EditJob, margin: int) -> TokenIds:
         """Tokens of the mask's bounding box, grown by `margin` tokens."""
         down, across = (side // self.adapter.facts.token_pixels for side in job.edit_mask.shape)
