@@ -7,7 +7,6 @@ into its inbox; events leave through the reply thread.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.entry_store import estimated_costs, open_store, sized
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.inbox import Inbox
 from maskserve_engine.job import Conditioning, EditJob, Failed, Sink
 from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.memory import memory_table
@@ -103,9 +103,7 @@ class Engine:
             self.counters,
             self.observations,
         )
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._door = threading.Lock()
-        self._open = True
+        self._inbox = Inbox()
         self._state: State = "loading"
         self._stop = False
         self._checked = 0.0
@@ -158,7 +156,7 @@ class Engine:
             _log.exception("an edit could not be prepared", extra=about(job.request.request_id))
             sink(Failed(EngineFailed("the edit could not be prepared")))
             return
-        if not self._put(lambda: self.manager.accept(ready, sink)):
+        if not self._inbox.put(lambda: self.manager.accept(ready, sink)):
             sink(Failed(EngineFailed("the engine has stopped")))
 
     def prepared(self, job: EditJob) -> EditJob:
@@ -171,21 +169,11 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Withdraw an edit, if one of that name is held; its sink gets CANCELLED."""
-        self._put(lambda: self.manager.cancel(request_id))
+        self._inbox.put(lambda: self.manager.cancel(request_id))
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
         """Have the engine thread answer between two steps."""
-        answer: Future[T] = Future()
-
-        def reply() -> None:
-            try:
-                answer.set_result(question())
-            except Exception as error:
-                answer.set_exception(error)
-
-        if not self._put(reply):
-            answer.set_exception(EngineFailed("the engine has stopped"))
-        return answer
+        return self._inbox.ask(question)
 
     def heartbeat(self) -> Future[dict[str, Any]]:
         return self.ask(
@@ -220,7 +208,7 @@ class Engine:
         def drain() -> None:
             self.manager.draining = True
 
-        self._put(drain)
+        self._inbox.put(drain)
 
     def close(self, grace_s: float) -> None:
         """Drain, wait at most `grace_s` for accepted edits, and end both threads."""
@@ -228,14 +216,14 @@ class Engine:
         end = time.monotonic() + grace_s
         while self.manager.edits and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.01)
-        self._put(self._halt)
+        self._inbox.put(self._halt)
         if self._thread.is_alive():
             self._thread.join(grace_s + 30.0)
         self._output.close(5.0)
         self.cache.store.close()
 
     def _arrived(self, key: str) -> None:
-        self._put(lambda: self.manager.arrived(key))
+        self._inbox.put(lambda: self.manager.arrived(key))
 
     @property
     def state(self) -> State:
@@ -243,13 +231,6 @@ class Engine:
         if self._state == "ready" and self.manager.draining:
             return "draining"
         return self._state
-
-    def _put(self, command: Callable[[], None]) -> bool:
-        """Into the inbox; False when nobody will read it any more."""
-        with self._door:
-            if self._open:
-                self._inbox.put(command)
-            return self._open
 
     # Called from the engine thread only.
 
@@ -288,13 +269,8 @@ class Engine:
             self._publisher.publish(self.state)
         elif self._inbox.empty():
             return
-        try:
-            command = self._inbox.get(timeout=self.config.engine.heartbeat_s if idle else 0)
-            while True:
-                command()
-                command = self._inbox.get_nowait()
-        except queue.Empty:
-            self._check_cache()
+        self._inbox.run(self.config.engine.heartbeat_s if idle else 0.0)
+        self._check_cache()
 
     def _check_cache(self) -> None:
         """Say so if rows that are gone have left something behind, now that none is there."""
@@ -314,10 +290,7 @@ class Engine:
 
     def _shut(self) -> None:
         """Take no more commands; answer those that came in meanwhile."""
-        with self._door:
-            self._open = False
         self.manager.draining = True
-        while not self._inbox.empty():
-            self._inbox.get()()
+        self._inbox.close()
         self._publisher.publish(self.state)
         self._publisher.close()
