@@ -127,7 +127,8 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         def ended() -> None:
             (self.worker.finished if answered.is_set() else self.worker.withdrawn).set()
 
-        context.add_callback(ended)
+        if not context.add_callback(ended):
+            ended()  # it has ended already
         return answered
 
     def _edit(self, request: Any, context: grpc.ServicerContext) -> Iterator[dict[str, Any]]:

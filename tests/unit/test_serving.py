@@ -376,6 +376,7 @@ def test_a_first_start_is_tried_again_when_the_machine_stalled(
 
 def test_the_command_line_is_hardened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", "/host/cuda/lib64")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it for its process
     libraries = (Path("/t/lib"),)
     server = runtime.Runtime(Path("/t/bin/tritonserver"), Path("/t/backends"), libraries, "x")
     options = ServeOptions(model="m", triton_args=("--trace-config=rate=1",))
