@@ -20,7 +20,7 @@ from maskserve_core.contracts.entry_key import (
     cover,
     nearest_anchor,
 )
-from maskserve_core.errors import EngineFailed
+from maskserve_core.errors import EngineFailed, Overloaded
 from maskserve_engine.cache.codec import Coded
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.movers import Arrival, HostMover
@@ -232,6 +232,36 @@ def test_eviction_while_a_row_runs_changes_nothing(engine: Engine, encoder: Enco
     assert np.abs(sink.final().latents - expected.latents).max() <= tolerance(expected.latents)
 
 
+@pytest.mark.parametrize("settings", [{"cache": "require"}, {"reproducible": True}])
+def test_who_insists_has_its_template_primed_again_when_it_goes_before_the_edit_gets_a_row(
+    engine: Engine, encoder: Encoder, settings: dict[str, Any]
+) -> None:
+    expected = edit(engine, job(encoder, 16, "first", **settings))
+    sink = Sink()
+
+    def evict_while_it_queues() -> None:
+        engine.manager.accept(job(encoder, 16, "again", **settings), sink)
+        assert engine.cache.evict(expected.meta["template_id"]) > 0
+
+    engine.ask(evict_while_it_queues).result(30)
+    final = sink.final()
+    assert final.meta["kinds"] == expected.meta["kinds"]
+    assert "dense" not in final.meta["kinds"]
+    assert np.array_equal(final.latents, expected.latents)
+    assert engine.cache.counters()["cache_hits_total"] == 2
+
+
+def test_an_edit_whose_template_goes_again_and_again_is_told(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(engine, job(encoder, 17, "first", cache="require"))
+    monkeypatch.setattr(engine.cache.store, "hold", lambda key, anchor: None)
+    sink = Sink()
+    engine.submit(job(encoder, 17, "again", cache="require"), sink)
+    assert isinstance(sink.error(), Overloaded)
+    settle(engine)
+
+
 def test_out_of_memory_while_priming_costs_no_edit(
     engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,11 +275,12 @@ def test_out_of_memory_while_priming_costs_no_edit(
     monkeypatch.setattr(engine.adapter, "step", scarce)
     outcomes = [edit(engine, job(encoder, 9, f"e{i}")).meta["cache"] for i in range(3)]
     assert outcomes == ["miss"] * 3
-    reproducible = edit(engine, job(encoder, 9, "r", reproducible=True))
-    assert reproducible.meta["cache"] == "miss"
-    sink = Sink()
-    engine.submit(job(encoder, 9, "q", cache="require"), sink)
-    assert isinstance(sink.error(), EngineFailed)
+    for name, settings in (("r", {"reproducible": True}), ("q", {"cache": "require"})):
+        sink = Sink()  # neither may be answered with other pixels than the cache gives
+        engine.submit(job(encoder, 9, name, **settings), sink)
+        error = sink.error()
+        assert isinstance(error, EngineFailed)
+        assert f"SETTINGS.{next(iter(settings))} " in str(error)
     settle(engine)
 
 
@@ -373,7 +404,10 @@ def test_a_pinned_template_stays_when_others_need_room(tiny_fill: Path, encoder:
     pinned = job(encoder, 17, "a", cache="require")
     engine.pin(pinned.request.template_id, pinned=True).result(30)
     edit(engine, pinned)
-    assert edit(engine, job(encoder, 18, "b", reproducible=True)).meta["cache"] == "miss"
+    assert edit(engine, job(encoder, 18, "b")).meta["cache"] == "miss"
+    refused = Sink()
+    engine.submit(job(encoder, 18, "c", reproducible=True), refused)
+    assert isinstance(refused.error(), EngineFailed)
     assert edit(engine, job(encoder, 17, "c")).meta["cache"] == "hit"
     assert engine.pin(pinned.request.template_id, pinned=False).result(30)
     engine.cache.store.check_integrity()

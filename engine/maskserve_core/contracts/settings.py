@@ -78,6 +78,11 @@ class EditSettings:
     request_id: str | None = None
     """Name for cancel and logs; made by the server when absent."""
 
+    @property
+    def insists(self) -> bool:
+        """Whether the edit waits for its template rather than go without the cache."""
+        return self.cache == "require" or self.reproducible
+
 
 Check = Callable[[str, Any], Any]
 

@@ -51,6 +51,11 @@ class EntryReader:
             self._hold(anchor)
 
     @property
+    def complete(self) -> bool:
+        """Whether it holds every entry that its steps read."""
+        return self._sources.keys() == self._steps.keys() - {None}
+
+    @property
     def stalled(self) -> float:
         """Seconds that steps have waited for what it has let go by now."""
         return sum(stall.seconds() or 0.0 for stall in self._stalls)

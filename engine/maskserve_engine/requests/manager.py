@@ -29,12 +29,14 @@ from maskserve_engine.job import EditJob, Failed, Final, Sink
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.route import DENSE, Route
+from maskserve_engine.requests.route import DENSE
 from maskserve_engine.requests.state import PrimingState, RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.requests.waiting import WaitingEdits
 
 _log = logging.getLogger(__name__)
+_STARTS_MOST = 5
+"""Times that it is decided how an edit runs: its template may be lost again before it has a row."""
 
 
 class RequestManager:
@@ -188,34 +190,49 @@ class RequestManager:
         """
         if self.draining:
             raise Overloaded("the worker is draining; send the edit to another or try again later")
+        self._start(edit)
+
+    def _start(self, edit: RequestState) -> None:
+        """Decide how it runs; queue it, or have it wait for its template.
+
+        Raises:
+            MaskserveError: it is refused.
+        """
+        if edit.starts == _STARTS_MOST:
+            raise Overloaded(
+                f"the edit's template was lost {edit.starts} times before the edit could begin "
+                "(the cache may be too small for the templates in use); try again later"
+            )
         self._route(edit)
+        edit.starts += 1
         if edit.route.prime:
             self.primings.begin(edit.job, urgent=edit.how == "wait")
-        self._proceed(edit)
-
-    def _proceed(self, edit: RequestState) -> None:
-        """Queue an edit, or have it wait for its template."""
-        if edit.how == "wait" and not self.cache.is_coming(edit.route.key):
-            self._do_without_cache(edit)
         if edit.how == "wait":
             self._wait(edit)
         else:
             self._queue(edit)
 
     def _wait(self, edit: RequestState) -> None:
+        if not self.cache.is_coming(edit.route.key):
+            asked = edit.job.request.settings.cache == "require"
+            raise EngineFailed(
+                f"SETTINGS.{'cache is require' if asked else 'reproducible is set'}, but the "
+                "template could not be primed (it does not fit the cache's budget, or the worker "
+                "is short of memory); with cache: off the edit needs no template"
+            )
         self._check_id(edit)
         self.waiting.add(edit.route.key, edit.request_id)
         edit.waited = True
         self.edits[edit.request_id] = edit
 
-    def _route(self, edit: RequestState, *, again: bool = False) -> None:
+    def _route(self, edit: RequestState) -> None:
         """Decide how it runs. A template that has drifted serves those only who insist on it."""
         settings = edit.job.request.settings
         drift = self.audits.over_limit(self.cache.key_of(edit.job))
         if drift is not None and settings.cache == "auto" and not settings.reproducible:
             edit.drift, edit.route = drift, DENSE
         else:
-            edit.route = self.cache.route(edit.job, edit.mask_ratio, again=again)
+            edit.route = self.cache.route(edit.job, edit.mask_ratio, again=edit.starts > 0)
 
     def _audit(self) -> None:
         """Make a cached edit again, now that nothing else is to be done."""
@@ -232,7 +249,6 @@ class RequestManager:
         self.scheduler.submit(edit.make_ticket())
         edit.queued = time.monotonic()
         self.edits[edit.request_id] = edit
-        self.cache.count(edit.route)
 
     def _check_id(self, edit: RequestState) -> None:
         if edit.request_id in self.edits:
@@ -240,29 +256,17 @@ class RequestManager:
                 "SETTINGS.request_id", f"{edit.request_id!r} is still being served", "a new id"
             )
 
-    def _do_without_cache(self, edit: RequestState) -> None:
-        """It wanted to wait for a template that cannot be primed."""
-        if edit.job.request.settings.cache == "require":
-            raise EngineFailed(
-                "SETTINGS.cache is 'require', but the template could not be primed (it does not "
-                "fit the cache's budget, or the worker is short of memory)"
-            )
-        edit.route = Route("dense", "miss", edit.route.key)
-
     def _resume(self, edit: RequestState) -> None:
         """An edit has waited for its template: decide again. One whose template was to come from
         files, and did not, has it primed.
         """
         tier = edit.route.tier
         try:
-            self._route(edit, again=True)
-            if tier and edit.how == "cached":
-                edit.route = replace(edit.route, tier=tier)  # where it lay, and not where it came
-            elif tier and edit.how == "wait" and not self.cache.is_coming(edit.route.key):
-                self.primings.begin(edit.job, urgent=True)
-            self._proceed(edit)
+            self._start(edit)
         except MaskserveError as error:
             self.output.send(edit.sink, Failed(error, edit.timeline()))
+        if tier and edit.how == "cached":
+            edit.route = replace(edit.route, tier=tier)  # where it lay, and not where it came
 
     def _admit(self, ticket: Ticket) -> None:
         """Make the row; an edit whose row cannot be made is answered, and nobody else is hurt."""
@@ -273,19 +277,31 @@ class RequestManager:
         try:
             edit.admitted = time.monotonic()
             edit.made = self._make_row(edit)
+            if edit.reader and edit.job.request.settings.insists and not edit.reader.complete:
+                self._go_back(edit)
+            else:
+                self.cache.count(edit.route)
         except MaskserveError as error:
             self.end(ticket.request_id, error)
         except Exception:
             _log.exception("the row of an edit could not be made", extra=about(ticket.request_id))
             self.end(ticket.request_id, EngineFailed("the edit could not be prepared"))
 
+    def _go_back(self, edit: RequestState) -> None:
+        """Its template was evicted while it queued, and it may not go without."""
+        edit.release()
+        edit.made = edit.reader = None
+        self.scheduler.cancel(edit.request_id)
+        del self.edits[edit.request_id]
+        edit.route = DENSE
+        self._resume(edit)
+
     def _make_row(self, edit: RequestState) -> EditRow:
         if edit.how != "cached":
             return self.adapter.dense_row(edit.job)
         row = self.adapter.cached_row(edit.job, self.cache.noise_seed(edit.job))
         assert row.selection is not None
-        settings, route = edit.job.request.settings, edit.route
-        sure = settings.reproducible or settings.cache == "require"
+        sure, route = edit.job.request.settings.insists, edit.route
         edit.reader = EntryReader(
             self.cache.store, route.key, route.anchors, row.selection, sure=sure
         )

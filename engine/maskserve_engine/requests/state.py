@@ -44,6 +44,8 @@ class RequestState:
     ticket: Ticket | None = None
     waited: bool = False
     """For its template."""
+    starts: int = 0
+    """Times that it was decided how it runs."""
     queued: float = 0.0
     admitted: float = 0.0
     first_step: float = 0.0

@@ -111,7 +111,7 @@ class TemplateCache:
         Args:
             job: the edit.
             mask_ratio: share of tokens that it computes.
-            again: it has waited, and is no further sight of its template.
+            again: it was decided before, and is no further sight of its template.
         """
         settings = job.request.settings
         if not self.serves(job):
@@ -119,7 +119,7 @@ class TemplateCache:
         if settings.cache != "require" and mask_ratio >= self.config.dense_above_ratio:
             # Computing nearly everything is faster than loading the rest.
             return DENSE
-        key, waits = self.key_of(job), settings.cache == "require" or settings.reproducible
+        key = self.key_of(job)
         if not again:
             self._sights.add(key)
         anchors = self._anchors(job)
@@ -127,12 +127,12 @@ class TemplateCache:
         tier = None if key in self.priming else self.store.locate(key, anchors)
         if tier is not None and any(per_step):
             ready = self.store.fetch(key, [a for a in anchors if a in per_step])
-            how = "wait" if waits and not ready and not again else "cached"
+            how = "wait" if settings.insists and not ready else "cached"
             return Route(how, "hit", key, per_step, tier)
         coming = self.is_coming(key)
-        may_prime = self._sights.may_prime(key)
-        if waits and any(per_step) and (may_prime or coming or settings.cache == "require"):
-            return Route("wait", "hit", key, prime=may_prime and not coming and not again)
+        if settings.insists and any(per_step):
+            may_prime = self._sights.may_prime(key)
+            return Route("wait", "hit", key, prime=may_prime and not coming)
         return Route("dense", "miss", key, prime=self._sights.worth_priming(key) and not coming)
 
     def is_coming(self, key: str) -> bool:
