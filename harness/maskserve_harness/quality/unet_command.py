@@ -5,7 +5,7 @@ diffusers' own pipeline. Guided edits read one set of entries, primed without a 
 passes; with `own prompts` each pass reads entries primed with its own prompt, which is what
 sharing costs at most. The naive rival reads the entries of another picture.
 
-    python scripts/eval_unet_quality.py --n 24 --json docs/benchmarks/unet_quality.json
+    python scripts/eval_unet_quality.py --json docs/benchmarks/unet_quality.json
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ from maskserve_harness.benchmarks.machine import processor
 from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import Edit, held_out_edits
-from maskserve_harness.quality.metrics import Picture, compare, summary
+from maskserve_harness.quality.metrics import EditQuality, Picture, compare, summary
 
 BATCH = 8
+AT_ONCE = 16
+"""Edits whose entries are held at a time."""
 KEPT = frozenset({"h", "kv"})
 
 
@@ -186,36 +188,53 @@ def _coded(entry: AnchorEntry, format: str) -> AnchorEntry:
     return AnchorEntry(entry.anchor, tuple(block.each(coded) for block in entry.blocks))
 
 
+def measure(
+    args: argparse.Namespace, edits: Sequence[Edit], choices: Sequence[Choice]
+) -> dict[str, list[EditQuality]]:
+    """What each system makes of each edit, by name; `dense` first."""
+    rig = Rig(args.model, args.steps, args.guidance)
+    dense = rig.dense(edits)
+    found = {"dense": compare(edits, dense, dense)}
+    own = {choice.own for choice in choices if not choice.halo}
+    entries = {each: rig.entries(edits, own=each) for each in own}
+    for choice in choices:
+        by = rig
+        if choice.halo:  # what maps mean depends on how they are stored
+            by = Rig(args.model, args.steps, args.guidance, choice.halo)
+            made = by.entries(edits, stride=choice.stride, format=choice.format)
+        else:
+            made = entries[choice.own]
+        found[choice.name] = compare(edits, by.cached(edits, made, choice), dense)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL.with_name("demo-unet"))
-    parser.add_argument("--n", type=int, default=24, help="held-out edits")
+    parser.add_argument("--n", type=int, default=48, help="held-out edits; 48 are balanced")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=0.0, help="0: the model's own")
+    parser.add_argument("--only", metavar="TEXT", help="cached systems with that in their name")
     parser.add_argument("--dense", action="store_true", help="judge dense rows only")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rig, edits = Rig(args.model, args.steps, args.guidance), held_out_edits(args.n)
+    choices = [each for each in CHOICES if not args.dense and (args.only or "") in each.name]
+    found: dict[str, list[EditQuality]] = {}
+    edits = held_out_edits(args.n)
     with torch.inference_mode():
-        dense = rig.dense(edits)
-        found = {"dense": summary(compare(edits, dense, dense)).as_dict()}
-        print("dense", found["dense"], flush=True)
-        choices = () if args.dense else CHOICES
-        entries = {own: rig.entries(edits, own=own) for own in {each.own for each in choices}}
-        for choice in choices:
-            made, by = entries[choice.own], rig
-            if choice.halo:  # what maps mean depends on how they are stored
-                by = Rig(args.model, args.steps, args.guidance, choice.halo)
-                made = by.entries(edits, stride=choice.stride, format=choice.format)
-            pictures = by.cached(edits, made, choice)
-            found[choice.name] = summary(compare(edits, pictures, dense)).as_dict()
-            print(choice.name, found[choice.name], flush=True)
+        for first in range(0, len(edits), AT_ONCE):
+            some = measure(args, edits[first : first + AT_ONCE], choices)
+            found = {name: [*found.get(name, ()), *own] for name, own in some.items()}
+            print(f"{first + len(some['dense'])} of {len(edits)} edits", flush=True)
+    systems = {name: summary(own).as_dict() for name, own in found.items()}
+    for name, figures in systems.items():
+        print(name, figures)
     if args.json:
         report = {
             "command": " ".join(sys.argv),
             "hardware": processor(),
             "date": time.strftime("%Y-%m-%d"),
-            "systems": found,
+            "systems": systems,
         }
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
