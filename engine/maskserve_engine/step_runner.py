@@ -26,6 +26,10 @@ from maskserve_engine.step_planner import Reading, StepPlan, StepPlanner, wants_
 from maskserve_engine.step_times import StepTimes, TakenStep
 
 _log = logging.getLogger(__name__)
+_LOST = (
+    "the template's cached activations were lost while the edit ran, and a reproducible edit "
+    "cannot go on without them; send it again"
+)
 _FAILED_STEPS = 3
 """Steps in a row in which every row failed, after which the engine gives itself up."""
 
@@ -175,7 +179,7 @@ class StepRunner:
     def _step_all(self, running: Running, reading: list[_Reads], planned: StepPlan | None) -> None:
         """The step; again without the entries that turned out to be lost, as often as some do."""
         plan = None if planned is None else planned.plan
-        while True:
+        while running:
             try:
                 self.adapter.step([edit.row for edit in running], plan)
                 return
@@ -186,6 +190,10 @@ class StepRunner:
                 _log.warning("a step goes on without an entry: %s", error)
             # outside of `except`, whose error keeps the tensors of the step that was given up
             for each in lost:
+                if each.edit.job.request.settings.reproducible:
+                    running.remove(each.edit)
+                    self.manager.end(each.edit.request_id, EngineFailed(_LOST))
+                    continue
                 each.reader.lose()
                 each.edit.row.entry = None
 

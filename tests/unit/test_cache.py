@@ -441,6 +441,10 @@ def test_an_edit_whose_loader_dies_goes_on_and_the_next_finds_another(
     assert np.isfinite(hurt.latents).all()
     well = edit(engine, job(encoder, 19, "well", cache="require", num_inference_steps=6))
     assert well.meta["kinds"].keys() == {"kv"}
+    loader.mover = DyingMover()
+    sink = Sink()  # it may not be answered with other pixels
+    engine.submit(job(encoder, 19, "same", reproducible=True, num_inference_steps=6), sink)
+    assert "send it again" in str(sink.error())
     assert engine.state == "ready"
     engine.close(10.0)
     assert_books_hold(engine)
