@@ -109,7 +109,7 @@ def test_a_unet_row_is_admitted_and_packed_with_copies_that_nobody_waits_for(
     assert isinstance(real, UnetAdapter)
     asked = {"guidance_scale": 7.5, "mask_ring": 0}
     plain = encode_case(encoder, unet_case(np.random.default_rng(1), **asked), "edit")
-    job, sampler = real.prepare(plain, 7), real._sampler(plain)
+    job, sampler = real.prepare(plain, 7), real._preparation.sampler(plain)
     _, height, width = job.moments.shape
     depth = len(real.model.down_blocks)
     with FakeCuda() as cuda:
@@ -117,7 +117,7 @@ def test_a_unet_row_is_admitted_and_packed_with_copies_that_nobody_waits_for(
             real.facts, fake_weights(real.model.to("meta")), real.sampler, 1.0, exact_vae=False,
             halo=halo,
         )  # fmt: skip
-        adapter._sampler = lambda job: sampler  # type: ignore[method-assign]
+        adapter._preparation.sampler = lambda job: sampler  # type: ignore[method-assign]
         with cuda.watch() as log, torch.inference_mode():
             row: Any = adapter.cached_row(job, 7)
             row.entry = object()

@@ -90,8 +90,18 @@ def test_rows_of_a_prepared_job_are_the_rows_of_the_job(
             while row.step < row.steps:
                 adapter.step([row], None)
     assert not same(tensors(adapter.cached_row(plain, 8)), tensors(adapter.cached_row(plain, 7)))
-    assert adapter.tokens(ready) == adapter.tokens(plain)
     assert adapter.sigmas(ready) == adapter.sigmas(plain)
+
+
+def test_a_prepared_jobs_mask_is_not_looked_at_again(
+    family: tuple[Adapter, Encoder, EditJob],
+) -> None:
+    """The engine's thread counts edits without a look at a million pixels."""
+    adapter, _, plain = family
+    ready = replace(adapter.prepare(plain, 7), edit_mask=np.zeros((0, 0), np.uint8))
+    assert adapter.tokens(ready) == adapter.tokens(plain)
+    found, expected = adapter.counted(ready), adapter.counted(plain)
+    assert (found.active, found.convolved) == (expected.active, expected.convolved)
 
 
 def test_a_registered_template_has_no_mask(family: tuple[Adapter, Encoder, EditJob]) -> None:

@@ -196,10 +196,13 @@ def test_only_what_the_inactive_tokens_lack_is_loaded(
     assert row.selection is not None
     assert row.inactive is not None
     _, height, width = job.moments.shape
-    for block, place in enumerate(adapter.places):
-        total = adapter.work(height, width).tokens[place.level]
-        active = row.inactive.active[place.level].tolist()
-        assert sorted([*row.selection.of(block).tolist(), *active]) == list(range(total))
+    kept = Primed(adapter, encoder, job, "kv").entries[0].blocks
+    assert len(kept) == adapter.blocks
+    for number, block in enumerate(kept):
+        assert block.keys is not None
+        total = len(block.keys.data)
+        active = row.inactive.active[adapter.work(height, width).tokens.index(total)].tolist()
+        assert sorted([*row.selection.of(number).tolist(), *active]) == list(range(total))
 
 
 @pytest.mark.parametrize("kind", ["kv", "h"])

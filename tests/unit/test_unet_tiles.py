@@ -142,7 +142,7 @@ def test_a_tile_is_the_mixed_map_computed_in_full(
         plain.step([again], None)
     maps = [as_stored(each, format) for each in maps]
     row, slow, rival = (row_of(each, job, primed) for each in (tiles, plain, plain))
-    with mixed(plain.model, maps, plain._active(job), halo):
+    with mixed(plain.model, maps, plain._preparation.active(job).levels, halo):
         expected = answer(plain, slow)
     at = (slice(None), *box_of(row))
     assert box_of(row) != (slice(0, 18), slice(0, 21))
@@ -244,7 +244,8 @@ def test_a_row_loads_of_maps_what_its_tiles_read(folder: Path, encoder: Encoder)
     entry = Primed(tiles, encoder, job, "kv").entries[0]
     selection = tiles.cached_row(job, NOISE_SEED).selection
     sizes = Load(entry, "host", selection).sizes[tiles.blocks :, PARTS.index("map")]
-    assert len(sizes) == len(tiles.maps) + 1
+    _, height, width = job.moments.shape
+    assert len(sizes) == len(tiles.work(height, width).maps) + 1
     assert 0 < sizes.sum() < 0.8 * sum(each.nbytes for each in entry.blocks[tiles.blocks :])
 
 

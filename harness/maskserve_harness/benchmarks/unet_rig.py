@@ -16,9 +16,7 @@ import torch.nn.functional as F
 from diffusers import DDIMScheduler, UNet2DConditionModel
 
 from maskserve_core.contracts.entry_key import Anchor
-from maskserve_core.imaging.tokens import active_tokens_per_level
-from maskserve_core.planning.flops import RowTokens
-from maskserve_core.planning.flops_unet import level_sizes, unet_work
+from maskserve_core.planning.flops_unet import unet_work
 from maskserve_engine.cache.codec import encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
 from maskserve_engine.families.transfer import moved
@@ -27,8 +25,7 @@ from maskserve_engine.families.unet.conditioning import TemplateInputs
 from maskserve_engine.families.unet.forward import added_embedding
 from maskserve_engine.families.unet.rows import Inactive, Prompt, UnetRow
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
-from maskserve_engine.families.unet.tile import Ids, Tile, tile_of
-from maskserve_engine.families.unet.tokens import selection_of
+from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_harness.benchmarks.models import SD21, SDXL
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.benchmarks.timing import Timer
@@ -102,15 +99,15 @@ class UnetBench:
         latents = self._random(channels, side, side)
         inactive = None
         if mask_ratio is not None:
-            ids, tile = self._active(mask_ratio), self._tile(mask_ratio)
+            active = self._active(mask_ratio)
             template = TemplateInputs(latents, self._random(channels, side, side), None, levels)
             mask = torch.from_numpy(self._mask(mask_ratio)[None] > 0)
             inactive = Inactive(
-                active=ids,
+                active=active.levels,
                 mask=mask.to(self.device),
                 template=template,
-                selection=selection_of(ids, tile, self.work, 1),
-                tile=moved(tile, self.device),
+                selection=active.selection(self.work, 1),
+                tile=moved(active.tile, self.device),
                 maps=range(self.blocks, self.blocks + len(self.work.maps)),
             )
         row = UnetRow(
@@ -155,21 +152,12 @@ class UnetBench:
 
     def limit(self, ratios: Sequence[float], kind: str) -> float:
         """Dense FLOPs over cached FLOPs of a batch with these masks, tokens as they are."""
-        cached = []
-        for m in ratios:
-            ids, tile = self._active(m), self._tile(m)
-            convolved = None if tile is None else tuple(float(each.box.area) for each in tile)
-            active = tuple(float(len(own)) for own in ids.values())
-            cached.append(RowTokens(active, TEXT, convolved))
+        cached = [self._active(m).row(TEXT) for m in ratios]
         return self.work.step_flops(cached, "dense") / self.work.step_flops(cached, kind)
 
-    def _active(self, ratio: float) -> dict[int, Ids]:
-        """Computed tokens of each level."""
-        return active_tokens_per_level(self._mask(ratio), 1, range(len(self.work.tokens)))
-
-    def _tile(self, ratio: float) -> Tile | None:
-        sizes = level_sizes(self.side, self.side, len(self.work.tokens))
-        return tile_of(self._active(ratio), sizes, self.work.halo) if self.work.halo else None
+    def _active(self, ratio: float) -> ActiveTokens:
+        levels = len(self.work.tokens)
+        return ActiveTokens.of(self._mask(ratio), 1, levels, ring=0, halo=self.work.halo)
 
     def _mask(self, ratio: float) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """A square of that share of the picture, in its middle."""

@@ -250,25 +250,3 @@ def _keep(recorder: Recorder, x: Tensor, groups: int) -> None:
     back = stored.unflatten(0, (len(x), *x.shape[2:])).permute(0, 3, 1, 2)
     moments = Moments.of(back, groups)
     recorder.moments(torch.cat((moments.mean, moments.variance), dim=1))
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPlace:
-    """Where a transformer block stands in the UNet."""
-
-    level: int
-    begins: bool
-    """Whether its stack begins with it: its input is there for all tokens, from proj_in."""
-
-
-def block_places(model: Any) -> tuple[BlockPlace, ...]:
-    """Every block of the UNet, in the order they run."""
-    bottom = len(model.down_blocks) - 1
-    stages = [*enumerate(model.down_blocks), (bottom, model.mid_block)]
-    stages += [(bottom - step, stage) for step, stage in enumerate(model.up_blocks)]
-    return tuple(
-        BlockPlace(level, begins=number == 0)
-        for level, stage in stages
-        for stack in getattr(stage, "attentions", None) or ()
-        for number in range(len(stack.transformer_blocks))
-    )

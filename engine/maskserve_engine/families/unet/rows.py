@@ -15,7 +15,7 @@ from maskserve_engine.cache.codec import Coded
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
-from maskserve_engine.families.unet.conditioning import Blend, Inputs, TemplateInputs
+from maskserve_engine.families.unet.conditioning import Blend, TemplateInputs
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.surroundings import Surroundings
@@ -60,15 +60,6 @@ class Inactive:
     """Where convolutions are computed; None: on the whole picture."""
     maps: range = range(0)
     """Numbers of the feature maps among an entry's blocks; read where there is a tile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What follows from an edit's job alone, in host memory."""
-
-    inputs: Inputs
-    inactive: Inactive | None
-    """Of a cached row, and the template's inputs; None: no row needs them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,39 +1,77 @@
-"""Which tokens of an entry a UNet row reads."""
+"""Which tokens a cached UNet row computes, and what it reads of an entry for the others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from maskserve_core.planning.flops import ModelWork
+from maskserve_core.imaging.tokens import active_tokens_per_level
+from maskserve_core.planning.flops import ModelWork, RowTokens
+from maskserve_core.planning.flops_unet import level_sizes
 from maskserve_engine.cache.selection import Selection
-from maskserve_engine.families.unet.tile import Ids, Tile
+from maskserve_engine.families.unet.tile import Ids, Tile, tile_of
 
 
-def selection_of(
-    active: Mapping[int, Ids], tile: Tile | None, work: ModelWork, halves: int
-) -> Selection:
-    """Of blocks the inactive tokens; of feature maps what lies in the tile and round it.
+@dataclass(frozen=True, slots=True)
+class ActiveTokens:
+    """Of one mask, in host memory."""
 
-    Args:
-        active: level → ids of computed tokens.
-        tile: of the row; None: its convolutions run on the whole picture.
-        work: of the model at the row's size.
-        halves: of the entries (`Adapter.entry_halves`), one behind the other.
-    """
+    levels: Mapping[int, Ids]
+    """Level → [n] ids, ascending."""
+    tile: Tile | None
+    """Where convolutions are computed; None: on the whole picture."""
 
-    def both(ids: Ids, level: int) -> Ids:
-        return np.concatenate([ids + work.tokens[level] * half for half in range(halves)])
+    @classmethod
+    def of(
+        cls, mask: NDArray[np.uint8], token_pixels: int, levels: int, *, ring: int, halo: int
+    ) -> ActiveTokens:
+        """Of an edit mask.
 
-    depth = len(work.tokens)
-    read = [both(np.setdiff1d(np.arange(n), active[i]), i) for i, n in enumerate(work.tokens)]
-    of_block = [block.level for block in work.blocks]
-    if tile is not None:
-        for strided in (False, True):
-            read += [both(level.ids(strided=strided), i) for i, level in enumerate(tile)]
-        of_block += [depth * (2 if each.strided else 1) + each.level for each in work.maps]
-        # And the means and variances of all maps.
-        of_block.append(len(read))
-        read.append(np.arange(len(work.maps) * halves))
-    return Selection(read, of_block)
+        Args:
+            mask: [H, W] at model resolution, above 0 = edit.
+            token_pixels: model pixels along one side of a token at level 0.
+            levels: of the UNet.
+            ring: tokens of level 0 round the mask that are computed too.
+            halo: `[cache] conv_halo`.
+        """
+        ids = active_tokens_per_level(mask, token_pixels, range(levels), ring)
+        if not halo or not len(ids[0]):  # of a template that is only to be primed
+            return cls(ids, None)
+        height, width = (side // token_pixels for side in mask.shape)
+        return cls(ids, tile_of(ids, level_sizes(height, width, levels), halo))
+
+    def row(self, text: int) -> RowTokens:
+        """What a pass with so many text tokens is counted as."""
+        active = tuple(float(len(ids)) for ids in self.levels.values())
+        if self.tile is None:
+            return RowTokens(active, float(text))
+        convolved = tuple(float(level.box.area) for level in self.tile)
+        return RowTokens(active, float(text), convolved)
+
+    def selection(self, work: ModelWork, halves: int) -> Selection:
+        """Of blocks the inactive tokens; of feature maps what lies in the tile and round it.
+
+        Args:
+            work: of the model at the row's size.
+            halves: of the entries (`Adapter.entry_halves`), one behind the other.
+        """
+
+        def both(ids: Ids, level: int) -> Ids:
+            return np.concatenate([ids + work.tokens[level] * half for half in range(halves)])
+
+        depth = len(work.tokens)
+        read = [
+            both(np.setdiff1d(np.arange(n), self.levels[i]), i) for i, n in enumerate(work.tokens)
+        ]
+        of_block = [block.level for block in work.blocks]
+        if self.tile is not None:
+            for strided in (False, True):
+                read += [both(level.ids(strided=strided), i) for i, level in enumerate(self.tile)]
+            of_block += [depth * (2 if each.strided else 1) + each.level for each in work.maps]
+            # And the means and variances of all maps.
+            of_block.append(len(read))
+            read.append(np.arange(len(work.maps) * halves))
+        return Selection(read, of_block)

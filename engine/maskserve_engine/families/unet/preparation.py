@@ -1,0 +1,167 @@
+"""What the rows of an edit begin with, as far as it follows from its job alone: in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.planning.flops import ModelWork
+from maskserve_engine.families.posterior import Posterior
+from maskserve_engine.families.unet.conditioning import (
+    Inputs,
+    Start,
+    TemplateInputs,
+    start_row,
+    template_inputs,
+)
+from maskserve_engine.families.unet.rows import Inactive
+from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
+from maskserve_engine.families.unet.tokens import ActiveTokens
+from maskserve_engine.job import Conditioning, EditJob
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Of one job."""
+
+    inputs: Inputs
+    active: ActiveTokens
+    inactive: Inactive | None
+    """Of a cached row, and the template's inputs; None: no row needs them."""
+
+
+class Preparation:
+    """Prepares jobs; used by any thread.
+
+    Args:
+        facts: what the model folder says.
+        sampler: the pipeline's own, copied for every row.
+        vae_scale: the VAE's scaling_factor.
+        vae_dtype: in which the pipeline samples the VAE's latents.
+        dtype: of the model.
+        levels: of the UNet.
+        halo: `[cache] conv_halo`.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        sampler: Any,
+        *,
+        vae_scale: float,
+        vae_dtype: torch.dtype,
+        dtype: torch.dtype,
+        levels: int,
+        halo: int,
+    ) -> None:
+        self._facts, self._sampler = facts, sampler
+        self._vae_scale, self._vae_dtype, self._dtype = vae_scale, vae_dtype, dtype
+        self._levels, self._halo = levels, halo
+        self.noise_levels = NoiseLevels(sampler)
+        self.timesteps = lru_cache(maxsize=256)(self._make_timesteps)
+
+    def prepared(
+        self, job: EditJob, noise_seed: int | None, work: ModelWork, halves: int
+    ) -> Prepared:
+        """The job's own, if it has been prepared.
+
+        Args:
+            job: an edit.
+            noise_seed: of the template's noise; None: no row of it will read or make entries.
+            work: of the model at the job's size.
+            halves: of the entries (`Adapter.entry_halves`).
+        """
+        if isinstance(job.prepared, Prepared):
+            return job.prepared
+        negative = None if job.negative is None else self.texts(job.negative, job)
+        inputs = Inputs(self._start(job), self.texts(job.conditioning, job), negative)
+        active, inactive = self.active(job), None
+        if noise_seed is not None:
+            inactive = self._inactive(job, active, self._template(job, noise_seed), work, halves)
+        return Prepared(inputs, active, inactive)
+
+    def active(self, job: EditJob) -> ActiveTokens:
+        """Which tokens a cached row computes."""
+        if isinstance(job.prepared, Prepared):
+            return job.prepared.active
+        return ActiveTokens.of(
+            job.edit_mask,
+            self._facts.token_pixels,
+            self._levels,
+            ring=job.mask_ring,
+            halo=self._halo,
+        )
+
+    def sampler(self, job: EditJob) -> Sampler:
+        """One that has taken no step."""
+        return Sampler(self._sampler, *_asked(job))
+
+    def walk(self, job: EditJob) -> tuple[float, ...]:
+        """The timestep of each model call."""
+        return self.timesteps(*_asked(job))
+
+    def texts(self, given: Conditioning, job: EditJob) -> tuple[Tensor, ...]:
+        """What the text encoders answered, in the model's dtype; for SDXL the sizes, too."""
+        texts = [given["prompt_embeds"]]
+        if self._facts.micro_conditioning:
+            # diffusers' defaults: the picture as if it were original, whole, wanted at this size.
+            height, width = job.edit_mask.shape
+            sizes = np.array([height, width, 0, 0, height, width], np.float32)
+            texts += [given["pooled"], sizes]
+        return tuple([torch.from_numpy(each).to(self._dtype) for each in texts])
+
+    def _inactive(
+        self,
+        job: EditJob,
+        active: ActiveTokens,
+        template: TemplateInputs,
+        work: ModelWork,
+        halves: int,
+    ) -> Inactive:
+        _, height, width = job.moments.shape
+        mask = np.zeros(height * width, np.bool_)
+        mask[active.levels[0]] = True
+        return Inactive(
+            active=active.levels,
+            mask=torch.from_numpy(mask.reshape(1, height, width)),
+            template=template,
+            selection=active.selection(work, halves),
+            halves=halves,
+            tile=active.tile,
+            maps=range(len(work.blocks), len(work.blocks) + len(work.maps)),
+        )
+
+    def _start(self, job: EditJob) -> Start:
+        """Draw everything random of the edit, in the pipeline's own order, on the CPU."""
+        generator = torch.Generator("cpu").manual_seed(job.request.seed)
+        masked = self._posterior(job.masked_moments) if self._fill else None
+        image, sampler = self._posterior(job.moments), self.sampler(job)
+        return start_row(image, masked, job.edit_mask, sampler, generator, self._dtype)
+
+    def _template(self, job: EditJob, noise_seed: int) -> TemplateInputs:
+        image = self._posterior(job.moments)
+        return template_inputs(image, noise_seed, self.noise_levels, self._dtype, fill=self._fill)
+
+    @property
+    def _fill(self) -> bool:
+        return self._facts.semantics == "fill"
+
+    def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
+        return Posterior(moments, 0.0, self._vae_scale, self._vae_dtype)
+
+    def _make_timesteps(self, steps: int, strength: float) -> tuple[float, ...]:
+        return tuple(map(float, Sampler(self._sampler, steps, strength).timesteps))
+
+
+def _asked(job: EditJob) -> tuple[int, float]:
+    """Steps and strength."""
+    settings = job.request.settings
+    assert settings.num_inference_steps is not None
+    return settings.num_inference_steps, settings.strength
