@@ -77,7 +77,7 @@ class StepPlanner:
             dense: sums over the rows that read none; None: there are no such rows.
             fixed: take every block's entry whatever that costs (`reproducible`).
         """
-        totals = _sum_of(rows)
+        totals = Totals.sum_of(row.totals for row in rows)
         loads = {id(row.load): row for row in rows}.values()
         missing = _Bytes(work, [(row.load.tier, row.load.missing) for row in loads])
 
@@ -107,16 +107,9 @@ class StepPlanner:
 
     def costs_of(self, work: ModelWork, rows: Sequence[Reading], dense: Totals | None) -> StepCosts:
         """What `plan` decides over: the step's costs with what has arrived."""
-        totals = _sum_of(rows)
+        totals = Totals.sum_of(row.totals for row in rows)
         missing = _Bytes(work, [(row.load.tier, row.load.missing) for row in rows])
         return missing.costs(totals, self.costs, dense)
-
-
-def _sum_of(rows: Sequence[Reading]) -> Totals:
-    totals = rows[0].totals
-    for row in rows[1:]:
-        totals = totals + row.totals
-    return totals
 
 
 def wants_of(plan: Plan, maps: Sequence[FeatureMap] = ()) -> list[Want]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from operator import is_
 from typing import NamedTuple
 
 from maskserve_core.config import Config
@@ -16,6 +15,7 @@ from maskserve_core.worker.observations import Observations
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.loader import EntryLost
 from maskserve_engine.cache.reader import EntryReader
+from maskserve_engine.counted_work import CountedWork
 from maskserve_engine.device_clock import Span, mark
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import Preview, Progress
@@ -44,23 +44,6 @@ class _Reads(NamedTuple):
     handle: Handle
 
 
-class _Way(NamedTuple):
-    """All that a step's work follows from."""
-
-    counted: list[Totals]
-    """Per row."""
-    reads: list[bool]
-    """Whether each reads an entry."""
-    kinds: tuple[str, ...]
-
-    def same(self, other: _Way) -> bool:
-        return (
-            self[1:] == other[1:]
-            and len(self.counted) == len(other.counted)
-            and all(map(is_, self.counted, other.counted))
-        )
-
-
 class StepRunner:
     """Takes steps; used by the engine thread only.
 
@@ -85,8 +68,7 @@ class StepRunner:
         """Number of the step."""
         self._failed_steps = 0
         self.times = StepTimes(planner.costs, manager.cache.store.loader, counters, observations)
-        self._way, self._counted = _Way([], [], ()), 0.0
-        """Of the last step, and its FLOPs."""
+        self._counted = CountedWork()
 
     def step(self, running: Running) -> None:
         """Take one step of these rows.
@@ -123,15 +105,15 @@ class StepRunner:
         """Decide how the rows that read entries run, and ask for what they will read."""
         if not reading:
             return None
-        reads = {each.edit.request_id for each in reading}
         work = self._work(running)
+        dense = [edit.counted for edit in running if edit.row.entry is None]
         planned = self.planner.plan(
             work,
             [
                 Reading(each.edit.counted, each.handle.load, each.reader.stays(each.edit.row.step))
                 for each in reading
             ],
-            _sum_of([edit.counted for edit in running if edit.request_id not in reads]),
+            Totals.sum_of(dense) if dense else None,
             fixed=self._fixed or any(e.edit.job.request.settings.reproducible for e in reading),
         )
         wants, later = wants_of(planned.plan, work.maps), wants_of(planned.ahead, work.maps)
@@ -169,7 +151,7 @@ class StepRunner:
             TakenStep(
                 span,
                 tuple([stall for own in stalls for stall in own]),
-                self._flops(running, reading, planned),
+                self._flops(running, planned),
                 None if planned is None else planned.plan.latency,
                 len(running),
                 tuple([edit.priming for edit in running if isinstance(edit, PrimingState)]),
@@ -210,23 +192,18 @@ class StepRunner:
         if self._failed_steps >= _FAILED_STEPS:
             raise RuntimeError(f"{_FAILED_STEPS} steps in a row failed for every row")
 
-    def _flops(
-        self, running: Running, reading: list[_Reads], planned: StepPlan | None
-    ) -> float | None:
-        """Counted work of a step: the same for as long as the same rows go on in the same way.
-        None: its rows have done less, since they failed or left blocks out.
+    def _flops(self, running: Running, planned: StepPlan | None) -> float | None:
+        """Counted work of the step just taken. None: its rows have done less, since they failed or
+        left blocks out.
         """
         if not running or any(_skipped(edit) for edit in running):
             return None
-        reads = {each.edit.request_id for each in reading}
-        kinds = () if planned is None else planned.plan.kinds
-        way = _Way([e.counted for e in running], [e.request_id in reads for e in running], kinds)
-        if not way.same(self._way):
-            cached = _sum_of([own for own, reads in zip(*way[:2], strict=True) if reads])
-            dense = _sum_of([own for own, reads in zip(*way[:2], strict=True) if not reads])
-            self._way = way
-            self._counted = self._work(running).batch_flops(cached, kinds, dense)
-        return self._counted
+        return self._counted.flops(
+            self._work(running),
+            [edit.counted for edit in running],
+            [edit.row.entry is not None for edit in running],
+            () if planned is None else planned.plan.kinds,
+        )
 
     def _drop(self, edit: RequestState | PrimingState, error: Exception) -> None:
         """End what cannot go on."""
@@ -299,13 +276,3 @@ def _shared(rows: list[tuple[EntryReader, int, float]]) -> set[tuple[str, Anchor
             seen.add((*name, reader.selection.digest))
             share[name] = share.get(name, 0.0) + 1.0 - mask_ratio
     return {name for name, total in share.items() if total > 1.0}
-
-
-def _sum_of(totals: list[Totals]) -> Totals | None:
-    """Of rows together; None: there are none."""
-    if not totals:
-        return None
-    whole = totals[0]
-    for each in totals[1:]:
-        whole = whole + each
-    return whole

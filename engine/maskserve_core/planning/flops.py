@@ -18,8 +18,10 @@ product however many rows it holds:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,6 +124,11 @@ class Totals:
             self.text + other.text,
             tuple(a + b for a, b in zip(self.convolved, other.convolved, strict=True)),
         )
+
+    @staticmethod
+    def sum_of(totals: Iterable[Totals]) -> Totals:
+        """Of all batches together; there is at least one."""
+        return reduce(add, totals)
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,17 @@ class Row(Protocol):
     @property
     def steps(self) -> int: ...
 
+    @property
+    def entry(self) -> Handle | None:
+        """What its next step reads of its template; None: the step computes all its tokens."""
+        ...
+
 
 class EditRow(Row, Protocol):
     """An edit in the batch, with the state of its sampler."""
 
     entry: Handle | None
-    """What its next step reads of its template; set before each step. None: the step computes all
-    its tokens. A step waits for each part where it needs it (`Handle.wait`)."""
+    """Set before each step, which waits for each part where it needs it (`Handle.wait`)."""
 
     @property
     def skipped(self) -> int:

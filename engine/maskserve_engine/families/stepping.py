@@ -6,25 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
-from typing import Generic, Protocol, Self, TypeVar, cast
+from typing import Generic, Self, TypeVar, cast
 
 import torch
 
 from maskserve_core.planning.two_stream import Plan
-from maskserve_engine.cache.handle import Handle
 from maskserve_engine.families.adapter import Row
 
-
-class SteppedRow(Row, Protocol):
-    """What a batch asks of a family's rows."""
-
-    @property
-    def entry(self) -> Handle | None:
-        """What its next step reads of its template; None: the step computes all its tokens."""
-        ...
-
-
-R = TypeVar("R", bound=SteppedRow)
+R = TypeVar("R", bound=Row)
 M = TypeVar("M")
 
 

@@ -1,0 +1,79 @@
+"""Counted FLOPs of steps, to which the cost model is fitted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maskserve_core.planning.flops import ModelWork
+from maskserve_core.planning.flops_flux import flux_work
+from maskserve_engine.cache.movers import HostMover
+from maskserve_engine.counted_work import CountedWork
+from maskserve_engine.families.registry import load_encoder
+from maskserve_harness.benchmarks.models import FLUX_DEV
+from tests.fakes.jobs import config_of
+from tests.support.engines import edit, job, make_engine
+
+
+def test_a_batch_is_counted_once_for_as_long_as_it_goes_on_in_the_same_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work = flux_work(FLUX_DEV, 128, 128)
+    rows = [work.totals([work.row_at(m, 512)]) for m in (0.1, 0.2, 0.3)]
+    kv, project = (("kv",) * len(work.blocks), ("project",) * len(work.blocks))
+    ways: list[tuple[Any, Any, Any]] = [
+        (rows, [True, True, False], kv),
+        (rows, [True, False, False], kv),
+        (rows, [True, False, False], project),
+        (rows[:2], [False, False], ()),
+        ([rows[0], work.totals([work.row_at(0.2, 512)])], [False, False], ()),
+    ]
+    calls: Counter[str] = Counter()
+    batch_flops = ModelWork.batch_flops
+
+    def watched(*args: Any) -> float:
+        calls["batch_flops"] += 1
+        return batch_flops(*args)
+
+    monkeypatch.setattr(ModelWork, "batch_flops", watched)
+    counted, found = CountedWork(), []
+    for number, way in enumerate(ways, 1):
+        each = {counted.flops(work, *way) for _ in range(3)}
+        assert len(each) == 1
+        assert calls["batch_flops"] == number
+        found += each
+    assert found[0] < found[1] < found[2]
+    own = [work.batch_flops(None, (), each) for each in rows]
+    assert found[3] == found[4] == pytest.approx(own[0] + own[1])
+
+
+class LostMover(HostMover):
+    """Brings nothing."""
+
+    def move(self, parts: Any, ids: Any) -> Any:
+        raise OSError("lost")
+
+
+def test_a_row_whose_entry_was_lost_counts_as_the_dense_row_that_it_is(
+    tiny_fill: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = load_encoder(config_of(tiny_fill))
+    engine = make_engine(tiny_fill, encoder)
+    try:
+        edit(engine, job(encoder, 0, "primes", cache="require"))
+        steps: list[float] = []
+        monkeypatch.setattr(
+            engine._step_runner.planner.costs, "step", lambda flops, _: steps.append(flops)
+        )
+        edit(engine, job(encoder, 0, "dense", cache="off"))
+        [dense] = set(steps)
+        monkeypatch.setattr(engine.cache.store.loader, "mover", LostMover())
+        steps.clear()
+        hurt = edit(engine, job(encoder, 0, "hurt", cache="require"))
+        assert hurt.meta["kinds"].keys() == {"dense"}
+        assert set(steps) == {dense}
+    finally:
+        engine.close(5.0)
