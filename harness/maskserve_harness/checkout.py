@@ -4,4 +4,3 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = CHECKOUT / "assets" / "models" / "demo"
-"""The same, and it follows prompts that name another object far away."""

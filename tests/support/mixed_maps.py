@@ -46,8 +46,7 @@ def mixed(
 
     def blend(x: Tensor) -> Tensor:
         height, width = x.shape[2:]
-        sizes = {level: ids.max() for level, ids in active.items()}
-        level = next(n for n in sizes if _of_level(n, (height, width), maps[0].shape[2:]))
+        level = next(n for n in active if _of_level(n, (height, width), maps[0].shape[2:]))
         box = torch.zeros(height, width, dtype=torch.bool)
         rows, columns = np.divmod(active[level], width)
         top, first = max(0, rows.min() - halo), max(0, columns.min() - halo)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from maskserve_core.routing import Edit, NoWorkerAvailable, make_policy, predicted_seconds
 from maskserve_harness.simulator.hardware import Hardware
+from maskserve_harness.simulator.job import Job
 from maskserve_harness.simulator.residency import Host
 from maskserve_harness.simulator.scenario import Scenario, Tiers
-from maskserve_harness.simulator.worker import Job, Worker
+from maskserve_harness.simulator.worker import Worker
 from maskserve_harness.simulator.workload import Request
 
 

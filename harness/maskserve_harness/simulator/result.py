@@ -10,8 +10,8 @@ import numpy as np
 
 from maskserve_harness.simulator.cluster import Cluster
 from maskserve_harness.simulator.hardware import Hardware
+from maskserve_harness.simulator.job import Job
 from maskserve_harness.simulator.scenario import Scenario
-from maskserve_harness.simulator.worker import Job
 from maskserve_harness.simulator.workload import Request, draw
 
 

@@ -12,34 +12,13 @@ from maskserve_core.routing import Edit, RowLoad, WorkerView
 from maskserve_core.worker.step_scheduler import StepScheduler
 from maskserve_core.worker.ticket import Ticket
 from maskserve_harness.simulator.hardware import Hardware
+from maskserve_harness.simulator.job import Job
 from maskserve_harness.simulator.residency import Host
 from maskserve_harness.simulator.scenario import Scenario
 from maskserve_harness.simulator.workload import Request
 
 At = Callable[[float, Callable[..., None], object], None]
 """Run a method at a time, with an argument."""
-
-
-@dataclass(slots=True)
-class Job:
-    """A request at its worker, and what became of it."""
-
-    request: Request
-    edit: Edit
-    worker: str
-    cached: bool
-    row: RowLoad
-    """As the policy counts it."""
-    sent: float
-    left: int
-    started: float = math.nan
-    denoised: float = math.nan
-    ended: float = math.nan
-    outcome: str = ""
-    """`done`, `expired`; empty on the way."""
-    predicted: float = math.nan
-    """Seconds from `sent` until the denoising ends, as predicted when the worker was chosen."""
-    tokens_done: int = 0
 
 
 @dataclass(slots=True)

@@ -1,0 +1,31 @@
+"""An edit of the simulation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from maskserve_core.routing import Edit, RowLoad
+from maskserve_harness.simulator.workload import Request
+
+
+@dataclass(slots=True)
+class Job:
+    """A request at its worker, and what became of it."""
+
+    request: Request
+    edit: Edit
+    worker: str
+    cached: bool
+    row: RowLoad
+    """As the policy counts it."""
+    sent: float
+    left: int
+    started: float = math.nan
+    denoised: float = math.nan
+    ended: float = math.nan
+    outcome: str = ""
+    """`done`, `expired`; empty on the way."""
+    predicted: float = math.nan
+    """Seconds from `sent` until the denoising ends, as predicted when the worker was chosen."""
+    tokens_done: int = 0
