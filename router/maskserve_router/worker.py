@@ -13,10 +13,10 @@ from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import RowStatus, Served, WorkerStatus
 from maskserve_core.errors import MaskserveError
 from maskserve_core.routing import Edit, WorkerView, predicted_seconds
+from maskserve_router.answer_times import AnswerTimes
 from maskserve_router.breaker import Breaker
 from maskserve_router.config import RouterConfig
 from maskserve_router.failures import Failure
-from maskserve_router.stages import Stages
 from maskserve_router.upstream import Upstream
 
 UNPRICED = Pricing(step=0.005, dense_row=0.1, cached_row=0.01, active_token=2e-5)
@@ -104,7 +104,7 @@ class Worker:
     """Times that it was given up."""
     sent: dict[str, Sent] = field(default_factory=dict)
     """The ledger: edits that are there by request id."""
-    stages: Stages = field(default_factory=Stages)
+    times: AnswerTimes = field(default_factory=AnswerTimes)
     _answered: set[str] = field(default_factory=set)
     """Edits that were answered since the record was written."""
     _view: WorkerView | None = None
@@ -157,7 +157,7 @@ class Worker:
     def predict(self, edit: Edit, now: float) -> Prediction:
         """What an edit would take that is sent to it now."""
         denoised = predicted_seconds(edit, self.view(now), now)
-        return Prediction(denoised, denoised + self.stages.seconds(edit.total_tokens))
+        return Prediction(denoised, self.times.predict(edit.total_tokens, denoised))
 
     def add(self, sent: Sent) -> None:
         """Write an edit into the ledger."""
@@ -166,7 +166,7 @@ class Worker:
 
     def answered(self, sent: Sent, seconds: float) -> None:
         """It has answered an edit, so long after it was sent."""
-        self.stages.learn(sent.edit.total_tokens, seconds - sent.predicted.denoised_s)
+        self.times.learn(sent.edit.total_tokens, sent.predicted.denoised_s, seconds)
 
     def remove(self, sent: Sent) -> None:
         """The edit is answered, or given up."""

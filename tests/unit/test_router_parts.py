@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_core.config import ConfigError
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.admission import Admission, Keys
+from maskserve_router.answer_times import AnswerTimes
 from maskserve_router.breaker import Breaker
 from maskserve_router.config import Admission as Bounds
 from maskserve_router.config import Faults, Key, RouterConfig, load_router_config
@@ -28,7 +30,6 @@ from maskserve_router.kserve_http import (
 from maskserve_router.metrics import Metrics
 from maskserve_router.predictions import Predictions
 from maskserve_router.retry_budget import RetryBudget
-from maskserve_router.stages import Stages
 from maskserve_router.statistics import summed
 
 FAULTS = Faults(failures_to_eject=3, eject_s=2.0, max_eject_s=5.0)
@@ -146,18 +147,43 @@ def test_predictions_say_how_far_they_were_off_of_late():
     assert (error.edits, round(error.median, 2), round(error.p95, 2)) == (1000, 0.5, 0.95)
 
 
-def test_what_an_edit_takes_beside_its_denoising_is_learnt_from_answers():
-    stages = Stages()
-    for tokens in (1000, 4000, 1000):
-        stages.learn(tokens, 1e-3 * tokens)
-        assert stages.seconds(500) == 0.0  # too few to say
+def answer(slowdown: float, rest: float, tokens: int, denoised_s: float) -> float:
+    return slowdown * denoised_s + rest * tokens
+
+
+def test_what_edits_take_beyond_their_predicted_denoising_is_learnt_from_answers():
+    times, rng = AnswerTimes(), random.Random(5)
     for _ in range(3):
-        stages.learn(1000, 1.0)
-        stages.learn(1000, 9.0)  # others came and delayed it
-    assert stages.seconds(500) == pytest.approx(0.5)
-    for _ in range(64):  # denoising was predicted too long: nothing is taken off for that
-        stages.learn(1000, -1.0)
-    assert stages.seconds(500) == 0.0
+        times.learn(1000, 1.0, 3.0)
+        assert times.predict(1000, 1.0) == 1.0  # too few to say
+    for slowdown, rest in ((2.5, 4e-4), (1.0, 0.0), (0.4, 1e-3)):  # each is forgotten in turn
+        for _ in range(16):
+            edit = rng.randint(256, 4096), rng.uniform(0.1, 9.0)
+            times.learn(*edit, answer(slowdown, rest, *edit))
+        assert times.predict(500, 2.0) == pytest.approx(answer(slowdown, rest, 500, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("answered", "predicted"),
+    [
+        ([5.0] * 16, 5.0),
+        ([0.5] * 16, 0.5),  # denoising was predicted too long
+        ([4.0, 6.0] * 8, pytest.approx(5.0, rel=0.1)),
+    ],
+)
+def test_edits_all_alike_are_predicted_too(answered: list[float], predicted: float):
+    times = AnswerTimes()
+    for seconds in answered:
+        times.learn(1000, 2.0, seconds)
+    assert times.predict(1000, 2.0) == predicted
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_answers_make_a_prediction_negative(seed: int):
+    times, rng = AnswerTimes(), random.Random(seed)
+    for _ in range(50):
+        times.learn(rng.randint(1, 4096), rng.uniform(1e-4, 9.0), rng.uniform(1e-3, 9.0))
+        assert times.predict(rng.randint(1, 4096), rng.uniform(0.0, 9.0)) >= 0.0
 
 
 @pytest.mark.parametrize(
