@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-_LAST, _FEWEST = 16, 4
+_LAST, _FEWEST = 32, 4
 
 
 class _Answer(NamedTuple):

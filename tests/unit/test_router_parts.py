@@ -157,7 +157,7 @@ def test_what_edits_take_beyond_their_predicted_denoising_is_learnt_from_answers
         times.learn(1000, 1.0, 3.0)
         assert times.predict(1000, 1.0) == 1.0  # too few to say
     for slowdown, rest in ((2.5, 4e-4), (1.0, 0.0), (0.4, 1e-3)):  # each is forgotten in turn
-        for _ in range(16):
+        for _ in range(32):
             edit = rng.randint(256, 4096), rng.uniform(0.1, 9.0)
             times.learn(*edit, answer(slowdown, rest, *edit))
         assert times.predict(500, 2.0) == pytest.approx(answer(slowdown, rest, 500, 2.0))
