@@ -36,6 +36,7 @@ exit codes:
   3    unavailable, overloaded, cancelled or out of time: trying again may help
   4    the server's fault
   130  interrupted; the edit is cancelled on the server
+  141  nobody reads the output
 """
 
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from maskserve_client.client import Client
 from maskserve_client.events import EditResult, Final, Preview, Progress
 from maskserve_core.contracts.memory_table import MemoryTable
+from maskserve_core.contracts.meta import STAGES
 from maskserve_core.errors import EngineFailed, InvalidRequest
 
 _FORMATS = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
@@ -102,7 +103,7 @@ def _follow(
 
 def _summary(meta: dict[str, Any]) -> str:
     timings = meta.get("timings_ms", {})
-    seconds = sum(value for name, value in timings.items() if name != "load_stall") / 1e3
+    seconds = sum(timings.get(stage, 0.0) for stage in STAGES) / 1e3
     cache = meta.get("cache", "off")
     parts = [
         f"seed {meta.get('seed')}",

@@ -16,6 +16,7 @@ class RequestTimeline:
     """When an edit came to what, in time.monotonic() seconds; 0.0: it never did."""
 
     accepted: float
+    """By the engine's thread."""
     queued: float
     """Given to the scheduler: at once, or when its template was primed or could not be."""
     admitted: float
@@ -30,13 +31,20 @@ class RequestTimeline:
     """What its steps did."""
 
 
-def stages(timeline: RequestTimeline, error: MaskserveError | None = None) -> list[Stage]:
+def stages(
+    received: float, timeline: RequestTimeline, error: MaskserveError | None = None
+) -> list[Stage]:
     """What the edit went through, one after the other; the last stage is where `error` ended it.
 
-    accepted ── wait_prime ── queued ── queue ── admitted ── denoise ── ended
+    received ── prepare ── accepted ── wait_prime ── queued ── queue ── admitted ── denoise ── ended
+
+    Args:
+        received: when the denoiser had the edit, on the timeline's clock.
+        timeline: from there on.
+        error: that ended it, if any did.
     """
     c = timeline
-    reached = []
+    reached = [("prepare", received, c.accepted)]
     if c.waited:
         reached.append(("wait_prime", c.accepted, c.queued or c.ended))
     if c.queued:

@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
-from maskserve_core.contracts.meta import TIMINGS
+from maskserve_core.contracts.meta import STAGES, TIMINGS
 from maskserve_serving.worker import Worker
 from tests.fakes.pictures import blob_mask, scene
 from tests.support.calls import (
@@ -46,7 +46,7 @@ def test_http_and_grpc_give_the_same_picture(http: Http, grpc: Grpc) -> None:
     assert (meta["event"], meta["seed"], meta["request_id"]) == ("final", 7, "same")
     assert (meta["step"], meta["steps"]) == (2, 2)
     assert set(meta["timings_ms"]) == set(TIMINGS)
-    for stage in ("preprocess", "encode", "denoise", "decode", "postprocess"):
+    for stage in STAGES:
         assert meta["timings_ms"][stage] > 0, stage
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tritonclient.http as triton_http
 
+from maskserve_core.contracts.meta import STAGES
 from maskserve_harness.cluster.site import RouterSite
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
@@ -29,7 +30,6 @@ from tests.support.eventually import eventually
 CLIENT_SPAN = "b7ad6b7169203331"
 # Triton sends its spans in batches, and tries again later when the collector is slow.
 SPANS_S = 60.0
-STAGES = ["preprocess", "encode", "queue", "denoise", "decode", "postprocess"]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_one_edit_is_one_trace(worker: Worker, kept: Collector, send: Any) -> No
     send(worker, plain_edit(request_id=f"traced-{trace_id[0]}"), header(trace_id))
     spans = trace_of(kept, trace_id, "InferRequest", "edit", "pipeline", *STAGES)
     assert parents(spans) == {"InferRequest": CLIENT_SPAN, **PARENTS}, draw(kept.trace(trace_id))
-    assert [span.name for span in kept.trace(trace_id) if span.name in STAGES] == STAGES
+    assert [span.name for span in kept.trace(trace_id) if span.name in STAGES] == [*STAGES]
     assert {span.error for span in spans.values()} == {None}
     pipeline, denoise = spans["pipeline"], spans["denoise"]
     assert all(
@@ -183,7 +183,7 @@ def test_an_edit_through_a_router_is_one_trace(
 def test_waiting_for_a_template_shows(worker: Worker, kept: Collector) -> None:
     over_grpc(worker, plain_edit(cache="require"), header("3" * 32))
     spans = trace_of(kept, "3" * 32, "wait_prime", "pipeline", *STAGES)
-    order = ("encode", "wait_prime", "queue", "denoise")
+    order = ("encode", "prepare", "wait_prime", "queue", "denoise")
     assert [span.name for span in kept.trace("3" * 32) if span.name in order] == list(order)
     assert spans["denoise"].attributes["maskserve.cache"] == "hit"
     assert spans["denoise"].attributes["maskserve.row"] == "cached"
@@ -200,7 +200,7 @@ def test_a_cancelled_edit_says_so(worker: Worker, kept: Collector, grpc: Grpc) -
     pending.call.cancel()
     with pytest.raises(InferenceServerException, match=r"(?i)cancel"):
         pending.wait()
-    spans = trace_of(kept, "4" * 32, "pipeline", "preprocess", "encode", "queue", "denoise")
+    spans = trace_of(kept, "4" * 32, "pipeline", *STAGES[: STAGES.index("denoise") + 1])
     assert {name for name, span in spans.items() if span.error is not None} == {
         "pipeline",
         "denoise",

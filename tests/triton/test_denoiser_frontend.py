@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -13,11 +16,14 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.meta import TIMINGS
 from maskserve_core.errors import Cancelled, Overloaded
 from maskserve_core.triton.acks import AckSender
+from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.job import Conditioning, EditJob, Failed, Final, Preview, Progress, Sink
 from maskserve_engine.stages.encoded import pack_conditioning
 from maskserve_engine.triton.frontend import DenoiserFrontend
+from tests.fakes.jobs import config_of
 from tests.fakes.pb_utils import FakeTriton, Request
 from tests.fakes.scripted_engine import EDIT, ScriptedEngine, tensors
+from tests.support.engines import job, make_engine
 from tests.support.eventually import eventually
 
 
@@ -98,6 +104,50 @@ def test_every_event_is_sent(
     assert meta["timings_ms"]["preprocess"] == 1.5
     assert meta["timings_ms"]["encode"] == 2.5
     assert meta["timings_ms"]["denoise"] == 9.0
+
+
+def test_the_stages_of_an_edit_add_up(
+    api: FakeTriton, config: Config, tiny_fill: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a real engine: neither what it takes to prepare the edit is left out, nor how long the
+    engine's thread is busy meanwhile.
+    """
+    encoder, pause_s = load_encoder(config_of(tiny_fill)), 0.05
+    engine, gate = make_engine(tiny_fill, encoder), Event()
+    prepare = engine.adapter.prepare
+
+    def slowly(edit: EditJob, noise_seed: int | None) -> EditJob:
+        time.sleep(pause_s)
+        return prepare(edit, noise_seed)
+
+    monkeypatch.setattr(engine.adapter, "prepare", slowly)
+    edit = job(encoder, 0, "edit", num_inference_steps=4, cache="off")
+    begin = time.monotonic()
+    reception = DenoiserFrontend(api, engine, config)
+    try:
+        busy = engine.ask(gate.wait)
+        request = submit(
+            api,
+            reception,
+            REQUEST=edit.request.to_json(),
+            EDIT_MASK=edit.edit_mask,
+            MOMENTS=edit.moments,
+            MASKED_MOMENTS=edit.masked_moments,
+            CONDITIONING=pack_conditioning(edit.conditioning, None),
+        )
+        time.sleep(pause_s)
+        gate.set()
+        busy.result(30)
+        request.sender.wait()
+    finally:
+        engine.close(5.0)
+        reception.close()
+    taken_ms = 1e3 * (time.monotonic() - begin)
+    timings = json.loads(request.sender.sent[-1].text("META"))["timings_ms"]
+    assert timings["prepare"] >= 2e3 * pause_s
+    here = [timings[stage] for stage in ("prepare", "queue", "denoise")]
+    assert min(here) > 0
+    assert sum(here) < taken_ms
 
 
 def test_with_receipts_an_event_waits_for_that_of_the_last(

@@ -107,7 +107,7 @@ def test_an_edit_passes_through_pre_and_postprocess(
     assert (height % 8, width % 8) == (0, 0)
 
     post = load("postprocess")
-    meta = with_timing(final_meta(edit, "w", "m", {}, 5.0), "decode", 1.0)
+    meta = with_timing(final_meta(edit, "w", "m", {}, {"encode": 5.0}), "decode", 1.0)
     final = api.request(
         PIXELS=np.zeros((height, width, 3), np.uint8),
         META=meta,

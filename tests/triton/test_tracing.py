@@ -238,33 +238,34 @@ def seconds(stage: Stage) -> float:
 
 
 def test_the_stages_of_an_edit_follow_one_another() -> None:
-    found = stages(timeline())
-    assert [stage.name for stage in found] == ["wait_prime", "queue", "denoise"]
-    assert [seconds(stage) for stage in found] == [1, 1, 2]
+    now = time.monotonic()
+    found = stages(now - 7, timeline(accepted=now - 4))
+    assert [stage.name for stage in found] == ["prepare", "wait_prime", "queue", "denoise"]
+    assert [seconds(stage) for stage in found] == [3, 1, 1, 2]
     assert abs(found[-1].end_ns - time.time_ns()) < 1e9
     assert [set(stage.attributes) for stage in found] == [
-        {"request_id"},
-        {"request_id"},
+        *[{"request_id"}] * 3,
         {"request_id", "steps", "cache"},
     ]
     [(event, at_ns)] = found[-1].events
     assert event == "first step"
     assert found[-1].start_ns < at_ns < found[-1].end_ns
-    assert [stage.name for stage in stages(timeline(waited=False))] == ["queue", "denoise"]
+    found = stages(now, timeline(waited=False))
+    assert [stage.name for stage in found] == ["prepare", "queue", "denoise"]
 
 
 @pytest.mark.parametrize(
     ("never", "names"),
     [
-        ({}, ["wait_prime", "queue", "denoise"]),
-        ({"first_step": 0.0}, ["wait_prime", "queue", "denoise"]),
-        ({"first_step": 0.0, "admitted": 0.0}, ["wait_prime", "queue"]),
-        ({"first_step": 0.0, "admitted": 0.0, "queued": 0.0}, ["wait_prime"]),
+        ({}, ["prepare", "wait_prime", "queue", "denoise"]),
+        ({"first_step": 0.0}, ["prepare", "wait_prime", "queue", "denoise"]),
+        ({"first_step": 0.0, "admitted": 0.0}, ["prepare", "wait_prime", "queue"]),
+        ({"first_step": 0.0, "admitted": 0.0, "queued": 0.0}, ["prepare", "wait_prime"]),
     ],
 )
 def test_an_error_ends_the_stage_it_came_in(never: dict[str, float], names: list[str]) -> None:
     error = Cancelled("the edit was cancelled")
-    found = stages(timeline(**never), error)
+    found = stages(time.monotonic(), timeline(**never), error)
     assert [stage.name for stage in found] == names
     assert [stage.error for stage in found] == [None] * (len(names) - 1) + [error]
 
@@ -281,7 +282,7 @@ def test_the_denoiser_records_what_the_engine_tells(
     latents = np.zeros((4, 4, 4), np.float32)
     meta = {"event": "final", "step": 4, "steps": 4, "timings_ms": {}}
     sink(Final(latents, meta, timeline()) if error is None else Failed(error, timeline()))
-    assert [span.name for span in spans.all()] == ["wait_prime", "queue", "denoise"]
+    assert [span.name for span in spans.all()] == ["prepare", "wait_prime", "queue", "denoise"]
     assert {below(span) for span in spans.all()} == {(TRACE, SPAN)}
     denoise = spans.named("denoise")
     assert denoise.attributes["maskserve.steps"] == 28

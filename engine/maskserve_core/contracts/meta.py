@@ -9,7 +9,10 @@ from typing import Any
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.errors import MaskserveError
 
-TIMINGS = ("queue", "preprocess", "encode", "denoise", "decode", "postprocess", "load_stall")
+STAGES = ("preprocess", "encode", "prepare", "queue", "denoise", "decode", "postprocess")
+"""Of an edit at its worker, one after the other; the handovers between them are in none."""
+TIMINGS = (*STAGES, "load_stall")
+"""Of `timings_ms`; `load_stall` is a part of `denoise`."""
 
 
 def event_meta(event: str, step: int, steps: int, request_id: str) -> bytes:
@@ -28,7 +31,11 @@ def failed_meta(error: MaskserveError, request_id: str) -> bytes:
 
 
 def final_meta(
-    request: EditRequest, worker: str, model: str, engine: Mapping[str, Any], encode_ms: float
+    request: EditRequest,
+    worker: str,
+    model: str,
+    engine: Mapping[str, Any],
+    taken_ms: Mapping[str, float],
 ) -> bytes:
     """META of the `final` event, as the denoiser sends it.
 
@@ -37,9 +44,9 @@ def final_meta(
         worker: this worker's name.
         model: the served model's name.
         engine: what the engine says of the edit; its keys win.
-        encode_ms: time in the encoder.
+        taken_ms: by the stages between `request` and `engine`.
     """
-    timings = {**request.timings_ms, "encode": encode_ms, **engine.get("timings_ms", {})}
+    timings = {**request.timings_ms, **taken_ms, **engine.get("timings_ms", {})}
     values = {
         "event": "final",
         "request_id": request.request_id,

@@ -6,6 +6,7 @@ Takes Triton's API as `api` (maskserve_core.triton), so it needs no Triton to be
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -77,6 +78,7 @@ class DenoiserFrontend:
                 answer.fail(guarded("", error))
 
     def _take(self, request: Any, answer: Answer) -> None:
+        received = time.monotonic()
         raw = read_bytes(self._api, request, "REQUEST")
         if _read_operation(raw).op:
             self._operate(json.loads(raw), request, answer)
@@ -87,7 +89,7 @@ class DenoiserFrontend:
         carried = self._array(request, "CONTEXT", np.uint8, 1)
         key = parameters(request).get(ACKS, "")
         events = self._flow(answer, key) if key else answer
-        sink = self._sink(edit, encode_ms, carried, events, parent_of(request))
+        sink = self._sink(edit, received, encode_ms, carried, events, parent_of(request))
         try:
             self._engine.submit(job, sink)
         except Exception:
@@ -118,6 +120,7 @@ class DenoiserFrontend:
     def _sink(
         self,
         edit: EditRequest,
+        received: float,
         encode_ms: float,
         carried: NDArray[np.uint8],
         events: Answer | FlowControl,
@@ -139,23 +142,28 @@ class DenoiserFrontend:
                     shown = {"LATENTS": latents, "META": meta, "CONTEXT": carried}
                     events.event("preview", shown)
                 case Final(latents, engine_meta, timeline):
-                    meta = final_meta(
-                        edit, self._config.worker, self._model, engine_meta, encode_ms
-                    )
+                    taken_ms = {"encode": encode_ms}
+                    if timeline is not None:
+                        taken_ms["prepare"] = 1e3 * (timeline.accepted - received)
+                    meta = final_meta(edit, self._config.worker, self._model, engine_meta, taken_ms)
                     events.finish({"LATENTS": latents, "META": meta, "CONTEXT": carried})
-                    self._record(parent, timeline, None)
+                    self._record(parent, received, timeline, None)
                 case Failed(error, timeline):
                     meta = failed_meta(guarded(edit.request_id, error), edit.request_id)
                     events.finish({"LATENTS": _NO_LATENTS, "META": meta, "CONTEXT": NOTHING})
-                    self._record(parent, timeline, error)
+                    self._record(parent, received, timeline, error)
 
         return sink
 
     def _record(
-        self, parent: str, timeline: RequestTimeline | None, error: MaskserveError | None
+        self,
+        parent: str,
+        received: float,
+        timeline: RequestTimeline | None,
+        error: MaskserveError | None,
     ) -> None:
         if timeline is not None:
-            self._tracer.record(parent, stages(timeline, error))
+            self._tracer.record(parent, stages(received, timeline, error))
 
     def _operate(self, values: dict[str, Any], request: Any, answer: Answer) -> None:
         match values:

@@ -10,14 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from maskserve_core.config import cores
-from maskserve_core.contracts.meta import TIMINGS
+from maskserve_core.contracts.meta import STAGES
 from maskserve_harness.benchmarks.direct import Edit
 from maskserve_harness.benchmarks.machine import stolen_s
 
 T = TypeVar("T")
 Meta = dict[str, Any]
-_STAGES = set(TIMINGS) - {"load_stall"}
-"""Of META's timings, those that do not overlap: loading is part of denoising."""
 
 
 def timed(call: Callable[..., T], *args: Any) -> tuple[float, T]:
@@ -58,7 +56,7 @@ def measure_path(
             (through, meta), (straight, _) = timed(serve, edit), timed(call, edit)
         else:
             (straight, _), (through, meta) = timed(call, edit), timed(serve, edit)
-        stages = sum(meta["timings_ms"][stage] for stage in _STAGES)
+        stages = sum(meta["timings_ms"][stage] for stage in STAGES)
         rounds.append(Round(through, straight, stages, 1e3 * (stolen_s() - stolen)))
     del rounds[:2]  # warm-up
     took = sum(each.through + each.straight for each in rounds)
