@@ -162,7 +162,7 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         dest="guidance_scale",
         type=float,
         metavar="X",
-        help="how closely to follow the prompt, for models that were distilled to take this",
+        help="how closely to follow the prompt; models that know no guidance refuse it",
     )
     model.add_argument(
         "--true-cfg",
@@ -171,7 +171,9 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="X",
         help="how strongly to steer away from the negative prompt; above 1 goes with it",
     )
-    model.add_argument("--model", metavar="NAME", help="refuse any other model")
+    model.add_argument(
+        "--model", metavar="NAME", help="a router chooses by it; a worker refuses any other"
+    )
 
     running = edit.add_argument_group("how to serve it")
     running.add_argument("--cache", choices=CACHE_MODES, help="use of cached activations")
