@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -475,9 +474,7 @@ def test_a_router_that_stops_finishes_what_it_took(workers: list[Worker], tmp_pa
     with site, closing(Grpc(site.grpc_url)) as client:
         pending = [client.begin(plain_edit(num_inference_steps=100)) for _ in range(4)]
         eventually("they run", lambda: sum(w["sent"] for w in told(site).values()) == 4)
-        begin = time.monotonic()
         assert site.stop(60) == 0
-        assert time.monotonic() - begin < 60
         assert all(one.wait()[1]["event"] == "final" for one in pending)
 
 

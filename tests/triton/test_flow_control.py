@@ -109,9 +109,10 @@ def test_a_receipt_for_nothing_is_ignored(flow: FlowControl, sender: Sender) -> 
 
 def test_how_long_an_event_was_not_taken(flow: FlowControl) -> None:
     assert flow.waits_s() == 0.0
+    begin = time.monotonic()
     show(flow, "progress 1")
     time.sleep(0.02)
-    assert 0.02 <= flow.waits_s() < 5
+    assert 0.02 <= flow.waits_s() <= time.monotonic() - begin
     flow.taken()
     assert flow.waits_s() == 0.0
     show(flow, "progress 2")
