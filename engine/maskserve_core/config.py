@@ -184,6 +184,14 @@ class CacheConfig:
         high=64,
     )
     entry_format: str = _opt("int4", "Storage of entries.", of=ENTRY_FORMATS)
+    placed_bytes: int = _opt(
+        2**26,
+        "FLUX: bytes in which the decoded keys and values of the running cached rows stay from "
+        "step to step, if those of all blocks fit; else each step decodes its entries anew. They "
+        "count as a step's.",
+        low=0,
+        high=2**50,
+    )
     stride: int = _opt(
         0,
         "So many steps of the priming schedule share an anchor; as many as it has, or more: one "

@@ -39,6 +39,8 @@ def memory_table(config: Config, adapter: Adapter, size: TemplateSize) -> Memory
     device = device_of(config)
     total, free = device_memory(device)
     step = step_bytes(config, adapter) + size.anchor_bytes
+    if config.cache.enabled and adapter.facts.family == "flux":
+        step += config.cache.placed_bytes
     here: dict[Stage, int] = {}
     coming = step
     for stage in ("encoder", "decoder"):

@@ -15,7 +15,8 @@ import torch
 from maskserve_core.config import Config
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.forward import Packed, forward
+from maskserve_engine.families.flux.forward import forward
+from maskserve_engine.families.flux.inputs import Packed
 from maskserve_engine.families.flux.latents import pack_latents
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk

@@ -51,12 +51,12 @@ def place(sources: Sequence[Source | None], outs: Sequence[Tensor], places: Plac
         outs: a buffer for each of their parts, [tokens, …]; written to.
         places: of the rows' tokens in each buffer.
     """
-    given = [source for source in sources if source is not None]
-    formats = {source.parts[0].format for source in given}
     device = outs[0].device
-    if device.type == "cuda" and len(formats) == 1 and missing_kernel(device, *formats) is None:
-        fused(sources, outs, places)
-        return
+    if device.type == "cuda":
+        formats = {source.parts[0].format for source in sources if source is not None}
+        if len(formats) == 1 and missing_kernel(device, *formats) is None:
+            fused(sources, outs, places)
+            return
     for source, (begin, end) in zip(sources, places.spans, strict=True):
         if source is not None:
             for coded, out in zip(source.parts, outs, strict=True):

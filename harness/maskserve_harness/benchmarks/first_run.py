@@ -62,8 +62,9 @@ def run_tests(device: torch.device) -> bool:
 def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
     """Dense and cached steps; `limit_ms` is what the FLOPs take at the device's published peak."""
     asked = argparse.Namespace(
-        kind=KINDS, batch=BATCHES, mask_ratios=RATIOS, alike=True, clock="wall", repeat=repeat
-    )
+        kind=KINDS, batch=BATCHES, mask_ratios=RATIOS, alike=True, clock="wall", repeat=repeat,
+        steps=1,
+    )  # fmt: skip
     rows = measure(bench, asked)
     dtype = str(bench.dtype).removeprefix("torch.")
     costs = estimate(hardware(bench.device), dtype, cores=cores())

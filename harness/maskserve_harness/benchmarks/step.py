@@ -8,8 +8,15 @@ blocks: loading and decoding entries, packing, filling keys, embedders, final la
 
     python scripts/bench_step.py --preset flux-1024 --blocks 1+1 --json step.json
 
+Steps are those of rows that go on: packed before they are timed, as a worker packs an edit's once.
+Every eighth step of a FLUX row computes the vectors of eight steps: `--steps 8` times eight in a
+row, as an edit's come, and tells their mean. (On a CPU run it with the settings of the allocator
+that `maskserve serve` gives its workers: `maskserve_serving/command.py`, TUNING.)
+
 `--compile` times the same steps with compiled blocks, too, in the same rounds. `--trace FILE`
-writes what three cached steps do as a profile for Perfetto or chrome://tracing.
+writes what three cached steps do as a profile for Perfetto or chrome://tracing. The preset
+`demo-narrow` is the demo model with next to no width and tokens: what its steps take is what asking
+for their operations takes.
 
 UNets (`sdxl-1024`, `sd21-768`) are timed whole, one pass per row; in place of `rest_ms` stands
 `convolutions_ms`, what of one more cached step is spent in convolutions. `--halo` runs those on
@@ -23,7 +30,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +39,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from maskserve_core.config import ENTRY_FORMATS
+from maskserve_core.config import ENTRY_FORMATS, CacheConfig
 from maskserve_engine.families.flux import forward as forward_module
 from maskserve_engine.families.flux.compiled import compile_halves
 from maskserve_engine.families.flux.rows import FluxRow
@@ -69,8 +76,10 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) ->
         if inner is None or state.kinds[index] == "project":  # projecting is the model's own work
             return inner
 
-        def call(keys: Any, values: Any, packing: Any) -> None:
-            spent["fill"] += timer.ms(lambda: inner(keys, values, packing))
+        def call(*args: Any) -> Any:
+            out: list[Any] = []
+            spent["fill"] += timer.ms(lambda: out.append(inner(*args)))
+            return out[0]
 
         return call
 
@@ -95,7 +104,7 @@ def measure(bench: Bench | UnetBench, args: argparse.Namespace) -> list[dict[str
             if batch > 1 and not args.alike:
                 mixes = [[args.mask_ratios[i % len(args.mask_ratios)] for i in range(batch)]]
             timer = Timer(bench.device, args.clock)
-            results += measure_mixes(bench, timer, kind, mixes, args.repeat)
+            results += measure_mixes(bench, timer, kind, mixes, args.repeat, args.steps)
     return results
 
 
@@ -105,17 +114,21 @@ def measure_mixes(
     kind: str,
     mixes: Sequence[Sequence[float]],
     repeat: int,
+    count: int,
 ) -> list[dict[str, Any]]:
-    """A dense batch and cached batches of these mask ratios, in turn, `repeat` rounds."""
+    """A dense batch and cached batches of these mask ratios, in turn, `repeat` rounds of `count`
+    steps each.
+    """
     dense: list[Any] = [bench.row(None, i) for i in range(len(mixes[0]))]
     cached: list[Any] = [[bench.row(m, i) for i, m in enumerate(mix)] for mix in mixes]
     batches = (dense, *cached)
-    steps = [partial(bench.step, rows, kind) for rows in batches]
+    steps = [_kept(bench, count, partial(bench.step, rows, kind)) for rows in batches]
     if isinstance(bench, Bench) and bench.compiled is not None:
-        steps += [partial(bench.step, rows, kind, compiled=True) for rows in batches]
+        again = partial(bench.step, kind=kind, compiled=True)
+        steps += [_kept(bench, count, partial(again, rows)) for rows in batches]
     for step in steps if repeat > 1 else steps[1:2]:
         step()
-    rounds = [[timer.ms(step) for step in steps] for _ in range(repeat)]
+    rounds = [[timer.ms(step) / count for step in steps] for _ in range(repeat)]
     dense_times, *times = map(list, zip(*rounds, strict=True))
     times, compiled = times[: len(mixes)], times[len(mixes) :]
     results = []
@@ -132,6 +145,20 @@ def measure_mixes(
             results[-1]["convolutions_ms"] = round(spent, 3)
         print(_line(results[-1]), flush=True)
     return results
+
+
+def _kept(bench: Bench | UnetBench, count: int, step: Callable[[], None]) -> Callable[[], None]:
+    """So many steps of rows that stay packed while others are stepped."""
+    batch: Any = None
+
+    def steps() -> None:
+        nonlocal batch
+        bench.batch = batch
+        for _ in range(count):
+            step()
+        batch = bench.batch
+
+    return steps
 
 
 def write_trace(bench: Bench | UnetBench, kind: str, ratios: Sequence[float], file: Path) -> None:
@@ -211,9 +238,13 @@ def main() -> int:
         default=5,
         help="rounds, after one that warms up, or a cached step if 1",
     )
+    parser.add_argument("--steps", type=int, default=1, help="in a row, in each round")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument(
         "--halo", type=int, default=0, help="[cache] conv_halo; 0: convolve the whole picture"
+    )
+    parser.add_argument(
+        "--placed-bytes", type=int, default=CacheConfig().placed_bytes, help="[cache] placed_bytes"
     )
     parser.add_argument("--compile", action="store_true", help="time compiled blocks, too")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="profile cached steps")
@@ -243,6 +274,7 @@ def main() -> int:
         if args.halo:
             parser.error("--halo: of UNets alone")
         bench = Bench(args.preset, blocks, dtype, device, args.format)
+        bench.weights = replace(bench.weights, placed_bytes=args.placed_bytes)
     if args.compile:
         if not isinstance(bench, Bench):
             parser.error("--compile: blocks of UNets are not compiled")

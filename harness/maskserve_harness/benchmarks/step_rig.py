@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from maskserve_core.config import CacheConfig
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.planning.flops_flux import flux_work
 from maskserve_engine.cache.codec import encode
@@ -25,6 +27,7 @@ from maskserve_harness.checkout import DEMO_MODEL
 PRESETS: dict[str, dict[str, Any]] = {
     "flux-1024": {"grid": (64, 64), "text": 512},
     "demo": {"grid": (16, 16), "text": 16},
+    "demo-narrow": {"grid": (4, 4), "text": 2},
     "small": {"grid": (24, 24), "text": 32},
     "medium": {"grid": (24, 24), "text": 32},
 }
@@ -40,6 +43,8 @@ SMALL = {
     "guidance_embeds": True,
 }
 """A FLUX of which a step is short on a CPU: many blocks, as pipelining needs, of little width."""
+NARROW = {"attention_head_dim": 8, "num_attention_heads": 1, "axes_dims_rope": (4, 2, 2)}
+"""Of the demo model with next to nothing to compute: what is left is asking for operations."""
 MEDIUM = {**SMALL, "num_attention_heads": 8}
 """A FLUX of which a dense step takes over half a second on one core of a CPU."""
 
@@ -70,7 +75,9 @@ class Bench:
         self.grid, self.text = PRESETS[preset]["grid"], PRESETS[preset]["text"]
         self.device, self.dtype, self.format, self.steps = device, dtype, format, steps
         self.model = model or build_model(preset, blocks, dtype, device)
-        self.config, self.weights = dict(self.model.config), Weights.of(self.model)
+        self.config = dict(self.model.config)
+        room = CacheConfig().placed_bytes
+        self.weights = replace(Weights.of(self.model), placed_bytes=room)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         self.work = flux_work(self.config, 2 * self.grid[0], 2 * self.grid[1])
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
@@ -199,9 +206,9 @@ def build_model(
     """The preset's transformer with random weights."""
     from diffusers import FluxTransformer2DModel
 
-    if preset == "demo":
-        folder = DEMO_MODEL / "transformer"
-        config = FluxTransformer2DModel.load_config(folder)
+    if preset in ("demo", "demo-narrow"):
+        config = FluxTransformer2DModel.load_config(DEMO_MODEL / "transformer")
+        config = {**config, **(NARROW if preset == "demo-narrow" else {})}
     elif preset in ("small", "medium"):
         config = {"small": SMALL, "medium": MEDIUM}[preset]
     else:  # FLUX.1-dev is the class's own default configuration

@@ -55,6 +55,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         vae_shift: the VAE's shift_factor.
         vae_scale: the VAE's scaling_factor.
         compiled: whether halves of blocks are compiled (`compiled`); takes its time.
+        placed_bytes: `[cache] placed_bytes`.
     """
 
     anchor_tolerance = 1.0
@@ -70,6 +71,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         vae_scale: float,
         *,
         compiled: bool = False,
+        placed_bytes: int = 0,
     ) -> None:
         check_sampler(sampler)
         self.facts, self.model, self.sampler = facts, model, sampler
@@ -77,7 +79,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.weight_bytes = held_bytes(model)
-        weights = Weights.of(model)
+        weights = replace(Weights.of(model), placed_bytes=placed_bytes)
         self.weights = replace(weights, halves=compile_halves(weights)) if compiled else weights
         super().__init__(Batch, self.weights)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
@@ -104,6 +106,7 @@ class FluxAdapter(Stepping[Row, Weights]):
             float(vae.get("shift_factor") or 0.0),
             float(vae.get("scaling_factor", 1.0)),
             compiled=config.model.compile,
+            placed_bytes=config.cache.placed_bytes,
         )
 
     def steps(self, job: EditJob) -> int:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from maskserve_engine.families.flux.forward import Packed, forward
+from maskserve_engine.families.flux.forward import forward
+from maskserve_engine.families.flux.inputs import Packed
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.skipping import Skipper, forward_skipping
 from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors

@@ -30,10 +30,12 @@ CaptureKeys = Callable[[Tensor, Tensor], None]
 
 
 class FillRest(Protocol):
-    """Writes keys and values of the inactive tokens."""
+    """Adds keys and values of the inactive tokens."""
 
-    def __call__(self, keys: Tensor, values: Tensor, packing: Packing) -> None:
-        """Into buffers [keys, heads, head_dim] of all rows."""
+    def __call__(self, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        """[keys, heads, head_dim] of all rows' tokens, from those [N, heads, head_dim] of the
+        computed ones.
+        """
         ...
 
 
@@ -61,15 +63,16 @@ Vectors = tuple[Tensor, ...]
 """Shifts, scales and gates in shapes that broadcast with a stream's tokens."""
 
 
-def before_stem(stem: Stem, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys [N, 2, heads, head_dim] in float32, values [N, heads, head_dim]: of one
-    stream of a double block.
+def before_stem(stem: Stem, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Queries, keys and values [N, 3 · width] of one stream of a double block, to be `split`."""
+    return stem.qkv(torch.addcmul(shift, _norm(x), scale).flatten(0, -2))
+
+
+def split(qkv: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys [N, 2, heads, head_dim] in float32, values [N, heads, head_dim].
+
+    `norms` [2, 1, head_dim] of queries and keys, or [N, 2, 1, head_dim] of each token's.
     """
-    qkv = stem.qkv(torch.addcmul(shift, _norm(x), scale).flatten(0, -2))
-    return _split(qkv, stem.norms)
-
-
-def _split(qkv: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
     head_dim, width = norms.shape[-1], qkv.shape[-1] // 3
     qk = qkv[:, : 2 * width].unflatten(-1, (2, -1, head_dim))
     return _heads(qk, norms), qkv[:, 2 * width :].unflatten(-1, (-1, head_dim))
@@ -86,10 +89,10 @@ def after_stem(stem: Stem, x: Tensor, attended: Tensor, vectors: Vectors) -> Ten
 def before_single(
     block: Single, x: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `before_stem`, and the feed-forward part, of a single block."""
+    """What `split` makes, and the feed-forward part, of a single block."""
     both = block.qkv_up(torch.addcmul(shift, _norm(x), scale).flatten(0, -2))
     qkv, up = both.tensor_split((3 * x.shape[-1],), dim=-1)
-    return *_split(qkv, block.norms), F.gelu(up, approximate="tanh")
+    return *split(qkv, block.norms), F.gelu(up, approximate="tanh")
 
 
 def after_single(block: Single, x: Tensor, attended: Tensor, up: Tensor, gate: Tensor) -> Tensor:
@@ -113,14 +116,7 @@ def _attend(
         capture(k, v)
     if fill is None:
         return attention(q, k, v, packing.computed).flatten(1)
-    keys = k.new_empty(packing.all_keys.k_spans[-1][1], *k.shape[1:])
-    values = torch.empty_like(keys)
-    if packing.core_in_keys is None:
-        keys[: len(k)], values[: len(v)] = k, v
-    else:
-        keys.index_copy_(0, packing.core_in_keys, k)
-        values.index_copy_(0, packing.core_in_keys, v)
-    fill(keys, values, packing)
+    keys, values = fill(k, v, packing)
     return attention(q, keys, values, packing.all_keys).flatten(1)
 
 
@@ -144,7 +140,7 @@ def double_block(
         vectors: [R, 6 · width] of image and text (`Vectors.double`).
         packing: where the rows lie.
         cis: [N, head_dim / 2] complex rotary factors in row order.
-        fill: writes the inactive tokens' keys and values; None when there are none.
+        fill: adds the inactive tokens' keys and values; None when there are none.
         capture: sees the computed keys and values (priming).
         halves: what is before and after attention, compiled; None: as it stands here.
 
@@ -160,7 +156,8 @@ def double_block(
     x, c = packing.image_stream.wide(image), packing.text_stream.wide(text)
     ours = before_stem(block.image, x, of_image[0], of_image[1])
     texts = before_stem(block.text, c, of_text[0], of_text[1])
-    qk, v = (packing.rows_from(*pair) for pair in zip(texts, ours, strict=True))
+    norms = block.norms.index_select(0, packing.stream_of)
+    qk, v = split(packing.rows_from(texts, ours), norms)
     attended = _attend(rotate(qk, cis, v.dtype), v, packing, fill, capture)
     c_attended, x_attended = packing.split(attended)
     image = after_stem(block.image, x, x_attended, of_image).view_as(image)
@@ -210,14 +207,16 @@ def project_rest(
     """
     width = hidden.shape[1]
     shift, scale = stream.spread(vectors[:, : 2 * width], 2)
-    own = block.image if isinstance(block, Double) else block
-    qkv = block.image.qkv if isinstance(block, Double) else block.qkv_up
+    if isinstance(block, Double):
+        qkv, norms = block.image.qkv, block.norms[1]
+    else:
+        qkv, norms = block.qkv_up, block.norms
     rows = slice(width, 3 * width)
     keys_values = Linear(qkv.weight[rows], None if qkv.bias is None else qkv.bias[rows])
     normed = torch.addcmul(shift, _norm(stream.wide(hidden)), scale).view_as(hidden)
     k, v = keys_values(normed).chunk(2, dim=1)
-    k, v = (each.unflatten(-1, (-1, own.norms.shape[-1])) for each in (k, v))
-    return rotate(_heads(k, own.norms[1]), cis, v.dtype), v
+    k, v = (each.unflatten(-1, (-1, norms.shape[-1])) for each in (k, v))
+    return rotate(_heads(k, norms[1]), cis, v.dtype), v
 
 
 def last_layer(weights: Weights, image: Tensor, vectors: Tensor, stream: Stream) -> Tensor:

@@ -25,6 +25,7 @@ from maskserve_engine.families.flux.blocks import (
     before_single,
     before_stem,
     clip,
+    split,
 )
 from maskserve_engine.families.flux.packing import Packing
 from maskserve_engine.families.flux.weights import Double, Single, Weights
@@ -89,11 +90,13 @@ def _before_double(
     row_of_c: Tensor,
     row_of_x: Tensor,
     to_rows: Tensor,
+    stream_of: Tensor,
     cis: Tensor,
 ) -> tuple[Tensor, Tensor]:
     texts = before_stem(block.text, c, *_spread(of_c, row_of_c, 6)[:2])
     ours = before_stem(block.image, x, *_spread(of_x, row_of_x, 6)[:2])
-    qk, v = (torch.cat(pair).index_select(0, to_rows) for pair in zip(texts, ours, strict=True))
+    qkv = torch.cat((texts, ours)).index_select(0, to_rows)
+    qk, v = split(qkv, block.norms.index_select(0, stream_of))
     return _turned(qk, cis, v.dtype), v
 
 
@@ -160,7 +163,8 @@ class Halves:
         for double in weights.double_blocks[:1]:
             streams, of = (some(_TEXT), some(_IMAGE)), (vectors(6), vectors(6))
             rows = numbers(_TEXT, _ROWS), numbers(_IMAGE, _ROWS)
-            self._before_double(double, *streams, *of, *rows, numbers(both, both), cis)
+            order = numbers(both, both), numbers(both, 2)
+            self._before_double(double, *streams, *of, *rows, *order, cis)
             self._after_double(double, *streams, some(both), *of, *rows, numbers(both, both))
         for single in weights.single_blocks[:1]:
             row_of = numbers(both, _ROWS)
@@ -180,8 +184,9 @@ class Halves:
         order.
         """
         rows = packing.text_stream.row_of, packing.image_stream.row_of
+        order = packing.to_rows, packing.stream_of
         done: tuple[Tensor, Tensor] = self._before_double(
-            block, text, image, vectors[1], vectors[0], *rows, packing.to_rows, _real(cis)
+            block, text, image, vectors[1], vectors[0], *rows, *order, _real(cis)
         )
         return done
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.families.flux.blocks import (
     CaptureKeys,
     FillRest,
@@ -19,88 +16,11 @@ from maskserve_engine.families.flux.blocks import (
     project_rest,
     single_block,
 )
-from maskserve_engine.families.flux.packing import Packing, Stream, Widening, widening
+from maskserve_engine.families.flux.inputs import Packed
+from maskserve_engine.families.flux.packing import Packing, Stream
 from maskserve_engine.families.flux.vectors import Vectors
 from maskserve_engine.families.flux.weights import Double, Single, Weights
 from maskserve_engine.families.place import Source, place
-from maskserve_engine.families.transfer import to_device
-
-
-class Rest(Protocol):
-    """A cached row's inactive tokens: what of them the plan's blocks may need."""
-
-    @property
-    def cis(self) -> Tensor:
-        """[m, head_dim / 2] complex rotary factors."""
-        ...
-
-    def tokens(self) -> Tensor:
-        """[m, in_channels] their model inputs: the template noised to this timestep."""
-        ...
-
-    def source(self, block: int, part: str) -> Source:
-        """Where their cached hidden states at the block's input (`h`) or keys and values (`kv`)
-        lie.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RowInput:
-    """One row's part of a model call: what is packed with the other rows'."""
-
-    tokens: Tensor
-    """[n, in_channels] computed image tokens."""
-    text: Tensor
-    """[T, width] prompt embedding after context_embedder."""
-    pooled: Tensor
-    """[pooled width]"""
-    guidance: float | None
-    """Embedded guidance; None for models without it."""
-    cis: Tensor
-    """[T + n, head_dim / 2] complex rotary factors of text and computed tokens."""
-    rest: Rest | None = None
-    """A cached row's inactive tokens; None where all are computed."""
-    capture: Recorder | None = None
-    """Of a priming row."""
-
-
-class Packed:
-    """The inputs of all rows, without padding (`packing`)."""
-
-    def __init__(self, rows: Sequence[RowInput]) -> None:
-        self.rows = tuple(rows)
-        self.rests = tuple(row.rest for row in rows)
-        self.captures = tuple(row.capture for row in rows)
-        self.primes = any(capture is not None for capture in self.captures)
-        rest_cis = [rest.cis for rest in self.rests if rest is not None]
-        self.ways: Widening = widening(
-            tuple(len(row.text) for row in rows),
-            tuple(len(row.tokens) for row in rows),
-            tuple(0 if rest is None else len(rest.cis) for rest in self.rests),
-            rows[0].tokens.device,
-        )
-        self.tokens = torch.cat([row.tokens for row in rows])
-        self.text = torch.cat([row.text for row in rows])
-        self.pooled = torch.stack([row.pooled for row in rows])
-        self.cis = torch.cat([row.cis for row in rows])
-        """[N, head_dim / 2] in row order."""
-        self.rest_cis = torch.cat(rest_cis) if rest_cis else None
-        """[M, head_dim / 2]; None without cached rows."""
-        self.guidance: Tensor | None = None
-        if rows[0].guidance is not None:
-            values = torch.tensor([row.guidance for row in rows])
-            [guidance] = to_device([values], self.tokens.device)
-            self.guidance = guidance.to(self.tokens.dtype) * 1000
-
-    @cached_property
-    def wide_cis(self) -> Tensor:
-        """[N + M, head_dim / 2] in row order, inactive tokens among the others."""
-        assert self.rest_cis is not None
-        both = self.cis.new_empty(len(self.cis) + len(self.rest_cis), self.cis.shape[1])
-        both[self.ways.core_in_rows] = self.cis
-        both[self.ways.rest_in_rows] = self.rest_cis
-        return both
 
 
 def forward(
@@ -146,6 +66,7 @@ class State:
         self.cis = packed.cis
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # double blocks: two streams; single blocks: one in row order
+        packed.placed.turn_to([rest.entry for rest in packed.rests if rest is not None])
         self.text, self.image = streams or (packed.text, weights.x_embedder(packed.tokens))
 
     @property
@@ -235,24 +156,35 @@ class State:
         kind = self.kinds[index]
         if kind == "dense":
             return None
-        if kind == "project":
-            return lambda keys, values, packing: self._fill_projected(
-                index, block, keys, values, packing
-            )
-        return lambda keys, values, packing: self._fill_loaded(index, keys, values, packing)
+        return (
+            partial(self._project, index, block)
+            if kind == "project"
+            else partial(self._load, index)
+        )
 
-    def _fill_loaded(self, index: int, keys: Tensor, values: Tensor, packing: Packing) -> None:
-        place(self._sources(index, "kv"), (keys, values), packing.places)
+    def _load(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        both = self.packed.placed.get(index)
+        if both is None:
+            both = packing.all_keys_like(k), packing.all_keys_like(v)
+            place(self._sources(index, "kv"), both, packing.places)
+            room = self.weights.placed_bytes // len(self.weights.blocks)
+            self.packed.placed.keep(index, both, room)
+        for computed, keys in zip((k, v), both, strict=True):
+            packing.place_computed(computed, keys)
+        return both
 
-    def _fill_projected(
-        self, index: int, block: Double | Single, keys: Tensor, values: Tensor, packing: Packing
-    ) -> None:
+    def _project(
+        self, index: int, block: Double | Single, k: Tensor, v: Tensor, packing: Packing
+    ) -> tuple[Tensor, Tensor]:
         assert self.rest_cis is not None
-        k, v = project_rest(
+        rest = project_rest(
             block, self._hidden(index), self.vectors.of(index), self.ways.rest_stream, self.rest_cis
         )
-        packing.place_rest(k, keys)
-        packing.place_rest(v, values)
+        both = packing.all_keys_like(k), packing.all_keys_like(v)
+        for computed, inactive, keys in zip((k, v), rest, both, strict=True):
+            packing.place_computed(computed, keys)
+            packing.place_rest(inactive, keys)
+        return both
 
     def capture(self, index: int) -> CaptureKeys:
         """Hand the priming rows' hidden states over now, their keys and values when known."""

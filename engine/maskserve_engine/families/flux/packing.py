@@ -71,6 +71,8 @@ class Packing:
     """[N] positions in (text stream, image stream) of each token of row order; of one row, their
     own."""
     from_rows: Tensor
+    stream_of: Tensor
+    """[N] of each token of row order: 0 text, 1 image."""
     image_in_rows: Tensor | None
     """[N_image] positions of the image stream's tokens in row order; None: all after the text."""
     computed: Segments
@@ -106,6 +108,17 @@ class Packing:
             wide = rows.unflatten(0, (len(self.text), -1))
             return wide[:, self.text[0] :].flatten(0, 1)
         return rows.index_select(0, self.image_in_rows)
+
+    def all_keys_like(self, k: Tensor) -> Tensor:
+        """[keys, …] for the keys or values of all tokens, not written yet."""
+        return k.new_empty(self.all_keys.k_spans[-1][1], *k.shape[1:])
+
+    def place_computed(self, k: Tensor, keys: Tensor) -> None:
+        """Write the computed tokens' keys or values [N, …] to their places."""
+        if self.core_in_keys is None:
+            keys[: len(k)] = k
+        else:
+            keys.index_copy_(0, self.core_in_keys, k)
 
     def place_rest(self, rest: Tensor, keys: Tensor) -> None:
         """Write the inactive tokens' keys or values [M, …], packed by row, to their places."""
@@ -156,6 +169,7 @@ def _pack(text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...]) 
         row_stream=_stream(core),
         to_rows=torch.from_numpy(order),
         from_rows=torch.from_numpy(inverse),
+        stream_of=torch.from_numpy((order >= n_text).astype(np.int64)),
         image_in_rows=None if one else torch.from_numpy(inverse[n_text:]),
         computed=_segments(core, core),
         all_keys=_segments(core, keys),

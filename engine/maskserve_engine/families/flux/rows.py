@@ -15,7 +15,7 @@ from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.conditioning import Blend, TemplateInputs
-from maskserve_engine.families.flux.forward import RowInput
+from maskserve_engine.families.flux.inputs import RowInput
 from maskserve_engine.families.flux.latents import unpack_latents
 from maskserve_engine.families.flux.schedule import Schedule, Walk
 from maskserve_engine.families.flux.skipping import FirstBlockCache
@@ -40,7 +40,7 @@ class Inactive:
 
 @dataclass(frozen=True, slots=True)
 class CachedRest:
-    """`forward.Rest` of one row, at whatever step it is."""
+    """`inputs.Rest` of one row, at whatever step it is."""
 
     row: FluxRow
     inactive: Inactive
@@ -53,10 +53,10 @@ class CachedRest:
         return self.inactive.template.at(self.row.sigma)
 
     def source(self, block: int, part: str) -> Source:
-        return Source(*self._entry.wait_whole(block, part))
+        return Source(*self.entry.wait_whole(block, part))
 
     @property
-    def _entry(self) -> Handle:
+    def entry(self) -> Handle:
         assert self.row.entry is not None, "packed for a step that reads no entry"
         return self.row.entry
 

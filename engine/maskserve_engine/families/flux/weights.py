@@ -53,8 +53,6 @@ class Stem(NamedTuple):
     vectors: Linear
     """From the time-text embedding: shift, scale, gate and the same of the feed-forward part."""
     qkv: Linear
-    norms: Tensor
-    """[2, 1, head_dim] of queries and keys, float32."""
     out: Linear
     up: Linear
     down: Linear
@@ -65,6 +63,8 @@ class Double(NamedTuple):
 
     image: Stem
     text: Stem
+    norms: Tensor
+    """[2, 2, 1, head_dim] of text and image, of queries and keys, float32."""
 
 
 class Single(NamedTuple):
@@ -92,6 +92,8 @@ class Weights:
     head_dim: int
     halves: Halves | None = None
     """Of the blocks, compiled; None: they run as `blocks` has them."""
+    placed_bytes: int = 0
+    """That all blocks' keys and values of a batch may take to stay in place (`placed`)."""
 
     @classmethod
     def of(cls, model: Any) -> Weights:
@@ -129,7 +131,6 @@ def _double(block: Any) -> Double:
     image = Stem(
         Linear.of(block.norm1.linear),
         Linear.joined((attn.to_q, attn.to_k, attn.to_v)),
-        _norms(attn.norm_q, attn.norm_k),
         Linear.of(attn.to_out[0]),
         Linear.of(block.ff.net[0].proj),
         Linear.of(block.ff.net[2]),
@@ -137,12 +138,12 @@ def _double(block: Any) -> Double:
     text = Stem(
         Linear.of(block.norm1_context.linear),
         Linear.joined((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)),
-        _norms(attn.norm_added_q, attn.norm_added_k),
         Linear.of(attn.to_add_out),
         Linear.of(block.ff_context.net[0].proj),
         Linear.of(block.ff_context.net[2]),
     )
-    return Double(image, text)
+    norms = _norms(attn.norm_added_q, attn.norm_added_k), _norms(attn.norm_q, attn.norm_k)
+    return Double(image, text, torch.stack(norms))
 
 
 def _single(block: Any) -> Single:

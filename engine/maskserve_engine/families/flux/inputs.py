@@ -1,0 +1,100 @@
+"""What all rows of a step give the model, packed without padding (`packing`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from maskserve_engine.cache.entries import Recorder
+from maskserve_engine.families.flux.packing import Widening, widening
+from maskserve_engine.families.flux.placed import PlacedKeys
+from maskserve_engine.families.place import Source
+from maskserve_engine.families.transfer import to_device
+
+
+class Rest(Protocol):
+    """A cached row's inactive tokens: what of them the plan's blocks may need."""
+
+    @property
+    def cis(self) -> Tensor:
+        """[m, head_dim / 2] complex rotary factors."""
+        ...
+
+    def tokens(self) -> Tensor:
+        """[m, in_channels] their model inputs: the template noised to this timestep."""
+        ...
+
+    @property
+    def entry(self) -> object:
+        """What this step reads; another object where it is not what the last one read."""
+        ...
+
+    def source(self, block: int, part: str) -> Source:
+        """Where their cached hidden states at the block's input (`h`) or keys and values (`kv`)
+        lie.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowInput:
+    """One row's part of a model call: what is packed with the other rows'."""
+
+    tokens: Tensor
+    """[n, in_channels] computed image tokens."""
+    text: Tensor
+    """[T, width] prompt embedding after context_embedder."""
+    pooled: Tensor
+    """[pooled width]"""
+    guidance: float | None
+    """Embedded guidance; None for models without it."""
+    cis: Tensor
+    """[T + n, head_dim / 2] complex rotary factors of text and computed tokens."""
+    rest: Rest | None = None
+    """A cached row's inactive tokens; None where all are computed."""
+    capture: Recorder | None = None
+    """Of a priming row."""
+
+
+class Packed:
+    """The inputs of all rows, without padding (`packing`)."""
+
+    def __init__(self, rows: Sequence[RowInput]) -> None:
+        self.rows = tuple(rows)
+        self.rests = tuple(row.rest for row in rows)
+        self.captures = tuple(row.capture for row in rows)
+        self.primes = any(capture is not None for capture in self.captures)
+        self.placed = PlacedKeys()
+        rest_cis = [rest.cis for rest in self.rests if rest is not None]
+        self.ways: Widening = widening(
+            tuple(len(row.text) for row in rows),
+            tuple(len(row.tokens) for row in rows),
+            tuple(0 if rest is None else len(rest.cis) for rest in self.rests),
+            rows[0].tokens.device,
+        )
+        self.tokens = torch.cat([row.tokens for row in rows])
+        self.text = torch.cat([row.text for row in rows])
+        self.pooled = torch.stack([row.pooled for row in rows])
+        self.cis = torch.cat([row.cis for row in rows])
+        """[N, head_dim / 2] in row order."""
+        self.rest_cis = torch.cat(rest_cis) if rest_cis else None
+        """[M, head_dim / 2]; None without cached rows."""
+        self.guidance: Tensor | None = None
+        if rows[0].guidance is not None:
+            values = torch.tensor([row.guidance for row in rows])
+            [guidance] = to_device([values], self.tokens.device)
+            self.guidance = guidance.to(self.tokens.dtype) * 1000
+
+    @cached_property
+    def wide_cis(self) -> Tensor:
+        """[N + M, head_dim / 2] in row order, inactive tokens among the others."""
+        assert self.rest_cis is not None
+        both = self.cis.new_empty(len(self.cis) + len(self.rest_cis), self.cis.shape[1])
+        both[self.ways.core_in_rows] = self.cis
+        both[self.ways.rest_in_rows] = self.rest_cis
+        return both
