@@ -48,7 +48,7 @@ class Handle:
         return arrival is not None and arrival.ready()
 
     def wait(self, block: int, part: str) -> tuple[Coded, ...]:
-        """The row's own tokens of a part: (`h`,), (keys, values) or (`end`,).
+        """The row's own tokens of a part: (keys, values) of `kv`, one of any other of PARTS.
 
         Raises:
             EntryLost: it will not come; the row can be stepped without entries.

@@ -99,9 +99,9 @@ class Sampler:
         for i in np.sort(rng.choice(fitting, size=count)):
             at = [(slice(0, rows), slice(0, columns))]
             if window is not None:
-                at = [self._window_at(part.box[i], size, (rows, columns))]
+                at = [window_at(self._rng, part.box[i], size, (rows, columns))]
                 if kind == "relations":
-                    at.append(self._window_at(part.other[i], other, (rows, columns)))
+                    at.append(window_at(self._rng, part.other[i], other, (rows, columns)))
             samples.append(self._sample(part, int(i), at))
         return self._batch(samples, ids)
 
@@ -114,7 +114,7 @@ class Sampler:
         count = max(1, tokens // (size[0] * size[1] + MAX_SEQUENCE_LENGTH))
         samples = []
         for i in np.sort(self._rng.choice(fitting, size=count)):
-            at = self._window_at(part.other[i], size, part.masked.shape[1:3])
+            at = window_at(self._rng, part.other[i], size, part.masked.shape[1:3])
             samples.append(self._sample(part, int(i), [at]))
         return self._batch(samples, _ids(self._origin(size), size))
 
@@ -180,17 +180,21 @@ class Sampler:
         high = _FARTHEST - size[0], _FARTHEST - size[1]
         return int(self._rng.integers(high[0])), int(self._rng.integers(high[1]))
 
-    def _window_at(
-        self, box: NDArray[np.uint8], size: tuple[int, int], whole: tuple[int, ...]
-    ) -> At:
-        """A random window of `size` in a `whole` grid that covers `box`."""
-        result = []
-        for axis in (0, 1):
-            first, last = int(box[2 * axis]), int(box[2 * axis + 1])
-            low, high = max(0, last - size[axis]), min(first, whole[axis] - size[axis])
-            begin = int(self._rng.integers(low, high + 1))
-            result.append(slice(begin, begin + size[axis]))
-        return result[0], result[1]
+
+def window_at(
+    rng: np.random.Generator,
+    box: NDArray[np.uint8],
+    size: tuple[int, int],
+    whole: tuple[int, ...],
+) -> At:
+    """A random window of `size` in a `whole` grid that covers `box`."""
+    result = []
+    for axis in (0, 1):
+        first, last = int(box[2 * axis]), int(box[2 * axis + 1])
+        low, high = max(0, last - size[axis]), min(first, whole[axis] - size[axis])
+        begin = int(rng.integers(low, high + 1))
+        result.append(slice(begin, begin + size[axis]))
+    return result[0], result[1]
 
 
 def _ids(origin: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.demo_model.prompts import SAME, every_phrase
+from maskserve_harness.demo_model.sampler import window_at
 from maskserve_harness.demo_model.unet import LATENT_CHANNELS, TEXT_LENGTH, Batch
 
 _EMPTY_SHARE: Final = 0.1  # of samples: empty prompt, the region is just continued
@@ -83,7 +84,7 @@ class Sampler:
         wishes = self._wish.shape[1]
         clean, masked, masks, states = [], [], [], []
         for i in np.sort(rng.choice(fitting, size=count)):
-            at = self._window_at(self._box[i], size, whole)
+            at = window_at(rng, self._box[i], size, whole)
             draw = rng.random()
             wish = int(rng.integers(wishes)) if draw >= _EMPTY_SHARE + _IDENTITY_SHARE else wishes
             answer, source = self._answers[i, wish][at], self._masked[i][at]
@@ -105,18 +106,6 @@ class Sampler:
             _nearest(np.stack(masks)),
             torch.stack(states),
         )
-
-    def _window_at(
-        self, box: NDArray[np.uint8], size: tuple[int, int], whole: tuple[int, int]
-    ) -> tuple[slice, slice]:
-        """A random window of `size` in a `whole` grid that covers `box`."""
-        result = []
-        for axis in (0, 1):
-            first, last = int(box[2 * axis]), int(box[2 * axis + 1])
-            low, high = max(0, last - size[axis]), min(first, whole[axis] - size[axis])
-            begin = int(self._rng.integers(low, high + 1))
-            result.append(slice(begin, begin + size[axis]))
-        return result[0], result[1]
 
     def _latents(self, grids: list[NDArray[np.float16]]) -> torch.Tensor:
         """(R, C, 4 channels) tokens as (B, 4, 2 R, 2 C) latents of the narrow VAE."""
