@@ -21,8 +21,8 @@ class AnswerTimes:
         slowdown · denoised + rest · tokens
 
     `slowdown` is what comes on top while the edit runs: edits that are sent later, other programs
-    on the machine. `rest` is what workers do not price: the way, reading, encoding, decoding.
-    Both follow the last answers by least squares of the relative error, neither below 0.
+    on the machine. `rest` is what workers do not price: the way, reading, encoding, preparing,
+    decoding. Both follow the last answers by least squares of the relative error, neither below 0.
     """
 
     def __init__(self) -> None:
