@@ -1,10 +1,13 @@
-"""Events to clients leave on a thread of their own: a slow client never holds up a step."""
+"""Events to clients leave on a thread of their own: neither a slow client nor a result that has yet
+to come from the device holds up a step.
+"""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
+from collections.abc import Callable
 
 from maskserve_engine.job import EngineEvent, Sink
 
@@ -15,14 +18,37 @@ class OutputThread:
     """Delivers events in the order in which they were sent."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Sink, EngineEvent] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Sink, Callable[[], EngineEvent]] | None]
+        self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine-output", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def send(self, sink: Sink, event: EngineEvent) -> None:
-        self._queue.put((sink, event))
+        self._queue.put((sink, lambda: event))
+
+    def send_made(
+        self, sink: Sink, make: Callable[[], EngineEvent], failed: EngineEvent | None = None
+    ) -> None:
+        """Send an event that is made on this thread, where it may wait for the device.
+
+        Args:
+            sink: of the edit.
+            make: the event.
+            failed: what is sent if that raises; None: nothing.
+        """
+
+        def made() -> EngineEvent:
+            try:
+                return make()
+            except Exception:
+                if failed is None:
+                    raise
+                _log.exception("a result did not come from the device")
+                return failed
+
+        self._queue.put((sink, made))
 
     def close(self, timeout_s: float) -> None:
         """Deliver what was sent, then end."""
@@ -32,9 +58,9 @@ class OutputThread:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            sink, event = item
+            sink, make = item
             try:
-                sink(event)
+                sink(make())
             except Exception:
                 # One client's broken sink is no other client's trouble.
                 _log.exception("an event could not be delivered")

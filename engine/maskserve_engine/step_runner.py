@@ -244,8 +244,8 @@ class StepRunner:
     def _tell_progress(self, edit: RequestState) -> None:
         settings, step = edit.job.request.settings, edit.row.step
         if settings.preview_every and step % settings.preview_every == 0:
-            latents = edit.row.estimate()
-            self.output.send(edit.sink, Preview(step, edit.steps, latents))
+            steps, latents = edit.steps, edit.row.estimate()
+            self.output.send_made(edit.sink, lambda: Preview(step, steps, latents.array()))
         elif settings.progress:
             self.output.send(edit.sink, Progress(step, edit.steps))
 

@@ -50,4 +50,4 @@ def test_the_engine_and_diffusers_make_the_same_edit(guidance: float) -> None:
     expected = diffusers_edit(
         pipeline, case.pixels, case.mask, case.prompt, settings, 3, output_type="latent"
     )[0].numpy()
-    assert np.abs(row.result() - expected).max() <= 1e-3
+    assert np.abs(row.result().array() - expected).max() <= 1e-3

@@ -35,7 +35,7 @@ class Place:
         row = adapter.dense_row(encode_case(load_encoder(config), case, "it"))
         while row.step < row.steps:
             adapter.step([row], None)
-        return row.result()
+        return row.result().array()
 
     def diffusers(self, case: Case) -> NDArray[np.float32]:
         classes = {"tiny-fill": FluxFillPipeline, "tiny-inpaint": FluxInpaintPipeline}

@@ -65,7 +65,7 @@ def run(replay: Replay, rows: Sequence[EditRow], kind: str) -> None:
 def result(replay: Replay, row: EditRow, kind: str = "dense") -> NDArray[np.float32]:
     """Of a row run alone."""
     run(replay, [row], kind)
-    return row.result()
+    return row.result().array()
 
 
 def assert_equal(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
@@ -127,7 +127,7 @@ def check_mixed_batch(
             if other.step == other.steps]  # fmt: skip
     assert len(done) >= len(jobs) - 1
     for one, other in done:
-        assert_equal(other.result(), one.result())
+        assert_equal(other.result().array(), one.result().array())
 
 
 def check_step_without_anchor(replay: Replay, encoder: Encoder, job: EditJob) -> None:

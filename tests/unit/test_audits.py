@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.host_copy import HostCopy
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import EditJob, Final
 from maskserve_engine.requests.audits import Audit, Audits, drift_of
@@ -120,10 +122,10 @@ def test_the_books_and_labels_are_bounded(tiny_fill: Path, encoder: Encoder) -> 
     observations = Observations()
     audits = Audits(config_of(tiny_fill, cache={"audit_share": 1.0}).cache, observations)
     one = job(encoder, 3, "a")
-    latents = np.ones((4, *(side // 4 for side in one.edit_mask.shape)), np.float32)
+    latents = HostCopy(torch.ones(4, *(side // 4 for side in one.edit_mask.shape)))
     for number in range(5000):
         request = replace(one.request, template_id=f"{number:032x}"[::-1])
-        audits.judge(Audit(str(number), replace(one, request=request), latents), latents)
+        audits.judge(Audit(str(number), replace(one, request=request), latents), latents.array())
         audits.offer(str(number), one, latents)
     assert len(audits._drifts) == 4096
     assert len({labels for _, _, labels in observations.take()}) == 65

@@ -106,7 +106,10 @@ def test_rows_move_as_diffusers_moves_each(
             clean = row.latents.float() - own.sigmas[step + 1] * velocity.float()
             estimate = unpack_latents(clean, row.grid)
             assert torch.allclose(
-                torch.from_numpy(row.estimate()), estimate, rtol=1e-5, atol=2 * ULP[dtype] + 1e-5
+                torch.from_numpy(row.estimate().array()),
+                estimate,
+                rtol=1e-5,
+                atol=2 * ULP[dtype] + 1e-5,
             )
 
 
@@ -150,10 +153,10 @@ def test_a_finished_rows_latents_are_its_own(
     one, two = new_row(sampler, 6, 1), new_row(sampler, 6, 9)
     batch = Batch.of([one, two], None)
     batch.step(MODEL, ())
-    kept, result = one.latents.clone(), one.result()
+    kept, result = one.latents.clone(), one.result().array()
     Batch.of([two], batch).step(MODEL, ())
     assert torch.equal(one.latents, kept)
-    assert np.array_equal(one.result(), result)
+    assert np.array_equal(one.result().array(), result)
 
 
 class BrokenBlend:

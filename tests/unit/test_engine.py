@@ -72,7 +72,7 @@ def alone(oracle: Adapter, job: EditJob) -> np.ndarray:
     row = oracle.dense_row(job)
     while row.step < row.steps:
         oracle.step([row], None)
-    return row.result()
+    return row.result().array()
 
 
 def test_many_edits_at_once_each_get_their_own_result(

@@ -1,5 +1,5 @@
-"""The engine's own loop on a CUDA device that computes nothing: rows come and go, and no turn waits
-for the device but to take an answer from it.
+"""The engine's own loop on a CUDA device that computes nothing: rows come and go, answers and
+previews leave, and no turn waits for the device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.state import PrimingState, RequestState
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from tests.fakes.jobs import config_of, guided
@@ -35,9 +36,9 @@ def aside(call: Callable[[], T]) -> T:
 class Loop:
     """An engine on the fake device that a test turns by hand; each turn is judged.
 
-    A turn may wait once for each edit that it answers. One that makes no row, and whose rows are
-    those of the turn before, copies nothing between host and device, but for priming rows, whose
-    tokens change.
+    None may wait. One that makes no row, and whose rows are those of the turn before, copies
+    nothing between host and device but answers and previews, and for priming rows, whose tokens
+    change.
     """
 
     def __init__(self, folder: Path, real: FluxAdapter, encoder: Encoder, cuda: FakeCuda) -> None:
@@ -67,14 +68,13 @@ class Loop:
 
     def turn(self) -> None:
         """One turn of the engine, judged."""
-        before, made, answered = self.ran, self._made(), self.engine.counters["edits_total"]
+        before, made = self.ran, self._made()
         with self.cuda.watch() as log:
             self.engine.turn()
         self.cuda.catch_up()
-        waits = [copy for copy in log.copies if "waits" in copy]
-        assert len(waits) == self.engine.counters["edits_total"] - answered, waits
+        assert [copy for copy in log.copies if "waits" in copy] == []
         if self.ran == before and self._made() <= made and not self._primed:
-            assert log.copies == waits
+            assert [copy for copy in log.copies if "in host_copy." not in copy] == []
             self.steady += 1
 
     def _made(self) -> set[str]:
@@ -120,6 +120,7 @@ def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
             asked = guided(rng) if led and rng.random() < 0.5 else {}
             asked["cache"] = str(rng.choice(["off", "auto", "require"]))
             asked["num_inference_steps"] = int(rng.integers(2, 24))
+            asked["preview_every"] = int(rng.integers(3))
             sinks[str(number)] = loop.submit(int(rng.integers(2)), str(number), **asked)
         if rng.random() < 0.03:
             loop.engine.cancel(str(rng.choice(list(sinks))))
@@ -134,6 +135,25 @@ def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
     assert last.final().meta["cache"] == "hit"
     assert loop.steady > 5
     assert reads
+
+
+def test_an_answer_is_told_when_the_device_has_it(loop: Loop) -> None:
+    """Not before, though the turn that asked for it is over."""
+    sink = loop.submit(0, "edit", num_inference_steps=1, cache="off")
+    loop.engine.turn()
+    assert not loop.engine.manager.edits
+    assert not sink.done.wait(0.05)
+    loop.cuda.catch_up()
+    assert sink.final().latents.ndim == 3
+
+
+def test_a_turn_that_waits_for_an_answer_is_seen(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OutputThread, "send_made", lambda self, sink, make, _=None: make())
+    loop.submit(0, "edit", num_inference_steps=2, preview_every=1, cache="off")
+    with pytest.raises(AssertionError, match="the host waits"):
+        loop.turn()
 
 
 def test_a_turn_that_looks_at_a_row_is_seen(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:

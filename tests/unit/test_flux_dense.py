@@ -43,7 +43,7 @@ class Model:
         row = self.row(case)
         while row.step < row.steps:
             self.adapter.step([row], None)
-        return row.result()
+        return row.result().array()
 
 
 @pytest.fixture(scope="module", params=["fill", "inpaint"])
@@ -78,7 +78,7 @@ def test_rows_that_join_and_leave_at_any_step_do_not_change_one_another(
         if running:
             model.adapter.step(running, None)
         for row in [r for r in running if r.step == r.steps]:
-            results[row.request_id] = row.result()
+            results[row.request_id] = row.result().array()
         running = [r for r in running if r.step < r.steps]
         tick += 1
     for number, case in enumerate(cases):
@@ -117,4 +117,4 @@ def test_the_estimate_after_the_last_step_is_the_result(model: Model) -> None:
     row = model.row(case)
     while row.step < row.steps:
         model.adapter.step([row], None)
-    assert np.abs(row.estimate() - row.result()).max() <= 1e-5
+    assert np.abs(row.estimate().array() - row.result().array()).max() <= 1e-5

@@ -81,7 +81,7 @@ def rows_of(replay: Replay, encoder: Encoder) -> list[FluxRow]:
 def run(replay: Replay, rows: list[FluxRow], kinds: tuple[str, ...]) -> list[NDArray[np.float32]]:
     while rows[0].step < rows[0].steps:
         replay.step(rows, kinds)
-    return [row.result() for row in rows]
+    return [row.result().array() for row in rows]
 
 
 @pytest.mark.parametrize("kinds", ["kv", "project", "dense", "mixed"])
@@ -135,7 +135,7 @@ def test_a_dense_row_equals_the_pipeline_with_first_block_cache(
         adapter.step([row], None)
     expected = diffusers_latents(pipeline, case)
     assert 0 < row.skipped < STEPS - 1
-    assert np.abs(row.result() - expected).max() <= tolerance(expected)
+    assert np.abs(row.result().array() - expected).max() <= tolerance(expected)
 
 
 @pytest.fixture

@@ -184,7 +184,7 @@ def test_a_mask_of_one_pixel_runs_and_a_ring_widens_it(
         assert adapter.tokens(small).active == active
         row = cached(replay, small, Primed(adapter, encoder, small))
         assert np.isfinite(result(replay, row, "project")).all()
-        assert np.isfinite(row.estimate()).all()
+        assert np.isfinite(row.estimate().array()).all()
 
 
 def test_only_what_the_inactive_tokens_lack_is_loaded(

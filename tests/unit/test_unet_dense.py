@@ -58,7 +58,7 @@ class Model:
         row = self.row(case)
         while row.step < row.steps:
             self.adapter.step([row], None)
-        return row.result()
+        return row.result().array()
 
     def check(self, case: Case) -> None:
         expected = self.oracle(case)
@@ -105,7 +105,7 @@ def test_rows_that_join_and_leave_at_any_step_do_not_change_one_another(model: M
             running.append(waiting.pop(0))
         rng.shuffle(running)
         model.adapter.step(running, None)
-        done |= {row.request_id: row.result() for row in running if row.step == row.steps}
+        done |= {row.request_id: row.result().array() for row in running if row.step == row.steps}
         running = [row for row in running if row.step < row.steps]
     for number, case in enumerate(cases):
         expected = model.oracle(case)
@@ -121,5 +121,5 @@ def test_the_estimate_of_the_last_step_is_near_the_result(model: Model) -> None:
     row = model.row(case)
     while row.step < row.steps:
         model.adapter.step([row], None)
-    inside = np.abs(row.estimate() - row.result())[:, case.mask[::4, ::4] > 0]
-    assert inside.mean() < 0.1 * np.abs(row.result()).mean() + 0.05
+    inside = np.abs(row.estimate().array() - row.result().array())[:, case.mask[::4, ::4] > 0]
+    assert inside.mean() < 0.1 * np.abs(row.result().array()).mean() + 0.05

@@ -6,9 +6,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.contracts.facts import ModelFacts
@@ -17,6 +15,7 @@ from maskserve_core.planning.two_stream import Plan
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
+from maskserve_engine.families.host_copy import HostCopy
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 
 
@@ -52,11 +51,11 @@ class EditRow(Row, Protocol):
         """The inactive tokens of a cached row; None: a dense row."""
         ...
 
-    def result(self) -> NDArray[np.float32]:
+    def result(self) -> HostCopy:
         """[C, h, w] latents of the finished row."""
         ...
 
-    def estimate(self) -> NDArray[np.float32]:
+    def estimate(self) -> HostCopy:
         """[C, h, w] latents as they would end, judged by the last step."""
         ...
 

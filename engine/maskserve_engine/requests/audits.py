@@ -22,6 +22,7 @@ from maskserve_core.config import CacheConfig
 from maskserve_core.contracts.settings import PRIORITIES
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations
+from maskserve_engine.families.host_copy import HostCopy
 from maskserve_engine.job import EditJob
 
 _log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class Audit:
     key: str
     """Of its template's entries."""
     job: EditJob
-    latents: NDArray[np.float32]
+    latents: HostCopy
     """[C, h, w] as the cached row ended."""
 
     def again(self) -> EditJob:
@@ -80,13 +81,15 @@ class Audits:
         self._observations = observations
         self._random = random.Random()
         self._waiting: deque[Audit] = deque(maxlen=_WAITING)
+        self._made: deque[tuple[Audit, HostCopy]] = deque()
+        """Made again, but for their latents, which are on their way."""
         self._drifts: OrderedDict[str, _Drift] = OrderedDict()
         self._labels: set[str] = set()
         self.done = 0
         self.distrusted = 0
         """Templates that passed the limit."""
 
-    def offer(self, key: str, job: EditJob, latents: NDArray[np.float32]) -> None:
+    def offer(self, key: str, job: EditJob, latents: HostCopy) -> None:
         """A cached edit has ended: keep it, if the die says so; the oldest kept makes room."""
         if self._random.random() < self._share:
             self._waiting.append(Audit(key, job, latents))
@@ -95,6 +98,16 @@ class Audits:
         """The edit to make again now, if there is any."""
         return self._waiting.popleft() if self._waiting else None
 
+    def compare(self, audit: Audit, dense: HostCopy) -> None:
+        """An edit was made again: judge it once both its latents have arrived."""
+        self._made.append((audit, dense))
+        self.judge_arrived()
+
+    def judge_arrived(self) -> None:
+        while self._made and self._made[0][1].arrived():
+            audit, dense = self._made.popleft()
+            self.judge(audit, dense.array())
+
     def judge(self, audit: Audit, dense: NDArray[np.float32]) -> float:
         """Book the drift of an edit; returns it.
 
@@ -102,7 +115,7 @@ class Audits:
             audit: the edit.
             dense: [C, h, w] its latents computed without the cache.
         """
-        drift = drift_of(audit.latents, dense, audit.job.edit_mask)
+        drift = drift_of(audit.latents.array(), dense, audit.job.edit_mask)
         held = self._drifts.setdefault(audit.key, _Drift())
         self._drifts.move_to_end(audit.key)
         if len(self._drifts) > _REMEMBERED:

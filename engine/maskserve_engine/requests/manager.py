@@ -76,6 +76,7 @@ class RequestManager:
     def running(self) -> list[RequestState | PrimingState]:
         """Decide the next step: tell the expired, make rows for the admitted."""
         now = time.monotonic()
+        self.audits.judge_arrived()
         late = [r for r, e in self.edits.items() if e.how == "wait" and e.late(now)]
         for request_id in late:
             self.end(request_id, DeadlineExceeded("its deadline passed while the edit waited"))
@@ -115,11 +116,17 @@ class RequestManager:
         edit.release()
         if edit.audit is not None:
             self._leave(edit)
-            self.audits.judge(edit.audit, latents)
+            self.audits.compare(edit.audit, latents)
             return
-        meta = edit.final_meta(self.config.worker, model_name(self.config))
         self._leave(edit)
-        self.output.send(edit.sink, Final(latents, meta, edit.timeline()))
+        worker, model = self.config.worker, model_name(self.config)
+
+        def final() -> Final:
+            array = latents.array()  # until then its steps have not ended
+            return Final(array, edit.final_meta(worker, model), edit.timeline())
+
+        lost = Failed(EngineFailed("the result did not come from the device"), edit.timeline())
+        self.output.send_made(edit.sink, final, lost)
         if edit.how == "cached" and not edit.skipped:  # skipping is not the template's fault
             self.audits.offer(self.cache.key_of(edit.job), edit.job, latents)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ _GATHERS = ("index_select", "embedding", "index.Tensor")
 _SCATTERS = ("copy_", "index_copy_")
 """Operations that write no more of their first tensor than they read of their last."""
 _PACKAGE = "maskserve_engine"
+_PATIENCE_S = 60.0
 _MEMORY = 80 * 2**30
 WEIGHTS = "weights"
 """Among a log's bytes: what products read of the model."""
@@ -114,7 +116,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved = {t.device.type for t in (*given, *made) if t.dim() or name.startswith("_to_copy")}
         if len(moved) > 1:
             words = " -> ".join(t.device.type for t in (given[-1], (*made, *given)[0]))
-            waits = "" if kwargs.get("non_blocking") else ", the host waits"
+            asked = kwargs.get("non_blocking") or (name.startswith("copy_") and args[2:] == (True,))
+            waits = "" if asked else ", the host waits"
             self.log.copies.append(f"{words} in {place} ({name}){waits}")
             return
         launches = 1
@@ -188,7 +191,9 @@ class FakeEvent:
         return self._number <= self._cuda.passed
 
     def synchronize(self) -> None:
-        self._cuda.waits("an event")
+        if not self.query():
+            self._cuda.waits("an event")
+            self._cuda.reach(self._number)
 
     def elapsed_time(self, end: FakeEvent) -> float:
         if not end.query():
@@ -215,6 +220,7 @@ class FakeCuda:
         self._recorder = _Recorder(self.fake)
         self.events, self.passed = itertools.count(1), 0
         """Numbers for events, and the last one that the device has passed."""
+        self._moved, self._thread = threading.Condition(), threading.get_ident()
         facts: dict[str, Any] = {
             "get_device_capability": lambda _=None: (9, 0),
             "is_available": lambda: True,
@@ -234,10 +240,20 @@ class FakeCuda:
 
     def catch_up(self) -> None:
         """The device has done all that it was asked for."""
-        self.passed = next(self.events)
+        with self._moved:
+            self.passed = next(self.events)
+            self._moved.notify_all()
+
+    def reach(self, event: int) -> None:
+        """Wait for the device, unless this is the thread that alone could have it catch up."""
+        if threading.get_ident() != self._thread:
+            with self._moved:
+                assert self._moved.wait_for(lambda: event <= self.passed, _PATIENCE_S), "no event"
 
     def waits(self, what: str) -> None:
-        """Log that the host waits."""
+        """Log that the host waits; other threads than the one that asks the device may."""
+        if threading.get_ident() != self._thread:
+            return
         self._recorder.log.copies.append(f"{what} in {_place(sys._getframe(1))}, the host waits")
 
     def __enter__(self) -> FakeCuda:

@@ -211,7 +211,9 @@ class Rig:
         return sum(entry.nbytes for entry in _kept(entries, choice))
 
     def _finish_all(self, edits: Sequence[Edit], rows: Sequence[FluxRow]) -> list[Picture]:
-        return [self.finish(edit, row.result()) for edit, row in zip(edits, rows, strict=True)]
+        return [
+            self.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)
+        ]
 
 
 def _take_over(row: FluxRow, earlier: FluxRow) -> None:

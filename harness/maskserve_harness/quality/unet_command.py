@@ -120,7 +120,7 @@ class Rig:
             some = list(rows[first : first + BATCH])
             while some[0].step < some[0].steps:
                 self.replay.step(some, kinds)
-        return [row.result() for row in rows]
+        return [row.result().array() for row in rows]
 
     def dense(self, edits: Sequence[Edit]) -> list[Picture]:
         rows = [self.adapter.dense_row(self.job(edit, i)) for i, edit in enumerate(edits)]

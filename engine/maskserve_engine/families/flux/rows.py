@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.contracts.entry_key import Anchor
@@ -19,6 +17,7 @@ from maskserve_engine.families.flux.inputs import RowInput
 from maskserve_engine.families.flux.latents import unpack_latents
 from maskserve_engine.families.flux.schedule import Schedule, Walk
 from maskserve_engine.families.flux.skipping import FirstBlockCache
+from maskserve_engine.families.host_copy import HostCopy
 from maskserve_engine.families.place import Source
 
 
@@ -189,23 +188,23 @@ class FluxRow:
         self.moves = moves
         self.step += 1
 
-    def estimate(self) -> NDArray[np.float32]:
+    def estimate(self) -> HostCopy:
         """[C, h, w] latents as the last step's velocity would finish them."""
         assert self.moves is not None, "no step was taken yet"
         share = self.sigma / self.schedule.walk[self.step - 1].change
         return self._image(self.latents.float() - share * self.moves[self.place].float())
 
-    def result(self) -> NDArray[np.float32]:
+    def result(self) -> HostCopy:
         """[C, h, w] latents."""
         return self._image(self.latents)
 
-    def _image(self, computed: Tensor) -> NDArray[np.float32]:
+    def _image(self, computed: Tensor) -> HostCopy:
         tokens = computed
         if self.inactive is not None:
             tokens = computed.new_empty(self.grid[0] * self.grid[1], computed.shape[1])
             tokens[self.inactive.active] = computed
             tokens[self.inactive.index] = self.inactive.template.clean.to(computed.dtype)
-        return unpack_latents(tokens, self.grid).float().cpu().numpy()
+        return HostCopy(unpack_latents(tokens, self.grid).float())
 
 
 @dataclass(slots=True)

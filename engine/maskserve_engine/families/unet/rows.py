@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.contracts.entry_key import Anchor
@@ -15,6 +13,7 @@ from maskserve_engine.cache.codec import Coded
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
+from maskserve_engine.families.host_copy import HostCopy
 from maskserve_engine.families.unet.conditioning import Blend, TemplateInputs
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
@@ -188,21 +187,21 @@ class UnetRow:
             moved = self.blend.apply(moved, self.sampler, self.step)
         self.latents = moved
 
-    def estimate(self) -> NDArray[np.float32]:
+    def estimate(self) -> HostCopy:
         """[C, h, w] the latents that the last step's answer expects in the end."""
         assert self._taken is not None, "no step was taken yet"
         assert self._answer is not None
         timestep = float(self.sampler.timesteps[self.step - 1])
         return self._image(self.noise_levels.estimate(self._taken, self._answer, timestep))
 
-    def result(self) -> NDArray[np.float32]:
+    def result(self) -> HostCopy:
         """[C, h, w] latents."""
         return self._image(self.latents)
 
-    def _image(self, latents: Tensor) -> NDArray[np.float32]:
+    def _image(self, latents: Tensor) -> HostCopy:
         if self.inactive is not None:
             latents = torch.where(self.inactive.mask, latents, self.inactive.template.clean)
-        return latents.float().cpu().numpy()
+        return HostCopy(latents.float())
 
 
 @dataclass(slots=True)
