@@ -259,6 +259,8 @@ def test_an_edit_whose_template_goes_again_and_again_is_told(
     sink = Sink()
     engine.submit(job(encoder, 17, "again", cache="require"), sink)
     assert isinstance(sink.error(), Overloaded)
+    timeline = sink.events[-1].timeline
+    assert (timeline.waited, timeline.queued, timeline.admitted) == (False, 0.0, 0.0)
     settle(engine)
 
 

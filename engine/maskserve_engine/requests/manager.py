@@ -66,7 +66,7 @@ class RequestManager:
     def accept(self, job: EditJob, sink: Sink) -> None:
         """Take an edit in, or answer at once why not."""
         try:
-            self._enter(self._make_edit(job, sink))
+            self._enter(RequestState.of(job, sink, self.adapter))
         except MaskserveError as error:
             self.output.send(sink, Failed(error))
         except Exception:
@@ -170,25 +170,6 @@ class RequestManager:
             self._waiting = tuple(e.status() for name, e in held.items() if name not in names)
         return tuple([edit.status() for edit in running]), self._waiting
 
-    def _make_edit(self, job: EditJob, sink: Sink) -> RequestState:
-        request, now = job.request, time.monotonic()
-        deadline = None
-        if request.settings.deadline_ms is not None:
-            left_s = (request.accepted_ns - time.time_ns()) / 1e9
-            deadline = now + left_s + request.settings.deadline_ms / 1e3
-        tokens = self.adapter.tokens(job)
-        return RequestState(
-            job=job,
-            sink=sink,
-            total_tokens=tokens.total,
-            active_tokens=tokens.active,
-            steps=self.adapter.steps(job),
-            batch_key=self.adapter.batch_key(job),
-            counted=self.adapter.counted(job),
-            submitted=now,
-            deadline=deadline,
-        )
-
     def _enter(self, edit: RequestState) -> None:
         """Decide how the edit runs and queue it.
 
@@ -246,7 +227,7 @@ class RequestManager:
         audit = self.audits.next()
         if audit is None:
             return
-        edit = self._make_edit(audit.again(), sink=lambda event: None)
+        edit = RequestState.of(audit.again(), lambda event: None, self.adapter)
         edit.audit = audit
         with suppress(InvalidRequest):  # a client's edit has this very id
             self._queue(edit)
@@ -298,9 +279,10 @@ class RequestManager:
         """Its template was evicted while it queued, and it may not go without."""
         edit.release()
         edit.made = edit.reader = None
+        edit.queued = edit.admitted = 0.0
+        edit.route = DENSE
         self.scheduler.cancel(edit.request_id)
         del self.edits[edit.request_id]
-        edit.route = DENSE
         self._resume(edit)
 
     def _make_row(self, edit: RequestState) -> EditRow:

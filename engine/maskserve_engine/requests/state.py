@@ -12,7 +12,7 @@ from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.planning.flops import Totals
 from maskserve_core.worker.ticket import Ticket
 from maskserve_engine.cache.reader import EntryReader
-from maskserve_engine.families.adapter import EditRow, PrimingRow
+from maskserve_engine.families.adapter import Adapter, EditRow, PrimingRow
 from maskserve_engine.job import EditJob, Sink
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.route import DENSE, Route
@@ -62,6 +62,27 @@ class RequestState:
     """A cached edit that this one makes again; it has no client."""
     said: RowStatus | None = None
     """Its status, kept from step to step."""
+
+    @classmethod
+    def of(cls, job: EditJob, sink: Sink, adapter: Adapter) -> RequestState:
+        """An edit that has just come; its deadline counts from when its client was heard."""
+        request, now = job.request, time.monotonic()
+        deadline = None
+        if request.settings.deadline_ms is not None:
+            left_s = (request.accepted_ns - time.time_ns()) / 1e9
+            deadline = now + left_s + request.settings.deadline_ms / 1e3
+        tokens = adapter.tokens(job)
+        return cls(
+            job=job,
+            sink=sink,
+            total_tokens=tokens.total,
+            active_tokens=tokens.active,
+            steps=adapter.steps(job),
+            batch_key=adapter.batch_key(job),
+            counted=adapter.counted(job),
+            submitted=now,
+            deadline=deadline,
+        )
 
     @property
     def request_id(self) -> str:

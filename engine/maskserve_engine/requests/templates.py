@@ -66,9 +66,9 @@ class TemplateCache:
         self.default_steps = config.model.num_inference_steps
         self.kinds = kinds
         self._kept = ",".join("+".join(sorted(kept)) for kept in kinds)
+        """The kinds as the key says them."""
         if self.config.conv_halo:
             self._kept += ",maps"
-        """The kinds as the key says them."""
         self.prompt = prompt
         self.hits: Counter[str] = Counter()
         """By the tier in which the template lay."""
