@@ -199,6 +199,13 @@ class CacheConfig:
         low=0,
         high=1000,
     )
+    dense_steps: int = _opt(
+        0,
+        "First steps of a cached edit that compute all tokens: nearer to a dense edit, above all "
+        "where the model has Inpaint semantics, for that many dense steps.",
+        low=0,
+        high=1000,
+    )
     dense_above_ratio: float = _opt(
         0.9, "Mask ratio from which a row runs dense even on a hit.", low=0.0, high=1.0
     )

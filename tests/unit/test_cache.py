@@ -157,6 +157,25 @@ def test_a_hit_computes_the_active_tokens_only_and_says_so(
     assert row["cached_rows_total"] == 4
 
 
+def test_first_steps_run_dense_where_the_configuration_says_so(
+    tiny_fill: Path, encoder: Encoder
+) -> None:
+    asked = job(encoder, 2, "e", cache="require", num_inference_steps=4)
+    differ = []
+    for steps in range(5):
+        engine = make_engine(tiny_fill, encoder, dense_steps=steps)
+        blocks = engine.adapter.blocks
+        dense = edit(engine, job(encoder, 2, "d", cache="off", num_inference_steps=4)).latents
+        final = edit(engine, asked)
+        kinds = {"dense": steps * blocks, "kv": (4 - steps) * blocks}
+        assert final.meta["kinds"] == {kind: ran for kind, ran in kinds.items() if ran}
+        assert engine.counters["cached_rows_total"] == 4 - steps
+        differ.append(np.abs(final.latents - dense).max())
+        engine.close(5.0)
+        assert_books_hold(engine)
+    assert [difference > 0.0 for difference in differ] == [True] * 4 + [False]
+
+
 def test_off_never_uses_or_makes_entries(engine: Engine, encoder: Encoder) -> None:
     for number in range(3):
         assert edit(engine, job(encoder, 3, f"e{number}", cache="off")).meta["cache"] == "off"

@@ -263,10 +263,12 @@ class TemplateCache:
     def _nearest(self, anchors: tuple[Anchor, ...], job: EditJob) -> tuple[Anchor | None, ...]:
         """Per step of the edit the anchor whose entry it would read.
 
-        Steps beyond the tolerance of every anchor compute all tokens.
+        The first `dense_steps`, and steps beyond the tolerance of every anchor, compute all tokens.
         """
         reach = self.adapter.anchor_tolerance
         return tuple(
-            nearest_anchor(anchors, sigma, timestep, reach)
-            for sigma, timestep in self.adapter.sigmas(job)
+            None
+            if step < self.config.dense_steps
+            else nearest_anchor(anchors, sigma, timestep, reach)
+            for step, (sigma, timestep) in enumerate(self.adapter.sigmas(job))
         )
