@@ -17,6 +17,8 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.unet.adapter import UnetAdapter
+from maskserve_engine.families.unet.rows import UnetRow
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.state import PrimingState, RequestState
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
@@ -25,12 +27,22 @@ from tests.support.engines import job
 from tests.support.sink import Sink
 
 T = TypeVar("T")
+Real = FluxAdapter | UnetAdapter
+MODELS = ("fill", "inpaint", "sd-base", "sdxl-fill")
 
 
 def aside(call: Callable[[], T]) -> T:
     """Done by another thread, where tensors are real: as the thread that hands edits in does."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result()
+
+
+def on_fake(real: Real) -> Real:
+    """The adapter with its model on the fake device."""
+    model = fake_weights(real.model.to("meta"))
+    if isinstance(real, FluxAdapter):
+        return FluxAdapter(real.facts, model, real.sampler, 0.1, 1.0)
+    return UnetAdapter(real.facts, model, real.sampler, 1.0, exact_vae=False, halo=real._halo)
 
 
 class Loop:
@@ -41,11 +53,10 @@ class Loop:
     change.
     """
 
-    def __init__(self, folder: Path, real: FluxAdapter, encoder: Encoder, cuda: FakeCuda) -> None:
+    def __init__(self, folder: Path, real: Real, encoder: Encoder, cuda: FakeCuda) -> None:
         self.cuda, self.encoder = cuda, encoder
-        model = fake_weights(real.model.to("meta"))
-        adapter = FluxAdapter(real.facts, model, real.sampler, 0.1, 1.0)
-        adapter.anchors = lambda *of: aside(lambda: real.anchors(*of))  # type: ignore[assignment]
+        adapter = on_fake(real)
+        adapter.anchors = lambda *of: aside(lambda: real.anchors(*of))  # type: ignore[method-assign]
         config = config_of(
             folder,
             model={"device": str(DEVICE), "dtype": "bfloat16"},
@@ -95,12 +106,15 @@ class Loop:
         self.engine.cache.store.close()
 
 
-@pytest.fixture(params=["fill", "inpaint"])
+@pytest.fixture(params=MODELS)
 def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
-    folder: Path = request.getfixturevalue(f"tiny_{request.param}")
+    if "-" in request.param:
+        folder: Path = request.getfixturevalue("tiny_unets")[request.param]
+    else:
+        folder = request.getfixturevalue(f"tiny_{request.param}")
     encoder = load_encoder(config_of(folder))
     real = load_adapter(config_of(folder, model={"dtype": "bfloat16"}))
-    assert isinstance(real, FluxAdapter)
+    assert isinstance(real, FluxAdapter | UnetAdapter)
     with FakeCuda() as cuda:
         made = Loop(folder, real, encoder, cuda)
         with made.engine.adapter.session():
@@ -115,7 +129,7 @@ def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
     rng = np.random.default_rng()
     sinks: dict[str, Sink] = {}
     reads, led = False, loop.engine.adapter.facts.true_cfg
-    for number in range(40):
+    for number in range(40 if isinstance(loop.engine.adapter, FluxAdapter) else 12):
         if number == 0 or rng.random() < 0.15:
             asked = guided(rng) if led and rng.random() < 0.5 else {}
             asked["cache"] = str(rng.choice(["off", "auto", "require"]))
@@ -133,8 +147,13 @@ def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
         loop.turn()
         reads |= any(read for _, read in loop.ran)
     assert last.final().meta["cache"] == "hit"
-    assert loop.steady > 5
     assert reads
+    while len(loop.engine.manager.scheduler):
+        loop.turn()
+    before, alone = loop.steady, loop.submit(0, "alone", num_inference_steps=6, cache="off")
+    while not alone.events:
+        loop.turn()
+    assert loop.steady > before + 2
 
 
 def test_an_answer_is_told_when_the_device_has_it(loop: Loop) -> None:
@@ -157,13 +176,13 @@ def test_a_turn_that_waits_for_an_answer_is_seen(
 
 
 def test_a_turn_that_looks_at_a_row_is_seen(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = FluxRow.advance
+    for rows in (FluxRow, UnetRow):
 
-    def looks(row: FluxRow, moves: Any) -> None:
-        moves.cpu()
-        advance(row, moves)
+        def looks(row: Any, moves: Any, advance: Any = rows.advance) -> None:
+            moves.cpu()
+            advance(row, moves)
 
-    monkeypatch.setattr(FluxRow, "advance", looks)
+        monkeypatch.setattr(rows, "advance", looks)
     loop.submit(0, "edit", num_inference_steps=4, cache="off")
     with pytest.raises(AssertionError, match="the host waits"):
         loop.turn()

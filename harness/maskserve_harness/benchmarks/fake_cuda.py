@@ -23,7 +23,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
@@ -70,9 +74,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fake, self.log = fake, Log()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Tensors from numpy or of a list are real, and torch would compute with them for real.
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
+        if _on_host(args, kwargs or {}):
+            with unset_fake_temporarily():  # samplers compute their schedules there
+                return func(*args, **(kwargs or {}))
         args, kwargs = tree_map(self._fake, args), tree_map(self._fake, kwargs or {})
         name = str(func).removeprefix("aten.")
         if name.startswith("scaled_dot_product_attention"):
@@ -133,6 +139,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = sum(_size(t) for t in made)
         read = written if name.startswith(_GATHERS) else sum(_size(t) for t in given)
         self.log.nbytes[place] += _placed(*args) if "place" in name else read + written
+
+
+def _on_host(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation has nothing to do with the device: what is in host memory is real, but
+    for pinned memory, of which there is none without one.
+    """
+    device = kwargs.get("device")
+    return (
+        (device is None or torch.device(device).type == "cpu")
+        and not kwargs.get("pin_memory")
+        and not any(isinstance(each, FakeTensor) for each in tree_iter((args, kwargs)))
+    )
 
 
 def _views(given: list[Tensor], made: list[Tensor]) -> bool:

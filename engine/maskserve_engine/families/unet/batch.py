@@ -26,7 +26,15 @@ class Batch(KeptBatch[Row, Any]):
         self._order, own = [rows[i] for i in order], [own[i] for i in order]
         self._passes = [len(passes) for passes in own]
         self._packed: Packed | None = None
+        self._begin = rows[0].step
+        ahead = [row.timesteps_ahead for row in self._order]
+        steps, counts = min(map(len, ahead)), torch.tensor(self._passes)
+        self._by_step = torch.tensor([own[:steps] for own in ahead]).T.repeat_interleave(counts, 1)
+        """[steps, passes] timesteps from `_begin` on; on the device once the first one is."""
         self._inputs = [each for passes in own for each in passes]
+
+    def holds(self, rows: Sequence[Row]) -> bool:
+        return super().holds(rows) and 0 <= rows[0].step - self._begin < len(self._by_step)
 
     def step(self, model: Any, kinds: Sequence[str]) -> None:
         samples = [row.sample() for row in self._order]
@@ -45,10 +53,9 @@ class Batch(KeptBatch[Row, Any]):
             row.advance(answer)
 
     def _timesteps(self, device: torch.device) -> torch.Tensor:
-        times = [row.timestep for row in self._order]
-        counts = torch.tensor(self._passes)
-        [there] = to_device([torch.tensor(times).repeat_interleave(counts)], device)
-        return there
+        if self._by_step.device != device:
+            [self._by_step] = to_device([self._by_step], device)
+        return self._by_step[self.rows[0].step - self._begin]
 
     def _captures(self) -> list[tuple[int, int, Any]]:
         """(first pass, behind its last pass, recorder) of each priming row."""

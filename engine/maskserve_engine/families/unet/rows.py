@@ -133,6 +133,12 @@ class UnetRow:
         return float(self.sampler.timesteps[self.step])
 
     @property
+    def timesteps_ahead(self) -> list[float]:
+        """Of the next step and those behind it."""
+        ahead: list[float] = self.sampler.timesteps[self.step :].tolist()
+        return ahead
+
+    @property
     def skipped(self) -> int:
         """A UNet skips no steps."""
         return 0
@@ -233,6 +239,11 @@ class UnetPrimingRow:
     @property
     def timestep(self) -> float:
         return self.anchors[self.step].timestep
+
+    @property
+    def timesteps_ahead(self) -> list[float]:
+        """Of the next anchor and those behind it."""
+        return [anchor.timestep for anchor in self.anchors[self.step :]]
 
     def passes(self) -> list[PassInput]:
         return [PassInput(each.text, each.added) for each in self.prompts]

@@ -89,7 +89,11 @@ class Sampler:
 
     def noised(self, clean: Tensor, noise: Tensor, step: int) -> Tensor:
         """`clean` as noisy as the latents are before `step`; the row is at that step."""
-        return self._own.add_noise(clean, noise, self.timesteps[step : step + 1])
+        at = self.timesteps[step : step + 1]
+        one, zero = torch.ones(1, dtype=clean.dtype), torch.zeros(1, dtype=clean.dtype)
+        # With `clean` itself it would take its factors to the device, and wait for that.
+        signal, share = self._own.add_noise(one, zero, at), self._own.add_noise(zero, one, at)
+        return signal[0] * clean + share[0] * noise
 
     def scaled(self, latents: Tensor, step: int) -> Tensor:
         """The latents as the model takes them."""
