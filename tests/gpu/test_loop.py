@@ -1,4 +1,4 @@
-"""The engine's own loop on the device: admission, steps and loads wait for nothing."""
+"""The engine's own loop on the device: admission, steps, loads and answers wait for nothing."""
 
 from __future__ import annotations
 
@@ -74,16 +74,28 @@ def test_steady_steps_of_the_engine_wait_for_nothing(
             assert engine.cache.store.settle()
             engine.cache.store.memory.evict(engine.cache.key_of(first))
         long = replace(first.request.settings, num_inference_steps=40, cache="auto")
-        for name, cache in (("cached", "auto"), ("dense", "off")):
-            request = replace(first.request, request_id=name, settings=replace(long, cache=cache))
-            manager.accept(replace(first, request=request), Sink())
+        joining = {}
+        for name, cache, steps in (
+            ("cached", "auto", 40),
+            ("dense", "off", 40),
+            ("joins", "auto", 4),
+        ):
+            settings = replace(long, cache=cache, num_inference_steps=steps)
+            request = replace(first.request, request_id=name, settings=settings)
+            joining[name] = replace(first, request=request)
+        for name in ("cached", "dense"):
+            manager.accept(joining[name], Sink())
         assert engine.cache.store.settle()
         for _ in range(3):
             loop.turn()
         assert manager.edits["cached"].row.entry is not None
+        late = Sink()
         with nothing_waits(device):
-            for _ in range(6):
+            loop.turn()
+            manager.accept(joining["joins"], late)
+            for _ in range(5):
                 loop.turn()
+            assert late.final().meta["cache"] == "hit"
         assert {name: edit.row.step for name, edit in manager.edits.items()} == {
             "cached": 9,
             "dense": 9,

@@ -32,10 +32,13 @@ from maskserve_harness.benchmarks.kernel_counts import (
     CASES,
     MIXED,
     TABLE,
+    UNET_CASES,
     Case,
+    UnetCase,
     count,
     fake_bench,
     steady_steps,
+    unet_step,
 )
 from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
@@ -53,6 +56,21 @@ def test_a_steady_step_copies_nothing_and_waits_for_nothing(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_step_launches_no_more_kernels_than_the_table_says(case: Case) -> None:
     assert count(case).per_block <= COMMITTED[case.name]["per_block"] + 0.1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.preset == "sdxl-1024"))
+        for case in UNET_CASES
+    ],
+)
+def test_a_unet_step_copies_nothing_and_launches_no_more_than_the_table_says(
+    case: UnetCase,
+) -> None:
+    log, _ = unet_step(case)
+    assert log.copies == []
+    assert log.launches <= COMMITTED[case.name]["step"]
 
 
 def test_who_joins_and_leaves_is_never_waited_for() -> None:

@@ -13,6 +13,7 @@ from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.vectors import AHEAD
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, WEIGHTS, FakeCuda, Log, fake_weights
 from maskserve_harness.benchmarks.step_rig import Bench, build_model
+from maskserve_harness.benchmarks.unet_rig import UnetBench, build_unet
 from maskserve_harness.checkout import CHECKOUT
 
 TABLE = CHECKOUT / "docs" / "benchmarks" / "kernels.json"
@@ -59,6 +60,29 @@ CASES = (
     Case("dense, 1 guided row", (None,), guided=True),
     Case("kv int8, 1 guided row", (0.11,), guided=True),
     Case("kv int8, 2 rows beside a priming one", (0.1, 0.2), primes=True),
+)
+
+
+@dataclass(frozen=True)
+class UnetCase:
+    """A steady step of a whole UNet at its native size; one pass per row."""
+
+    name: str
+    preset: str
+    ratios: tuple[float | None, ...]
+    kind: str = "kv"
+    format: str = "int8"
+    halo: int = 0
+
+
+UNET_CASES = (
+    UnetCase("SD 2.1, dense, 1 row", "sd21-768", (None,)),
+    UnetCase("SD 2.1, kv int8, 1 row", "sd21-768", (0.11,)),
+    UnetCase("SD 2.1, kv int8, 4 rows, mixed", "sd21-768", MIXED[:4]),
+    UnetCase("SD 2.1, project int8, 1 row", "sd21-768", (0.11,), "project"),
+    UnetCase("SD 2.1, kv int8, 1 row, halo 4", "sd21-768", (0.11,), halo=4),
+    UnetCase("SDXL, dense, 1 row", "sdxl-1024", (None,)),
+    UnetCase("SDXL, kv int8, 1 row", "sdxl-1024", (0.11,)),
 )
 
 
@@ -165,6 +189,21 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
                 bench.step(rows, kinds)
             logs.append(log)
     return logs[0], logs[1]
+
+
+def unet_step(case: UnetCase) -> tuple[Log, int]:
+    """What a step of rows that were packed before asks of the device, and the model's blocks."""
+    with FakeCuda() as cuda:
+        meta = torch.device("meta")
+        model = fake_weights(build_unet(case.preset, torch.bfloat16, meta))
+        args = case.preset, torch.bfloat16, DEVICE, case.format, case.halo
+        bench = UnetBench(*args, model)
+        bench.fill_entry(case.kind)
+        rows = [bench.row(ratio, seed) for seed, ratio in enumerate(case.ratios)]
+        for _ in range(2):
+            with cuda.watch() as log:
+                bench.step(rows, case.kind)
+    return log, bench.blocks
 
 
 def fake_bench(blocks: tuple[int, int], format: str) -> Bench:

@@ -1,4 +1,4 @@
-"""How many kernels a step of FLUX.1-dev at 1024x1024 launches on CUDA, by case; needs no GPU.
+"""How many kernels a step of FLUX.1-dev or of a UNet launches on CUDA, by case; needs no GPU.
 
 The engine's own code runs on tensors that have a device but no memory;
 `--write` puts the counts where tests/unit/test_fake_cuda.py holds later changes to them.
@@ -22,10 +22,12 @@ from maskserve_harness.benchmarks.kernel_counts import (
     GROUPS,
     NEEDED,
     TABLE,
+    UNET_CASES,
     Counts,
     count,
     entry_bytes,
     moved_bytes,
+    unet_step,
 )
 
 _BYTES_OF = (
@@ -56,8 +58,15 @@ def main() -> int:
             f"| {c.per_block:.1f} |",
             flush=True,
         )
+    print("\n| step | step | per block |\n|---|---|---|")
+    unets: dict[str, dict[str, float]] = {}
+    for each in UNET_CASES:
+        log, blocks = unet_step(each)
+        unets[each.name] = {"step": log.launches, "per_block": round(log.launches / blocks, 1)}
+        print("| {} | {step} | {per_block} |".format(each.name, **unets[each.name]), flush=True)
     if args.write:
         rows = {name: {"step": c.step, "per_block": c.per_block} for name, c in counts.items()}
+        rows |= unets
         TABLE.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return 0
 

@@ -43,20 +43,21 @@ class UnetBench:
         device: where it runs.
         format: storage format of entries.
         halo: `[cache] conv_halo`.
+        model: of `preset`; made if not given.
     """
 
     def __init__(
-        self, preset: str, dtype: torch.dtype, device: torch.device, format: str, halo: int = 0
+        self,
+        preset: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: str,
+        halo: int = 0,
+        model: Any = None,
     ) -> None:
         self.device, self.dtype, self.format = device, dtype, format
         config = UNETS[preset]
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with torch.device(device):
-                self.model = UNet2DConditionModel(**config).eval().requires_grad_(False)
-        finally:
-            torch.set_default_dtype(before)
+        self.model = model or build_unet(preset, dtype, device)
         self.side = int(config["sample_size"])
         self.work = unet_work(config, self.side, self.side, guidance=False, halo=halo)
         self.blocks = len(self.work.blocks)
@@ -122,7 +123,8 @@ class UnetBench:
             inactive=inactive,
         )
         if inactive is not None:
-            row.entry = in_memory(self.entry, inactive.selection)
+            whole = self.device.type == "cuda"
+            row.entry = in_memory(self.entry, inactive.selection, whole=whole)
         return row
 
     def step(self, rows: Sequence[UnetRow], kind: str) -> None:
@@ -169,3 +171,14 @@ class UnetBench:
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
+
+
+def build_unet(preset: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The preset's UNet with random weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return UNet2DConditionModel(**UNETS[preset]).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
