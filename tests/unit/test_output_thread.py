@@ -1,0 +1,26 @@
+"""Events made on the output thread: in their order, and when making one fails."""
+
+from __future__ import annotations
+
+from maskserve_core.errors import EngineFailed
+from maskserve_engine.job import EngineEvent, Failed, Progress
+from maskserve_engine.output_thread import OutputThread
+
+
+def lost() -> EngineEvent:
+    raise RuntimeError("the device is gone")
+
+
+def test_an_answer_that_does_not_come_is_told_and_holds_up_nobody() -> None:
+    """A preview that does not come is left out: the answer is still to come."""
+    seen: list[EngineEvent] = []
+    failed = Failed(EngineFailed("the result did not come from the device"))
+    output = OutputThread()
+    output.start()
+    output.send(seen.append, Progress(1, 4))
+    output.send_made(seen.append, lost)
+    output.send_made(seen.append, lambda: Progress(2, 4))
+    output.send_made(seen.append, lost, failed)
+    output.send(seen.append, Progress(3, 4))
+    output.close(10.0)
+    assert seen == [Progress(1, 4), Progress(2, 4), failed, Progress(3, 4)]
