@@ -31,6 +31,7 @@ from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.price_list import PriceList
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.manager import RequestManager
+from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, dtype_of
@@ -151,12 +152,12 @@ class Engine:
     def submit(self, job: EditJob, sink: Sink) -> None:
         """Take an edit; its answer, an error included, comes through `sink`."""
         try:
-            ready = self.prepared(job)
+            edit = RequestState.of(self.prepared(job), sink, self.adapter)
         except Exception:
             _log.exception("an edit could not be prepared", extra=about(job.request.request_id))
             sink(Failed(EngineFailed("the edit could not be prepared")))
             return
-        if not self._inbox.put(lambda: self.manager.accept(ready, sink)):
+        if not self._inbox.put(lambda: self.manager.accept(edit)):
             sink(Failed(EngineFailed("the engine has stopped")))
 
     def prepared(self, job: EditJob) -> EditJob:

@@ -15,10 +15,11 @@ from maskserve_core.triton.tracing import Stage
 class RequestTimeline:
     """When an edit came to what, in time.monotonic() seconds; 0.0: it never did."""
 
-    accepted: float
-    """By the engine's thread."""
+    submitted: float
+    """Prepared, and put into the engine's inbox."""
     queued: float
-    """Given to the scheduler: at once, or when its template was primed or could not be."""
+    """Given to the scheduler: when the engine's thread took it, or when its template was primed or
+    could not be."""
     admitted: float
     first_step: float
     """Its first step was done."""
@@ -36,34 +37,36 @@ def stages(
 ) -> list[Stage]:
     """What the edit went through, one after the other; the last stage is where `error` ended it.
 
-    received ── prepare ── accepted ── wait_prime ── queued ── queue ── admitted ── denoise ── ended
+    received ─ prepare ─ submitted ─ wait_prime ─ queued ─ queue ─ admitted ─ denoise ─ ended
+
+    Without a template to wait for, `queue` begins where `prepare` ends.
 
     Args:
         received: when the denoiser had the edit, on the timeline's clock.
         timeline: from there on.
         error: that ended it, if any did.
     """
-    c = timeline
-    reached = [("prepare", received, c.accepted)]
+    c, offset_ns = timeline, time.time_ns() - time.monotonic_ns()
+
+    def wall(monotonic: float) -> int:
+        """A time.monotonic() time as nanoseconds since 1970."""
+        return offset_ns + int(1e9 * monotonic)
+
+    reached = [("prepare", received, c.submitted)]
     if c.waited:
-        reached.append(("wait_prime", c.accepted, c.queued or c.ended))
-    if c.queued:
-        reached.append(("queue", c.queued, c.admitted or c.ended))
+        reached.append(("wait_prime", c.submitted, c.queued or c.ended))
+    if c.queued or not c.waited:
+        reached.append(("queue", reached[-1][2], c.admitted or c.ended))
     if c.admitted:
         reached.append(("denoise", c.admitted, c.ended))
     return [
         Stage(
             name,
-            _wall(start),
-            _wall(end),
+            wall(start),
+            wall(end),
             {**c.about, **(c.work if name == "denoise" else {})},
-            [("first step", _wall(c.first_step))] if name == "denoise" and c.first_step else (),
+            [("first step", wall(c.first_step))] if name == "denoise" and c.first_step else (),
             error if (name, start, end) == reached[-1] else None,
         )
         for name, start, end in reached
     ]
-
-
-def _wall(monotonic: float) -> int:
-    """A time.monotonic() time as nanoseconds since 1970."""
-    return time.time_ns() - time.monotonic_ns() + int(1e9 * monotonic)

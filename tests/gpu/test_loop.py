@@ -13,7 +13,7 @@ import torch
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.registry import Encoder, load_encoder
 from tests.fakes.jobs import config_of
-from tests.support.engines import job
+from tests.support.engines import accept, job
 from tests.support.sink import Sink
 
 
@@ -67,7 +67,7 @@ def test_steady_steps_of_the_engine_wait_for_nothing(
     first = job(encoder, 3, "first", cache="require")
     with engine.adapter.session():
         sink = Sink()
-        manager.accept(first, sink)
+        accept(engine, first, sink)
         loop.until_answered(sink)
         assert sink.final().meta["cache"] == "hit"
         if tier == "disk":
@@ -84,7 +84,7 @@ def test_steady_steps_of_the_engine_wait_for_nothing(
             request = replace(first.request, request_id=name, settings=settings)
             joining[name] = replace(first, request=request)
         for name in ("cached", "dense"):
-            manager.accept(joining[name], Sink())
+            accept(engine, joining[name], Sink())
         assert engine.cache.store.settle()
         for _ in range(3):
             loop.turn()
@@ -92,7 +92,7 @@ def test_steady_steps_of_the_engine_wait_for_nothing(
         late = Sink()
         with nothing_waits(device):
             loop.turn()
-            manager.accept(joining["joins"], late)
+            accept(engine, joining["joins"], late)
             for _ in range(5):
                 loop.turn()
             assert late.final().meta["cache"] == "hit"

@@ -12,6 +12,7 @@ from maskserve_core.config import Config
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.job import EditJob, Final
+from maskserve_engine.requests.state import RequestState
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.sink import Sink
 
@@ -41,6 +42,11 @@ def job(encoder: Encoder, seed: int, name: str, **settings: Any) -> EditJob:
     mask = np.zeros_like(case.mask)
     mask[:16, 8:24] = 255
     return encode_case(encoder, replace(case, mask=mask), name)
+
+
+def accept(engine: Engine, each: EditJob, sink: Sink) -> None:
+    """On the engine's thread, in one turn with whatever else is asked of it there."""
+    engine.manager.accept(RequestState.of(each, sink, engine.adapter))
 
 
 def edit(engine: Engine, each: EditJob) -> Final:

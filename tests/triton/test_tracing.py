@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -221,7 +222,7 @@ def test_a_surprise_is_named_but_not_quoted(api: FakeTriton, spans: Spans) -> No
 def timeline(**changed: Any) -> RequestTimeline:
     now = time.monotonic()
     whole = RequestTimeline(
-        accepted=now - 4,
+        submitted=now - 4,
         queued=now - 3,
         admitted=now - 2,
         first_step=now - 1,
@@ -239,7 +240,7 @@ def seconds(stage: Stage) -> float:
 
 def test_the_stages_of_an_edit_follow_one_another() -> None:
     now = time.monotonic()
-    found = stages(now - 7, timeline(accepted=now - 4))
+    found = stages(now - 7, timeline(submitted=now - 4))
     assert [stage.name for stage in found] == ["prepare", "wait_prime", "queue", "denoise"]
     assert [seconds(stage) for stage in found] == [3, 1, 1, 2]
     assert abs(found[-1].end_ns - time.time_ns()) < 1e9
@@ -252,6 +253,7 @@ def test_the_stages_of_an_edit_follow_one_another() -> None:
     assert found[-1].start_ns < at_ns < found[-1].end_ns
     found = stages(now, timeline(waited=False))
     assert [stage.name for stage in found] == ["prepare", "queue", "denoise"]
+    assert all(one.end_ns == next.start_ns for one, next in pairwise(found))
 
 
 @pytest.mark.parametrize(
@@ -261,6 +263,7 @@ def test_the_stages_of_an_edit_follow_one_another() -> None:
         ({"first_step": 0.0}, ["prepare", "wait_prime", "queue", "denoise"]),
         ({"first_step": 0.0, "admitted": 0.0}, ["prepare", "wait_prime", "queue"]),
         ({"first_step": 0.0, "admitted": 0.0, "queued": 0.0}, ["prepare", "wait_prime"]),
+        ({"admitted": 0.0, "queued": 0.0, "waited": False}, ["prepare", "queue"]),
     ],
 )
 def test_an_error_ends_the_stage_it_came_in(never: dict[str, float], names: list[str]) -> None:

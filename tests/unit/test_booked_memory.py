@@ -16,7 +16,7 @@ from maskserve_engine.cache.loader import EntryLost
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.registry import Encoder, load_encoder
 from tests.fakes.jobs import config_of
-from tests.support.engines import edit, job, make_engine
+from tests.support.engines import accept, edit, job, make_engine
 from tests.support.sink import Sink
 
 
@@ -42,7 +42,7 @@ def test_edits_that_wait_for_a_row_hold_no_entry(engine: Engine, encoder: Encode
 
     def accept_and_evict() -> tuple[list[str], int]:  # in one turn: no step comes between
         for each, sink in zip(jobs, sinks, strict=True):
-            engine.manager.accept(each, sink)
+            accept(engine, each, sink)
         hows = [engine.manager.edits[each.request.request_id].how for each in jobs]
         engine.cache.evict(jobs[0].request.template_id)
         return hows, store.memory.nbytes
@@ -60,7 +60,7 @@ def test_what_rows_hold_of_an_evicted_template_is_booked(engine: Engine, encoder
     each = memory.nbytes / sum(len(held.anchors) for held in memory.held().values())
 
     def run_and_evict() -> tuple[int, int]:
-        engine.manager.accept(replace_id(job(encoder, 2, "first"), "runs"), sink)
+        accept(engine, replace_id(job(encoder, 2, "first"), "runs"), sink)
         engine._step_runner.step(engine.manager.running())
         engine.cache.evict(job(encoder, 2, "first").request.template_id)
         return memory.booked, len(set(engine.manager.edits["runs"].route.anchors))

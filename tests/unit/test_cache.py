@@ -29,7 +29,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.job import Final
 from tests.fakes.jobs import config_of, tolerance
-from tests.support.engines import edit, job, make_engine
+from tests.support.engines import accept, edit, job, make_engine
 from tests.support.eventually import eventually
 from tests.support.sink import Sink
 
@@ -259,7 +259,7 @@ def test_who_insists_has_its_template_primed_again_when_it_goes_before_the_edit_
     sink = Sink()
 
     def evict_while_it_queues() -> None:
-        engine.manager.accept(job(encoder, 16, "again", **settings), sink)
+        accept(engine, job(encoder, 16, "again", **settings), sink)
         assert engine.cache.evict(expected.meta["template_id"]) > 0
 
     engine.ask(evict_while_it_queues).result(30)
@@ -356,7 +356,7 @@ def test_a_cancelled_edit_that_waits_for_priming_is_answered(
 
     def cancel_one_of_three() -> None:  # in one turn of the engine: no step comes between
         for each, sink in zip(jobs, sinks, strict=True):
-            engine.manager.accept(each, sink)
+            accept(engine, each, sink)
         engine.manager.cancel("w1")
 
     engine.ask(cancel_one_of_three).result(30)
@@ -370,9 +370,9 @@ def test_an_edit_is_not_taken_for_one_of_its_name_that_waited(
     waited, other = Sink(), Sink()
 
     def reuse_the_name() -> None:
-        engine.manager.accept(job(encoder, 14, "same", cache="require"), waited)
+        accept(engine, job(encoder, 14, "same", cache="require"), waited)
         engine.manager.cancel("same")
-        engine.manager.accept(job(encoder, 15, "same", cache="off", num_inference_steps=40), other)
+        accept(engine, job(encoder, 15, "same", cache="off", num_inference_steps=40), other)
 
     engine.ask(reuse_the_name).result(30)
     assert waited.error().code == "CANCELLED"

@@ -28,6 +28,7 @@ from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import EditJob, Failed, Final, Preview, Progress
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
+from tests.support.engines import accept
 from tests.support.eventually import eventually
 from tests.support.sink import Sink
 
@@ -309,7 +310,7 @@ def test_an_edit_that_waits_is_not_shown_as_one_of_its_name_before_it(
     def resubmit() -> list[int]:
         before = manager.rows()[1]
         manager.cancel("again")
-        manager.accept(job(encoder, 1, "again", priority=2, **settings), Sink())
+        accept(engine, job(encoder, 1, "again", priority=2, **settings), Sink())
         return [row.priority for row in (*before, *manager.rows()[1])]
 
     assert engine.ask(resubmit).result(60) == [1, 2]

@@ -25,7 +25,7 @@ from maskserve_core.worker.step_scheduler import StepScheduler
 from maskserve_core.worker.ticket import Ticket
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.families.adapter import Adapter, EditRow
-from maskserve_engine.job import EditJob, Failed, Final, Sink
+from maskserve_engine.job import EditJob, Failed, Final
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.primings import Primings
@@ -63,15 +63,15 @@ class RequestManager:
         """What was held and what ran when `_waiting` was made."""
         self._waiting: tuple[RowStatus, ...] = ()
 
-    def accept(self, job: EditJob, sink: Sink) -> None:
+    def accept(self, edit: RequestState) -> None:
         """Take an edit in, or answer at once why not."""
         try:
-            self._enter(RequestState.of(job, sink, self.adapter))
+            self._enter(edit)
         except MaskserveError as error:
-            self.output.send(sink, Failed(error))
+            self.output.send(edit.sink, Failed(error))
         except Exception:
-            _log.exception("an edit could not be accepted", extra=about(job.request.request_id))
-            self.output.send(sink, Failed(EngineFailed("the edit could not be prepared")))
+            _log.exception("an edit could not be accepted", extra=about(edit.request_id))
+            self.output.send(edit.sink, Failed(EngineFailed("the edit could not be prepared")))
 
     def running(self) -> list[RequestState | PrimingState]:
         """Decide the next step: tell the expired, make rows for the admitted."""

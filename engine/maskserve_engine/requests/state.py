@@ -32,6 +32,7 @@ class RequestState:
     counted: Totals
     """What one step of it costs beside others."""
     submitted: float
+    """Put into the engine's inbox."""
     deadline: float | None
     batch_key: Hashable = None
     """Rows of equal keys may share a step."""
@@ -65,7 +66,9 @@ class RequestState:
 
     @classmethod
     def of(cls, job: EditJob, sink: Sink, adapter: Adapter) -> RequestState:
-        """An edit that has just come; its deadline counts from when its client was heard."""
+        """An edit that is handed to the engine's thread now; its deadline counts from when its
+        client was heard.
+        """
         request, now = job.request, time.monotonic()
         deadline = None
         if request.settings.deadline_ms is not None:
@@ -228,7 +231,7 @@ class RequestState:
         """What it went through, now that it ends."""
         done = 0 if self.made is None else self.made.step
         return RequestTimeline(
-            accepted=self.submitted,
+            submitted=self.submitted,
             queued=self.queued,
             admitted=self.admitted,
             first_step=self.first_step,

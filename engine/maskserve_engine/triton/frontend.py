@@ -144,7 +144,7 @@ class DenoiserFrontend:
                 case Final(latents, engine_meta, timeline):
                     taken_ms = {"encode": encode_ms}
                     if timeline is not None:
-                        taken_ms["prepare"] = 1e3 * (timeline.accepted - received)
+                        taken_ms["prepare"] = 1e3 * (timeline.submitted - received)
                     meta = final_meta(edit, self._config.worker, self._model, engine_meta, taken_ms)
                     events.finish({"LATENTS": latents, "META": meta, "CONTEXT": carried})
                     self._record(parent, received, timeline, None)

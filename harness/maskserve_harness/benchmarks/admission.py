@@ -22,6 +22,7 @@ from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.job import EditJob
+from maskserve_engine.requests.state import RequestState
 from maskserve_harness.benchmarks.direct import request_of
 from maskserve_harness.benchmarks.models import FLUX_DEV_SAMPLER, FLUX_FILL_FACTS
 from maskserve_harness.checkout import DEMO_MODEL
@@ -109,9 +110,10 @@ def _admit(engine: Engine, job: EditJob, kind: str, *, prepared: bool) -> dict[s
         return 1e3 * (time.thread_time() - begin), made
 
     prepare = engine.prepared if prepared else lambda given: given
-    prepare_ms, ready = timed(lambda: prepare(job))
+    adapter = engine.adapter
+    prepare_ms, ready = timed(lambda: RequestState.of(prepare(job), lambda event: None, adapter))
     with torch.inference_mode():
-        accept_ms, _ = timed(lambda: manager.accept(ready, lambda event: None))
+        accept_ms, _ = timed(lambda: manager.accept(ready))
         admit_ms, running = timed(manager.running)
     (edit,) = running
     assert edit.status().kind == kind
