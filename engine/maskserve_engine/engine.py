@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, Overloaded
-from maskserve_core.worker.logs import about
+from maskserve_core.triton.tensor_io import guarded
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.entry_store import estimated_costs, open_store, sized
@@ -153,9 +153,8 @@ class Engine:
         """Take an edit; its answer, an error included, comes through `sink`."""
         try:
             edit = RequestState.of(self.prepared(job), sink, self.adapter)
-        except Exception:
-            _log.exception("an edit could not be prepared", extra=about(job.request.request_id))
-            sink(Failed(EngineFailed("the edit could not be prepared")))
+        except Exception as error:
+            sink(Failed(guarded(job.request.request_id, error)))
             return
         if not self._inbox.put(lambda: self.manager.accept(edit)):
             sink(Failed(EngineFailed("the engine has stopped")))

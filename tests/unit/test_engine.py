@@ -107,6 +107,45 @@ def test_meta_says_what_was_done(engine: Engine, encoder: Encoder) -> None:
     assert {"queue", "denoise", "load_stall"} <= set(meta["timings_ms"])
 
 
+@pytest.mark.parametrize(
+    ("part", "verb", "cache", "again"),
+    [
+        ("adapter", "prepare", "off", False),
+        ("adapter", "counted", "off", False),
+        ("cache", "route", "off", False),
+        ("cache", "route", "require", True),
+        ("adapter", "dense_row", "off", False),
+    ],
+)
+def test_a_bug_costs_its_edit_alone_before_the_first_step(
+    engine: Engine,
+    encoder: Encoder,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    part: str,
+    verb: str,
+    cache: str,
+    again: bool,
+) -> None:
+    """Wherever it shows, also when it is decided anew how an edit runs; the log has the trace."""
+    sink, real = Sink(), getattr(getattr(engine, part), verb)
+
+    def broken(job: EditJob, *args: Any, **named: Any) -> Any:
+        if job.request.request_id == "bad" and named.get("again", False) == again:
+            raise RuntimeError("a bug")
+        return real(job, *args, **named)
+
+    monkeypatch.setattr(getattr(engine, part), verb, broken)
+    engine.submit(job(encoder, 7, "bad", cache=cache), sink)
+    assert str(sink.error()) == "[ENGINE_FAILED] internal error (request bad)"
+    told = [each for each in caplog.records if getattr(each, "request_id", "") == "bad"]
+    assert ["a bug" in str(each.exc_info) for each in told] == [True]
+    monkeypatch.undo()
+    sink = Sink()
+    engine.submit(job(encoder, 7, "good", cache=cache), sink)
+    sink.final()
+
+
 def test_progress_and_previews_come_in_order(engine: Engine, encoder: Encoder) -> None:
     sink = Sink()
     settings = {"num_inference_steps": 5, "strength": 1.0, "progress": True, "preview_every": 2}

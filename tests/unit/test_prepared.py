@@ -18,12 +18,11 @@ from maskserve_engine.families import posterior
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import EditJob, Failed
+from maskserve_engine.job import EditJob
 from maskserve_harness.checkout import CHECKOUT
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import VARIANTS
 from tests.support.engines import edit, job, make_engine
-from tests.support.sink import Sink
 
 FLUX, TILED = ("fill", "inpaint"), "tiled sd-base"
 
@@ -140,23 +139,6 @@ def test_the_engines_thread_draws_nothing(tiny_fill: Path, monkeypatch: pytest.M
     finally:
         engine.close(5.0)
     assert set(drew) == {threading.current_thread().name}
-
-
-def test_an_edit_that_cannot_be_prepared_is_answered(
-    tiny_fill: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    encoder = load_encoder(config_of(tiny_fill))
-    engine = make_engine(tiny_fill, encoder)
-    try:
-        sink = Sink()
-        engine.submit(
-            replace(job(encoder, 0, "bad"), moments=np.zeros((1, 1, 1), np.float32)), sink
-        )
-        assert isinstance(sink.events[0], Failed)
-        assert "could not be prepared" in str(sink.error())
-        assert edit(engine, job(encoder, 0, "good")).meta["event"] == "final"
-    finally:
-        engine.close(5.0)
 
 
 _POOLS = """

@@ -5,7 +5,6 @@ Plain bookkeeping between the scheduler, the cache and the rows; used by the eng
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +18,7 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
-from maskserve_core.worker.logs import about
+from maskserve_core.triton.tensor_io import guarded
 from maskserve_core.worker.status import RowStatus
 from maskserve_core.worker.step_scheduler import StepScheduler
 from maskserve_core.worker.ticket import Ticket
@@ -34,7 +33,6 @@ from maskserve_engine.requests.state import PrimingState, RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.requests.waiting import WaitingEdits
 
-_log = logging.getLogger(__name__)
 _STARTS_MOST = 5
 """Times that it is decided how an edit runs: its template may be lost again before it has a row."""
 
@@ -67,11 +65,8 @@ class RequestManager:
         """Take an edit in, or answer at once why not."""
         try:
             self._enter(edit)
-        except MaskserveError as error:
-            self.output.send(edit.sink, Failed(error))
-        except Exception:
-            _log.exception("an edit could not be accepted", extra=about(edit.request_id))
-            self.output.send(edit.sink, Failed(EngineFailed("the edit could not be prepared")))
+        except Exception as error:
+            self.output.send(edit.sink, Failed(guarded(edit.request_id, error)))
 
     def running(self) -> list[RequestState | PrimingState]:
         """Decide the next step: tell the expired, make rows for the admitted."""
@@ -251,8 +246,9 @@ class RequestManager:
         tier = edit.route.tier
         try:
             self._start(edit)
-        except MaskserveError as error:
-            self.output.send(edit.sink, Failed(error, edit.timeline()))
+        except Exception as error:
+            failed = Failed(guarded(edit.request_id, error), edit.timeline())
+            self.output.send(edit.sink, failed)
         if tier and edit.how == "cached":
             edit.route = replace(edit.route, tier=tier)  # where it lay, and not where it came
 
@@ -269,11 +265,8 @@ class RequestManager:
                 self._go_back(edit)
             else:
                 self.cache.count(edit.route)
-        except MaskserveError as error:
-            self.end(ticket.request_id, error)
-        except Exception:
-            _log.exception("the row of an edit could not be made", extra=about(ticket.request_id))
-            self.end(ticket.request_id, EngineFailed("the edit could not be prepared"))
+        except Exception as error:
+            self.end(ticket.request_id, guarded(ticket.request_id, error))
 
     def _go_back(self, edit: RequestState) -> None:
         """Its template was evicted while it queued, and it may not go without."""

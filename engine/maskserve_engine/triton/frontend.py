@@ -149,7 +149,7 @@ class DenoiserFrontend:
                     events.finish({"LATENTS": latents, "META": meta, "CONTEXT": carried})
                     self._record(parent, received, timeline, None)
                 case Failed(error, timeline):
-                    meta = failed_meta(guarded(edit.request_id, error), edit.request_id)
+                    meta = failed_meta(error, edit.request_id)
                     events.finish({"LATENTS": _NO_LATENTS, "META": meta, "CONTEXT": NOTHING})
                     self._record(parent, received, timeline, error)
 
