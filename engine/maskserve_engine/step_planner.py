@@ -105,12 +105,6 @@ class StepPlanner:
         made = self.plans.get((*what, missing.pattern), key, lambda: costs, 0.0)
         return StepPlan(made, steady, "arrived")
 
-    def costs_of(self, work: ModelWork, rows: Sequence[Reading], dense: Totals | None) -> StepCosts:
-        """What `plan` decides over: the step's costs with what has arrived."""
-        totals = Totals.sum_of(row.totals for row in rows)
-        missing = _Bytes(work, [(row.load.tier, row.load.missing) for row in rows])
-        return missing.costs(totals, self.costs, dense)
-
 
 def wants_of(plan: Plan, maps: Sequence[FeatureMap] = ()) -> list[Want]:
     """The parts that a plan's step reads, in the order in which it does: what is kept of blocks,

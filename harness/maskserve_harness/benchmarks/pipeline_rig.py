@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.flops import KINDS, RowTokens
+from maskserve_core.planning.step_costs import StepCosts, step_costs
 from maskserve_core.planning.two_stream import Plan, evaluate
 from maskserve_engine.cache.codec import Coded
 from maskserve_engine.cache.entries import AnchorEntry
@@ -159,11 +159,13 @@ class Pipeline:
         self._step(self.row, plan)
         return time.perf_counter() - begin
 
-    def _costs(self, reader: EntryReader, n: int) -> Any:
+    def _costs(self, reader: EntryReader, n: int) -> StepCosts:
+        """Of a step with what has arrived."""
         handle = reader.turn_to(n)
         assert handle is not None
         self.row.entry = handle
-        return self.planner.costs_of(self.bench.work, [Reading(self.totals, handle.load, 1)], None)
+        missing = {handle.load.tier: handle.load.missing[:, :2]}
+        return step_costs(self.bench.work, self.totals, self.planner.costs.model, missing)
 
     def _kinds(self, reader: EntryReader, n: int, kinds: Sequence[str]) -> Plan:
         return evaluate(self._costs(reader, n), kinds, lead=0.0)
