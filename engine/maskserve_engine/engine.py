@@ -164,8 +164,11 @@ class Engine:
         the steps of the others would wait for.
         """
         with one_cpu_thread():
-            seed = self.cache.noise_seed(job) if self.cache.serves(job) else None
-            return self.adapter.prepare(job, seed)
+            ready = self.adapter.prepare(job)
+            tokens = self.adapter.tokens(ready)
+            if not self.cache.serves(ready, tokens.active / tokens.total):
+                return ready
+            return self.adapter.prepare_template(ready, self.cache.noise_seed(job))
 
     def cancel(self, request_id: str) -> None:
         """Withdraw an edit, if one of that name is held; its sink gets CANCELLED."""

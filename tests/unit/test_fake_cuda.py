@@ -127,7 +127,8 @@ def test_a_unet_row_is_admitted_and_packed_with_copies_that_nobody_waits_for(
     assert isinstance(real, UnetAdapter)
     asked = {"guidance_scale": 7.5, "mask_ring": 0}
     plain = encode_case(encoder, unet_case(np.random.default_rng(1), **asked), "edit")
-    job, sampler = real.prepare(plain, 7), real._preparation.sampler(plain)
+    job = real.prepare_template(real.prepare(plain), 7)
+    sampler = real._preparation.sampler(plain)
     _, height, width = job.moments.shape
     depth = len(real.model.down_blocks)
     with FakeCuda() as cuda:

@@ -45,6 +45,10 @@ def family(request: pytest.FixtureRequest) -> tuple[Adapter, Encoder, EditJob]:
     return load_adapter(config), encoder, encode_case(encoder, case, "edit")
 
 
+def prepared(adapter: Adapter, plain: EditJob) -> EditJob:
+    return adapter.prepare_template(adapter.prepare(plain), 7)
+
+
 def tensors(row: object) -> dict[str, torch.Tensor]:
     """All tensors in a row, by the way to them."""
     found: dict[str, torch.Tensor] = {}
@@ -70,25 +74,32 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_rows_of_a_prepared_job_are_the_rows_of_the_job(
     family: tuple[Adapter, Encoder, EditJob],
 ) -> None:
-    """Every tensor, bit for bit, again and again: no row writes to what was prepared."""
+    """Every tensor, bit for bit, again and again: no row writes to what was prepared. Whether the
+    template was prepared too makes no difference.
+    """
     adapter, encoder, plain = family
-    ready, prompt = adapter.prepare(plain, 7), encoder.encode_prompt("")
+    own, prompt = adapter.prepare(plain), encoder.encode_prompt("")
+    ready = adapter.prepare_template(own, 7)
     anchors = adapter.anchors(adapter.tokens(plain).total, 4, 1)
     kinds = (frozenset({"kv"}),) * adapter.blocks
+
+    def primes(job: EditJob, noise_seed: int = 7) -> Any:
+        return adapter.priming_row(job, anchors, prompt, noise_seed, kinds, "model")
+
     makers: tuple[Callable[[EditJob], Any], ...] = (
         adapter.dense_row,
         lambda job: adapter.cached_row(job, 7),
-        lambda job: adapter.priming_row(job, anchors, prompt, 7, kinds, "model"),
+        primes,
     )
     for make in makers:
         expected = tensors(make(plain))
         assert len(expected) >= 3
-        for _ in range(2):
-            row = make(ready)
+        for given in (ready, ready, own):
+            row = make(given)
             assert same(tensors(row), expected)
             while row.step < row.steps:
                 adapter.step([row], None)
-    assert not same(tensors(adapter.cached_row(plain, 8)), tensors(adapter.cached_row(plain, 7)))
+    assert not same(tensors(primes(plain, 8)), tensors(primes(plain)))
     assert adapter.sigmas(ready) == adapter.sigmas(plain)
 
 
@@ -97,7 +108,7 @@ def test_a_prepared_jobs_mask_is_not_looked_at_again(
 ) -> None:
     """The engine's thread counts edits without a look at a million pixels."""
     adapter, _, plain = family
-    ready = replace(adapter.prepare(plain, 7), edit_mask=np.zeros((0, 0), np.uint8))
+    ready = replace(prepared(adapter, plain), edit_mask=np.zeros((0, 0), np.uint8))
     assert adapter.tokens(ready) == adapter.tokens(plain)
     found, expected = adapter.counted(ready), adapter.counted(plain)
     assert (found.active, found.convolved) == (expected.active, expected.convolved)
@@ -107,7 +118,7 @@ def test_a_registered_template_has_no_mask(family: tuple[Adapter, Encoder, EditJ
     """It is prepared and counted to be primed."""
     adapter, encoder, edit = family
     plain = replace(edit, edit_mask=np.zeros_like(edit.edit_mask))
-    ready, prompt = adapter.prepare(plain, 7), encoder.encode_prompt("")
+    ready, prompt = prepared(adapter, plain), encoder.encode_prompt("")
     assert adapter.tokens(ready).active == 0
     assert adapter.counted(ready) is not None
     kinds = (frozenset({"kv"}),) * adapter.blocks
@@ -133,8 +144,11 @@ def test_the_engines_thread_draws_nothing(tiny_fill: Path, monkeypatch: pytest.M
     try:
         assert edit(engine, job(encoder, 0, "dense", cache="off")).meta["cache"] == "off"
         assert len(drew) == 3  # image, noise, masked image: its template is not asked for
+        whole = job(encoder, 0, "whole")
+        edit(engine, replace(whole, edit_mask=np.full_like(whole.edit_mask, 255)))
+        assert len(drew) == 6  # nor is that of an edit whose mask makes it dense
         assert edit(engine, job(encoder, 0, "cached", cache="require")).meta["cache"] == "hit"
-        assert len(drew) == 7
+        assert len(drew) == 10
         assert engine.prime(job(encoder, 1, "template")).result(30) == "priming"
     finally:
         engine.close(5.0)
@@ -159,7 +173,10 @@ def leaves(prepare):
     prepare()
     left.append(native() - before)
 
-for prepare in (lambda: engine.prepared(job), lambda: engine.adapter.prepare(job, 7)):
+def rival(job):
+    engine.adapter.prepare_template(engine.adapter.prepare(job), 7)
+
+for prepare in (lambda: engine.prepared(job), lambda: rival(job)):
     thread = threading.Thread(target=leaves, args=(prepare,))
     thread.start()
     thread.join()

@@ -113,14 +113,20 @@ class Adapter(Protocol):
         """Timesteps to prime for an image of so many tokens."""
         ...
 
-    def prepare(self, job: EditJob, noise_seed: int | None) -> EditJob:
+    def prepare(self, job: EditJob) -> EditJob:
         """The job with all that its rows begin with and that follows from the job alone: random
         numbers, packed pictures, which tokens are active. It takes long, so a thread does it that
         takes no steps; may be called from several.
+        """
+        ...
+
+    def prepare_template(self, job: EditJob, noise_seed: int) -> EditJob:
+        """A prepared job with the template's own inputs, too, for rows that read or make entries;
+        as of `prepare`, from any thread.
 
         Args:
-            job: an edit.
-            noise_seed: of the template's noise; None: no row of it will read or make entries.
+            job: prepared.
+            noise_seed: of the template's noise.
         """
         ...
 
@@ -132,7 +138,7 @@ class Adapter(Protocol):
         """A row that computes the active tokens and reads entries for the rest.
 
         Args:
-            job: best prepared; with the same `noise_seed`, if with any.
+            job: best prepared, its template with the same `noise_seed`.
             noise_seed: of the template's noise.
         """
         ...

@@ -101,9 +101,18 @@ class TemplateCache:
         """Seed of the template's own noise: a function of its pixels."""
         return int((job.request.pixels_id or job.request.template_id)[:12], 16)
 
-    def serves(self, job: EditJob) -> bool:
-        """Whether rows of the edit may read or make entries."""
-        return self.config.enabled and job.request.settings.cache != "off"
+    def serves(self, job: EditJob, mask_ratio: float) -> bool:
+        """Whether rows of the edit may read or make entries.
+
+        Args:
+            job: the edit.
+            mask_ratio: share of tokens that it computes.
+        """
+        cache = job.request.settings.cache
+        if not self.config.enabled or cache == "off":
+            return False
+        # Computing nearly everything is faster than loading the rest.
+        return cache == "require" or mask_ratio < self.config.dense_above_ratio
 
     def route(self, job: EditJob, mask_ratio: float, *, again: bool = False) -> Route:
         """Decide how the edit runs and whether its template is worth priming now.
@@ -114,10 +123,7 @@ class TemplateCache:
             again: it was decided before, and is no further sight of its template.
         """
         settings = job.request.settings
-        if not self.serves(job):
-            return DENSE
-        if settings.cache != "require" and mask_ratio >= self.config.dense_above_ratio:
-            # Computing nearly everything is faster than loading the rest.
+        if not self.serves(job, mask_ratio):
             return DENSE
         key = self.key_of(job)
         if not again:

@@ -152,9 +152,15 @@ class FluxAdapter(Stepping[Row, Weights]):
         taken = (Anchor(walk[i].sigma, walk[i].timestep) for i in chosen)
         return cover(tuple(taken), self.anchor_tolerance)
 
-    def prepare(self, job: EditJob, noise_seed: int | None) -> EditJob:
+    def prepare(self, job: EditJob) -> EditJob:
         with torch.inference_mode():
-            return replace(job, prepared=self._prepare(job, noise_seed))
+            return replace(job, prepared=self._prepared(job))
+
+    def prepare_template(self, job: EditJob, noise_seed: int) -> EditJob:
+        with torch.inference_mode():
+            ready = self._prepared(job)
+            template = self._template(job, ready, noise_seed)
+            return replace(job, prepared=replace(ready, template=template))
 
     def dense_row(self, job: EditJob) -> FluxRow:
         with torch.inference_mode():
@@ -162,11 +168,11 @@ class FluxAdapter(Stepping[Row, Weights]):
 
     def cached_row(self, job: EditJob, noise_seed: int) -> FluxRow:
         with torch.inference_mode():
-            ready = self._prepared(job, noise_seed)
-            assert ready.template is not None, "prepared without the template's noise"
+            ready = self._prepared(job)
+            own = self._template(job, ready, noise_seed)
             active, index = map(torch.from_numpy, (ready.active, *ready.selection.levels))
             with one_cpu_thread():
-                start, rest = ready.inputs.start.take(active), ready.template.take(index)
+                start, rest = ready.inputs.start.take(active), own.take(index)
             there = (replace(ready.inputs, start=start), rest, active, index)
             inputs, template, active, index = moved(there, self.device)
             ready.selection.sent([index])
@@ -189,8 +195,7 @@ class FluxAdapter(Stepping[Row, Weights]):
     ) -> PrimingRow:
         with torch.inference_mode():
             sigmas = torch.tensor([anchor.sigma for anchor in anchors])
-            own = self._prepared(job, noise_seed).template
-            assert own is not None, "prepared without the template's noise"
+            own = self._template(job, self._prepared(job), noise_seed)
             there = (own, self._prompt(prompt), sigmas)
             template, inputs, sigmas = moved(there, self.device)
             text = self.model.context_embedder(inputs.embeds)
@@ -219,19 +224,17 @@ class FluxAdapter(Stepping[Row, Weights]):
             start = start_inpaint(image, job.edit_mask, factor, schedule, generator)
         return schedule, start
 
-    def _prepared(self, job: EditJob, noise_seed: int | None = None) -> Prepared:
-        ready = job.prepared
-        return ready if isinstance(ready, Prepared) else self._prepare(job, noise_seed)
-
-    def _prepare(self, job: EditJob, noise_seed: int | None) -> Prepared:
+    def _prepared(self, job: EditJob) -> Prepared:
+        """The job's own, if it has been prepared."""
+        if isinstance(job.prepared, Prepared):
+            return job.prepared
         schedule, start = self._start(job)
         negative = None if job.negative is None else self._prompt(job.negative)
         inputs = Inputs(schedule, start, self._prompt(job.conditioning), negative)
-        template = None if noise_seed is None else self._template(job, noise_seed)
         gh, gw = self._grid(job)
         active = self._active(job)
         rest = np.setdiff1d(np.arange(gh * gw), active)
-        return Prepared(inputs, template, active, Selection([rest]))
+        return Prepared(inputs, None, active, Selection([rest]))
 
     def _active(self, job: EditJob) -> TokenIds:
         if isinstance(job.prepared, Prepared):
@@ -275,8 +278,9 @@ class FluxAdapter(Stepping[Row, Weights]):
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
         return Posterior(moments, self.vae_shift, self.vae_scale, self.dtype)
 
-    def _template(self, job: EditJob, noise_seed: int) -> TemplateInputs:
-        return template_inputs(self._posterior(job.moments), noise_seed)
+    def _template(self, job: EditJob, ready: Prepared, noise_seed: int) -> TemplateInputs:
+        """What was prepared, if it was."""
+        return ready.template or template_inputs(self._posterior(job.moments), noise_seed)
 
     def _filled(self, template: TemplateInputs) -> TemplateInputs:
         fill = self.facts.semantics == "fill"

@@ -168,7 +168,7 @@ class Prepared:
     inputs: Inputs
     """Of all tokens."""
     template: TemplateInputs | None
-    """Of all tokens, where a row may need it."""
+    """Of all tokens, once prepared: of edits whose rows may read or make entries."""
     active: TokenIds
     """Of a cached row."""
     selection: Selection

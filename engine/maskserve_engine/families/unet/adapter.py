@@ -141,19 +141,24 @@ class UnetAdapter(Stepping[Row, Any]):
         chosen = anchor_steps([anchor.sigma for anchor in taken], stride)
         return tuple(taken[i] for i in chosen)
 
-    def prepare(self, job: EditJob, noise_seed: int | None) -> EditJob:
+    def prepare(self, job: EditJob) -> EditJob:
         with torch.inference_mode():
-            return replace(job, prepared=self._prepared(job, noise_seed))
+            return replace(job, prepared=self._preparation.prepared(job))
+
+    def prepare_template(self, job: EditJob, noise_seed: int) -> EditJob:
+        with torch.inference_mode():
+            ready = self._preparation.prepared(job)
+            inactive = self._inactive(job, ready, noise_seed)
+            return replace(job, prepared=replace(ready, inactive=inactive))
 
     def dense_row(self, job: EditJob) -> UnetRow:
         with torch.inference_mode():
-            return self._row(job, self._prepared(job).inputs)
+            return self._row(job, self._preparation.prepared(job).inputs)
 
     def cached_row(self, job: EditJob, noise_seed: int) -> UnetRow:
         with torch.inference_mode():
-            ready = self._prepared(job, noise_seed)
-            assert ready.inactive is not None, "prepared without the template's noise"
-            return self._row(job, ready.inputs, ready.inactive)
+            ready = self._preparation.prepared(job)
+            return self._row(job, ready.inputs, self._inactive(job, ready, noise_seed))
 
     def priming_row(
         self,
@@ -168,8 +173,7 @@ class UnetAdapter(Stepping[Row, Any]):
         prompts = (prompt, none)[: self.entry_halves]
         with torch.inference_mode():
             given = tuple([self._preparation.texts(each, job) for each in prompts])
-            own = self._prepared(job, noise_seed).inactive
-            assert own is not None, "prepared without the template's noise"
+            own = self._inactive(job, self._preparation.prepared(job), noise_seed)
             template, texts = moved((own.template, given), self.device)
             return UnetPrimingRow(
                 request_id=job.request.request_id,
@@ -181,10 +185,12 @@ class UnetAdapter(Stepping[Row, Any]):
                 maps=self._maps,
             )
 
-    def _prepared(self, job: EditJob, noise_seed: int | None = None) -> Prepared:
+    def _inactive(self, job: EditJob, ready: Prepared, noise_seed: int) -> Inactive:
+        """What was prepared, if it was."""
         _, height, width = job.moments.shape
-        work = self.work(height, width)
-        return self._preparation.prepared(job, noise_seed, work, self.entry_halves)
+        return ready.inactive or self._preparation.inactive(
+            job, ready.active, noise_seed, self.work(height, width), self.entry_halves
+        )
 
     def _row(self, job: EditJob, inputs: Inputs, inactive: Inactive | None = None) -> UnetRow:
         """A row of what lies in host memory as yet."""

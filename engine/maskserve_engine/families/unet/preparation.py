@@ -17,7 +17,6 @@ from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.families.unet.conditioning import (
     Inputs,
     Start,
-    TemplateInputs,
     start_row,
     template_inputs,
 )
@@ -34,7 +33,8 @@ class Prepared:
     inputs: Inputs
     active: ActiveTokens
     inactive: Inactive | None
-    """Of a cached row, and the template's inputs; None: no row needs them."""
+    """Of a cached row, and the template's inputs, once prepared: of edits whose rows may read or
+    make entries."""
 
 
 class Preparation:
@@ -67,25 +67,41 @@ class Preparation:
         self.noise_levels = NoiseLevels(sampler)
         self.timesteps = lru_cache(maxsize=256)(self._make_timesteps)
 
-    def prepared(
-        self, job: EditJob, noise_seed: int | None, work: ModelWork, halves: int
-    ) -> Prepared:
-        """The job's own, if it has been prepared.
-
-        Args:
-            job: an edit.
-            noise_seed: of the template's noise; None: no row of it will read or make entries.
-            work: of the model at the job's size.
-            halves: of the entries (`Adapter.entry_halves`).
-        """
+    def prepared(self, job: EditJob) -> Prepared:
+        """The job's own, if it has been prepared; else without `inactive`."""
         if isinstance(job.prepared, Prepared):
             return job.prepared
         negative = None if job.negative is None else self.texts(job.negative, job)
         inputs = Inputs(self._start(job), self.texts(job.conditioning, job), negative)
-        active, inactive = self.active(job), None
-        if noise_seed is not None:
-            inactive = self._inactive(job, active, self._template(job, noise_seed), work, halves)
-        return Prepared(inputs, active, inactive)
+        return Prepared(inputs, self.active(job), None)
+
+    def inactive(
+        self, job: EditJob, active: ActiveTokens, noise_seed: int, work: ModelWork, halves: int
+    ) -> Inactive:
+        """Draws the template's noise.
+
+        Args:
+            job: an edit.
+            active: of its mask.
+            noise_seed: of the template's noise.
+            work: of the model at the job's size.
+            halves: of the entries (`Adapter.entry_halves`).
+        """
+        _, height, width = job.moments.shape
+        mask = np.zeros(height * width, np.bool_)
+        mask[active.levels[0]] = True
+        image = self._posterior(job.moments)
+        return Inactive(
+            active=active.levels,
+            mask=torch.from_numpy(mask.reshape(1, height, width)),
+            template=template_inputs(
+                image, noise_seed, self.noise_levels, self._dtype, fill=self._fill
+            ),
+            selection=active.selection(work, halves),
+            halves=halves,
+            tile=active.tile,
+            maps=range(len(work.blocks), len(work.blocks) + len(work.maps)),
+        )
 
     def active(self, job: EditJob) -> ActiveTokens:
         """Which tokens a cached row computes."""
@@ -117,37 +133,12 @@ class Preparation:
             texts += [given["pooled"], sizes]
         return tuple([torch.from_numpy(each).to(self._dtype) for each in texts])
 
-    def _inactive(
-        self,
-        job: EditJob,
-        active: ActiveTokens,
-        template: TemplateInputs,
-        work: ModelWork,
-        halves: int,
-    ) -> Inactive:
-        _, height, width = job.moments.shape
-        mask = np.zeros(height * width, np.bool_)
-        mask[active.levels[0]] = True
-        return Inactive(
-            active=active.levels,
-            mask=torch.from_numpy(mask.reshape(1, height, width)),
-            template=template,
-            selection=active.selection(work, halves),
-            halves=halves,
-            tile=active.tile,
-            maps=range(len(work.blocks), len(work.blocks) + len(work.maps)),
-        )
-
     def _start(self, job: EditJob) -> Start:
         """Draw everything random of the edit, in the pipeline's own order, on the CPU."""
         generator = torch.Generator("cpu").manual_seed(job.request.seed)
         masked = self._posterior(job.masked_moments) if self._fill else None
         image, sampler = self._posterior(job.moments), self.sampler(job)
         return start_row(image, masked, job.edit_mask, sampler, generator, self._dtype)
-
-    def _template(self, job: EditJob, noise_seed: int) -> TemplateInputs:
-        image = self._posterior(job.moments)
-        return template_inputs(image, noise_seed, self.noise_levels, self._dtype, fill=self._fill)
 
     @property
     def _fill(self) -> bool:
