@@ -96,13 +96,13 @@ def test_a_row_is_admitted_with_one_copy_that_nobody_waits_for(
     assert isinstance(real, FluxAdapter)
     asked = {} if semantics == "fill" else guided(np.random.default_rng(1))
     job = encode_case(encoder, random_case(np.random.default_rng(1), **asked), "edit")
-    schedule, kept = real._schedule(job), (frozenset({"kv"}),) * real.blocks
+    schedule, kept = real._preparation.schedule(job), (frozenset({"kv"}),) * real.blocks
     prompt, anchors = encoder.encode_prompt(""), real.anchors(64, 4, 1)
     with FakeCuda() as cuda:
         with torch.device("meta"):
             model = FluxTransformer2DModel.from_config(real.model.config)
         adapter = FluxAdapter(real.facts, fake_weights(model), real.sampler, 0.1, 1.0)
-        adapter._schedule = lambda job: schedule  # type: ignore[method-assign]
+        adapter._preparation.schedule = lambda job: schedule  # type: ignore[method-assign]
         adapter.dense_row(job)  # its size's rotary factors are made once
         makers: tuple[Callable[[], object], ...] = (
             lambda: adapter.dense_row(job),

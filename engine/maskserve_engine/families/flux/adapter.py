@@ -9,35 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.entry_key import Anchor, anchor_steps, cover
 from maskserve_core.contracts.facts import ModelFacts
-from maskserve_core.imaging.tokens import TokenIds, active_tokens
 from maskserve_core.imaging.validation import steps_run
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_core.planning.flops_flux import flux_work
-from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.batch import Batch, Row
 from maskserve_engine.families.flux.compiled import compile_halves
-from maskserve_engine.families.flux.conditioning import (
-    Inputs,
-    Prepared,
-    Prompt,
-    Start,
-    TemplateInputs,
-    start_fill,
-    start_inpaint,
-    template_inputs,
-)
-from maskserve_engine.families.flux.latents import PATCH
+from maskserve_engine.families.flux.conditioning import Inputs, Prompt, TemplateInputs
+from maskserve_engine.families.flux.preparation import Preparation, grid_of
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
-from maskserve_engine.families.flux.schedule import Schedule, check_sampler, make_schedule
+from maskserve_engine.families.flux.schedule import check_sampler, make_schedule
 from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.flux.weights import Weights
-from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.families.stepping import Stepping
 from maskserve_engine.families.transfer import moved
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
@@ -75,7 +62,6 @@ class FluxAdapter(Stepping[Row, Weights]):
     ) -> None:
         check_sampler(sampler)
         self.facts, self.model, self.sampler = facts, model, sampler
-        self.vae_shift, self.vae_scale = vae_shift, vae_scale
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.weight_bytes = held_bytes(model)
@@ -83,6 +69,9 @@ class FluxAdapter(Stepping[Row, Weights]):
         self.weights = replace(weights, halves=compile_halves(weights)) if compiled else weights
         super().__init__(Batch, self.weights)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
+        self._preparation = Preparation(
+            facts, sampler, vae_shift=vae_shift, vae_scale=vae_scale, dtype=self.dtype
+        )
         self._cis = lru_cache(maxsize=64)(self._make_cis)
         self.work = lru_cache(maxsize=64)(self._make_work)
         self.anchors = lru_cache(maxsize=64)(self._make_anchors)
@@ -115,8 +104,8 @@ class FluxAdapter(Stepping[Row, Weights]):
         return steps_run(settings.num_inference_steps, settings.strength)
 
     def tokens(self, job: EditJob) -> TokenCounts:
-        gh, gw = self._grid(job)
-        return TokenCounts(len(self._active(job)), gh * gw)
+        gh, gw = grid_of(job)
+        return TokenCounts(len(self._preparation.active(job)), gh * gw)
 
     def _make_work(self, height: int, width: int) -> ModelWork:
         return flux_work(self.facts.denoiser, height, width)
@@ -140,7 +129,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         }
 
     def sigmas(self, job: EditJob) -> list[tuple[float, float]]:
-        schedule = self._schedule(job)
+        schedule = self._preparation.schedule(job)
         return [(step.sigma, step.timestep) for step in schedule.walk]
 
     def _make_anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
@@ -154,22 +143,22 @@ class FluxAdapter(Stepping[Row, Weights]):
 
     def prepare(self, job: EditJob) -> EditJob:
         with torch.inference_mode():
-            return replace(job, prepared=self._prepared(job))
+            return replace(job, prepared=self._preparation.prepared(job))
 
     def prepare_template(self, job: EditJob, noise_seed: int) -> EditJob:
         with torch.inference_mode():
-            ready = self._prepared(job)
-            template = self._template(job, ready, noise_seed)
+            ready = self._preparation.prepared(job)
+            template = self._preparation.template(job, noise_seed)
             return replace(job, prepared=replace(ready, template=template))
 
     def dense_row(self, job: EditJob) -> FluxRow:
         with torch.inference_mode():
-            return self._row(job, moved(self._prepared(job).inputs, self.device))
+            return self._row(job, moved(self._preparation.prepared(job).inputs, self.device))
 
     def cached_row(self, job: EditJob, noise_seed: int) -> FluxRow:
         with torch.inference_mode():
-            ready = self._prepared(job)
-            own = self._template(job, ready, noise_seed)
+            ready = self._preparation.prepared(job)
+            own = self._preparation.template(job, noise_seed)
             active, index = map(torch.from_numpy, (ready.active, *ready.selection.levels))
             with one_cpu_thread():
                 start, rest = ready.inputs.start.take(active), own.take(index)
@@ -195,8 +184,8 @@ class FluxAdapter(Stepping[Row, Weights]):
     ) -> PrimingRow:
         with torch.inference_mode():
             sigmas = torch.tensor([anchor.sigma for anchor in anchors])
-            own = self._template(job, self._prepared(job), noise_seed)
-            there = (own, self._prompt(prompt), sigmas)
+            own = self._preparation.template(job, noise_seed)
+            there = (own, self._preparation.prompt(prompt), sigmas)
             template, inputs, sigmas = moved(there, self.device)
             text = self.model.context_embedder(inputs.embeds)
             return PrimingRow(
@@ -207,44 +196,15 @@ class FluxAdapter(Stepping[Row, Weights]):
                 text=text,
                 pooled=inputs.pooled,
                 guidance=self._guidance(job),
-                cis=self._cis(*self._grid(job), len(text)),
+                cis=self._cis(*grid_of(job), len(text)),
                 kinds=kinds,
                 format=format,
             )
 
-    def _start(self, job: EditJob) -> tuple[Schedule, Start]:
-        """Draw everything random of the edit, in the pipeline's own order, on the CPU."""
-        schedule = self._schedule(job)
-        generator = torch.Generator("cpu").manual_seed(job.request.seed)
-        image, factor = self._posterior(job.moments), self.facts.vae_scale_factor
-        if self.facts.semantics == "fill":
-            masked = self._posterior(job.masked_moments)
-            start = start_fill(image, masked, job.edit_mask, factor, schedule, generator)
-        else:
-            start = start_inpaint(image, job.edit_mask, factor, schedule, generator)
-        return schedule, start
-
-    def _prepared(self, job: EditJob) -> Prepared:
-        """The job's own, if it has been prepared."""
-        if isinstance(job.prepared, Prepared):
-            return job.prepared
-        schedule, start = self._start(job)
-        negative = None if job.negative is None else self._prompt(job.negative)
-        inputs = Inputs(schedule, start, self._prompt(job.conditioning), negative)
-        gh, gw = self._grid(job)
-        active = self._active(job)
-        rest = np.setdiff1d(np.arange(gh * gw), active)
-        return Prepared(inputs, None, active, Selection([rest]))
-
-    def _active(self, job: EditJob) -> TokenIds:
-        if isinstance(job.prepared, Prepared):
-            return job.prepared.active
-        return active_tokens(job.edit_mask, self.facts.token_pixels, job.mask_ring)
-
     def _row(self, job: EditJob, inputs: Inputs) -> FluxRow:
         """A row that computes the tokens of `inputs`, which lie on the device."""
         text, start = self.model.context_embedder(inputs.prompt.embeds), inputs.start
-        grid = self._grid(job)
+        grid = grid_of(job)
         threshold = job.request.settings.first_block_threshold
         return FluxRow(
             request_id=job.request.request_id,
@@ -261,34 +221,12 @@ class FluxAdapter(Stepping[Row, Weights]):
             first_block=FirstBlockCache(threshold) if threshold else None,
         )
 
-    def _schedule(self, job: EditJob) -> Schedule:
-        if isinstance(job.prepared, Prepared):
-            return job.prepared.inputs.schedule
-        settings, (gh, gw) = job.request.settings, self._grid(job)
-        assert settings.num_inference_steps is not None
-        return make_schedule(self.sampler, settings.num_inference_steps, gh * gw, settings.strength)
-
-    def _grid(self, job: EditJob) -> tuple[int, int]:
-        _, h, w = job.moments.shape
-        return h // PATCH, w // PATCH
-
     def _guidance(self, job: EditJob) -> float | None:
         return job.request.settings.guidance_scale if self.facts.guidance == "embedded" else None
-
-    def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
-        return Posterior(moments, self.vae_shift, self.vae_scale, self.dtype)
-
-    def _template(self, job: EditJob, ready: Prepared, noise_seed: int) -> TemplateInputs:
-        """What was prepared, if it was."""
-        return ready.template or template_inputs(self._posterior(job.moments), noise_seed)
 
     def _filled(self, template: TemplateInputs) -> TemplateInputs:
         fill = self.facts.semantics == "fill"
         return template.filled(self.facts.vae_scale_factor) if fill else template
-
-    def _prompt(self, given: Conditioning) -> Prompt:
-        embeds, pooled = given["prompt_embeds"], given["pooled"]
-        return Prompt(*(torch.from_numpy(each).to(self.dtype) for each in (embeds, pooled)))
 
     def _negative(self, job: EditJob, prompt: Prompt | None) -> Negative | None:
         if prompt is None:

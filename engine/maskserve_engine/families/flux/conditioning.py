@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.imaging.tokens import TokenIds
-from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.latents import PATCH, pack_latents
 from maskserve_engine.families.flux.schedule import Schedule
 from maskserve_engine.families.posterior import Posterior, draw
@@ -159,17 +157,3 @@ def template_inputs(image: Posterior, noise_seed: int) -> TemplateInputs:
     clean = image.mode()
     noise = draw(clean.shape, torch.Generator("cpu").manual_seed(noise_seed), clean.dtype)
     return TemplateInputs(pack_latents(clean), pack_latents(noise), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What follows from an edit's job alone, in host memory."""
-
-    inputs: Inputs
-    """Of all tokens."""
-    template: TemplateInputs | None
-    """Of all tokens, once prepared: of edits whose rows may read or make entries."""
-    active: TokenIds
-    """Of a cached row."""
-    selection: Selection
-    """The other tokens."""

@@ -21,7 +21,7 @@ from maskserve_engine.families.transfer import moved
 from maskserve_engine.families.unet.batch import Batch, Row
 from maskserve_engine.families.unet.conditioning import Inputs
 from maskserve_engine.families.unet.forward import added_embedding
-from maskserve_engine.families.unet.preparation import Preparation, Prepared
+from maskserve_engine.families.unet.preparation import Preparation
 from maskserve_engine.families.unet.rows import Guidance, Inactive, Prompt, UnetPrimingRow, UnetRow
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, check_sampler, load_sampler
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
@@ -148,7 +148,7 @@ class UnetAdapter(Stepping[Row, Any]):
     def prepare_template(self, job: EditJob, noise_seed: int) -> EditJob:
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
-            inactive = self._inactive(job, ready, noise_seed)
+            inactive = self._inactive(job, noise_seed)
             return replace(job, prepared=replace(ready, inactive=inactive))
 
     def dense_row(self, job: EditJob) -> UnetRow:
@@ -158,7 +158,7 @@ class UnetAdapter(Stepping[Row, Any]):
     def cached_row(self, job: EditJob, noise_seed: int) -> UnetRow:
         with torch.inference_mode():
             ready = self._preparation.prepared(job)
-            return self._row(job, ready.inputs, self._inactive(job, ready, noise_seed))
+            return self._row(job, ready.inputs, self._inactive(job, noise_seed))
 
     def priming_row(
         self,
@@ -173,7 +173,7 @@ class UnetAdapter(Stepping[Row, Any]):
         prompts = (prompt, none)[: self.entry_halves]
         with torch.inference_mode():
             given = tuple([self._preparation.texts(each, job) for each in prompts])
-            own = self._inactive(job, self._preparation.prepared(job), noise_seed)
+            own = self._inactive(job, noise_seed)
             template, texts = moved((own.template, given), self.device)
             return UnetPrimingRow(
                 request_id=job.request.request_id,
@@ -185,12 +185,10 @@ class UnetAdapter(Stepping[Row, Any]):
                 maps=self._maps,
             )
 
-    def _inactive(self, job: EditJob, ready: Prepared, noise_seed: int) -> Inactive:
-        """What was prepared, if it was."""
+    def _inactive(self, job: EditJob, noise_seed: int) -> Inactive:
         _, height, width = job.moments.shape
-        return ready.inactive or self._preparation.inactive(
-            job, ready.active, noise_seed, self.work(height, width), self.entry_halves
-        )
+        work = self.work(height, width)
+        return self._preparation.inactive(job, noise_seed, work, self.entry_halves)
 
     def _row(self, job: EditJob, inputs: Inputs, inactive: Inactive | None = None) -> UnetRow:
         """A row of what lies in host memory as yet."""

@@ -75,19 +75,19 @@ class Preparation:
         inputs = Inputs(self._start(job), self.texts(job.conditioning, job), negative)
         return Prepared(inputs, self.active(job), None)
 
-    def inactive(
-        self, job: EditJob, active: ActiveTokens, noise_seed: int, work: ModelWork, halves: int
-    ) -> Inactive:
-        """Draws the template's noise.
+    def inactive(self, job: EditJob, noise_seed: int, work: ModelWork, halves: int) -> Inactive:
+        """The job's own, if it has been prepared; else draws the template's noise.
 
         Args:
             job: an edit.
-            active: of its mask.
             noise_seed: of the template's noise.
             work: of the model at the job's size.
             halves: of the entries (`Adapter.entry_halves`).
         """
-        _, height, width = job.moments.shape
+        own = job.prepared.inactive if isinstance(job.prepared, Prepared) else None
+        if own is not None:
+            return own
+        active, (_, height, width) = self.active(job), job.moments.shape
         mask = np.zeros(height * width, np.bool_)
         mask[active.levels[0]] = True
         image = self._posterior(job.moments)

@@ -1,0 +1,122 @@
+"""What the rows of an edit begin with, as far as it follows from its job alone: in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.imaging.tokens import TokenIds, active_tokens
+from maskserve_engine.cache.selection import Selection
+from maskserve_engine.families.flux.conditioning import (
+    Inputs,
+    Prompt,
+    Start,
+    TemplateInputs,
+    start_fill,
+    start_inpaint,
+    template_inputs,
+)
+from maskserve_engine.families.flux.latents import PATCH
+from maskserve_engine.families.flux.schedule import Schedule, make_schedule
+from maskserve_engine.families.posterior import Posterior
+from maskserve_engine.job import Conditioning, EditJob
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Of one job."""
+
+    inputs: Inputs
+    """Of all tokens."""
+    template: TemplateInputs | None
+    """Of all tokens, once prepared: of edits whose rows may read or make entries."""
+    active: TokenIds
+    """Of a cached row."""
+    selection: Selection
+    """The other tokens."""
+
+
+class Preparation:
+    """Prepares jobs; used by any thread.
+
+    Args:
+        facts: what the model folder says.
+        sampler: FlowMatchEulerDiscreteScheduler, used for its sigmas only.
+        vae_shift: the VAE's shift_factor.
+        vae_scale: the VAE's scaling_factor.
+        dtype: of the model.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        sampler: Any,
+        *,
+        vae_shift: float,
+        vae_scale: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self._facts, self._sampler = facts, sampler
+        self._vae_shift, self._vae_scale, self._dtype = vae_shift, vae_scale, dtype
+
+    def prepared(self, job: EditJob) -> Prepared:
+        """The job's own, if it has been prepared; else without `template`."""
+        if isinstance(job.prepared, Prepared):
+            return job.prepared
+        schedule, active = self.schedule(job), self.active(job)
+        inputs = Inputs(
+            schedule,
+            self._start(job, schedule),
+            self.prompt(job.conditioning),
+            None if job.negative is None else self.prompt(job.negative),
+        )
+        height, width = grid_of(job)
+        rest = np.setdiff1d(np.arange(height * width), active)
+        return Prepared(inputs, None, active, Selection([rest]))
+
+    def template(self, job: EditJob, noise_seed: int) -> TemplateInputs:
+        """The job's own, if it has been prepared; else draws the template's noise."""
+        own = job.prepared.template if isinstance(job.prepared, Prepared) else None
+        return own or template_inputs(self._posterior(job.moments), noise_seed)
+
+    def active(self, job: EditJob) -> TokenIds:
+        """Which tokens a cached row computes."""
+        if isinstance(job.prepared, Prepared):
+            return job.prepared.active
+        return active_tokens(job.edit_mask, self._facts.token_pixels, job.mask_ring)
+
+    def schedule(self, job: EditJob) -> Schedule:
+        if isinstance(job.prepared, Prepared):
+            return job.prepared.inputs.schedule
+        settings, (height, width) = job.request.settings, grid_of(job)
+        steps = settings.num_inference_steps
+        assert steps is not None
+        return make_schedule(self._sampler, steps, height * width, settings.strength)
+
+    def prompt(self, given: Conditioning) -> Prompt:
+        """What the text encoders answered, in the model's dtype."""
+        embeds, pooled = given["prompt_embeds"], given["pooled"]
+        return Prompt(*(torch.from_numpy(each).to(self._dtype) for each in (embeds, pooled)))
+
+    def _start(self, job: EditJob, schedule: Schedule) -> Start:
+        """Draw everything random of the edit, in the pipeline's own order, on the CPU."""
+        generator = torch.Generator("cpu").manual_seed(job.request.seed)
+        image, factor = self._posterior(job.moments), self._facts.vae_scale_factor
+        if self._facts.semantics == "fill":
+            masked = self._posterior(job.masked_moments)
+            return start_fill(image, masked, job.edit_mask, factor, schedule, generator)
+        return start_inpaint(image, job.edit_mask, factor, schedule, generator)
+
+    def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
+        return Posterior(moments, self._vae_shift, self._vae_scale, self._dtype)
+
+
+def grid_of(job: EditJob) -> tuple[int, int]:
+    """Rows and columns of the edit's tokens."""
+    _, height, width = job.moments.shape
+    return height // PATCH, width // PATCH
