@@ -109,6 +109,14 @@ class EngineConfig:
     heartbeat_timeout_s: float = _opt(
         10.0, "Silence after which the engine counts as hung.", low=0.2, high=600
     )
+    stuck_timeout_s: float = _opt(
+        120.0,
+        "Time after which a worker counts as stuck: edits are on their way to the engine or back "
+        "and none comes through, or a front does not answer the supervisor. Longer than encoding "
+        "or decoding one picture takes.",
+        low=1,
+        high=86400,
+    )
     watch_interval_s: float = _opt(
         0.02,
         "How often fronts look for a cancel; less often when steps are longer.",

@@ -14,6 +14,7 @@ from maskserve_serving.command import command, environment, gpus_of_worker
 from maskserve_serving.files import checked, with_values, worker_files
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import check_free, reachable
+from maskserve_serving.probe import Probe
 from maskserve_serving.process import Process
 from maskserve_serving.runtime import Runtime
 from maskserve_serving.shm_cleanup import region_prefix, remove_regions
@@ -41,6 +42,8 @@ class Worker(Process):
         self._status = StatusReader(spec.files.status)
         self._silence = Silence()
         self._processes = Processes(spec.files.runtime)
+        self._probe = Probe(self.grpc_url, self.config.engine.stuck_timeout_s)
+        self._no_answer = Silence()
 
     # What any thread may ask
 
@@ -113,6 +116,9 @@ class Worker(Process):
 
     def settle(self) -> str | None:
         super().settle()
+        self._probe = Probe(self.grpc_url, self.config.engine.stuck_timeout_s)
+        self._no_answer = Silence()
+        self._probe.start()
         return untrace(self.http_url) if self.config.trace.otlp_url else None
 
     # Health
@@ -130,7 +136,16 @@ class Worker(Process):
             return f"its {hung}"
         if status.state in ("failed", "stopped"):
             return f"its engine has {status.state}"
-        return self._processes.unwell()
+        return self._processes.unwell() or self._stuck()
+
+    def _stuck(self) -> str | None:
+        """What is wrong, in words, if it says that it is well and edits do not come through."""
+        if self._probe.problem is not None:
+            return self._probe.problem
+        silent_s = self._no_answer.silent_s(self._probe.rounds)
+        if silent_s > self.config.engine.stuck_timeout_s:
+            return f"its {self._probe.asked} has not answered for {silent_s:.1f} s"
+        return None
 
     def in_flight(self) -> int:
         """Edits that the fronts have accepted and not answered."""
@@ -162,6 +177,7 @@ class Worker(Process):
         return True
 
     def kill(self) -> None:
+        self._probe.stop()
         super().kill()
         remove_regions(region_prefix(self.spec.ports.http))
 

@@ -17,9 +17,11 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.status_record import RowStatus
 from maskserve_core.triton.acks import AckReceiver
 from maskserve_core.triton.frontend import Front
+from maskserve_core.triton.traffic import PROBE
 from maskserve_core.worker.admission import Admission
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
+from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.usefixtures("beat")
 
@@ -541,3 +543,89 @@ def test_a_late_cancel_spares_the_next_edit_of_the_same_id(
     assert cancelled == []
     front._cancel(running)
     assert cancelled == ["mine"]
+
+
+def probe(api: FakeTriton) -> Request:
+    request = edit(api)
+    request._parameters = json.dumps({PROBE: "1"})
+    return request
+
+
+def test_a_probe_is_answered_beside_stuck_edits_and_is_none(
+    api: FakeTriton, front: Front, stuck: Stuck, config: Config
+) -> None:
+    api.models["edit_pipeline"] = stuck
+    request, asked = edit(api), probe(api)
+    front.execute([request, asked])
+    assert not asked.sender.wait().has_error()
+    assert Admission(config.runtime_dir).in_flight() == 1
+    assert len(api.calls_of("edit_pipeline")) <= 1
+    stuck.release.set()
+    request.sender.wait()
+    assert becomes_idle(config)
+
+
+def test_parameters_that_are_no_text_make_no_probe(api: FakeTriton, front: Front) -> None:
+    api.models["edit_pipeline"] = final
+    request = edit(api)
+    request._parameters = "{"
+    front.execute([request])
+    assert not request.sender.wait().has_error()
+
+
+def test_edits_that_get_stuck_are_answered_and_probes_say_so(
+    api: FakeTriton, config: Config, stuck: Stuck, beat: Callable[..., None]
+) -> None:
+    """Once they come through again the front takes edits again."""
+    engine = replace(config.engine, stuck_timeout_s=1.2)
+    front = Front(api, replace(config, engine=engine), FILL_FACTS, "edit", streaming=False)
+    api.models["edit_pipeline"] = stuck
+    request, early = edit(api), probe(api)
+    front.execute([request, early])
+    assert not early.sender.wait().has_error()
+    eventually("it is noticed", lambda: beat() or request.sender.finished.is_set())
+    said = error_of(request)[0]
+    assert said.startswith("[ENGINE_FAILED] edits are stuck before the engine, for 1.")
+    late, refused = probe(api), edit(api)
+    front.execute([late, refused])
+    assert error_of(late)[0].startswith("[ENGINE_FAILED] edits are stuck before the engine")
+    assert error_of(refused)[0].startswith("[ENGINE_FAILED] edits are stuck before the engine")
+    stuck.release.set()
+    api.models["edit_pipeline"] = final
+
+    def served() -> bool:
+        beat()
+        again = edit(api)
+        front.execute([again])
+        return not again.sender.wait().has_error()
+
+    eventually("it serves again", served)
+    front.close()
+
+
+def test_one_answer_that_cannot_be_sent_holds_up_no_other_edits_cancel(
+    api: FakeTriton, fronts: Callable[..., Front], stuck: Stuck, beat: Callable[..., None]
+) -> None:
+    """Triton may keep a thread that sends for as long as it likes."""
+    sending, goes_on = threading.Event(), threading.Event()
+
+    def slow(response: InferenceResponse | None = None, flags: int = 0) -> None:
+        sending.set()
+        assert goes_on.wait(10)
+
+    def pipeline(call: Call) -> Iterator[InferenceResponse]:
+        name = call.accepted().settings.request_id
+        return iter((reply(EDITED=b"", META=meta("progress", 1)),)) if name == "a" else stuck(call)
+
+    api.models |= {"edit_pipeline": pipeline, "denoiser": lambda call: [reply(META=b"{}")]}
+    front = fronts("edit_stream")
+    first = edit(api, {"request_id": "a", "progress": True})
+    second = edit(api, {"request_id": "b"})
+    first.sender.send = slow  # type: ignore[method-assign]
+    front.execute([first, second])
+    assert sending.wait(5)
+    second.sender.cancel.set()
+    try:
+        assert "[CANCELLED]" in error_of(second)[0]
+    finally:
+        goes_on.set()

@@ -69,9 +69,17 @@ class Answer:
         self._final(None, None, {})
 
     def cancelled(self) -> bool:
-        """Whether the client has withdrawn the request and nobody has answered it yet."""
-        with self._lock:
+        """Whether the client has withdrawn the request and nobody has answered it yet.
+
+        False while something is being sent: whoever looks again and again at many requests must
+        not wait for one client's.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             return not self._done and bool(self._sender.is_cancelled())
+        finally:
+            self._lock.release()
 
     def _final(self, message: Any, error: MaskserveError | None, outputs: dict[str, Any]) -> bool:
         with self._lock:

@@ -25,6 +25,8 @@ class Call:
     traceparent: str = ""
     """The span below which the models record what they do for it."""
     accepted: float = field(default_factory=time.monotonic)
+    sent: bool = False
+    """Into the pipeline; until then it waits for a thread."""
     heard: float = 0.0
     """When the engine was last seen to hold it, or an event of it came; 0: never."""
     withdrawn: bool = False

@@ -16,6 +16,7 @@ A pool thread whose denoiser died stays blocked for good; the watcher has answer
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ from maskserve_core.triton.pipeline import ask_denoiser, run_edit
 from maskserve_core.triton.request_log import RequestLog
 from maskserve_core.triton.tensor_io import guarded, read_bytes
 from maskserve_core.triton.tracing import TRACEPARENT, Tracer, make_tracer
+from maskserve_core.triton.traffic import Traffic, is_probe
 from maskserve_core.worker.admission import OPEN, Admission, InFlight
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations
@@ -91,7 +93,10 @@ class Front:
         self._admission = Admission(config.runtime_dir)
         self._in_flight = InFlight(config.runtime_dir, name)
         self._health = Health(config)
+        self._traffic = Traffic()
+        self._stuck: MaskserveError | None = None
         self._problem: MaskserveError | None = None
+        self._probes: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._calls: dict[str, Call] = {}
         self._lock = threading.Lock()
         self._withdrawing = threading.Lock()
@@ -110,6 +115,10 @@ class Front:
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; each is answered later, exactly once."""
         for request in requests:
+            if is_probe(request):
+                self._probes.put(Answer(self._api, request.get_response_sender()))
+                self._wake.set()
+                continue
             self._in_flight.enter()
             span = self._tracer.open("pipeline", request)
             request_log = RequestLog(self._name, self._observations, self._in_flight.leave, span)
@@ -134,6 +143,7 @@ class Front:
         self._closing.set()
         self._wake.set()
         self._watcher.join()
+        self._answer_probes()
         self._fail_all(Overloaded("the worker is stopping"))
         self._metrics.close()
         self._tracer.close()
@@ -152,7 +162,7 @@ class Front:
             raise Overloaded("the worker is draining and takes no new edits")
         if self._problem is not None:
             # What the watcher last saw may be over, as after the start.
-            problem = self._problem = self._health.problem()
+            problem = self._problem = self._health.problem() or self._stuck
             if problem is not None:
                 answer.fail(problem)
                 return
@@ -178,6 +188,7 @@ class Front:
         except Exception as error:
             call.answer.fail(guarded(call.request_id, error))
         finally:
+            self._traffic.ended()
             with self._lock:
                 if self._calls.get(call.request_id) is call:
                     del self._calls[call.request_id]
@@ -186,9 +197,10 @@ class Front:
         settings, parameters = call.edit.settings, {TRACEPARENT: call.traceparent}
         more = settings.progress or settings.preview_every
         acks = AckSender(self._config.runtime_dir) if more else None
-        events = run_edit(self._api, call.inputs(), parameters, call.request_id, acks)
-        for event in events:
+        call.sent = True
+        for event in run_edit(self._api, call.inputs(), parameters, call.request_id, acks):
             call.heard = time.monotonic()
+            self._traffic.returned()
             if event.kind == "final":
                 call.answer.finish({"IMAGE": event.image, "META": event.meta})
             elif self._streaming:
@@ -203,9 +215,10 @@ class Front:
                 now = time.monotonic()
                 if now >= next_health:
                     next_health = now + _HEALTH_EVERY_S
-                    problem = self._problem = self._health.problem()
+                    problem = self._problem = self._health.problem() or self._look_at_traffic()
                     if problem is not None:
                         self._fail_all(problem)
+                self._answer_probes()
                 for call in self._snapshot():
                     self._look_at(call, now)
             except Exception as error:
@@ -224,6 +237,8 @@ class Front:
 
     def _look_at(self, call: Call, now: float) -> None:
         if call.request_id in self._health.held:
+            if not call.heard:
+                self._traffic.arrived()
             call.heard = now
         if call.answer.cancelled():
             self._withdraw(call, Cancelled("the client cancelled the request"))
@@ -238,6 +253,20 @@ class Front:
             call.cancelling = True
             call.next_cancel = now + _CANCEL_EVERY_S
             self._cancels.submit(self._cancel, call)
+
+    def _look_at_traffic(self) -> MaskserveError | None:
+        limit_s = max(self._config.engine.stuck_timeout_s, self._health.silence_limit_s)
+        self._stuck = self._traffic.stuck(self._snapshot(), self._health.held, limit_s)
+        return self._stuck
+
+    def _answer_probes(self) -> None:
+        """By the thread that clients rely on: a front whose watcher hangs gives no answer."""
+        while not self._probes.empty():
+            answer = self._probes.get()
+            if self._stuck is None:
+                answer.finish({"IMAGE": b"", "META": b"{}"})
+            else:
+                answer.fail(self._stuck)
 
     def _withdraw(self, call: Call, error: MaskserveError) -> bool:
         """Answer it with `error`; False when it has been answered already."""

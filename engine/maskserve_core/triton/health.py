@@ -9,7 +9,7 @@ from collections.abc import Callable
 from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_core.worker.admission import STOPPED, Admission
-from maskserve_core.worker.liveness import Processes, Silence, mean_step_s
+from maskserve_core.worker.liveness import Processes, Silence, mean_step_s, silence_limit_s
 from maskserve_core.worker.status import StatusReader
 
 _PROCESSES_EVERY_S = 0.5
@@ -28,6 +28,8 @@ class Health:
         self._next_processes = 0.0
         self.step_s = 0.0
         """Mean length of a step so far."""
+        self.silence_limit_s = 0.0
+        """How long the engine may be silent, and with it all that waits for a step."""
         self.held: frozenset[str] = frozenset()
         """Ids of the edits that the engine holds."""
         self._unwell: str | None = None
@@ -51,7 +53,9 @@ class Health:
             return EngineFailed("the engine has not started")
         self.step_s = mean_step_s(status)
         self.held = frozenset(row.request_id for row in (*status.running, *status.waiting))
-        hung = self._silence.too_long(status, self._config.engine.heartbeat_timeout_s)
+        timeout_s = self._config.engine.heartbeat_timeout_s
+        self.silence_limit_s = silence_limit_s(status, timeout_s)
+        hung = self._silence.too_long(status, timeout_s)
         if hung is not None:
             return EngineFailed(f"the {hung}")
         if status.state in ("failed", "stopped"):

@@ -1,0 +1,94 @@
+"""Asks a worker's fronts, the way that edits go, whether edits come through.
+
+A Triton that is stuck goes on saying over HTTP that it lives, and the engine that it is idle.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from maskserve_core.contracts.tensors import CONTRACTS
+from maskserve_core.errors import EngineFailed, split_code
+from maskserve_core.triton.traffic import PROBE
+
+_EVERY_S = 10.0
+# A probe that Triton lost is followed by another before the worker counts as stuck.
+_TRIES = 2
+_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
+
+
+class Probe:
+    """Asks both fronts again and again, in a thread of its own.
+
+    Only silence and what a front says of itself count. A port that refuses, as one with TLS does,
+    tells nothing.
+
+    Args:
+        grpc_url: of the worker.
+        limit_s: silence after which the worker counts as stuck.
+    """
+
+    def __init__(self, grpc_url: str, limit_s: float) -> None:
+        self.rounds = 0
+        """How often both have answered."""
+        self.problem: str | None = None
+        """What a front says is wrong."""
+        self.asked = ""
+        """The front that was asked last."""
+        self._url = grpc_url
+        self._every_s, self._timeout_s = min(_EVERY_S, limit_s / 10), limit_s / _TRIES
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="probe", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask no more; does not wait for an answer that is on its way."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        with grpc.insecure_channel(self._url, _OPTIONS) as channel:
+            stub = GRPCInferenceServiceStub(channel)
+            ways = {"edit": self._unary, "edit_stream": self._stream}
+            while not self._stop.wait(self._every_s):
+                if all(self._answers(front, way, stub) for front, way in ways.items()):
+                    self.rounds += 1
+
+    def _answers(
+        self, front: str, way: Callable[[GRPCInferenceServiceStub], str], stub: Any
+    ) -> bool:
+        self.asked = front
+        try:
+            said = way(stub)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return False
+            said = error.details() or ""
+        if f"[{EngineFailed.code}]" in said:
+            self.problem = split_code(said)[1]
+        return True
+
+    def _unary(self, stub: GRPCInferenceServiceStub) -> str:
+        stub.ModelInfer(_request("edit"), timeout=self._timeout_s)
+        return ""
+
+    def _stream(self, stub: GRPCInferenceServiceStub) -> str:
+        requests = iter((_request("edit_stream"),))
+        answers = stub.ModelStreamInfer(requests, timeout=self._timeout_s)
+        return "".join(answer.error_message for answer in answers)
+
+
+def _request(front: str) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=front)
+    request.parameters[PROBE].string_param = "1"
+    for tensor in CONTRACTS[front].inputs:
+        request.inputs.add(name=tensor.name, datatype=tensor.dtype, shape=tensor.dims)
+        request.raw_input_contents.append(bytes(4))  # one empty element, as its length says
+    return request

@@ -1,0 +1,136 @@
+"""A worker that answers for its health while its edits do not come through is restarted.
+
+Each harm is a file that a model's process opens, replaced by a pipe that nobody writes to: as on a
+disk that is gone, the process waits in the kernel, alive, and Triton says that it is ready.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from maskserve_harness.cluster.site import RouterSite
+from maskserve_serving.heartbeat import says_ready
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+from maskserve_serving.worker import Worker
+from tests.support.calls import (
+    Grpc,
+    InferenceServerException,
+    eventually,
+    pixels,
+    plain_edit,
+    stream,
+)
+
+STUCK = "0" * 32
+"""Id of a template whose file cannot be read to its end."""
+PREPROCESSES = 2
+RESTARTED_S = 120.0
+CLIENTS = 12
+
+
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def workers(
+    model: Path, said: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Worker]]:
+    folder = tmp_path_factory.mktemp("stuck")
+    config = folder / "maskserve.toml"
+    config.write_text("[engine]\nstuck_timeout_s = 2.0\nheartbeat_timeout_s = 3.0\n")
+    options = ServeOptions(
+        model=str(model),
+        workers=2,
+        base_port=free_base_port(2),
+        config=config,
+        log_dir=folder / "logs",
+        say=said.append,
+    )
+    with Supervisor(options) as supervisor:
+        for worker in supervisor.workers:
+            edited(worker.grpc_url)
+        yield supervisor.workers
+
+
+def edited(url: str) -> bytes:
+    with closing(Grpc(url)) as client:
+        return client.edit(plain_edit(seed=7))[0]
+
+
+def told(url: str, **settings: object) -> str:
+    """What a client of an edit gets: "done", or the error's text."""
+    try:
+        with closing(Grpc(url)) as client:
+            client.edit(plain_edit(**settings))
+    except InferenceServerException as error:
+        return str(error.message())
+    return "done"
+
+
+def came_back(worker: Worker, restarts: int) -> None:
+    eventually("it is restarted", lambda: worker.restarts == restarts, RESTARTED_S)
+    eventually("it is ready", lambda: says_ready(worker.http_url), RESTARTED_S)
+    edited(worker.grpc_url)
+
+
+@pytest.mark.slow
+def test_long_edits_and_a_queue_behind_them_are_not_stuck(workers: list[Worker]) -> None:
+    """Nothing comes back for longer than the limit: whoever judges by that restarts here."""
+    url = workers[0].grpc_url
+    with ThreadPoolExecutor(3 * CLIENTS) as pool:
+        asked = [
+            pool.submit(told, url, num_inference_steps=1000, seed=n) for n in range(3 * CLIENTS)
+        ]
+        assert {one.result() for one in asked} == {"done"}
+    assert workers[0].restarts == 0
+
+
+def test_edits_that_do_not_reach_the_engine(
+    workers: list[Worker], said: list[str], tmp_path: Path
+) -> None:
+    """A router's clients notice nothing: the other worker does what this one held."""
+    worker = workers[0]
+    right = pixels(edited(workers[1].grpc_url))
+    os.mkfifo(worker.spec.files.templates / STUCK)
+    named = {**plain_edit(template_id=STUCK), "IMAGE": b""}
+    addresses = [one.grpc_url for one in workers]
+    with RouterSite(addresses, tmp_path) as router, ThreadPoolExecutor(CLIENTS) as pool:
+        with closing(Grpc(worker.grpc_url)) as client:
+            doomed = [client.begin(named) for _ in range(PREPROCESSES)]
+            eventually("they have come in", lambda: worker.in_flight() == PREPROCESSES)
+            assert says_ready(worker.http_url)
+            asked = [pool.submit(edited, router.grpc_url) for _ in range(CLIENTS)]
+            for one in doomed:
+                with pytest.raises(InferenceServerException, match="edits are stuck before the"):
+                    one.wait()
+        assert all((pixels(one.result()) == right).all() for one in asked)
+        page = router.read("/metrics").decode()
+        retries = re.findall(r'retries_total\{.*"worker"\} (\S+)', page)
+        assert sum(map(float, retries)) > 0
+        came_back(worker, restarts=1)
+    assert any("failed: edits are stuck before the engine, for " in line for line in said)
+
+
+@pytest.mark.slow
+def test_a_front_that_takes_no_edits(workers: list[Worker], said: list[str]) -> None:
+    worker = workers[1]
+    os.mkfifo(worker.spec.files.runtime / "admission")
+    with stream(worker.grpc_url) as opened:
+        opened.send(plain_edit(progress=True))
+        assert says_ready(worker.http_url)
+        assert told(worker.grpc_url) != "done"
+        with pytest.raises(InferenceServerException):
+            opened.next()
+    came_back(worker, restarts=1)
+    assert any("failed: its edit has not answered for " in line for line in said)
