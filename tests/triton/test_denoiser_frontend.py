@@ -116,9 +116,9 @@ def test_the_stages_of_an_edit_add_up(
     engine, gate = make_engine(tiny_fill, encoder), Event()
     prepare = engine.adapter.prepare
 
-    def slowly(edit: EditJob, noise_seed: int | None) -> EditJob:
+    def slowly(edit: EditJob) -> EditJob:
         time.sleep(pause_s)
-        return prepare(edit, noise_seed)
+        return prepare(edit)
 
     monkeypatch.setattr(engine.adapter, "prepare", slowly)
     edit = job(encoder, 0, "edit", num_inference_steps=4, cache="off")
