@@ -39,9 +39,9 @@ class EditSettings:
     num_inference_steps: int | None = None
     """Steps of the full schedule; `strength` below 1 runs fewer of them."""
     guidance_scale: float | None = None
-    """Embedded guidance of guidance-distilled models."""
+    """Embedded guidance (FLUX), or the scale of classifier-free guidance (UNets)."""
     true_cfg_scale: float | None = None
-    """Classifier-free guidance with a negative prompt; 1 is off."""
+    """Classifier-free guidance of FLUX with a negative prompt; 1 is off."""
     negative_prompt: str | None = None
     """What to steer away from; only with models that run classifier-free guidance."""
     strength: float = 1.0
