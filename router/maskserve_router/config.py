@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from maskserve_core.config import Config, ConfigError, LimitsConfig, LogConfig, TraceConfig
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.config_file import apply
+from maskserve_core.config_tables import LimitsConfig, LogConfig, TraceConfig
 from maskserve_core.routing.policies import POLICIES
 
 if sys.version_info >= (3, 11):

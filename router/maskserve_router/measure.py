@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from maskserve_core.config import LimitsConfig
+from maskserve_core.config_tables import LimitsConfig
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.geometry import Size, model_size

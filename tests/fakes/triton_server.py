@@ -20,7 +20,8 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from maskserve_core.config import Config, ModelConfig
+from maskserve_core.config import Config
+from maskserve_core.config_tables import ModelConfig
 from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import InvalidRequest, MaskserveError

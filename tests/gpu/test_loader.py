@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.config import ENTRY_FORMATS
+from maskserve_core.config_tables import ENTRY_FORMATS
 from maskserve_engine.cache.codec import encode
 from maskserve_engine.cache.movers import CudaMover, HostMover, Mover
 

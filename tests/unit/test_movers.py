@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskserve_core.config import ENTRY_FORMATS
+from maskserve_core.config_tables import ENTRY_FORMATS
 from maskserve_engine.cache import movers
 from maskserve_engine.cache.codec import Coded, encode
 from maskserve_engine.cache.movers import CudaMover, HostMover

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskserve_core.config import CacheConfig, Config, LimitsConfig, ModelConfig
+from maskserve_core.config import Config
+from maskserve_core.config_tables import CacheConfig, LimitsConfig, ModelConfig
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.request import AcceptedEdit, EditRequest

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
-from maskserve_core.config import LimitsConfig
+from maskserve_core.config_tables import LimitsConfig
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.channels import Pixels, as_mode, split
 from maskserve_core.imaging.containers import (

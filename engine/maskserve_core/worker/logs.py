@@ -24,7 +24,8 @@ from datetime import datetime, timezone
 from logging.handlers import WatchedFileHandler
 from typing import Any
 
-from maskserve_core.config import Config, ConfigError, LogConfig
+from maskserve_core.config import Config, ConfigError
+from maskserve_core.config_tables import LogConfig
 
 _STANDARD_ERROR = 2
 _NO_FIELDS: Mapping[str, Any] = {}

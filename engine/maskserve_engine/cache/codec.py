@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from maskserve_core.config import ENTRY_FORMATS
+from maskserve_core.config_tables import ENTRY_FORMATS
 
 GROUP = 32
 _FLOAT8 = torch.float8_e4m3fn

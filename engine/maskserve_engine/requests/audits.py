@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_core.config import CacheConfig
+from maskserve_core.config_tables import CacheConfig
 from maskserve_core.contracts.settings import PRIORITIES
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskserve_core.config import CacheConfig
+from maskserve_core.config_tables import CacheConfig
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.planning.flops_flux import flux_work
 from maskserve_engine.cache.codec import encode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from maskserve_core.config import CacheConfig, ModelConfig
+from maskserve_core.config_tables import CacheConfig, ModelConfig
 from maskserve_core.contracts.entry_key import anchor_steps
 from maskserve_core.contracts.facts import ModelFacts, anchor_stride
 from maskserve_core.planning.cost_model import CostModel, Line, estimate
