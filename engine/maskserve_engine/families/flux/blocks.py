@@ -46,8 +46,11 @@ def rotate(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.view_as_real(pairs * cis).flatten(-2).to(dtype)
 
 
-def _norm(x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], eps=_EPS)
+def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """`x` through its norm, scaled and shifted: in one operation where all tokens share both."""
+    if scale.dim() == 1:
+        return F.layer_norm(x, x.shape[-1:], scale, shift, _EPS)
+    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=_EPS), scale)
 
 
 def _heads(x: Tensor, weight: Tensor) -> Tensor:
@@ -65,7 +68,7 @@ Vectors = tuple[Tensor, ...]
 
 def before_stem(stem: Stem, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Queries, keys and values [N, 3 · width] of one stream of a double block, to be `split`."""
-    return stem.qkv(torch.addcmul(shift, _norm(x), scale).flatten(0, -2))
+    return stem.qkv(_modulated(x, shift, scale).flatten(0, -2))
 
 
 def split(qkv: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +85,7 @@ def after_stem(stem: Stem, x: Tensor, attended: Tensor, vectors: Vectors) -> Ten
     """One stream of a double block after attention; `attended` [N, width]."""
     _, _, gate, shift, scale, mlp_gate = vectors
     x = torch.addcmul(x, gate, stem.out(attended).view_as(x))
-    up = F.gelu(stem.up(torch.addcmul(shift, _norm(x), scale)), approximate="tanh")
+    up = F.gelu(stem.up(_modulated(x, shift, scale)), approximate="tanh")
     return torch.addcmul(x, mlp_gate, stem.down(up))
 
 
@@ -90,7 +93,7 @@ def before_single(
     block: Single, x: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `split` makes, and the feed-forward part, of a single block."""
-    both = block.qkv_up(torch.addcmul(shift, _norm(x), scale).flatten(0, -2))
+    both = block.qkv_up(_modulated(x, shift, scale).flatten(0, -2))
     qkv, up = both.tensor_split((3 * x.shape[-1],), dim=-1)
     return *split(qkv, block.norms), F.gelu(up, approximate="tanh")
 
@@ -213,7 +216,7 @@ def project_rest(
         qkv, norms = block.qkv_up, block.norms
     rows = slice(width, 3 * width)
     keys_values = Linear(qkv.weight[rows], None if qkv.bias is None else qkv.bias[rows])
-    normed = torch.addcmul(shift, _norm(stream.wide(hidden)), scale).view_as(hidden)
+    normed = _modulated(stream.wide(hidden), shift, scale).view_as(hidden)
     k, v = keys_values(normed).chunk(2, dim=1)
     k, v = (each.unflatten(-1, (-1, norms.shape[-1])) for each in (k, v))
     return rotate(_heads(k, norms[1]), cis, v.dtype), v
@@ -232,5 +235,5 @@ def last_layer(weights: Weights, image: Tensor, vectors: Tensor, stream: Stream)
         [N, out_channels].
     """
     scale, shift = stream.spread(vectors, 2)
-    normed = torch.addcmul(shift, _norm(stream.wide(image)), scale)
+    normed = _modulated(stream.wide(image), shift, scale)
     return weights.proj_out(normed.view_as(image))

@@ -45,10 +45,14 @@ class Stream:
         return x.unflatten(0, (len(self.spans), -1)) if self._by_row else x
 
     def spread(self, vectors: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """Per-row vectors [R, parts · D] as so many tensors that broadcast with `wide` tokens."""
+        """Per-row vectors [R, parts · D] as so many tensors that broadcast with `wide` tokens; those
+        of a row by itself are [D].
+        """
+        if len(self.spans) == 1:
+            return vectors.view(parts, -1).unbind()
         if self._by_row:
             vectors = vectors[:, None]
-        elif len(self.spans) > 1:
+        else:
             vectors = vectors.index_select(0, self.row_of)
         return vectors.chunk(parts, dim=-1)
 
