@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from maskserve_engine.cache.codec import GROUP, Coded
 from maskserve_engine.families.attention import Span
+from maskserve_engine.families.kernels import missing_triton
 
 _log = logging.getLogger(__name__)
 
@@ -67,12 +67,9 @@ def place(sources: Sequence[Source | None], outs: Sequence[Tensor], places: Plac
 @cache
 def missing_kernel(device: torch.device, format: str) -> str | None:
     """Why rows are placed one by one; None if one kernel does it. Logged once."""
-    reason = None
-    if importlib.util.find_spec("triton") is None:
-        reason = "the package triton is not installed"
-    elif format == "float8" and torch.cuda.get_device_capability(device) < (8, 9):
+    reason = missing_triton()
+    if reason is None and format == "float8" and torch.cuda.get_device_capability(device) < (8, 9):
         reason = "this device has no float8"
-    if reason is not None:
         _log.warning("cached activations are placed row by row: %s", reason)
     return reason
 

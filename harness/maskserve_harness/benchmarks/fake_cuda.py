@@ -132,12 +132,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.log.kernels[name] += launches
         self.log.places[place] += launches
         if name.startswith("linear."):
-            self.log.nbytes[WEIGHTS] += sum(_size(t) for t in given[1:])
+            self.log.nbytes[WEIGHTS] += sum(size_of(t) for t in given[1:])
             given = given[:1]
         if name.startswith(_SCATTERS):
             given, made = given[1:], given[-1:]
-        written = sum(_size(t) for t in made)
-        read = written if name.startswith(_GATHERS) else sum(_size(t) for t in given)
+        written = sum(size_of(t) for t in made)
+        read = written if name.startswith(_GATHERS) else sum(size_of(t) for t in given)
         self.log.nbytes[place] += _placed(*args) if "place" in name else read + written
 
 
@@ -173,14 +173,14 @@ def _numpy(tensor: Tensor) -> Any:
     return _real_numpy(tensor)
 
 
-def _size(tensor: Tensor) -> int:
+def size_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
 def _placed(outs: Any, row_of: Any, local: Any, to: Any, ids: Any, data: Any, *_: Any) -> int:
     """Bytes of `maskserve::place`, which reads and writes no more tokens than it places."""
-    stored = {_size(each) // len(each) for each in data if len(each)}
-    return len(to) * len(outs) * (max(stored) + _size(outs[0]) // len(outs[0]))
+    stored = {size_of(each) // len(each) for each in data if len(each)}
+    return len(to) * len(outs) * (max(stored) + size_of(outs[0]) // len(outs[0]))
 
 
 def _place(frame: FrameType | None) -> str:
@@ -286,6 +286,20 @@ class FakeCuda:
         self.fake.__exit__(*error)
         for fact in self._facts:
             fact.stop()
+
+    @property
+    def log(self) -> Log:
+        """What is written to now."""
+        return self._recorder.log
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Operations inside are not logged by themselves."""
+        self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watch(self) -> Iterator[Log]:

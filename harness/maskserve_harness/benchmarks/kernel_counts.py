@@ -127,7 +127,7 @@ GROUPS = {
     "products": ("weights.__call__",),
     "attention": ("attention.",),
     "entries": ("place.", "forward._hidden"),
-    "rotary and order": ("blocks.rotate", "blocks._attend", "packing."),
+    "heads and order": ("heads.", "blocks._attend", "packing."),
     "norms and gates": ("blocks.", "packing.spread"),
 }
 """Beginnings of the places whose bytes each group has; the longest that fits wins, and what fits

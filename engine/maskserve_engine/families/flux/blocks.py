@@ -17,13 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.families.attention import attention
+from maskserve_engine.families.flux.heads import EPS, turn
 from maskserve_engine.families.flux.packing import Packing, Stream
 from maskserve_engine.families.flux.weights import Double, Linear, Single, Stem, Weights
 
 if TYPE_CHECKING:
     from maskserve_engine.families.flux.compiled import Halves
-
-_EPS = 1e-6
 
 CaptureKeys = Callable[[Tensor, Tensor], None]
 """Sees keys (after norm and rotary embedding) and values in row order."""
@@ -39,23 +38,11 @@ class FillRest(Protocol):
         ...
 
 
-def rotate(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rotary embedding of x [N, …, head_dim] by cis [N, head_dim / 2], complex, as `dtype`."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    cis = cis[:, None, None] if x.dim() == 4 else cis[:, None]
-    return torch.view_as_real(pairs * cis).flatten(-2).to(dtype)
-
-
 def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """`x` through its norm, scaled and shifted: in one operation where all tokens share both."""
     if scale.dim() == 1:
-        return F.layer_norm(x, x.shape[-1:], scale, shift, _EPS)
-    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=_EPS), scale)
-
-
-def _heads(x: Tensor, weight: Tensor) -> Tensor:
-    """`x` [N, …, head_dim], each head through its norm: float32, as `rotate` takes it."""
-    return F.rms_norm(x, x.shape[-1:], None, _EPS) * weight
+        return F.layer_norm(x, x.shape[-1:], scale, shift, EPS)
+    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=EPS), scale)
 
 
 def clip(x: Tensor) -> Tensor:
@@ -71,14 +58,11 @@ def before_stem(stem: Stem, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return stem.qkv(_modulated(x, shift, scale).flatten(0, -2))
 
 
-def split(qkv: Tensor, norms: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys [N, 2, heads, head_dim] in float32, values [N, heads, head_dim].
-
-    `norms` [2, 1, head_dim] of queries and keys, or [N, 2, 1, head_dim] of each token's.
-    """
-    head_dim, width = norms.shape[-1], qkv.shape[-1] // 3
+def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys [N, 2, heads, head_dim], values [N, heads, head_dim]."""
+    width = qkv.shape[-1] // 3
     qk = qkv[:, : 2 * width].unflatten(-1, (2, -1, head_dim))
-    return _heads(qk, norms), qkv[:, 2 * width :].unflatten(-1, (-1, head_dim))
+    return qk, qkv[:, 2 * width :].unflatten(-1, (-1, head_dim))
 
 
 def after_stem(stem: Stem, x: Tensor, attended: Tensor, vectors: Vectors) -> Tensor:
@@ -92,15 +76,16 @@ def after_stem(stem: Stem, x: Tensor, attended: Tensor, vectors: Vectors) -> Ten
 def before_single(
     block: Single, x: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `split` makes, and the feed-forward part, of a single block."""
-    both = block.qkv_up(_modulated(x, shift, scale).flatten(0, -2))
-    qkv, up = both.tensor_split((3 * x.shape[-1],), dim=-1)
-    return *split(qkv, block.norms), F.gelu(up, approximate="tanh")
+    """What `split` makes in a single block, and [N, 5 · width]: its values again (the same memory)
+    beside the feed-forward part before its activation.
+    """
+    both, width = block.qkv_up(_modulated(x, shift, scale).flatten(0, -2)), x.shape[-1]
+    return *split(both[:, : 3 * width], block.norms.shape[-1]), both[:, 2 * width :]
 
 
-def after_single(block: Single, x: Tensor, attended: Tensor, up: Tensor, gate: Tensor) -> Tensor:
-    out = block.out(torch.cat((attended, up), dim=-1))
-    return clip(torch.addcmul(x, gate, out.view_as(x)))
+def after_single(block: Single, x: Tensor, joined: Tensor, gate: Tensor) -> Tensor:
+    """`joined` [N, 5 · width]: what attention has found beside the feed-forward part."""
+    return clip(torch.addcmul(x, gate, block.out(joined).view_as(x)))
 
 
 def _attend(
@@ -160,8 +145,8 @@ def double_block(
     ours = before_stem(block.image, x, of_image[0], of_image[1])
     texts = before_stem(block.text, c, of_text[0], of_text[1])
     norms = block.norms.index_select(0, packing.stream_of)
-    qk, v = split(packing.rows_from(texts, ours), norms)
-    attended = _attend(rotate(qk, cis, v.dtype), v, packing, fill, capture)
+    qk, v = split(packing.rows_from(texts, ours), norms.shape[-1])
+    attended = _attend(turn(qk, norms, cis), v, packing, fill, capture)
     c_attended, x_attended = packing.split(attended)
     image = after_stem(block.image, x, x_attended, of_image).view_as(image)
     text = after_stem(block.text, c, c_attended, of_text).view_as(text)
@@ -188,9 +173,14 @@ def single_block(
         return halves.after_single(block, x, attended, up, vectors, packing)
     shift, scale, gate = packing.row_stream.spread(vectors, 3)
     wide = packing.row_stream.wide(x)
-    qk, v, up = before_single(block, wide, shift, scale)
-    attended = _attend(rotate(qk, cis, v.dtype), v, packing, fill, capture)
-    return after_single(block, wide, attended, up, gate).view_as(x)
+    qk, v, joined = before_single(block, wide, shift, scale)
+    attended = _attend(turn(qk, block.norms, cis), v, packing, fill, capture)
+    # Nobody needs the values any more: in their place what was found needs not be joined by a copy
+    # of all, which takes more than the copy of itself.
+    found, up = joined.tensor_split((attended.shape[1],), dim=1)
+    found.copy_(attended)
+    torch.ops.aten.gelu_(up, approximate="tanh")
+    return after_single(block, wide, joined, gate).view_as(x)
 
 
 def project_rest(
@@ -219,7 +209,7 @@ def project_rest(
     normed = _modulated(stream.wide(hidden), shift, scale).view_as(hidden)
     k, v = keys_values(normed).chunk(2, dim=1)
     k, v = (each.unflatten(-1, (-1, norms.shape[-1])) for each in (k, v))
-    return rotate(_heads(k, norms[1]), cis, v.dtype), v
+    return turn(k[:, None], norms[1:], cis)[:, 0], v
 
 
 def last_layer(weights: Weights, image: Tensor, vectors: Tensor, stream: Stream) -> Tensor:

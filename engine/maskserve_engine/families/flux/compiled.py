@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.decorators import mark_unbacked
 
@@ -27,6 +28,7 @@ from maskserve_engine.families.flux.blocks import (
     clip,
     split,
 )
+from maskserve_engine.families.flux.heads import norm_heads
 from maskserve_engine.families.flux.packing import Packing
 from maskserve_engine.families.flux.weights import Double, Single, Weights
 
@@ -65,15 +67,12 @@ def compile_halves(weights: Weights) -> Halves | None:
     return halves
 
 
-def _turned(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
-    """`blocks.rotate` in real numbers: complex ones are not compiled.
-
-    `x` [N, 2, heads, head_dim], `cis` [N, head_dim / 2, 2].
-    """
-    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+def _turned(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
+    """`heads.turn` in real numbers: complex ones are not compiled; `cis` [N, head_dim / 2, 2]."""
+    real, imaginary = norm_heads(x, norms).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cis[:, None, None].unbind(-1)
     both = real * cos - imaginary * sin, real * sin + imaginary * cos
-    return torch.stack(both, dim=-1).flatten(-2).to(dtype)
+    return torch.stack(both, dim=-1).flatten(-2).to(x.dtype)
 
 
 def _spread(vectors: Tensor, row_of: Tensor, parts: int) -> tuple[Tensor, ...]:
@@ -96,8 +95,9 @@ def _before_double(
     texts = before_stem(block.text, c, *_spread(of_c, row_of_c, 6)[:2])
     ours = before_stem(block.image, x, *_spread(of_x, row_of_x, 6)[:2])
     qkv = torch.cat((texts, ours)).index_select(0, to_rows)
-    qk, v = split(qkv, block.norms.index_select(0, stream_of))
-    return _turned(qk, cis, v.dtype), v
+    norms = block.norms.index_select(0, stream_of)
+    qk, v = split(qkv, norms.shape[-1])
+    return _turned(qk, norms, cis), v
 
 
 def _after_double(
@@ -120,14 +120,16 @@ def _after_double(
 def _before_single(
     block: Single, x: Tensor, vectors: Tensor, row_of: Tensor, cis: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    qk, v, up = before_single(block, x, *_spread(vectors, row_of, 3)[:2])
-    return _turned(qk, cis, v.dtype), v, up
+    qk, v, joined = before_single(block, x, *_spread(vectors, row_of, 3)[:2])
+    up = F.gelu(joined[:, x.shape[1] :], approximate="tanh")
+    return _turned(qk, block.norms, cis), v, up
 
 
 def _after_single(
     block: Single, x: Tensor, attended: Tensor, up: Tensor, vectors: Tensor, row_of: Tensor
 ) -> Tensor:
-    return after_single(block, x, attended, up, _spread(vectors, row_of, 3)[2])
+    joined = torch.cat((attended, up), dim=-1)
+    return after_single(block, x, joined, _spread(vectors, row_of, 3)[2])
 
 
 class Halves:

@@ -1,0 +1,72 @@
+"""Queries and keys before attention: each head through its norm, then rotary embedding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maskserve_engine.families.kernels import missing_triton
+
+EPS = 1e-6
+
+
+def norm_heads(x: Tensor, norms: Tensor) -> Tensor:
+    """`x` [N, P, heads, head_dim], each head through its norm: float32, as `rotate` takes it."""
+    return F.rms_norm(x, x.shape[-1:], None, EPS) * norms
+
+
+def rotate(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rotary embedding of x [N, P, heads, head_dim] by cis [N, head_dim / 2], complex, as `dtype`."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * cis[:, None, None]).flatten(-2).to(dtype)
+
+
+def turn(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
+    """`norm_heads`, then `rotate`.
+
+    Args:
+        x: [N, P, heads, head_dim] queries and keys, or keys alone: P is 2 or 1.
+        norms: [P, 1, head_dim] weights, float32, or [N, P, 1, head_dim] of each token's.
+        cis: [N, head_dim / 2] complex rotary factors.
+
+    Returns:
+        [N, P, heads, head_dim] in the dtype of `x`.
+    """
+    if x.is_cuda and x.shape[-1].bit_count() == 1 and missing_triton() is None:
+        return fused(x, norms, cis)
+    return rotate(norm_heads(x, norms), cis, x.dtype)
+
+
+def fused(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
+    """`turn` as one kernel, for a head_dim that is a power of two; a head's numbers lie together."""
+    turned: Tensor = torch.ops.maskserve.turn(x, norms, torch.view_as_real(cis))
+    return turned
+
+
+@torch.library.custom_op("maskserve::turn", mutates_args=())
+def _turn(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
+    import triton
+
+    from maskserve_engine.families.flux.heads_kernel import turn_kernel
+
+    tokens, parts, heads, head_dim = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    turn_kernel[(tokens, parts)](
+        x,
+        norms,
+        cis,
+        out,
+        x.stride(0),
+        norms.stride(0) if norms.dim() == 4 else 0,
+        EPS,
+        heads=heads,
+        head_dim=head_dim,
+        block=triton.next_power_of_2(heads),
+    )
+    return out
+
+
+@_turn.register_fake
+def _(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,0 +1,56 @@
+"""The kernel that norms and turns queries and keys, interpreted, against the plain path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from maskserve_engine.families.flux.heads import norm_heads, rotate
+
+# The interpreter is chosen when a kernel is defined, and inductor must not see it: a process apart.
+PROGRAM = """
+import torch
+from maskserve_engine.families.flux.heads import fused, norm_heads, rotate
+
+for seed in range(12):
+    torch.manual_seed(seed)
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+    tokens, parts = int(torch.randint(1, 9, ())), 1 + seed % 2
+    heads, head_dim = ((1, 8), (3, 32), (4, 64), (24, 128))[seed % 4]
+    wide = torch.randn(tokens, parts * heads * head_dim + 7).to(dtype)
+    x = wide[:, : parts * heads * head_dim].unflatten(-1, (parts, heads, head_dim))
+    norms = torch.randn(*(() if seed % 3 else (tokens,)), parts, 1, head_dim)
+    cis = torch.polar(torch.ones(tokens, head_dim // 2), torch.randn(tokens, head_dim // 2))
+    plain = rotate(norm_heads(x, norms), cis, dtype)
+    # The interpreter cuts bfloat16 off where hardware and torch round, twice.
+    ulps = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-10}[dtype]
+    torch.testing.assert_close(fused(x, norms, cis), plain, rtol=ulps, atol=4 * ulps)
+print("equal")
+"""
+
+
+def test_the_kernel_computes_what_the_plain_path_computes() -> None:
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.strip() == "equal", done.stderr[-3000:]
+
+
+def test_each_head_is_normed_and_turned_by_itself() -> None:
+    x = torch.randn(5, 2, 3, 8)
+    norms = torch.randn(2, 1, 8)
+    angles = torch.randn(5, 4)
+    turned = rotate(norm_heads(x, norms), torch.polar(torch.ones(5, 4), angles), torch.float32)
+    one = x[3, 1, 2] / (x[3, 1, 2].square().mean() + 1e-6).sqrt() * norms[1, 0]
+    for pair, angle in enumerate(angles[3]):
+        a, b = one[2 * pair], one[2 * pair + 1]
+        expected = torch.stack(
+            (a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos())
+        )
+        torch.testing.assert_close(turned[3, 1, 2, 2 * pair : 2 * pair + 2], expected)

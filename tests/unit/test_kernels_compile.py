@@ -1,0 +1,56 @@
+"""Kernels in the Triton language become machine code of GPUs, which needs none of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from maskserve_engine.cache.codec import GROUP  # noqa: E402
+from maskserve_engine.families.flux.heads_kernel import turn_kernel  # noqa: E402
+from maskserve_engine.families.place_kernel import place_kernel  # noqa: E402
+
+AMPERE, ADA, HOPPER, BLACKWELL = 80, 89, 90, 100
+ADDRESSES = ("ids", "data_a", "data_b", "scale_a", "scale_b", "groups_a", "groups_b")
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing made before is taken, and Triton is not in doubt about its next version's default."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+def machine_code(kernel: Any, types: dict[str, Any], sizes: dict[str, Any], target: int) -> bytes:
+    signature = {**types, **dict.fromkeys(sizes, "constexpr")}
+    source = ASTSource(kernel, signature=signature, constexprs=sizes)
+    made: bytes = triton.compile(source, target=GPUTarget("cuda", target, 32)).asm["cubin"]
+    return made
+
+
+@pytest.mark.parametrize("target", [AMPERE, ADA, HOPPER, BLACKWELL])
+@pytest.mark.parametrize("format", ["model", "int8", "float8", "int4"])
+def test_placing(format: str, target: int) -> None:
+    if format == "float8" and target < ADA:
+        pytest.skip("this device has no float8: rows are placed one by one")
+    rows = 4
+    types: dict[str, Any] = {"first": "*bf16", "other": "*bf16"}
+    types |= dict.fromkeys(("row_of", "local", "to"), "*i64")
+    types |= dict.fromkeys(ADDRESSES, ("i64",) * rows)
+    sizes = {"width": 3072, "block": 4096, "rows": rows, "kind": format, "group": GROUP}
+    assert machine_code(place_kernel, types, sizes, target).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_turning_heads(dtype: str, target: int) -> None:
+    types = {"x": f"*{dtype}", "norms": "*fp32", "cis": "*fp32", "out": f"*{dtype}"}
+    types |= {"x_stride": "i64", "norms_stride": "i32", "eps": "fp32"}
+    sizes = {"heads": 24, "head_dim": 128, "block": 32}
+    assert machine_code(turn_kernel, types, sizes, target).startswith(b"\x7fELF")
