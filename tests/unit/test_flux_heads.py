@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from maskserve_engine.families.flux.heads import norm_heads, rotate
+from tests.support.interpreted import run_interpreted
 
-# The interpreter is chosen when a kernel is defined, and inductor must not see it: a process apart.
 PROGRAM = """
 import torch
 from maskserve_engine.families.flux.heads import fused, norm_heads, rotate
@@ -29,17 +25,12 @@ for seed in range(12):
     # The interpreter cuts bfloat16 off where hardware and torch round, twice.
     ulps = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-10}[dtype]
     torch.testing.assert_close(fused(x, norms, cis), plain, rtol=ulps, atol=4 * ulps)
-print("equal")
 """
 
 
 def test_the_kernel_computes_what_the_plain_path_computes() -> None:
     pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=240
-    )
-    assert done.stdout.strip() == "equal", done.stderr[-3000:]
+    run_interpreted(PROGRAM)
 
 
 def test_each_head_is_normed_and_turned_by_itself() -> None:

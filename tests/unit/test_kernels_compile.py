@@ -14,6 +14,10 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from maskserve_engine.cache.codec import GROUP  # noqa: E402
 from maskserve_engine.families.flux.heads_kernel import turn_kernel  # noqa: E402
+from maskserve_engine.families.flux.modulation_kernels import (  # noqa: E402
+    add_gated_kernel,
+    modulate_kernel,
+)
 from maskserve_engine.families.place_kernel import place_kernel  # noqa: E402
 
 AMPERE, ADA, HOPPER, BLACKWELL = 80, 89, 90, 100
@@ -28,7 +32,8 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def machine_code(kernel: Any, types: dict[str, Any], sizes: dict[str, Any], target: int) -> bytes:
-    signature = {**types, **dict.fromkeys(sizes, "constexpr")}
+    known = {**types, **dict.fromkeys(sizes, "constexpr")}
+    signature = {name: known[name] for name in kernel.arg_names}
     source = ASTSource(kernel, signature=signature, constexprs=sizes)
     made: bytes = triton.compile(source, target=GPUTarget("cuda", target, 32)).asm["cubin"]
     return made
@@ -54,3 +59,14 @@ def test_turning_heads(dtype: str, target: int) -> None:
     types |= {"x_stride": "i64", "norms_stride": "i32", "eps": "fp32"}
     sizes = {"heads": 24, "head_dim": 128, "block": 32}
     assert machine_code(turn_kernel, types, sizes, target).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL])
+def test_modulating(target: int) -> None:
+    sizes = {"width": 3072, "block": 4096}
+    streams = dict.fromkeys(("x", "out"), "*bf16") | {"row_of": "*i64"}
+    norm = {"shifts": "*bf16", "scales": "*bf16", "eps": "fp32"}
+    norm |= dict.fromkeys(("shifts_stride", "scales_stride"), "i64")
+    gate = {"y": "*bf16", "gates": "*bf16", "gates_stride": "i64"}
+    for kernel, own in ((modulate_kernel, norm), (add_gated_kernel, gate)):
+        assert machine_code(kernel, streams | own, sizes, target).startswith(b"\x7fELF")

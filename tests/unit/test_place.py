@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.interpreted import run_interpreted
 
 pytest.importorskip("triton")
 
-# The interpreter is chosen when a kernel is defined, and inductor must not see it: a process apart.
 PROGRAM = """
 import sys
 import torch
@@ -54,18 +51,9 @@ for seed in range(8):
         # The interpreter cuts bfloat16 off where hardware and torch round.
         ulps = 2 ** -6 if dtype == torch.bfloat16 and format != "model" else 0.0
         assert torch.allclose(one, other, rtol=ulps, atol=0.0), (format, seed, dtype)
-print("equal")
 """
 
 
 @pytest.mark.parametrize("format", ["model", "int8", "float8", "int4"])
 def test_the_kernel_writes_what_the_plain_path_writes(format: str) -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, format],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.stdout.strip() == "equal", done.stderr[-3000:]
+    run_interpreted(PROGRAM, format)

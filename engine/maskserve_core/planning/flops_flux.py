@@ -8,13 +8,12 @@ from maskserve_core.planning.flops import BlockWork, FixedWork, ModelWork
 
 STEPS_AHEAD = 8
 """Steps for which a FLUX batch has its shifts, scales and gates computed at once."""
-_FLUX_HELD = 28
-"""Widths that a token holds at most, behind a single block's attention: the block's input, all that
-one product made of it (7), queries, keys, the activated feed-forward part (4), what attention gave,
-it and the feed-forward part side by side (5), and what they become; one that a dense block has left
-for the next ones that are not; and what a row that may skip steps remembers (5).
+_FLUX_HELD = 24
+"""Widths that a token holds at most, before a single block's attention where that runs as plain
+operations: the block's input, all that one product made of it (7), queries and keys in float32 (4
+widths of half precision) and turned (4), and what they become; one that a dense block has left for
+the next ones that are not; and what a row that may skip steps remembers (5).
 """
-
 
 def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
     """Work of a FluxTransformer2DModel.

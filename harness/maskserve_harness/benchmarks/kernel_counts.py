@@ -128,7 +128,7 @@ GROUPS = {
     "attention": ("attention.",),
     "entries": ("place.", "forward._hidden"),
     "heads and order": ("heads.", "blocks._attend", "packing."),
-    "norms and gates": ("blocks.", "packing.spread"),
+    "norms and gates": ("blocks.", "modulation."),
 }
 """Beginnings of the places whose bytes each group has; the longest that fits wins, and what fits
 none is `outside`."""

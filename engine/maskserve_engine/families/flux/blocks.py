@@ -9,7 +9,7 @@ rows, masks or caches, and `compiled` compiles them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.families.attention import attention
-from maskserve_engine.families.flux.heads import EPS, turn
+from maskserve_engine.families.flux.heads import turn
+from maskserve_engine.families.flux.modulation import Vector, add_gated, modulate
 from maskserve_engine.families.flux.packing import Packing, Stream
 from maskserve_engine.families.flux.weights import Double, Linear, Single, Stem, Weights
 
@@ -38,24 +39,13 @@ class FillRest(Protocol):
         ...
 
 
-def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """`x` through its norm, scaled and shifted: in one operation where all tokens share both."""
-    if scale.dim() == 1:
-        return F.layer_norm(x, x.shape[-1:], scale, shift, EPS)
-    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=EPS), scale)
-
-
 def clip(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
-Vectors = tuple[Tensor, ...]
-"""Shifts, scales and gates in shapes that broadcast with a stream's tokens."""
-
-
-def before_stem(stem: Stem, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def before_stem(stem: Stem, x: Tensor, shift: Vector, scale: Vector) -> Tensor:
     """Queries, keys and values [N, 3 · width] of one stream of a double block, to be `split`."""
-    return stem.qkv(_modulated(x, shift, scale).flatten(0, -2))
+    return stem.qkv(modulate(x, shift, scale).flatten(0, -2))
 
 
 def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -65,27 +55,27 @@ def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return qk, qkv[:, 2 * width :].unflatten(-1, (-1, head_dim))
 
 
-def after_stem(stem: Stem, x: Tensor, attended: Tensor, vectors: Vectors) -> Tensor:
+def after_stem(stem: Stem, x: Tensor, attended: Tensor, vectors: Sequence[Vector]) -> Tensor:
     """One stream of a double block after attention; `attended` [N, width]."""
     _, _, gate, shift, scale, mlp_gate = vectors
-    x = torch.addcmul(x, gate, stem.out(attended).view_as(x))
-    up = F.gelu(stem.up(_modulated(x, shift, scale)), approximate="tanh")
-    return torch.addcmul(x, mlp_gate, stem.down(up))
+    x = add_gated(x, gate, stem.out(attended))
+    up = F.gelu(stem.up(modulate(x, shift, scale)), approximate="tanh")
+    return add_gated(x, mlp_gate, stem.down(up))
 
 
 def before_single(
-    block: Single, x: Tensor, shift: Tensor, scale: Tensor
+    block: Single, x: Tensor, shift: Vector, scale: Vector
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `split` makes in a single block, and [N, 5 · width]: its values again (the same memory)
     beside the feed-forward part before its activation.
     """
-    both, width = block.qkv_up(_modulated(x, shift, scale).flatten(0, -2)), x.shape[-1]
+    both, width = block.qkv_up(modulate(x, shift, scale).flatten(0, -2)), x.shape[-1]
     return *split(both[:, : 3 * width], block.norms.shape[-1]), both[:, 2 * width :]
 
 
-def after_single(block: Single, x: Tensor, joined: Tensor, gate: Tensor) -> Tensor:
+def after_single(block: Single, x: Tensor, joined: Tensor, gate: Vector) -> Tensor:
     """`joined` [N, 5 · width]: what attention has found beside the feed-forward part."""
-    return clip(torch.addcmul(x, gate, block.out(joined).view_as(x)))
+    return clip(add_gated(x, gate, block.out(joined)))
 
 
 def _attend(
@@ -206,7 +196,7 @@ def project_rest(
         qkv, norms = block.qkv_up, block.norms
     rows = slice(width, 3 * width)
     keys_values = Linear(qkv.weight[rows], None if qkv.bias is None else qkv.bias[rows])
-    normed = _modulated(stream.wide(hidden), shift, scale).view_as(hidden)
+    normed = modulate(stream.wide(hidden), shift, scale).view_as(hidden)
     k, v = keys_values(normed).chunk(2, dim=1)
     k, v = (each.unflatten(-1, (-1, norms.shape[-1])) for each in (k, v))
     return turn(k[:, None], norms[1:], cis)[:, 0], v
@@ -225,5 +215,5 @@ def last_layer(weights: Weights, image: Tensor, vectors: Tensor, stream: Stream)
         [N, out_channels].
     """
     scale, shift = stream.spread(vectors, 2)
-    normed = _modulated(stream.wide(image), shift, scale)
+    normed = modulate(stream.wide(image), shift, scale)
     return weights.proj_out(normed.view_as(image))

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from maskserve_engine.families.flux.modulation import EPS
 from maskserve_engine.families.kernels import missing_triton
-
-EPS = 1e-6
 
 
 def norm_heads(x: Tensor, norms: Tensor) -> Tensor:
@@ -17,7 +16,7 @@ def norm_heads(x: Tensor, norms: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rotary embedding of x [N, P, heads, head_dim] by cis [N, head_dim / 2], complex, as `dtype`."""
+    """Rotary embedding of `x` [N, P, heads, head_dim], as `dtype`; `cis` as in `turn`."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * cis[:, None, None]).flatten(-2).to(dtype)
 
@@ -39,7 +38,7 @@ def turn(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
 
 
 def fused(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
-    """`turn` as one kernel, for a head_dim that is a power of two; a head's numbers lie together."""
+    """`turn` as one kernel; heads of a token lie side by side, head_dim is a power of two."""
     turned: Tensor = torch.ops.maskserve.turn(x, norms, torch.view_as_real(cis))
     return turned
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_engine.families.attention import Segments, Span, ends, spans, uniform
+from maskserve_engine.families.flux.modulation import PerRow, Vector, looked_up
 from maskserve_engine.families.place import Places
 from maskserve_engine.families.transfer import moved
 
@@ -41,24 +42,19 @@ class Stream:
     """The common length of all rows, or 0."""
 
     def wide(self, x: Tensor) -> Tensor:
-        """`x` [N, D], or [R, n, D] where several rows have n tokens each."""
-        return x.unflatten(0, (len(self.spans), -1)) if self._by_row else x
+        """`x` [N, D], or [R, n, D] where vectors of several rows are to broadcast with it."""
+        return x.unflatten(0, (len(self.spans), -1)) if self._by_row(x) else x
 
-    def spread(self, vectors: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """Per-row vectors [R, parts · D] as so many tensors that broadcast with `wide` tokens; those
-        of a row by itself are [D].
-        """
+    def spread(self, vectors: Tensor, parts: int) -> Sequence[Vector]:
+        """Per-row vectors [R, parts · D] as so many that go with `wide` tokens."""
         if len(self.spans) == 1:
             return vectors.view(parts, -1).unbind()
-        if self._by_row:
-            vectors = vectors[:, None]
-        else:
-            vectors = vectors.index_select(0, self.row_of)
-        return vectors.chunk(parts, dim=-1)
+        if self._by_row(vectors):
+            return vectors[:, None].chunk(parts, dim=-1)
+        return [PerRow(part, self.row_of) for part in vectors.chunk(parts, dim=-1)]
 
-    @property
-    def _by_row(self) -> bool:
-        return self.uniform > 0 and len(self.spans) > 1
+    def _by_row(self, x: Tensor) -> bool:
+        return self.uniform > 0 and len(self.spans) > 1 and not looked_up(x)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,59 @@
+"""The kernels of `modulation`, in the Triton language (the package `triton`; not the server).
+
+One program has one token, [width] numbers one behind the other. Its row's vectors are read where
+they lie: spread over the tokens first, they would be as large as six streams of them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def modulate_kernel(
+    x,
+    shifts,
+    scales,
+    row_of,
+    out,
+    shifts_stride,
+    scales_stride,
+    eps,
+    width: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Grid: (tokens,). Strides of vectors are from row to row."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_of + token)
+    at = tl.arange(0, block)
+    inside = at < width
+    wide = tl.load(x + token * width + at, mask=inside, other=0.0).to(tl.float32)
+    centred = tl.where(inside, wide - tl.sum(wide, axis=0) / width, 0.0)
+    variance = tl.sum(centred * centred, axis=0) / width
+    normed = (centred * (1.0 / tl.sqrt(variance + eps))).to(x.dtype.element_ty).to(tl.float32)
+    shift = tl.load(shifts + row * shifts_stride + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scales + row * scales_stride + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + at, shift + normed * scale, mask=inside)
+
+
+@triton.jit
+def add_gated_kernel(
+    x,
+    y,
+    gates,
+    row_of,
+    out,
+    gates_stride,
+    width: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Grid: (tokens,). The stride of gates is from row to row."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_of + token)
+    at = tl.arange(0, block)
+    inside = at < width
+    own = tl.load(x + token * width + at, mask=inside, other=0.0).to(tl.float32)
+    added = tl.load(y + token * width + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * gates_stride + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + at, own + gate * added, mask=inside)

@@ -1,0 +1,37 @@
+"""The kernels that modulate tokens by their rows' vectors, interpreted, against the plain path."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.interpreted import run_interpreted
+
+PROGRAM = """
+import torch
+from maskserve_engine.families.flux import modulation
+from maskserve_engine.families.flux.modulation import PerRow, add_gated, modulate
+
+modulation.looked_up = lambda x: True
+
+for seed in range(9):
+    torch.manual_seed(seed)
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+    width, rows = (8, 96, 128)[seed // 3], int(torch.randint(2, 5, ()))
+    row_of = torch.repeat_interleave(torch.arange(rows), torch.randint(0, 6, (rows,)))
+    x, y = (3 * torch.randn(len(row_of), width).to(dtype) for _ in range(2))
+    parts = torch.randn(rows, 3 * width).to(dtype).chunk(3, dim=1)
+    looked_up = [PerRow(part, row_of) for part in parts]
+    shift, scale, gate = (part[row_of] for part in parts)
+    # The interpreter cuts bfloat16 off where hardware and torch round, twice.
+    ulps = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-10}[dtype]
+    for result, expected in (
+        (modulate(x, *looked_up[:2]), modulate(x, shift, scale)),
+        (add_gated(x, looked_up[2], y), add_gated(x, gate, y)),
+    ):
+        torch.testing.assert_close(result, expected, rtol=ulps, atol=8 * ulps)
+"""
+
+
+def test_the_kernels_compute_what_the_plain_path_computes() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(PROGRAM)
