@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """What a step of FLUX.1-dev at 1024x1024 should take on an H100: an estimate, nobody measured it.
 
-Counted: FLOPs (planning/flops.py), bytes that must be read once (weights, entries), kernel launches
-(docs/benchmarks/kernels.json). Assumed: the device's published peaks and the shares of them that
-are reached. A step takes the longest of the three.
+Counted: FLOPs (planning/flops.py), the bytes that every kernel reads and writes, and launches
+(scripts/kernel_table.py). Assumed: the device's published peaks and the shares of them that are
+reached. Products and attention take what their FLOPs or their bytes take, whichever is longer; all
+other kernels take what their bytes take, after them. A step takes that, or what the host takes to
+ask for it.
 
     python scripts/gpu_estimate.py
 """
@@ -22,21 +24,21 @@ def main() -> int:
     parser.add_argument("--bytes-reached", type=float, default=0.7, help="share of the peak")
     parser.add_argument("--launch-us", type=float, default=6.0, help="of the host, per kernel")
     args = parser.parse_args()
-    counted = ("batch", "m", "TFLOP", "GB read", "GB held", "launches")
-    estimated = ("compute ms", "memory ms", "host ms", "step ms")
+    counted = ("batch", "m", "TFLOP", "their GB", "other GB", "GB held", "launches")
+    estimated = ("products, attention ms", "others ms", "host ms", "step ms")
     print(f"| {' | '.join((*counted, *estimated))} |")
     print("|---" * len((*counted, *estimated)) + "|")
+    bandwidth = PEAK_BYTES * args.bytes_reached
     for step in steps():
-        times = (
-            1e3 * step.flops / (PEAK_FLOPS * args.flops_reached),
-            1e3 * step.nbytes / (PEAK_BYTES * args.bytes_reached),
-            1e-3 * args.launch_us * step.launches,
-        )
-        cells = " | ".join(f"{ms:.1f}" for ms in (*times, max(times)))
+        needed = 1e3 * max(step.flops / (PEAK_FLOPS * args.flops_reached), step.needed / bandwidth)
+        others = 1e3 * step.others / bandwidth
+        host = 1e-3 * args.launch_us * step.launches
+        cells = " | ".join(f"{ms:.1f}" for ms in (needed, others, host, max(needed + others, host)))
         what = "dense" if step.ratio is None else f"{step.ratio:.2f}"
         print(
-            f"| {step.rows} | {what} | {step.flops / 1e12:.1f} | {step.nbytes / 1e9:.1f} "
-            f"| {step.held / 1e9:.1f} | {step.launches} | {cells} |"
+            f"| {step.rows} | {what} | {step.flops / 1e12:.1f} | {step.needed / 1e9:.1f} "
+            f"| {step.others / 1e9:.1f} | {step.held / 1e9:.1f} | {step.launches} | {cells} |",
+            flush=True,
         )
     return 0
 

@@ -7,6 +7,9 @@ import torch
 
 from maskserve_engine.cache.codec import encode
 from maskserve_engine.families.attention import Segments, attention, ends, spans, uniform
+from maskserve_engine.families.flux.heads import fused as fused_heads
+from maskserve_engine.families.flux.heads import norm_heads, rotate
+from maskserve_engine.families.flux.modulation import PerRow, add_gated, modulate
 from maskserve_engine.families.place import Places, Source, fused, place
 from maskserve_harness.benchmarks.step_rig import Bench
 
@@ -63,3 +66,27 @@ def test_steady_steps_wait_for_nothing(kind: str) -> None:
             bench.step(rows, kind)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_the_kernel_that_turns_heads_agrees_with_the_plain_path(by_token: bool) -> None:
+    pytest.importorskip("triton")
+    x = torch.randn(300, 7 * 3072, device=CUDA).bfloat16()[:, : 2 * 3072]
+    x = x.unflatten(-1, (2, 24, 128))
+    norms = torch.randn(*((300,) if by_token else ()), 2, 1, 128, device=CUDA)
+    cis = torch.polar(torch.ones(300, 64), torch.randn(300, 64)).to(CUDA)
+    plain = rotate(norm_heads(x, norms), cis, x.dtype)
+    torch.testing.assert_close(fused_heads(x, norms, cis), plain, rtol=2**-7, atol=2**-7)
+
+
+def test_the_kernels_that_modulate_agree_with_the_plain_path() -> None:
+    pytest.importorskip("triton")
+    row_of = torch.repeat_interleave(torch.arange(3), torch.tensor([100, 33, 257])).to(CUDA)
+    x, y = (torch.randn(390, 3072, device=CUDA).bfloat16() for _ in range(2))
+    vectors = torch.randn(3, 6 * 3072, device=CUDA).bfloat16().chunk(6, dim=1)
+    shift, scale, gate, *_ = (PerRow(each, row_of) for each in vectors)
+    for result, plain in (
+        (modulate(x, shift, scale), modulate(x, shift.spread(), scale.spread())),
+        (add_gated(x, gate, y), add_gated(x, gate.spread(), y)),
+    ):
+        torch.testing.assert_close(result, plain, rtol=2**-7, atol=2**-5)

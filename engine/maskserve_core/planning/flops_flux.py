@@ -15,6 +15,7 @@ widths of half precision) and turned (4), and what they become; one that a dense
 the next ones that are not; and what a row that may skip steps remembers (5).
 """
 
+
 def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
     """Work of a FluxTransformer2DModel.
 

@@ -10,7 +10,14 @@ import torch
 
 from maskserve_core.planning.flops_flux import flux_work
 from maskserve_engine.memory import peak_values
-from maskserve_harness.benchmarks.kernel_counts import DOUBLE, SINGLE, TABLE
+from maskserve_harness.benchmarks.kernel_counts import (
+    DOUBLE,
+    NEEDED,
+    SINGLE,
+    TABLE,
+    Case,
+    moved_bytes,
+)
 from maskserve_harness.benchmarks.step_rig import PRESETS, build_model
 
 PEAK_FLOPS, PEAK_BYTES = 989e12, 3.35e12
@@ -18,23 +25,24 @@ PEAK_FLOPS, PEAK_BYTES = 989e12, 3.35e12
 
 
 class Step(NamedTuple):
-    """Counted work of one step of FLUX.1-dev at 1024x1024."""
+    """Counted work of one step of FLUX.1-dev at 1024x1024, entries in int8 on the device."""
 
     rows: int
     ratio: float | None
     """Mask ratio of the rows; None: dense ones."""
     flops: float
-    nbytes: float
-    """Weights and int8 entries, read once."""
+    needed: int
+    """Bytes of products and attention: their kernels move them while they compute."""
+    others: int
+    """Bytes of all other kernels, which compute next to nothing."""
     launches: int
     held: int
     """Bytes that the memory table counts for so many rows, dense or not."""
 
 
 def steps() -> Iterator[Step]:
-    """By rows and mask ratio."""
+    """By rows and mask ratio; takes a minute."""
     model = build_model("flux-1024", (DOUBLE, SINGLE), torch.bfloat16, torch.device("meta"))
-    weights = sum(2 * p.numel() for p in model.parameters())
     (down, across), text = PRESETS["flux-1024"]["grid"], PRESETS["flux-1024"]["text"]
     work = flux_work(dict(model.config), 2 * down, 2 * across)
     launches = json.loads(TABLE.read_text(encoding="utf-8"))
@@ -42,10 +50,11 @@ def steps() -> Iterator[Step]:
         for ratio in (None, 0.05, 0.11, 0.2, 0.35):
             totals = [work.row_at(ratio or 1.0, text)] * rows
             flops = work.step_flops(totals, "kv" if ratio else "dense")
-            rest = 0.0 if ratio is None else 1.0 - ratio
-            entries = rows * rest * down * across * 2 * (DOUBLE + SINGLE) * model.inner_dim
             name = "dense, 4 rows" if rows > 1 else "dense, 1 row"
             if ratio is not None:
                 name = f"kv int8, {rows} rows, mixed" if rows > 1 else "kv int8, 1 row"
+            moved = moved_bytes(Case(name, (ratio,) * rows))
+            needed = sum(moved[group] for group in NEEDED)
             held = 2 * peak_values(work, rows, text)
-            yield Step(rows, ratio, flops, weights + entries, launches[name]["step"], held)
+            others = moved.total() - needed
+            yield Step(rows, ratio, flops, needed, others, launches[name]["step"], held)

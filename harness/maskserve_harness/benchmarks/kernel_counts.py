@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 
+from maskserve_engine.families.flux.compiled import Halves
 from maskserve_engine.families.flux.packing import widening
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.vectors import AHEAD
+from maskserve_harness.benchmarks.fake_compiler import FakeCompiler
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, WEIGHTS, FakeCuda, Log, fake_weights
 from maskserve_harness.benchmarks.step_rig import Bench, build_model
 from maskserve_harness.benchmarks.unet_rig import UnetBench, build_unet
@@ -41,6 +44,8 @@ class Case:
     guided: bool = False
     primes: bool = False
     """A priming row beside the others."""
+    compiled: bool = False
+    """Blocks run in compiled halves."""
 
 
 CASES = (
@@ -60,6 +65,11 @@ CASES = (
     Case("dense, 1 guided row", (None,), guided=True),
     Case("kv int8, 1 guided row", (0.11,), guided=True),
     Case("kv int8, 2 rows beside a priming one", (0.1, 0.2), primes=True),
+)
+COMPILED_CASES = (
+    Case("dense, 1 row, compiled", (None,), compiled=True),
+    Case("kv int8, 1 row, compiled", (0.11,), compiled=True),
+    Case("kv int8, 4 rows, mixed, compiled", MIXED[:4], compiled=True),
 )
 
 
@@ -128,7 +138,7 @@ GROUPS = {
     "attention": ("attention.",),
     "entries": ("place.", "forward._hidden"),
     "heads and order": ("heads.", "blocks._attend", "packing."),
-    "norms and gates": ("blocks.", "modulation."),
+    "norms and gates": ("blocks.", "modulation.", "compiled."),
 }
 """Beginnings of the places whose bytes each group has; the longest that fits wins, and what fits
 none is `outside`."""
@@ -173,12 +183,14 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
     """What steps of rows that were packed before ask of the device: one that computes the vectors
     of those ahead, and one that does not.
     """
-    with FakeCuda() as cuda:
+    cuda, halves = compiled_device() if case.compiled else (FakeCuda(), None)
+    with cuda:
         bench = fake_bench(blocks, case.format)
+        bench.compiled = replace(bench.weights, halves=halves)
         bench.fill_entry({"mixed": "both"}.get(case.kind, case.kind))
         rows = make_rows(bench, case)
-        kinds = kinds_of(case, bench.blocks)
-        bench.step(rows, kinds)
+        step = partial(bench.step, rows, kinds_of(case, bench.blocks), compiled=case.compiled)
+        step()
         for row in rows:
             row.step = 0
         logs = []
@@ -186,9 +198,17 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
             if case.primes:
                 bench.batch = None  # each anchor has tokens of its own: packed anew
             with cuda.watch() as log:
-                bench.step(rows, kinds)
+                step()
             logs.append(log)
     return logs[0], logs[1]
+
+
+@cache
+def compiled_device() -> tuple[FakeCuda, Halves]:
+    """A device that has compiled the halves of FLUX.1-dev's blocks; they run there alone."""
+    cuda = FakeCuda()
+    with cuda, torch.inference_mode():
+        return cuda, FakeCompiler(cuda).compile(fake_bench((1, 1), "model").weights)
 
 
 def unet_step(case: UnetCase) -> tuple[Log, int]:
