@@ -24,7 +24,8 @@ from torch._inductor.runtime import triton_helpers, triton_heuristics
 
 from maskserve_engine.families.flux.compiled import Halves
 from maskserve_engine.families.flux.weights import Weights
-from maskserve_harness.benchmarks.fake_cuda import DEVICE, WEIGHTS, FakeCuda, size_of
+from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda
+from maskserve_harness.benchmarks.launch_log import WEIGHTS, size_of
 
 _H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",

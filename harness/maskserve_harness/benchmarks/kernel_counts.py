@@ -14,7 +14,8 @@ from maskserve_engine.families.flux.packing import widening
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.vectors import AHEAD
 from maskserve_harness.benchmarks.fake_compiler import FakeCompiler
-from maskserve_harness.benchmarks.fake_cuda import DEVICE, WEIGHTS, FakeCuda, Log, fake_weights
+from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
+from maskserve_harness.benchmarks.launch_log import WEIGHTS, Log
 from maskserve_harness.benchmarks.step_rig import Bench, build_model
 from maskserve_harness.benchmarks.unet_rig import UnetBench, build_unet
 from maskserve_harness.checkout import CHECKOUT
