@@ -50,9 +50,10 @@ def before_stem(stem: Stem, x: Tensor, shift: Vector, scale: Vector) -> Tensor:
 
 def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Queries and keys [N, 2, heads, head_dim], values [N, heads, head_dim]."""
-    width = qkv.shape[-1] // 3
-    qk = qkv[:, : 2 * width].unflatten(-1, (2, -1, head_dim))
-    return qk, qkv[:, 2 * width :].unflatten(-1, (-1, head_dim))
+    tokens, width = qkv.shape[0], qkv.shape[1] // 3
+    heads = width // head_dim
+    qk = qkv[:, : 2 * width].view(tokens, 2, heads, head_dim)
+    return qk, qkv[:, 2 * width :].view(tokens, heads, head_dim)
 
 
 def after_stem(stem: Stem, x: Tensor, attended: Tensor, vectors: Sequence[Vector]) -> Tensor:

@@ -17,7 +17,7 @@ def norm_heads(x: Tensor, norms: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
     """Rotary embedding of `x` [N, P, heads, head_dim], as `dtype`; `cis` as in `turn`."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2))
     return torch.view_as_real(pairs * cis[:, None, None]).flatten(-2).to(dtype)
 
 
