@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -102,6 +103,31 @@ def test_halves_of_fixed_sizes_would_be_compiled_again(monkeypatch: pytest.Monke
 
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         grow()
+
+
+def test_what_attention_was_given_is_let_go_before_the_rest_of_a_single_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory counted for a step has no room for both."""
+    bench = make_bench()
+    halves = Halves("eager")
+    before, after = halves.before_single, halves.after_single
+    given, held = list[weakref.ref[Tensor]](), list[bool]()
+
+    def watched(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        qk, v, up = before(*args)
+        given[:] = weakref.ref(qk), weakref.ref(v)
+        return qk, v, up
+
+    def looks(*args: Any) -> Tensor:
+        held.append(any(tensor() is not None for tensor in given))
+        return after(*args)
+
+    monkeypatch.setattr(halves, "before_single", watched)
+    monkeypatch.setattr(halves, "after_single", looks)
+    outputs(bench, halves, [0.2], PLANS["kv"])
+    assert held
+    assert not any(held)
 
 
 def test_what_was_not_foreseen_is_not_compiled_on_the_way() -> None:

@@ -161,6 +161,7 @@ def single_block(
     if halves is not None:
         qk, v, up = halves.before_single(block, x, vectors, packing, cis)
         attended = _attend(qk, v, packing, fill, capture)
+        del qk, v  # the values hold all that their product made, seven widths of each token
         return halves.after_single(block, x, attended, up, vectors, packing)
     shift, scale, gate = packing.row_stream.spread(vectors, 3)
     wide = packing.row_stream.wide(x)
