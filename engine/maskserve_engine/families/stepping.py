@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from operator import is_
 from typing import Generic, Self, TypeVar, cast
 
@@ -61,6 +61,9 @@ class Stepping(Generic[R, M]):
         stepped: the model that its steps are given.
     """
 
+    device: torch.device
+    """Of the model; the adapter sets it."""
+
     def __init__(self, batches: type[KeptBatch[R, M]], stepped: M) -> None:
         self._batches, self._stepped = batches, stepped
         self._batch: KeptBatch[R, M] | None = None
@@ -74,8 +77,12 @@ class Stepping(Generic[R, M]):
             batch.step(self._stepped, () if plan is None else plan.kinds)
             self._batch = batch
 
-    def session(self) -> AbstractContextManager[object]:
-        return torch.inference_mode()
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        # Kernels in the Triton language go to the current device, wherever their tensors lie.
+        there = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with torch.inference_mode(), there:
+            yield
 
     def release(self) -> None:
         self._batch = None

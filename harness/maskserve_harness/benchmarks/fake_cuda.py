@@ -92,6 +92,8 @@ class FakeCuda:
             "get_device_capability": lambda _=None: (9, 0),
             "is_available": lambda: True,
             "device_count": lambda: 1,
+            "_exchange_device": lambda _: 0,
+            "_maybe_exchange_device": lambda _: 0,
             "get_device_name": lambda _=None: "NVIDIA H100 80GB HBM3",
             "mem_get_info": lambda _=None: (_MEMORY, _MEMORY),
             "current_stream": lambda _=None: _FakeStream(),
