@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import shutil
+import sysconfig
 from functools import cache
+from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
@@ -12,8 +16,18 @@ _log = logging.getLogger(__name__)
 @cache
 def missing_triton() -> str | None:
     """Why they cannot; None if they can. Logged once."""
-    if importlib.util.find_spec("triton") is not None:
-        return None
-    reason = "the package triton is not installed"
-    _log.warning("cached activations are placed and heads turned in many small kernels: %s", reason)
+    if importlib.util.find_spec("triton") is None:
+        reason: str | None = "the package triton is not installed"
+    else:
+        reason = missing_for_launches()
+    if reason is not None:
+        _log.warning("FLUX steps and cached activations take many small kernels: %s", reason)
     return reason
+
+
+def missing_for_launches() -> str | None:
+    """What the package triton lacks to launch a kernel: what does it is C, made at the first."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler (gcc, clang, or another that CC names)"
+    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    return None if headers.exists() else f"there is no {headers}"

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from maskserve_engine.families import kernels
 from maskserve_harness.benchmarks.launch_log import Log, Recorder, place_of
 
 DEVICE = torch.device("cuda", 0)
@@ -103,6 +104,7 @@ class FakeCuda:
         self._facts = [patch.object(torch.cuda, name, value) for name, value in facts.items()]
         self._facts.append(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         self._facts.append(patch.object(Tensor, "numpy", _numpy))
+        self._facts.append(patch.object(kernels, "missing_for_launches", lambda: None))
         # Torch asks `is_available` whether it may make a real tensor there first.
         none = not torch.cuda.is_available()
         self._facts.append(patch.object(FakeTensorMode, "avoid_device_init", none))
