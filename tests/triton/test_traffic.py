@@ -89,6 +89,18 @@ def test_an_answered_edit_that_the_pipeline_keeps_is_stuck_all_the_same(front: F
     assert said is not None
 
 
+def test_one_that_is_lost_on_its_way_back_and_answered_is_not_stuck(front: Front) -> None:
+    """Others, which the engine computes for long, would end with it."""
+    lost = front.call("lost")
+    front.hold(lost)
+    front.held.discard("lost")
+    front.hold(front.call("long"))
+    assert front.passes(30) is None
+    lost.answer.end()
+    assert front.passes(600) is None
+    assert front.naive_s > LIMIT_S
+
+
 def test_a_long_edit_is_not_stuck(front: Front) -> None:
     front.hold(front.call("a"))
     assert front.passes(600) is None

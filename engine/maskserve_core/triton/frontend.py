@@ -188,7 +188,8 @@ class Front:
         except Exception as error:
             call.answer.fail(guarded(call.request_id, error))
         finally:
-            self._traffic.ended()
+            if call.sent:
+                self._traffic.ended()
             with self._lock:
                 if self._calls.get(call.request_id) is call:
                     del self._calls[call.request_id]

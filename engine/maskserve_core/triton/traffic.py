@@ -82,7 +82,11 @@ class Traffic:
             limit_s: what counts as long.
         """
         there = any(call.sent and not call.heard for call in calls)
-        back = any(call.heard and call.request_id not in held for call in calls)
+        # An answered one may be lost by itself (`Front` says so to its client); more of them follow
+        # where all are.
+        back = any(
+            call.heard and not call.answer.done and call.request_id not in held for call in calls
+        )
         there_s = self._there.stuck_s(entered=there)
         back_s = self._back.stuck_s(entered=back)
         if there_s > limit_s:

@@ -129,7 +129,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given, made = given[1:], given[-1:]
         written = sum(size_of(t) for t in made)
         read = written if name.startswith(_GATHERS) else sum(size_of(t) for t in given)
-        self.log.nbytes[place] += _placed(*args) if "place" in name else read + written
+        placing = name.startswith("maskserve.place")
+        self.log.nbytes[place] += _placed(*args) if placing else read + written
 
 
 def _on_host(args: Any, kwargs: dict[str, Any]) -> bool:
