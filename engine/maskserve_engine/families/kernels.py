@@ -10,7 +10,14 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
+from torch import Tensor
+
 _log = logging.getLogger(__name__)
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether they do the work where `x` lies; else plain operations do."""
+    return x.is_cuda and missing_triton() is None
 
 
 @cache

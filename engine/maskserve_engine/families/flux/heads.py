@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.families.flux.modulation import EPS
-from maskserve_engine.families.kernels import missing_triton
+from maskserve_engine.families.kernels import has_kernels
 
 
 def norm_heads(x: Tensor, norms: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def turn(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
     Returns:
         [N, P, heads, head_dim] in the dtype of `x`.
     """
-    if x.is_cuda and x.shape[-1].bit_count() == 1 and missing_triton() is None:
+    if has_kernels(x) and x.shape[-1].bit_count() == 1:
         return fused(x, norms, cis)
     return rotate(norm_heads(x, norms), cis, x.dtype)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_engine.families.kernels import missing_triton
+from maskserve_engine.families.kernels import has_kernels
 
 EPS = 1e-6
 
@@ -30,15 +30,10 @@ Vector = Tensor | PerRow
 """A shift, scale or gate: [D] for all tokens, what broadcasts with them, or of each row."""
 
 
-def looked_up(x: Tensor) -> bool:
-    """Whether tokens there are modulated by kernels, which look their rows' vectors up."""
-    return x.is_cuda and missing_triton() is None
-
-
 def modulate(x: Tensor, shift: Vector, scale: Vector) -> Tensor:
     """Tokens [N, D], or [R, n, D], through their norm, scaled and shifted."""
     if isinstance(shift, PerRow) and isinstance(scale, PerRow):
-        if looked_up(x):
+        if has_kernels(x):
             modulated: Tensor = torch.ops.maskserve.modulate(x, shift.values, *scale)
             return modulated
         shift, scale = shift.spread(), scale.spread()
@@ -52,7 +47,7 @@ def modulate(x: Tensor, shift: Vector, scale: Vector) -> Tensor:
 def add_gated(x: Tensor, gate: Vector, y: Tensor) -> Tensor:
     """Tokens `x` and `y` as in `modulate`: x + gate · y."""
     if isinstance(gate, PerRow):
-        if looked_up(x):
+        if has_kernels(x):
             gated: Tensor = torch.ops.maskserve.add_gated(x, y, *gate)
             return gated
         gate = gate.spread()

@@ -11,6 +11,12 @@ import triton.language as tl
 
 
 @triton.jit
+def _wide(at, inside):
+    """What lies there, in float32; 0 outside."""
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def modulate_kernel(
     x,
     shifts,
@@ -28,12 +34,12 @@ def modulate_kernel(
     row = tl.load(row_of + token)
     at = tl.arange(0, block)
     inside = at < width
-    wide = tl.load(x + token * width + at, mask=inside, other=0.0).to(tl.float32)
+    wide = _wide(x + token * width + at, inside)
     centred = tl.where(inside, wide - tl.sum(wide, axis=0) / width, 0.0)
     variance = tl.sum(centred * centred, axis=0) / width
     normed = (centred * (1.0 / tl.sqrt(variance + eps))).to(x.dtype.element_ty).to(tl.float32)
-    shift = tl.load(shifts + row * shifts_stride + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(scales + row * scales_stride + at, mask=inside, other=0.0).to(tl.float32)
+    shift = _wide(shifts + row * shifts_stride + at, inside)
+    scale = _wide(scales + row * scales_stride + at, inside)
     tl.store(out + token * width + at, shift + normed * scale, mask=inside)
 
 
@@ -53,7 +59,7 @@ def add_gated_kernel(
     row = tl.load(row_of + token)
     at = tl.arange(0, block)
     inside = at < width
-    own = tl.load(x + token * width + at, mask=inside, other=0.0).to(tl.float32)
-    added = tl.load(y + token * width + at, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gates + row * gates_stride + at, mask=inside, other=0.0).to(tl.float32)
+    own = _wide(x + token * width + at, inside)
+    added = _wide(y + token * width + at, inside)
+    gate = _wide(gates + row * gates_stride + at, inside)
     tl.store(out + token * width + at, own + gate * added, mask=inside)

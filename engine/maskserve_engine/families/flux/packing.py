@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_engine.families.attention import Segments, Span, ends, spans, uniform
-from maskserve_engine.families.flux.modulation import PerRow, Vector, looked_up
+from maskserve_engine.families.flux.modulation import PerRow, Vector
+from maskserve_engine.families.kernels import has_kernels
 from maskserve_engine.families.place import Places
 from maskserve_engine.families.transfer import moved
 
@@ -54,7 +55,7 @@ class Stream:
         return [PerRow(part, self.row_of) for part in vectors.chunk(parts, dim=-1)]
 
     def _by_row(self, x: Tensor) -> bool:
-        return self.uniform > 0 and len(self.spans) > 1 and not looked_up(x)
+        return self.uniform > 0 and len(self.spans) > 1 and not has_kernels(x)
 
 
 @dataclass(frozen=True)
