@@ -13,7 +13,10 @@ Each message begins with `[CODE]`, because Triton streams carry only the message
 
 from __future__ import annotations
 
+import logging
 import re
+
+log = logging.getLogger("maskserve")
 
 
 class MaskserveError(Exception):
@@ -93,3 +96,17 @@ def split_code(text: str) -> tuple[str, str]:
     if found is None:
         return EngineFailed.code, text
     return found.group(1), text[found.end() :]
+
+
+def internal_error(request_id: str) -> MaskserveError:
+    """What a client is told of an exception that nobody foresaw; the log has the rest."""
+    return EngineFailed(f"internal error (request {request_id or 'unknown'})")
+
+
+def guarded(request_id: str, error: BaseException) -> MaskserveError:
+    """`error` if it is meant for clients; else it is logged with its trace and hidden."""
+    if isinstance(error, MaskserveError):
+        return error
+    extra = {"request_id": request_id}
+    log.error("%s: %s", type(error).__name__, error, exc_info=error, extra=extra)
+    return internal_error(request_id)

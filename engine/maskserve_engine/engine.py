@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.status_record import State
-from maskserve_core.errors import EngineFailed, Overloaded
-from maskserve_core.triton.tensor_io import guarded
+from maskserve_core.errors import EngineFailed, Overloaded, guarded
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.entry_store import estimated_costs, open_store, sized

@@ -11,12 +11,12 @@ from typing import Generic, TypeVar
 
 from maskserve_core.config_tables import LimitsConfig
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings_rules import steps_run
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.geometry import Size, model_size
 from maskserve_core.imaging.images import decode_mask, read_size
 from maskserve_core.imaging.masks import build_masks
 from maskserve_core.imaging.tokens import active_tokens
-from maskserve_core.imaging.validation import steps_run
 from maskserve_core.routing import Edit
 from maskserve_router.config import RouterConfig
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from maskserve_core.config import Config
 from maskserve_core.config_tables import ModelConfig
 from maskserve_core.contracts.settings import dump_settings, parse_settings
+from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.imaging.postprocess import source_and_weights
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
-from maskserve_core.imaging.validation import accept_edit
 from maskserve_core.triton.control import OPERATIONS, parse_operation
 from tests.fakes.corpus.case import Case, Damaged, Refused, Works
 from tests.fakes.corpus.collection import edit_cases, sample

@@ -13,9 +13,9 @@ from PIL import Image
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.imaging.postprocess import finish_edit, source_and_weights
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
-from maskserve_core.imaging.validation import accept_edit
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene
 

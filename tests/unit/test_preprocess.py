@@ -20,12 +20,12 @@ from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.request import AcceptedEdit, EditRequest
 from maskserve_core.contracts.settings import EditSettings, parse_settings
+from maskserve_core.contracts.settings_rules import accept_edit, steps_run
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_core.imaging import preprocess
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.imaging.postprocess import source_and_weights
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
-from maskserve_core.imaging.validation import accept_edit, steps_run
 from maskserve_core.worker.templates import TemplateFolder
 from tests.fakes.corpus.settings import good_settings
 from tests.fakes.facts import FILL_FACTS

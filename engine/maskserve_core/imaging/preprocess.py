@@ -19,12 +19,18 @@ from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.contracts.request import AcceptedEdit, EditRequest
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
-from maskserve_core.imaging.geometry import model_size, resize
-from maskserve_core.imaging.images import Decoded, came_as_text, decode_image, decode_mask
+from maskserve_core.imaging.geometry import Size, model_size, resize
+from maskserve_core.imaging.images import (
+    MAX_OUTPUT_SIDE,
+    Decoded,
+    came_as_text,
+    decode_image,
+    decode_mask,
+)
 from maskserve_core.imaging.masks import build_masks
 from maskserve_core.imaging.png import encode_png
-from maskserve_core.imaging.validation import accept_edit, check_output
 
 DECODED_PIXELS = 1_500_000
 """Sources of up to so many pixels travel to postprocess decoded. That takes a fraction of the time
@@ -73,7 +79,7 @@ def prepare_edit(
     """
     start, asked = time.perf_counter(), accepted.settings
     source, source_id = _source(image, asked, config, find_template)
-    check_output(asked, source.size)
+    _check_output(asked, source.size)
     size, pixels = _at_model_size(source, facts)
     masks = build_masks(
         decode_mask(mask, "MASK", config.limits, source.size),
@@ -119,6 +125,17 @@ def prepare_template(encoded: bytes, facts: ModelFacts, config: Config) -> Prepa
     accepted = accept_edit(EditSettings(), b"", facts, config)
     request = _request(accepted, source, template_id(source.pixels), pixels)
     return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
+
+
+def _check_output(settings: EditSettings, size: Size) -> None:
+    """Refuse a format that cannot hold the answer."""
+    longest = MAX_OUTPUT_SIDE[settings.output_format]
+    if max(size) > longest:
+        raise InvalidRequest(
+            "SETTINGS.output_format",
+            f"{settings.output_format} cannot hold {size[1]}x{size[0]} pixels",
+            "png",
+        )
 
 
 def _request(

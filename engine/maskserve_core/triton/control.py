@@ -22,13 +22,14 @@ from maskserve_core.errors import (
     InvalidRequest,
     MaskserveError,
     TemplateNotFound,
+    guarded,
 )
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.imaging.preprocess import prepare_template
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.cancels import cancel_edit
 from maskserve_core.triton.pipeline import ask_denoiser, encode_template
-from maskserve_core.triton.tensor_io import guarded, read_bytes
+from maskserve_core.triton.tensor_io import read_bytes
 from maskserve_core.worker.admission import OPEN, Admission
 from maskserve_core.worker.liveness import silence_limit_s, unwell
 from maskserve_core.worker.status import StatusReader

@@ -25,6 +25,7 @@ from typing import Any
 from maskserve_core.config import Config
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.settings import parse_settings
+from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -32,8 +33,8 @@ from maskserve_core.errors import (
     InvalidRequest,
     MaskserveError,
     Overloaded,
+    guarded,
 )
-from maskserve_core.imaging.validation import accept_edit
 from maskserve_core.triton.acks import AckSender
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.call import Call, bounded
@@ -42,7 +43,7 @@ from maskserve_core.triton.health import Health
 from maskserve_core.triton.metrics import FrontMetrics, MetricsThread
 from maskserve_core.triton.pipeline import ask_denoiser, run_edit
 from maskserve_core.triton.request_log import RequestLog
-from maskserve_core.triton.tensor_io import guarded, read_bytes
+from maskserve_core.triton.tensor_io import read_bytes
 from maskserve_core.triton.tracing import TRACEPARENT, Tracer, make_tracer
 from maskserve_core.triton.traffic import Traffic, is_probe
 from maskserve_core.worker.admission import OPEN, Admission, InFlight

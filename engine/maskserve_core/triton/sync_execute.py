@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from maskserve_core.contracts.meta import failed_meta
-from maskserve_core.triton.tensor_io import error_response, guarded, read_bytes, response
+from maskserve_core.errors import guarded
+from maskserve_core.triton.tensor_io import error_response, read_bytes, response
 
 Outputs = dict[str, Any]
 

@@ -18,6 +18,7 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
     TemplateNotFound,
+    internal_error,
     split_code,
 )
 from maskserve_core.worker.logs import about
@@ -126,19 +127,6 @@ def relayed(text: str, request_id: str) -> MaskserveError:
         log.error("a model raised: %s", text, extra=about(request_id))
         return internal_error(request_id)
     return RelayedError(code, message.strip())
-
-
-def internal_error(request_id: str) -> MaskserveError:
-    """What a client is told of an exception that nobody foresaw; the log has the rest."""
-    return EngineFailed(f"internal error (request {request_id or 'unknown'})")
-
-
-def guarded(request_id: str, error: BaseException) -> MaskserveError:
-    """`error` if it is meant for clients; else it is logged with its trace and hidden."""
-    if isinstance(error, MaskserveError):
-        return error
-    log.error("%s: %s", type(error).__name__, error, exc_info=error, extra=about(request_id))
-    return internal_error(request_id)
 
 
 def output(api: Any, answer: Any, name: str) -> bytes:

@@ -17,8 +17,8 @@ from maskserve_core.errors import (
     InvalidRequest,
     MaskserveError,
     Overloaded,
+    guarded,
 )
-from maskserve_core.triton.tensor_io import guarded
 from maskserve_core.worker.status import RowStatus
 from maskserve_core.worker.step_scheduler import StepScheduler
 from maskserve_core.worker.ticket import Ticket

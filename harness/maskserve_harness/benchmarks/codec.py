@@ -24,11 +24,11 @@ from PIL import Image
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.imaging.geometry import resize
 from maskserve_core.imaging.images import NO_LIMITS, decode_raster, encode_image
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import prepare_edit
-from maskserve_core.imaging.validation import accept_edit
 from maskserve_harness.benchmarks.machine import machine
 from maskserve_harness.benchmarks.models import FLUX_DEV_FACTS
 from maskserve_harness.checkout import CHECKOUT

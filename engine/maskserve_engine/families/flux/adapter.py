@@ -14,7 +14,7 @@ from torch import Tensor
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.entry_key import Anchor, anchor_steps, cover
 from maskserve_core.contracts.facts import ModelFacts
-from maskserve_core.imaging.validation import steps_run
+from maskserve_core.contracts.settings_rules import steps_run
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_core.planning.flops_flux import flux_work
 from maskserve_engine.families.flux.batch import Batch, Row

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from maskserve_core.config import ConfigError
-from maskserve_core.imaging.validation import steps_run
+from maskserve_core.contracts.settings_rules import steps_run
 
 
 class Walk(NamedTuple):

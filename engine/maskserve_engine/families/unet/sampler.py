@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.imaging.validation import steps_run
+from maskserve_core.contracts.settings_rules import steps_run
 from maskserve_engine.stages.loader import load_plain
 
 _SERVED = (

@@ -16,8 +16,6 @@ from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
-from maskserve_core.imaging.geometry import Size
-from maskserve_core.imaging.images import MAX_OUTPUT_SIDE
 
 _SEED_BITS = 32
 """Drawn seeds are short enough to read out, and exact in clients whose numbers are doubles."""
@@ -158,21 +156,6 @@ def _steps(settings: EditSettings, config: Config) -> int:
 def _guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> float:
     given = settings.guidance_scale
     return facts.guidance_default(config.model.guidance_scale) if given is None else given
-
-
-def check_output(settings: EditSettings, size: Size) -> None:
-    """Refuse a format that cannot hold the answer.
-
-    Raises:
-        InvalidRequest: naming `SETTINGS.output_format`.
-    """
-    longest = MAX_OUTPUT_SIDE[settings.output_format]
-    if max(size) > longest:
-        raise InvalidRequest(
-            "SETTINGS.output_format",
-            f"{settings.output_format} cannot hold {size[1]}x{size[0]} pixels",
-            "png",
-        )
 
 
 def check_prompt(raw: bytes, config: Config) -> str:
