@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2
 from maskserve_client.errors import from_text
 from maskserve_client.events import EditResult, Event, Final, Preview, Progress
 from maskserve_core.contracts.settings import parse_settings
+from maskserve_core.contracts.tensors import CONTRACTS
 from maskserve_core.errors import EngineFailed, InvalidRequest
 from maskserve_core.imaging.images import NO_LIMITS, Raster, decode_raster, to_base64
 
@@ -136,10 +137,11 @@ def _settings_bytes(settings: Mapping[str, Any]) -> bytes:
 
 def _request(model: str, tensors: Mapping[str, bytes]) -> service_pb2.ModelInferRequest:
     request = service_pb2.ModelInferRequest(model_name=model)
-    for name, value in tensors.items():
-        tensor = request.inputs.add(name=name, datatype="BYTES")
-        tensor.shape.append(1)
-        request.raw_input_contents.append(struct.pack("<I", len(value)) + value)
+    for declared in CONTRACTS[model].inputs:
+        if declared.name in tensors:
+            value = tensors[declared.name]
+            request.inputs.add(name=declared.name, datatype=declared.dtype, shape=[1])
+            request.raw_input_contents.append(struct.pack("<I", len(value)) + value)
     return request
 
 

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
+from maskserve_core.contracts.tensors import CONTRACTS
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.upstream import Metadata
 
@@ -22,6 +23,7 @@ EDITS = ("edit", "edit_stream")
 PUBLIC = (*EDITS, "control")
 """The models that clients may call; the others are a worker's own."""
 _SEED_BITS = 32
+_DECLARED = {tensor.name: (tensor.dtype, tensor.dims) for tensor in CONTRACTS["edit"].inputs}
 
 
 @dataclass(slots=True, eq=False)
@@ -188,6 +190,6 @@ def _input(
     message: pb.ModelInferRequest, name: str
 ) -> tuple[int, pb.ModelInferRequest.InferInputTensor]:
     found = [(i, tensor) for i, tensor in enumerate(message.inputs) if tensor.name == name]
-    if len(found) != 1 or found[0][1].datatype != "BYTES" or list(found[0][1].shape) != [1]:
+    if len(found) != 1 or (found[0][1].datatype, tuple(found[0][1].shape)) != _DECLARED[name]:
         raise LookupError(name)
     return found[0]

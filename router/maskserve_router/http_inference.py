@@ -85,8 +85,7 @@ class HttpInference:
         model, version = model_of(request)
         if model not in PUBLIC:
             raise UnknownModel(model)
-        names = [tensor.name for tensor in CONTRACTS[model].inputs]
-        message = generate_request(model, version, body, names)
+        message = generate_request(model, version, body)
         check_request(message)
         return message, len(body)
 

@@ -1,7 +1,7 @@
 """KServe v2 over HTTP as gRPC's messages, and back: JSON, and the binary extension.
 
-The models that clients call have BYTES inputs and outputs of one element each, and nothing else is
-read here. JSON is read into typed structures: it can be no deeper than they are.
+The models that clients call have BYTES inputs and outputs, and nothing else is read here. JSON is
+read into typed structures: it can be no deeper than they are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.contracts.tensors import CONTRACTS, Tensor
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.edit_call import PUBLIC, UnknownModel
 from maskserve_router.failures import NotSupported
@@ -146,16 +147,13 @@ def infer_response(answer: bytes, wanted: Wanted) -> tuple[bytes, int | None]:
     return (b"".join((head, *tail)), len(head)) if tail else (head, None)
 
 
-def generate_request(
-    model: str, version: str, body: bytes, inputs: list[str]
-) -> pb.ModelInferRequest:
+def generate_request(model: str, version: str, body: bytes) -> pb.ModelInferRequest:
     """The message of /generate: keys that name inputs become tensors, the others parameters.
 
     Args:
         model: its name.
         version: empty for any.
         body: a JSON object.
-        inputs: names of the model's inputs.
 
     Raises:
         InvalidRequest: naming the key.
@@ -172,16 +170,11 @@ def generate_request(
     nested = values.pop("parameters", {})
     if not isinstance(nested, dict):
         raise InvalidRequest("parameters", "is not a JSON object")
-    for name in inputs:
-        if name in values:
-            value = values.pop(name)
-            if isinstance(value, list) and len(value) == 1:
-                value = value[0]
-            if not isinstance(value, str):
-                raise InvalidRequest(name, "is not a string", "a string, or a list of one")
-            tensor = message.inputs.add(name=name, datatype="BYTES")
-            tensor.shape.append(1)
-            message.raw_input_contents.append(_prefixed(value))
+    for declared in CONTRACTS[model].inputs:
+        if declared.name in values:
+            elements = _elements(declared, values.pop(declared.name))
+            message.inputs.add(name=declared.name, datatype=declared.dtype, shape=[len(elements)])
+            message.raw_input_contents.append(b"".join(map(_prefixed, elements)))
     _put_parameters(message, {**values, **nested})
     return message
 
@@ -223,6 +216,20 @@ def _from_json(tensor: _Input) -> bytes:
     for element in tensor.data:
         found.extend([element] if isinstance(element, str) else element)
     return b"".join(_prefixed(element) for element in found)
+
+
+def _elements(declared: Tensor, value: Any) -> list[str]:
+    """A tensor's elements: a list of strings, or one string where it holds one."""
+    elements = value if isinstance(value, list) else [value]
+    if not all(isinstance(element, str) for element in elements):
+        raise InvalidRequest(declared.name, "is not a string", _accepted(declared))
+    if declared.dims == (1,) and len(elements) != 1:
+        raise InvalidRequest(declared.name, "is not one string", _accepted(declared))
+    return elements
+
+
+def _accepted(declared: Tensor) -> str:
+    return "a string, or a list of one" if declared.dims == (1,) else "a list of strings"
 
 
 def _prefixed(text: str) -> bytes:

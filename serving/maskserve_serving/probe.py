@@ -89,6 +89,7 @@ def _request(front: str) -> pb.ModelInferRequest:
     request = pb.ModelInferRequest(model_name=front)
     request.parameters[PROBE].string_param = "1"
     for tensor in CONTRACTS[front].inputs:
-        request.inputs.add(name=tensor.name, datatype=tensor.dtype, shape=tensor.dims)
-        request.raw_input_contents.append(bytes(4))  # one empty element, as its length says
+        if not tensor.optional:
+            request.inputs.add(name=tensor.name, datatype=tensor.dtype, shape=tensor.dims)
+            request.raw_input_contents.append(bytes(4))  # one empty element, as its length says
     return request

@@ -1,7 +1,9 @@
-"""Every config.pbtxt against the tensor contracts."""
+"""Every config.pbtxt is what the declared tensors say, and what they say is whole."""
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from maskserve_core.contracts import tensors as tensor_tables
 from maskserve_core.contracts.tensors import CONTRACTS, Tensor
+from maskserve_harness.documents.model_configs import config_text, path_of
 
 ROOT = Path(__file__).parents[2]
 FILES = {
@@ -39,6 +43,32 @@ def tensors(declared: Any) -> tuple[Tensor, ...]:
 
 def test_every_contract_has_a_file() -> None:
     assert set(FILES) == set(CONTRACTS)
+
+
+@pytest.mark.parametrize("name", sorted(CONTRACTS))
+def test_the_files_are_those_that_the_command_writes(name: str) -> None:
+    """`python scripts/model_configs.py` writes them."""
+    assert FILES[name] == path_of(name)
+    assert FILES[name].read_text() == config_text(name)
+
+
+def test_a_tensor_more_that_clients_may_send_is_one_declaration() -> None:
+    declared = Path(tensor_tables.__file__).read_text()
+    more = 'PICTURES = (IMAGE, MASK, Tensor("CONTROL", "BYTES", (-1,), optional=True))'
+    changed = declared.replace("PICTURES = (IMAGE, MASK)", more)
+    assert changed != declared
+    module = types.ModuleType("changed_tensors")
+    sys.modules["changed_tensors"] = module
+    try:
+        exec(compile(changed, "changed_tensors", "exec"), module.__dict__)
+    finally:
+        del sys.modules["changed_tensors"]
+    for front in ("edit", "edit_stream"):
+        assert module.CONTRACTS[front].input("CONTROL").optional
+    for inner in ("edit_pipeline", "preprocess"):
+        assert not module.CONTRACTS[inner].input("CONTROL").optional
+    [preprocess, *_] = module.ensemble_steps()
+    assert preprocess.inputs["CONTROL"] == "CONTROL"
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

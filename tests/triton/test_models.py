@@ -20,8 +20,10 @@ from maskserve_core.contracts.meta import final_meta, with_timing
 from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.contracts.request import AcceptedEdit, EditRequest
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.contracts.tensors import CONTRACTS
+from maskserve_core.contracts.tensors import CONTRACTS, Tensor
+from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import encode_image
+from maskserve_core.triton.tensor_io import read_elements, tensor
 from maskserve_serving.files import dump_toml
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse
 
@@ -166,6 +168,19 @@ def test_what_postprocess_cannot_do_is_an_event_and_hidden(
     said = json.loads(response.text("META"))
     assert (said["event"], said["request_id"]) == ("failed", request_id)
     assert said["error"] == f"[ENGINE_FAILED] internal error (request {request_id or 'unknown'})"
+
+
+def test_elements_are_read_and_made_as_declared(api: FakeTriton) -> None:
+    some = Tensor("CONTROL", "BYTES", (-1,), optional=True)
+    request = api.request(CONTROL=np.array([b"a", "é", b""], np.object_))
+    assert read_elements(api, request, some) == [b"a", "é".encode(), b""]
+    assert read_elements(api, api.request(), some) == []
+    for given in ([], [b"a", b"b"]):
+        made = tensor(api, "CONTROL", given).as_numpy()
+        assert (made.dtype, list(made)) == (np.object_, given)
+    for tensors in ({}, {"MASK": np.array([b"a", b"b"], np.object_)}):
+        with pytest.raises(InvalidRequest, match=r"MASK: .*; accepted: a BYTES tensor of shape"):
+            read_elements(api, api.request(**tensors), CONTRACTS["edit"].input("MASK"))
 
 
 @pytest.mark.usefixtures("beat")

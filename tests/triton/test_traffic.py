@@ -32,7 +32,7 @@ class Front:
     def call(self, name: str, *, sent: bool = True) -> Call:
         settings = EditSettings(request_id=name)
         answer = Answer(self._api, Sender(self._api.violations))
-        call = Call(AcceptedEdit("", settings, 0), b"", b"", answer, accepted=self.now, sent=sent)
+        call = Call(AcceptedEdit("", settings, 0), {}, answer, accepted=self.now, sent=sent)
         self.calls.append(call)
         return call
 

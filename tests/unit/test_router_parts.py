@@ -307,7 +307,7 @@ def test_bodies_that_are_refused(body: bytes, head: int | None, named: str):
 
 def test_generate_makes_tensors_of_inputs_and_parameters_of_the_rest():
     body = b'{"id":"3","PROMPT":["p"],"MASK":"m","more":1.5,"parameters":{"x":true}}'
-    message = generate_request("edit", "", body, list(TENSORS))
+    message = generate_request("edit", "", body)
     assert {
         t.name: raw[4:] for t, raw in zip(message.inputs, message.raw_input_contents, strict=True)
     } == {
@@ -319,7 +319,7 @@ def test_generate_makes_tensors_of_inputs_and_parameters_of_the_rest():
     assert message.parameters["x"].bool_param
     for bad in (b'{"PROMPT":1}', b'{"x":[1]}', b"[]", b'{"parameters":3}', b"{" * 100_000):
         with pytest.raises(InvalidRequest):
-            generate_request("edit", "", bad, list(TENSORS))
+            generate_request("edit", "", bad)
     response = pb.ModelInferResponse(model_name="edit", model_version="1")
     response.outputs.add(name="META", datatype="BYTES", shape=[1])
     response.raw_output_contents.append(struct.pack("<I", 2) + b"{}")

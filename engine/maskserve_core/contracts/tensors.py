@@ -1,12 +1,18 @@
-"""The tensors of every Triton model, written once.
+"""The tensors of every Triton model, declared once: the ports of a worker.
 
-Every config.pbtxt and every `model.py` is held to these tables (tests/contract). All models have
-`max_batch_size: 0`: edits are batched step by step inside the denoiser, never by Triton.
+From these tables come every config.pbtxt and the ensemble's wiring (`python
+scripts/model_configs.py`), what a front hands on, and what client, router and probe send. All
+models have `max_batch_size: 0`: edits are batched step by step inside the denoiser, never by
+Triton.
+
+To let clients send one more tensor, add it to `PICTURES`, optional: `edit` and `edit_stream` then
+take it, and the fronts hand it to the ensemble, with no element where a client sent none. The step
+that reads it names it among its inputs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +27,25 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
+    """A Triton model: its tensors, and how Triton runs it."""
+
+    about: str
+    """The comment above its config.pbtxt."""
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     decoupled: bool = False
+    """Answers a request with any number of responses."""
+    on_device: bool = False
+    """Places itself on the device; else it runs on the CPU."""
+    instances: int = 1
+    """Processes."""
+
+    def input(self, name: str) -> Tensor:
+        """Raises KeyError: there is none of this name."""
+        for tensor in self.inputs:
+            if tensor.name == name:
+                return tensor
+        raise KeyError(name)
 
 
 def text(name: str, *, optional: bool = False) -> Tensor:
@@ -54,26 +76,60 @@ CONDITIONING = Tensor("CONDITIONING", "UINT8", (-1,))
 ENCODE_MS = Tensor("ENCODE_MS", "FP32", (1,))
 LATENTS = Tensor("LATENTS", "FP32", (-1, -1, -1))  # [C, h, w]; [0, 0, 0] on plain progress
 
-_CLIENT_IN = (IMAGE, MASK, PROMPT, SETTINGS)
-_CLIENT_OUT = (IMAGE, META)
-_PIPELINE_IN = (IMAGE, MASK, ACCEPTED)
+PICTURES = (IMAGE, MASK)
+"""What of a client's tensors a front hands on to the ensemble unread: BYTES, [1], or [-1] where a
+client may send any number."""
 
 
 def _optional(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(Tensor(t.name, t.dtype, t.dims, optional=True) for t in tensors)
+    return tuple(replace(tensor, optional=True) for tensor in tensors)
 
+
+def _required(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(replace(tensor, optional=False) for tensor in tensors)
+
+
+_CLIENT_IN = (*PICTURES, PROMPT, SETTINGS)
+_CLIENT_OUT = (IMAGE, META)
+_PIPELINE_IN = (*_required(*PICTURES), ACCEPTED)  # an ensemble has no optional inputs
 
 CONTRACTS: dict[str, Contract] = {
-    "edit": Contract(_CLIENT_IN, _CLIENT_OUT),
-    "edit_stream": Contract(_CLIENT_IN, _CLIENT_OUT, decoupled=True),
-    "edit_pipeline": Contract(_PIPELINE_IN, (EDITED, META), decoupled=True),
-    "preprocess": Contract(_PIPELINE_IN, (PIXELS, EDIT_MASK, REQUEST, CONTEXT)),
+    "edit": Contract(
+        "Default mode with a late answer: serves HTTP /infer and gRPC ModelInfer for many edits at "
+        "once.",
+        _CLIENT_IN,
+        _CLIENT_OUT,
+    ),
+    "edit_stream": Contract(
+        "Decoupled: progress and previews before the answer.",
+        _CLIENT_IN,
+        _CLIENT_OUT,
+        decoupled=True,
+    ),
+    "edit_pipeline": Contract(
+        "The whole edit. Internal: clients call `edit` and `edit_stream`, which watch over it, "
+        "because neither a cancel nor the death of a model crosses an ensemble.",
+        _PIPELINE_IN,
+        (EDITED, META),
+        decoupled=True,
+    ),
+    "preprocess": Contract(
+        "Decodes, checks and resizes on the CPU. Two processes: one large image does not hold up "
+        "the next.",
+        _PIPELINE_IN,
+        (PIXELS, EDIT_MASK, REQUEST, CONTEXT),
+        instances=2,
+    ),
     "encoder": Contract(
+        "KIND_MODEL: the model places itself, on the GPU if there is one.",
         (PIXELS, EDIT_MASK, REQUEST),
         (MOMENTS, MASKED_MOMENTS, CONDITIONING, ENCODE_MS),
+        on_device=True,
     ),
-    # `control` sends REQUEST alone, so the rest is optional.
     "denoiser": Contract(
+        "Decoupled: progress, previews and the result of an edit are responses of one request. One "
+        "instance: edits are batched step by step inside it. `control` sends REQUEST alone, so the "
+        "rest is optional.",
         (
             REQUEST,
             *_optional(
@@ -87,8 +143,61 @@ CONTRACTS: dict[str, Contract] = {
         ),
         (LATENTS, META, CONTEXT),
         decoupled=True,
+        on_device=True,
     ),
-    "decoder": Contract((LATENTS, META, CONTEXT), (PIXELS, META, CONTEXT)),
-    "postprocess": Contract((PIXELS, META, CONTEXT), _CLIENT_OUT),
-    "control": Contract((text("OP"),), (text("RESULT"),)),
+    "decoder": Contract(
+        "One instance, so that the events of an edit stay in order.",
+        (LATENTS, META, CONTEXT),
+        (PIXELS, META, CONTEXT),
+        on_device=True,
+    ),
+    "postprocess": Contract(
+        "Two processes: encoding one large image does not hold up the next. The fronts drop events "
+        "that are overtaken.",
+        (PIXELS, META, CONTEXT),
+        _CLIENT_OUT,
+        instances=2,
+    ),
+    "control": Contract(
+        "Operations on the worker; answers status from a file, without waiting for the engine.",
+        (text("OP"),),
+        (text("RESULT"),),
+    ),
 }
+
+ENSEMBLE = "edit_pipeline"
+STEPS = ("preprocess", "encoder", "denoiser", "decoder", "postprocess")
+"""The ensemble's models, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One model of the ensemble: its tensors' names -> their names in the ensemble."""
+
+    model: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+
+def ensemble_steps() -> list[Step]:
+    """How the ensemble's models are wired.
+
+    Each takes an input from the nearest step before it that makes a tensor of this name, or from
+    the ensemble's own inputs. What the last step makes is what the ensemble gives, in this order.
+
+    Raises:
+        KeyError: no step makes what one takes.
+    """
+    whole = CONTRACTS[ENSEMBLE]
+    nearest = {tensor.name: tensor.name for tensor in whole.inputs}
+    steps = []
+    for model in STEPS:
+        contract = CONTRACTS[model]
+        inputs = {tensor.name: nearest[tensor.name] for tensor in contract.inputs}
+        outputs = {tensor.name: f"{model}_{tensor.name}" for tensor in contract.outputs}
+        if model == STEPS[-1]:
+            names = [tensor.name for tensor in whole.outputs]
+            outputs = dict(zip(outputs, names, strict=True))
+        steps.append(Step(model, inputs, outputs))
+        nearest |= outputs
+    return steps

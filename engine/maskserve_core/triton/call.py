@@ -17,8 +17,8 @@ class Call:
     """An accepted edit, until it is answered."""
 
     edit: AcceptedEdit
-    image: bytes
-    mask: bytes
+    pictures: dict[str, list[bytes]]
+    """Elements of what is handed on unread (`contracts.tensors.PICTURES`)."""
     answer: Answer
     limit_name: str = "SETTINGS.deadline_ms"
     """What the client bounded the edit by."""
@@ -39,9 +39,9 @@ class Call:
         assert self.edit.settings.request_id is not None
         return self.edit.settings.request_id
 
-    def inputs(self) -> dict[str, bytes]:
+    def inputs(self) -> dict[str, list[bytes]]:
         """What the pipeline is given."""
-        return {"IMAGE": self.image, "MASK": self.mask, "ACCEPTED": self.edit.to_json()}
+        return {**self.pictures, "ACCEPTED": [self.edit.to_json()]}
 
     def too_late(self, now: float) -> bool:
         limit = self.edit.settings.deadline_ms

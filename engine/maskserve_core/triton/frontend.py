@@ -26,6 +26,7 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.settings_rules import accept_edit
+from maskserve_core.contracts.tensors import PICTURES
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -43,7 +44,7 @@ from maskserve_core.triton.health import Health
 from maskserve_core.triton.metrics import FrontMetrics, MetricsThread
 from maskserve_core.triton.pipeline import ask_denoiser, run_edit
 from maskserve_core.triton.request_log import RequestLog
-from maskserve_core.triton.tensor_io import read_bytes
+from maskserve_core.triton.tensor_io import read_bytes, read_elements
 from maskserve_core.triton.tracing import TRACEPARENT, Tracer, make_tracer
 from maskserve_core.triton.traffic import Traffic, is_probe
 from maskserve_core.worker.admission import OPEN, Admission, InFlight
@@ -52,7 +53,6 @@ from maskserve_core.worker.observations import Observations
 
 log = logging.getLogger("maskserve")
 
-_CLIENT_INPUTS = ("IMAGE", "MASK", "PROMPT", "SETTINGS")
 _HEALTH_EVERY_S = 0.1
 _IDLE_S = 0.25
 # However long steps are, a client that cancels or whose deadline passes has its answer by then.
@@ -153,9 +153,10 @@ class Front:
         self._cancels.shutdown(wait=False, cancel_futures=True)
 
     def _accept(self, request: Any, answer: Answer, request_log: RequestLog) -> None:
-        image, mask, prompt, settings = [
-            read_bytes(self._api, request, name) for name in _CLIENT_INPUTS
-        ]
+        pictures = {
+            declared.name: read_elements(self._api, request, declared) for declared in PICTURES
+        }
+        prompt, settings = [read_bytes(self._api, request, name) for name in ("PROMPT", "SETTINGS")]
         asked, limit_name = bounded(parse_settings(settings), request, streaming=self._streaming)
         request_log.request_id = asked.request_id or ""
         edit = accept_edit(asked, prompt, self._facts, self._config)
@@ -167,7 +168,7 @@ class Front:
             if problem is not None:
                 answer.fail(problem)
                 return
-        call = Call(edit, image, mask, answer, limit_name, request_log.span.traceparent)
+        call = Call(edit, pictures, answer, limit_name, request_log.span.traceparent)
         with self._lock:
             held = self._calls.get(call.request_id)
             # A client may send the id again as soon as it has its answer.

@@ -26,7 +26,7 @@ class Event:
 
 def run_edit(
     api: Any,
-    inputs: dict[str, bytes],
+    inputs: dict[str, list[bytes]],
     parameters: dict[str, str],
     request_id: str,
     acks: AckSender | None = None,
@@ -38,7 +38,7 @@ def run_edit(
 
     Args:
         api: triton_python_backend_utils.
-        inputs: tensors of one bytes element each.
+        inputs: the elements of its BYTES tensors.
         parameters: of the request; every model of the pipeline sees them.
         request_id: for error messages.
         acks: given for each response, if more than one is to come.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from maskserve_core.contracts.tensors import Tensor, text
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -47,22 +48,33 @@ class RelayedError(MaskserveError):
         self.code = code
 
 
-def read_bytes(api: Any, request: Any, name: str, *, optional: bool = False) -> bytes:
+def read_bytes(api: Any, request: Any, name: str) -> bytes:
     """The one element of a BYTES tensor, copied out of Triton's memory.
 
     Raises:
         InvalidRequest: there is no such tensor, or it has not exactly one element.
     """
-    tensor = api.get_input_tensor_by_name(request, name)
+    [value] = read_elements(api, request, text(name))
+    return value
+
+
+def read_elements(api: Any, request: Any, declared: Tensor) -> list[bytes]:
+    """All elements of a BYTES tensor, copied out of Triton's memory; none of an absent optional.
+
+    Raises:
+        InvalidRequest: it is missing, or has another number of elements than declared.
+    """
+    [size] = declared.dims
+    tensor = api.get_input_tensor_by_name(request, declared.name)
     if tensor is None:
-        if optional:
-            return b""
-        raise InvalidRequest(name, "is missing", "a BYTES tensor of shape [1]")
+        if declared.optional:
+            return []
+        raise InvalidRequest(declared.name, "is missing", f"a BYTES tensor of shape [{size}]")
     values = tensor.as_numpy().reshape(-1)
-    if values.size != 1:
-        raise InvalidRequest(name, f"has {values.size} elements", "a BYTES tensor of shape [1]")
-    value = values[0]
-    return value.encode() if isinstance(value, str) else bytes(value)
+    if size not in (-1, values.size):
+        shape = f"a BYTES tensor of shape [{size}]"
+        raise InvalidRequest(declared.name, f"has {values.size} elements", shape)
+    return [value.encode() if isinstance(value, str) else bytes(value) for value in values]
 
 
 def read_array(
@@ -84,13 +96,14 @@ def read_array(
     return array
 
 
-def tensor(api: Any, name: str, value: npt.NDArray[Any] | bytes) -> Any:
-    """A Triton tensor of an array, or of one bytes element."""
-    if isinstance(value, bytes):
-        cell = np.empty(1, np.object_)
-        cell[0] = value
-        return api.Tensor(name, cell)
-    return api.Tensor(name, np.ascontiguousarray(value))
+def tensor(api: Any, name: str, value: npt.NDArray[Any] | bytes | list[bytes]) -> Any:
+    """A Triton tensor of an array, or of bytes elements."""
+    if isinstance(value, np.ndarray):
+        return api.Tensor(name, np.ascontiguousarray(value))
+    elements = [value] if isinstance(value, bytes) else value
+    cells = np.empty(len(elements), np.object_)
+    cells[:] = elements
+    return api.Tensor(name, cells)
 
 
 def parameters(request: Any) -> dict[str, Any]:

@@ -1,0 +1,84 @@
+"""Write every config.pbtxt from the declared tensors (maskserve_core.contracts.tensors).
+
+python scripts/model_configs.py            # after a change
+python scripts/model_configs.py --check    # exit code 1 if a file is not what would be written
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2 as config_pb
+
+from maskserve_core.contracts.tensors import CONTRACTS, ENSEMBLE, Contract, ensemble_steps
+from maskserve_harness.checkout import CHECKOUT
+
+_MADE = "Made by scripts/model_configs.py from maskserve_core/contracts/tensors.py."
+_TYPES = {"BYTES": "TYPE_STRING", "UINT8": "TYPE_UINT8", "FP32": "TYPE_FP32"}
+_WIDTH = 100
+
+
+def path_of(name: str) -> Path:
+    """The config.pbtxt of a model."""
+    folder = "ensemble" if name == ENSEMBLE else "model_repository"
+    return CHECKOUT / folder / name / "config.pbtxt"
+
+
+def config_text(name: str) -> str:
+    """What the config.pbtxt of a model holds: a comment, then Triton's ModelConfig as text."""
+    contract = CONTRACTS[name]
+    config = config_pb.ModelConfig(name=name)
+    _declare(config, contract)
+    if name == ENSEMBLE:
+        config.platform = "ensemble"
+        for step in ensemble_steps():
+            config.ensemble_scheduling.step.add(
+                model_name=step.model,
+                model_version=-1,
+                input_map=step.inputs,
+                output_map=step.outputs,
+            )
+    else:
+        config.backend = "python"
+        kind = "KIND_MODEL" if contract.on_device else "KIND_CPU"
+        config.instance_group.add(count=contract.instances, kind=kind)
+        if contract.decoupled:
+            config.model_transaction_policy.decoupled = True
+    lines = [*_comment(contract.about), *_comment(_MADE), ""]
+    body: str = text_format.MessageToString(config, use_short_repeated_primitives=True)
+    return "\n".join(lines) + body
+
+
+def _declare(config: Any, contract: Contract) -> None:
+    for tensor in contract.inputs:
+        config.input.add(
+            name=tensor.name,
+            data_type=_TYPES[tensor.dtype],
+            dims=tensor.dims,
+            optional=tensor.optional,
+        )
+    for tensor in contract.outputs:
+        config.output.add(name=tensor.name, data_type=_TYPES[tensor.dtype], dims=tensor.dims)
+
+
+def _comment(sentence: str) -> list[str]:
+    return textwrap.wrap(sentence, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+
+
+def main() -> int:
+    stale = [name for name in CONTRACTS if _read(path_of(name)) != config_text(name)]
+    if "--check" in sys.argv[1:]:
+        for name in stale:
+            print(f"{path_of(name)} is not what scripts/model_configs.py writes", file=sys.stderr)
+        return int(bool(stale))
+    for name in stale:
+        path_of(name).write_text(config_text(name), encoding="utf-8")
+    return 0
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
