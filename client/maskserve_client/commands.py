@@ -108,11 +108,21 @@ def _summary(meta: dict[str, Any]) -> str:
     parts = [
         f"seed {meta.get('seed')}",
         f"{meta.get('steps')} steps",
-        f"{meta.get('active_tokens')} of {meta.get('total_tokens')} tokens",
+        _tokens(meta),
         f"cache {cache.get('state', '?') if isinstance(cache, dict) else cache}",
         f"{seconds:.2f} s on {meta.get('worker')}",
     ]
     return ", ".join(parts)
+
+
+def _tokens(meta: dict[str, Any]) -> str:
+    """How many the mask covers, and what share of them all the steps computed."""
+    active, total = meta.get("active_tokens"), meta.get("total_tokens")
+    said = f"{active} of {total} tokens active"
+    computed, whole = meta.get("computed_tokens"), (total or 0) * meta.get("steps", 0)
+    if computed is None or not whole:  # of a server that does not say
+        return said
+    return f"{said}, {computed / whole:.0%} computed"
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -231,6 +231,7 @@ class StepRunner:
         for kind, blocks in Counter(ran).items() if cached else ():
             self.counters[f"plan_blocks_total.{kind}"] += blocks
         computed = edit.active_tokens if cached else edit.total_tokens
+        edit.computed_tokens += computed
         self.counters["active_tokens_total"] += edit.passes * computed
         if edit.row.step == edit.steps:
             if edit.audit is None:

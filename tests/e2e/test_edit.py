@@ -28,8 +28,8 @@ from tests.support.calls import (
 
 FINAL_KEYS = {
     "event", "step", "steps", "request_id", "seed", "worker", "model", "template_id",
-    "mask_ratio", "mask_ring", "active_tokens", "total_tokens", "cache", "timings_ms",
-    "batch_mean", "steps_skipped",
+    "mask_ratio", "mask_ring", "active_tokens", "total_tokens", "computed_tokens", "cache",
+    "timings_ms", "batch_mean", "steps_skipped",
 }  # fmt: skip
 
 

@@ -156,6 +156,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         yield self._final(edit, steps)
 
     def _final(self, edit: PreparedEdit, steps: int) -> dict[str, Any]:
+        total = edit.edit_mask.size // FILL_FACTS.token_pixels**2
         active = active_tokens(edit.edit_mask, FILL_FACTS.token_pixels)
         return {
             "event": "final",
@@ -167,7 +168,8 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
             "model": "demo",
             "template_id": edit.request.template_id,
             "active_tokens": len(active),
-            "total_tokens": edit.edit_mask.size // FILL_FACTS.token_pixels**2,
+            "total_tokens": total,
+            "computed_tokens": steps * total,
             "cache": "off",
             "timings_ms": {"preprocess": 1.0, "denoise": 2.0},
             "image": b"garbage" if self.worker.garble else _painted(edit),

@@ -153,6 +153,7 @@ def test_a_hit_computes_the_active_tokens_only_and_says_so(
     assert meta["kinds"] == {"kv": 4 * engine.adapter.blocks}
     assert meta["cache_bytes"]["device"] > 0
     assert meta["active_tokens"] < meta["total_tokens"]
+    assert meta["computed_tokens"] == 4 * meta["active_tokens"]
     row = engine.counters
     assert row["cached_rows_total"] == 4
 
@@ -169,6 +170,8 @@ def test_first_steps_run_dense_where_the_configuration_says_so(
         final = edit(engine, asked)
         kinds = {"dense": steps * blocks, "kv": (4 - steps) * blocks}
         assert final.meta["kinds"] == {kind: ran for kind, ran in kinds.items() if ran}
+        active, total = final.meta["active_tokens"], final.meta["total_tokens"]
+        assert final.meta["computed_tokens"] == steps * total + (4 - steps) * active
         assert engine.counters["cached_rows_total"] == 4 - steps
         differ.append(np.abs(final.latents - dense).max())
         engine.close(5.0)

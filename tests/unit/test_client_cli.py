@@ -65,7 +65,7 @@ def test_an_edit_is_written_and_summed_up(
     check_file(folder / "b.png")
     line = capsys.readouterr().out
     assert line.startswith(f"{folder / 'b.png'}: seed 5, 4 steps, ")
-    assert "cache off" in line
+    assert " tokens active, 100% computed, cache off" in line
     expected = b"edit_stream" if stream == "--stream" else b"edit"
     assert worker.seen[0]["model_name"] == expected
     assert sorted(path.name for path in folder.iterdir()) == ["a.png", "b.png", "m.png"]

@@ -103,6 +103,9 @@ def test_meta_says_what_was_done(engine: Engine, encoder: Encoder) -> None:
     assert meta["mask_ring"] == 1
     token = engine.adapter.facts.token_pixels
     assert meta["active_tokens"] == len(active_tokens(each.edit_mask, token, ring=1))
+    assert meta["active_tokens"] < meta["total_tokens"]
+    # It ran dense: those of the mask are not all that were computed.
+    assert meta["computed_tokens"] == 4 * meta["total_tokens"]
     assert meta["batch_mean"] == 1.0
     assert {"queue", "denoise", "load_stall"} <= set(meta["timings_ms"])
 

@@ -17,7 +17,7 @@ log = logging.getLogger("maskserve.edit")
 
 _FROM_META = (
     "seed", "template_id", "mask_ratio", "mask_ring", "active_tokens", "total_tokens",
-    "steps", "steps_skipped", "cache", "batch_mean",
+    "computed_tokens", "steps", "steps_skipped", "cache", "batch_mean",
 )  # fmt: skip
 _LEVELS = {
     "done": logging.INFO,

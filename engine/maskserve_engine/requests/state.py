@@ -53,6 +53,8 @@ class RequestState:
     """When that was done."""
     rows_seen: int = 0
     """Sum over its steps of the rows in the batch."""
+    computed_tokens: int = 0
+    """By one pass of each of its steps, summed."""
     skipped: int = 0
     """Steps that left all blocks but the first out."""
     plans: Counter[tuple[str, ...]] = field(default_factory=Counter)
@@ -223,6 +225,7 @@ class RequestState:
             "mask_ring": self.job.mask_ring,
             "active_tokens": self.active_tokens,
             "total_tokens": self.total_tokens,
+            "computed_tokens": self.computed_tokens,
             "cache": self.route.outcome,
             "batch_mean": round(self.rows_seen / done, 3) if done else 0.0,
         }
