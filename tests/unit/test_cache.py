@@ -308,6 +308,23 @@ def test_out_of_memory_while_priming_costs_no_edit(
     settle(engine)
 
 
+def test_a_priming_whose_end_fails_ends_once_and_no_edit_waits_for_it(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(key: str) -> int:
+        raise RuntimeError("the store cannot evict")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cache.store, "put", lambda key, entry, note: False)
+        patch.setattr(engine.cache.store, "evict", broken)
+        sink = Sink()
+        engine.submit(job(encoder, 26, "waits", cache="require"), sink)
+        assert isinstance(sink.error(), EngineFailed)
+        settle(engine)
+    assert engine.state == "ready"
+    assert edit(engine, job(encoder, 27, "next", cache="require")).meta["cache"] == "hit"
+
+
 def test_a_budget_that_cannot_hold_one_template_is_refused_with_its_size(
     tiny_fill: Path, encoder: Encoder
 ) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.cache.background import Background
@@ -23,10 +24,18 @@ _PROBE_S = 30.0
 """How long "not there" is believed."""
 _UPLOADS = 16
 """Entries that wait for the network at most; what comes beyond stays here."""
+_REMEMBERED = 1024
+"""Searches that are remembered at most, of each kind; the oldest are forgotten."""
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 class LowerTiers:
     """Tiers in files and, behind them, one far away.
+
+    Three threads meet here: the engine's, that of the files and that of the network. All that they
+    share is behind one lock, which is never held while a tier or `on_change` is called.
 
     Args:
         folders: the nearest first.
@@ -46,12 +55,10 @@ class LowerTiers:
     ) -> None:
         self.folders, self.remote, self.on_change = folders, remote, on_change
         self._patience_s = patience_s
-        self.version = 0
-        """Grows when `seen` has changed."""
-        self.seen: dict[str, Mapping[str, Held]] = {tier.name: {} for tier in folders}
-        """Templates per tier in files, by key, as a look found them at most a second ago."""
-        self._files = Background("entry files", self._look)
-        self._network = Background("remote entries")
+        self._lock = threading.Lock()
+        """Of everything below but the two threads."""
+        self._version = 0
+        self._seen: dict[str, Mapping[str, Held]] = {tier.name: {} for tier in folders}
         self._open: dict[tuple[str, Anchor], Source] = {}
         self._busy: dict[str, int] = {}
         """Fetches and writes under way, by key."""
@@ -61,9 +68,20 @@ class LowerTiers:
         """Entries that were looked for and are nowhere, and when."""
         self._probed: dict[str, tuple[float, frozenset[Anchor]]] = {}
         """What the remote tier was found to have, and when."""
-        self._lock = threading.Lock()
+        self._files = Background("entry files", self._look)
+        self._network = Background("remote entries")
         if folders:
             self._files.submit(self._look)
+
+    @property
+    def version(self) -> int:
+        """Grows when `seen` has changed."""
+        return self._version
+
+    @property
+    def seen(self) -> dict[str, Mapping[str, Held]]:
+        """Templates per tier in files, by key, as a look found them at most a second ago."""
+        return self._seen
 
     def tiers(self) -> list[FolderTier | RemoteTier]:
         return [*self.folders, *([self.remote] if self.remote else [])]
@@ -78,32 +96,40 @@ class LowerTiers:
             missing -= tier.anchors(key)
             if not missing:
                 return tier.name
-        if self.remote is not None:
+        if self.remote is None:
+            return None
+        with self._lock:
             asked, known = self._probed.get(key, (-_PROBE_S, frozenset()))
             if missing <= known:
                 return self.remote.name
-            if time.monotonic() - asked > _PROBE_S:
-                self._probed[key] = (time.monotonic(), frozenset())
-                self._network.submit(lambda: self._probe(key))
+            if time.monotonic() - asked <= _PROBE_S:
+                return None
+            _remember(self._probed, key, (time.monotonic(), frozenset()))
+        self._network.submit(partial(self._probe, key))
         return None
 
     def busy(self, key: str) -> bool:
         """Whether the template is being fetched or written."""
-        return key in self._busy
+        with self._lock:
+            return key in self._busy
 
     def source(self, key: str, anchor: Anchor) -> Source | None:
         """An entry that is open; None: not now."""
-        return self._open.get((key, anchor))
+        with self._lock:
+            return self._open.get((key, anchor))
 
     def lost(self, key: str, anchor: Anchor) -> bool:
         """Whether the entry was looked for in vain not long ago."""
-        return time.monotonic() - self._lost.get((key, anchor), -_PROBE_S) <= _PROBE_S
+        with self._lock:
+            return time.monotonic() - self._lost.get((key, anchor), -_PROBE_S) <= _PROBE_S
 
     def fetch(self, key: str, anchors: Sequence[Anchor]) -> None:
         """Open entries, brought nearer where there is room; `on_change` tells."""
-        if not self.busy(key):
-            self._begin(key)
-            self._files.submit(lambda: self._fetch(key, anchors))
+        with self._lock:
+            if key in self._busy:
+                return
+            self._busy[key] = 1
+        self._files.submit(partial(self._fetch, key, anchors))
 
     def write(self, key: str, entry: AnchorEntry, note: Note, to_host: ToHost) -> None:
         """Put an entry into every tier that can keep it; `on_change` tells.
@@ -114,10 +140,11 @@ class LowerTiers:
             note: of the template.
             to_host: the entry in host memory.
         """
-        self._lost.pop((key, entry.anchor), None)
         if self.folders or self.remote:
-            self._begin(key)
-            self._files.submit(lambda: self._write(key, entry, note, to_host))
+            with self._lock:
+                self._lost.pop((key, entry.anchor), None)
+                self._busy[key] = self._busy.get(key, 0) + 1
+            self._files.submit(partial(self._write, key, entry, note, to_host))
 
     def touch(self, key: str) -> None:
         """The template was of use."""
@@ -131,16 +158,16 @@ class LowerTiers:
     def evict(self, key: str) -> int:
         """Drop a template; returns the bytes given back by files."""
         freed = sum(tier.evict(key) for tier in self.folders)
-        for name in [name for name in self._open if name[0] == key]:
-            del self._open[name]
-        self._probed.pop(key, None)
+        with self._lock:
+            self._open = {name: each for name, each in self._open.items() if name[0] != key}
+            self._probed.pop(key, None)
+            self._seen = {
+                tier: {k: held for k, held in seen.items() if k != key}
+                for tier, seen in self._seen.items()
+            }
+            self._version += 1
         if self.remote is not None:
             self._network.submit(partial(self.remote.evict, key))
-        self.seen = {
-            tier: {k: held for k, held in seen.items() if k != key}
-            for tier, seen in self.seen.items()
-        }
-        self.version += 1
         return freed
 
     def settle(self, timeout_s: float) -> bool:
@@ -157,15 +184,11 @@ class LowerTiers:
 
     # On the threads in the background.
 
-    def _begin(self, key: str) -> None:
-        with self._lock:
-            self._busy[key] = self._busy.get(key, 0) + 1
-
     def _end(self, key: str, sought: Iterable[Anchor] = ()) -> None:
-        for anchor in sought:
-            if (key, anchor) not in self._open:
-                self._lost[key, anchor] = time.monotonic()
         with self._lock:
+            for anchor in sought:
+                if (key, anchor) not in self._open:
+                    _remember(self._lost, (key, anchor), time.monotonic())
             self._busy[key] -= 1
             if not self._busy[key]:
                 del self._busy[key]
@@ -177,26 +200,28 @@ class LowerTiers:
                 self._open_file(key, anchor)
             self._look()
         finally:
-            if self.remote is None or all((key, anchor) in self._open for anchor in anchors):
+            found = all(self.source(key, anchor) is not None for anchor in anchors)
+            if self.remote is None or found:
                 self._end(key, anchors)
             else:
-                self._awaited.add(key)
-                self._network.submit(lambda: self._download(key, anchors))
+                with self._lock:
+                    self._awaited.add(key)
+                self._network.submit(partial(self._download, key, anchors))
                 patience = threading.Timer(self._patience_s, self._give_up, (key, anchors))
                 patience.daemon = True
                 patience.start()
 
     def _give_up(self, key: str, anchors: Sequence[Anchor]) -> None:
         """Who waits for a fetch from far away that is not done goes on without it."""
-        if key in self._awaited:
-            self._probed[key] = (time.monotonic(), frozenset())
-        self._settle(key, anchors)
+        self._settle(key, anchors, late=True)
 
-    def _settle(self, key: str, anchors: Sequence[Anchor]) -> None:
+    def _settle(self, key: str, anchors: Sequence[Anchor], *, late: bool = False) -> None:
         """A fetch from far away has ended or counts as such, whichever is first."""
         with self._lock:
             awaited = key in self._awaited
             self._awaited.discard(key)
+            if awaited and late:
+                _remember(self._probed, key, (time.monotonic(), frozenset()))
         if awaited:
             self._end(key, anchors)
 
@@ -211,31 +236,35 @@ class LowerTiers:
                 if nearer.put(key, entry, note):
                     entry, place = nearer.get(key, anchor) or entry, nearer
                     break
-            self._open[key, anchor] = Source(entry, place.name, tier.name)
+            with self._lock:
+                self._open[key, anchor] = Source(entry, place.name, tier.name)
             return
 
     def _download(self, key: str, anchors: Sequence[Anchor]) -> None:
         assert self.remote is not None
         try:
             for anchor in anchors:
-                if (key, anchor) in self._open:
+                if self.source(key, anchor) is not None:
                     continue
                 entry, note = self.remote.get(key, anchor), self.remote.note(key)
                 if entry is None or note is None:
                     continue
                 for tier in self.folders:
                     tier.put(key, entry, note)
-                self._open[key, anchor] = Source(entry, "host", self.remote.name)
-            # What came too late is found from now on.
-            _, known = self._probed.get(key, (0.0, frozenset()))
-            came = {anchor for anchor in anchors if (key, anchor) in self._open}
-            self._probed[key] = (time.monotonic(), known | came)
+                with self._lock:
+                    self._open[key, anchor] = Source(entry, "host", self.remote.name)
+            with self._lock:  # what came too late is found from now on
+                _, known = self._probed.get(key, (0.0, frozenset()))
+                came = {anchor for anchor in anchors if (key, anchor) in self._open}
+                _remember(self._probed, key, (time.monotonic(), known | came))
         finally:
             self._settle(key, anchors)
 
     def _probe(self, key: str) -> None:
         assert self.remote is not None
-        self._probed[key] = (time.monotonic(), self.remote.anchors(key))
+        there = self.remote.anchors(key)
+        with self._lock:
+            _remember(self._probed, key, (time.monotonic(), there))
 
     def _write(self, key: str, entry: AnchorEntry, note: Note, to_host: ToHost) -> None:
         try:
@@ -251,9 +280,17 @@ class LowerTiers:
     def _look(self) -> None:
         """See what the files hold now, and let go of what is mapped and is no longer there."""
         seen: dict[str, Mapping[str, Held]] = {tier.name: tier.held() for tier in self.folders}
-        if seen != self.seen:
-            self.seen = seen
-            self.version += 1
         there = {key for held in seen.values() for key in held}
-        for name in [name for name in self._open if name[0] not in there]:
-            self._open.pop(name, None)
+        with self._lock:
+            if seen != self._seen:
+                self._seen = seen
+                self._version += 1
+            self._open = {name: each for name, each in self._open.items() if name[0] in there}
+
+
+def _remember(held: dict[_K, _V], key: _K, value: _V) -> None:
+    """Set it, as the newest; forget the oldest beyond _REMEMBERED."""
+    held.pop(key, None)
+    held[key] = value
+    while len(held) > _REMEMBERED:
+        del held[next(iter(held))]

@@ -68,15 +68,16 @@ class StoredTier(ABC):
 
     def _note_of(self, key: str, files: Mapping[Anchor, int]) -> Note:
         """Of a template with these entries; where none can be read, one that is never whole."""
-        if key not in self._notes:
+        note = self._notes.get(key)  # another thread may evict the template at any time
+        if note is None:
             try:
-                self._notes[key] = read_note(self._head(key, next(iter(files)), _HEAD))
-            except BadEntry:
+                note = self._notes[key] = read_note(self._head(key, next(iter(files)), _HEAD))
+            except (BadEntry, FileNotFoundError):  # evicted since it was listed
                 return Note("", len(files) + 1, 0.0)
             except Exception as error:  # each file system has errors of its own
                 self._refuse(error)
                 return Note("", len(files) + 1, 0.0)
-        return self._notes[key]
+        return note
 
     def _dropped(self, path: object, error: Exception) -> None:
         """An entry was bad: count it."""

@@ -40,7 +40,7 @@ class Held:
     def whole(self) -> bool:
         return len(self.anchors) >= self.note.anchors
 
-    def worthless(self, now: float, rebuild_s: float) -> float:
+    def eviction_score(self, now: float, rebuild_s: float) -> float:
         """Grows with its age and bytes and falls with what it costs to have it again."""
         return max(now - self.used, 1e-3) * self.nbytes / max(rebuild_s, 1e-6)
 
@@ -57,7 +57,7 @@ def computed_anew(key: str, held: Held) -> float:
 class Tier(Protocol):
     """Keeps entries by (key, anchor) within a byte budget.
 
-    Whole templates are evicted, the most worthless first (`Held.worthless`): one with anchors
+    Whole templates are evicted, the highest `Held.eviction_score` first: one with anchors
     missing serves no row. What was handed out stays valid after its eviction. Nothing here raises
     for what a disk, a network or a full memory does: that is logged, counted, and answered with
     "not there" or "not kept".
@@ -123,9 +123,9 @@ def chosen_victims(
     if missing <= 0:
         return []
     free = [key for key, each in held.items() if key not in keep and not each.pinned]
-    worth = {key: held[key].worthless(now, rebuild(key, held[key])) for key in free}
+    scores = {key: held[key].eviction_score(now, rebuild(key, held[key])) for key in free}
     chosen: list[str] = []
-    for key in sorted(free, key=lambda key: -worth[key]):
+    for key in sorted(free, key=lambda key: -scores[key]):
         chosen.append(key)
         missing -= held[key].nbytes
         if missing <= 0:

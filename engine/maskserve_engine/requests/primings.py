@@ -98,11 +98,19 @@ class Primings:
             self.end(state, complete=True)
 
     def end(self, state: PrimingState, *, complete: bool, unfit: bool = False) -> None:
-        """The template is in the store, or will not be; see `TemplateCache.end`."""
-        self.held.pop(state.request_id)
+        """The template is in the store, or will not be; see `TemplateCache.end`.
+
+        A priming ends once: what fails on the way here ends its row again, and by then the
+        template may be being primed anew under the same id.
+        """
+        if self.held.get(state.request_id) is not state:
+            return
+        del self.held[state.request_id]
         self._scheduler.cancel(state.request_id)
-        self._cache.end(state.priming, complete=complete, unfit=unfit)
-        self._ended(state.priming.key)
+        try:
+            self._cache.end(state.priming, complete=complete, unfit=unfit)
+        finally:  # edits that wait for the template hear of it in any case
+            self._ended(state.priming.key)
 
     def end_all(self) -> None:
         for state in list(self.held.values()):

@@ -189,14 +189,14 @@ class TemplateCache:
         """
         self.priming.pop(priming.key, None)
         self.store.memory.pin(priming.key, pinned=False)
+        if unfit:
+            self._sights.put_off(priming.key)
         if complete:
             self.primed += 1
             self.pins.primed(priming.template_id, priming.key)
         else:
             self.unprimed += 1
             self.store.evict(priming.key)
-        if unfit:
-            self._sights.put_off(priming.key)
 
     def evict(self, template_id: str) -> int:
         """Drop a template's entries; returns bytes. Rows that run keep what they hold."""
