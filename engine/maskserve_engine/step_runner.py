@@ -79,11 +79,11 @@ class StepRunner:
         self._turn += 1
         reading = self._turn_to(running)
         planned = self._plan(running, reading)
-        self._run(running, reading, planned)
+        reads = self._run(running, reading, planned)
         kinds = self._dense if planned is None else planned.plan.kinds
         for edit in list(running):
             try:
-                self._update(edit, len(running), kinds)
+                self._update(edit, len(running), kinds, cached=edit.request_id in reads)
             except Exception as error:
                 _log.exception("the end of a step failed", extra=about(edit.request_id))
                 self._drop(edit, error)
@@ -96,7 +96,7 @@ class StepRunner:
         for edit, reader in readers:
             step = edit.row.step
             whole = (reader.key, reader.anchors[step]) in shared
-            edit.row.entry = handle = reader.turn_to(step, whole=whole)
+            handle = reader.turn_to(step, whole=whole)
             if handle is not None:
                 reading.append(_Reads(edit, reader, handle))
         return reading
@@ -106,7 +106,8 @@ class StepRunner:
         if not reading:
             return None
         work = self._work(running)
-        dense = [edit.counted for edit in running if edit.row.entry is None]
+        reads = {each.edit.request_id for each in reading}
+        dense = [edit.counted for edit in running if edit.request_id not in reads]
         planned = self.planner.plan(
             work,
             [
@@ -128,62 +129,79 @@ class StepRunner:
         self.counters[f"plans_total.{planned.choice}"] += 1
         return planned
 
-    def _run(self, running: Running, reading: list[_Reads], planned: StepPlan | None) -> None:
+    def _run(
+        self, running: Running, reading: list[_Reads], planned: StepPlan | None
+    ) -> dict[str, Handle]:
         """One model call for all rows; when it fails, one call each, so that one bad row or a
-        batch too large for the memory costs nobody else.
+        batch too large for the memory costs nobody else. Returns what rows have read.
         """
+        reads = {each.edit.request_id: each.handle for each in reading}
         if not running:
-            return
+            return reads
         self.counters["step_tokens_total"] += sum(edit.step_tokens for edit in running)
         earlier = [len(each.handle.stalls) for each in reading]
         begin = mark(self.adapter.device)
         try:
-            self._step_all(running, reading, planned)
+            self._step_all(running, reading, reads, planned)
             whole, self._failed_steps = True, 0
         except Exception:
             _log.exception("a step of %d rows failed; trying its rows one by one", len(running))
             whole = False
         if not whole:  # outside of `except`, whose error keeps the tensors of the failed step
-            self._run_alone(running, planned)
+            self._run_alone(running, reads, planned)
         span = Span(begin, mark(self.adapter.device))
         stalls = [e.handle.stalls[n:] for e, n in zip(reading, earlier, strict=True)]
         self.times.add(
             TakenStep(
                 span,
                 tuple([stall for own in stalls for stall in own]),
-                self._flops(running, planned),
+                self._flops(running, reads, planned),
                 None if planned is None else planned.plan.latency,
                 len(running),
                 tuple([edit.priming for edit in running if isinstance(edit, PrimingState)]),
             )
         )
+        return reads
 
-    def _step_all(self, running: Running, reading: list[_Reads], planned: StepPlan | None) -> None:
+    def _step_all(
+        self,
+        running: Running,
+        reading: list[_Reads],
+        reads: dict[str, Handle],
+        planned: StepPlan | None,
+    ) -> None:
         """The step; again without the entries that turned out to be lost, as often as some do."""
         plan = None if planned is None else planned.plan
         while running:
             try:
-                self.adapter.step([edit.row for edit in running], plan)
+                entries = [reads.get(edit.request_id) for edit in running]
+                self.adapter.step([edit.row for edit in running], plan, entries)
                 return
             except EntryLost as error:
-                lost = [each for each in reading if each.edit.row.entry and each.handle.load.lost]
+                lost = [
+                    each
+                    for each in reading
+                    if each.edit.request_id in reads and each.handle.load.lost
+                ]
                 if not lost:
                     raise
                 _log.warning("a step goes on without an entry: %s", error)
             # outside of `except`, whose error keeps the tensors of the step that was given up
             for each in lost:
+                del reads[each.edit.request_id]
                 if each.edit.job.request.settings.reproducible:
                     running.remove(each.edit)
                     self.manager.end(each.edit.request_id, EngineFailed(_LOST))
                     continue
                 each.reader.lose()
-                each.edit.row.entry = None
 
-    def _run_alone(self, running: Running, planned: StepPlan | None) -> None:
+    def _run_alone(
+        self, running: Running, reads: dict[str, Handle], planned: StepPlan | None
+    ) -> None:
         plan = None if planned is None else planned.plan
         for edit in list(running):
             try:
-                self.adapter.step([edit.row], plan)
+                self.adapter.step([edit.row], plan, [reads.get(edit.request_id)])
             except Exception as error:
                 _log.exception("the step of an edit failed", extra=about(edit.request_id))
                 running.remove(edit)
@@ -192,7 +210,9 @@ class StepRunner:
         if self._failed_steps >= _FAILED_STEPS:
             raise RuntimeError(f"{_FAILED_STEPS} steps in a row failed for every row")
 
-    def _flops(self, running: Running, planned: StepPlan | None) -> float | None:
+    def _flops(
+        self, running: Running, reads: dict[str, Handle], planned: StepPlan | None
+    ) -> float | None:
         """Counted work of the step just taken. None: its rows have done less, since they failed or
         left blocks out.
         """
@@ -201,7 +221,7 @@ class StepRunner:
         return self._counted.flops(
             self._work(running),
             [edit.counted for edit in running],
-            [edit.row.entry is not None for edit in running],
+            [edit.request_id in reads for edit in running],
             () if planned is None else planned.plan.kinds,
         )
 
@@ -218,13 +238,14 @@ class StepRunner:
         edit: RequestState | PrimingState,
         rows: int,
         kinds: tuple[str, ...],
+        *,
+        cached: bool,
     ) -> None:
         """Count, tell the client how far it is, and let a finished row leave."""
         if isinstance(edit, PrimingState):
             self.counters["priming_rows_total"] += 1
             self.manager.primings.keep_anchor(edit)
             return
-        cached = edit.row.entry is not None
         self.counters["skipped_rows_total"] += _skipped(edit)
         ran = edit.count_step(rows, kinds if cached else self._dense)
         self.counters["cached_rows_total" if cached else "dense_rows_total"] += 1

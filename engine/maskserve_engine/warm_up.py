@@ -66,9 +66,8 @@ def _cached(
     reading = Reading(adapter.counted(job), handle.load, stays=1)
     plan = planner.plan(work, [reading], None, fixed=True).plan
     handle.want(wants_of(plan, work.maps), turn=0)
-    row.entry = handle
     try:
-        adapter.step([row], plan)
+        adapter.step([row], plan, [handle])
     finally:
         handle.release()
         store.loader.take_moves()  # the first ones tell little of those to come

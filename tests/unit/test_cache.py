@@ -291,10 +291,10 @@ def test_out_of_memory_while_priming_costs_no_edit(
 ) -> None:
     real = engine.adapter.step
 
-    def scarce(rows: Any, plan: Any) -> None:
+    def scarce(rows: Any, plan: Any, reads: Any) -> None:
         if any(hasattr(row, "recorder") for row in rows):
             raise torch.OutOfMemoryError("no memory for priming")
-        real(rows, plan)
+        real(rows, plan, reads)
 
     monkeypatch.setattr(engine.adapter, "step", scarce)
     outcomes = [edit(engine, job(encoder, 9, f"e{i}")).meta["cache"] for i in range(3)]

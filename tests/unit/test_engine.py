@@ -288,7 +288,7 @@ def test_an_engine_whose_every_step_fails_gives_up_and_says_so(
 ) -> None:
     engine = Engine.load(config)
 
-    def broken(rows: Any, kinds: Any) -> None:
+    def broken(*_: Any) -> None:
         raise RuntimeError("the device is gone")
 
     engine.adapter.step = broken  # type: ignore[method-assign]

@@ -162,7 +162,7 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
         parts: Any = SimpleNamespace(
             device=DEVICE,
             blocks=2,
-            step=lambda rows, plan: bench.step(rows, plan.kinds),
+            step=lambda rows, plan, reads: bench.step(rows, plan.kinds),
             work=lambda height, width: bench.work,
             cache=SimpleNamespace(store=SimpleNamespace(loader=handle._loader)),
         )

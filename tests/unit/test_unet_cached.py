@@ -145,8 +145,8 @@ def test_a_priming_row_beside_edits_keeps_what_it_keeps_alone(
         jobs[0], alone.row.anchors, encoder.encode_prompt(""), NOISE_SEED, alone.row.kinds, "model"
     )
     edit = cached(replay, jobs[1], other)
-    replay.turn(edit)
-    adapter.step([edit, again], plan_of_kinds(("kv",) * adapter.blocks))
+    plan = plan_of_kinds(("kv",) * adapter.blocks)
+    adapter.step([edit, again], plan, [replay.next_read(edit), None])
     for one, two in zip(alone.entries[0].blocks, again.take_entry().blocks, strict=True):
         for a, b in ((one.hidden, two.hidden), (one.keys, two.keys), (one.end, two.end)):
             assert (a is None) == (b is None)

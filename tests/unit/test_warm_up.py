@@ -29,9 +29,9 @@ class Watched:
         self.steps: list[tuple[str, set[str]]] = []
         step = self.engine.adapter.step
 
-        def watch(rows: Any, plan: Any) -> None:
+        def watch(rows: Any, plan: Any, reads: Any = None) -> None:
             self.steps.append((type(rows[0]).__name__, set() if plan is None else set(plan.kinds)))
-            step(rows, plan)
+            step(rows, plan, reads)
 
         self.engine.adapter.step = watch  # type: ignore[method-assign]
         self.engine.start()
@@ -84,7 +84,7 @@ def test_it_can_be_left_out(tiny_fill: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_model_that_cannot_take_a_step_is_not_served(tiny_fill: Path) -> None:
     watched = Watched(config_of(tiny_fill))
 
-    def broken(rows: Any, plan: Any) -> None:
+    def broken(rows: Any, plan: Any, reads: Any = None) -> None:
         raise RuntimeError("no kernel image is available")
 
     watched.engine.adapter.step = broken  # type: ignore[method-assign]

@@ -29,17 +29,9 @@ class Row(Protocol):
     @property
     def steps(self) -> int: ...
 
-    @property
-    def entry(self) -> Handle | None:
-        """What its next step reads of its template; None: the step computes all its tokens."""
-        ...
-
 
 class EditRow(Row, Protocol):
     """An edit in the batch, with the state of its sampler."""
-
-    entry: Handle | None
-    """Set before each step, which waits for each part where it needs it (`Handle.wait`)."""
 
     @property
     def skipped(self) -> int:
@@ -165,15 +157,23 @@ class Adapter(Protocol):
         """
         ...
 
-    def step(self, rows: Sequence[Row], plan: Plan | None) -> None:
+    def step(
+        self,
+        rows: Sequence[Row],
+        plan: Plan | None,
+        reads: Sequence[Handle | None] | None = None,
+    ) -> None:
         """One model call for rows of this adapter.
 
         Args:
             rows: of equal `batch_key`.
             plan: how the rows that read entries run each block; None: no row reads any.
+            reads: of each row what it reads of its template, None if it computes all its tokens.
+                The step waits for each part where it needs it (`Handle.wait`). Not given: each row
+                reads what it read before, at first nothing.
 
         Raises:
-            EntryLost: a part of an entry will not come; the rows can do without (`entry`).
+            EntryLost: a part of an entry will not come; the rows can do without it (`reads`).
 
         No row has moved if it raises, so that the rows can be tried again one by one.
         """

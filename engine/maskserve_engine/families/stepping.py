@@ -6,14 +6,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import is_
-from typing import Generic, Self, TypeVar, cast
+from typing import Generic, Protocol, Self, TypeVar, cast
 
 import torch
 
 from maskserve_core.planning.two_stream import Plan
+from maskserve_engine.cache.handle import Handle
 from maskserve_engine.families.adapter import Row
 
-R = TypeVar("R", bound=Row)
+
+class ReadingRow(Row, Protocol):
+    """A row that is told what its next step reads."""
+
+    entry: Handle | None
+    """None: the step computes all its tokens."""
+
+
+R = TypeVar("R", bound=ReadingRow)
 M = TypeVar("M")
 
 
@@ -68,11 +77,20 @@ class Stepping(Generic[R, M]):
         self._batches, self._stepped = batches, stepped
         self._batch: KeptBatch[R, M] | None = None
 
-    def step(self, rows: Sequence[Row], plan: Plan | None) -> None:
+    def step(
+        self,
+        rows: Sequence[Row],
+        plan: Plan | None,
+        reads: Sequence[Handle | None] | None = None,
+    ) -> None:
+        own = cast(Sequence[R], rows)
+        if reads is not None:
+            for row, entry in zip(own, reads, strict=True):
+                row.entry = entry
         # Entered anew it costs more than the rest of this; the engine's thread is in it for good.
         with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
             last, self._batch = self._batch, None  # one whose step fails is not stepped again
-            batch = self._batches.of(cast(Sequence[R], rows), last)
+            batch = self._batches.of(own, last)
             del last
             batch.step(self._stepped, () if plan is None else plan.kinds)
             self._batch = batch

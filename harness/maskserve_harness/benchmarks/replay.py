@@ -57,16 +57,15 @@ class Replay:
         if id(other) in self._reads:
             self.reads(row, self._reads[id(other)].entries)
 
-    def turn(self, row: EditRow) -> None:
-        """Give the row what its next step reads."""
-        if id(row) in self._reads:
-            row.entry = self._reads[id(row)].handles[row.step]
+    def next_read(self, row: EditRow) -> Handle | None:
+        """What the row's next step reads."""
+        reads = self._reads.get(id(row))
+        return None if reads is None else reads.handles[row.step]
 
     def step(self, rows: Sequence[EditRow], kinds: Sequence[str]) -> None:
         """One step; cached rows run block i as `kinds[i]`."""
-        for row in rows:
-            self.turn(row)
-        self.adapter.step(rows, plan_of_kinds(kinds) if kinds else None)
+        reads = [self.next_read(row) for row in rows]
+        self.adapter.step(rows, plan_of_kinds(kinds) if kinds else None, reads)
 
 
 def in_memory(entry: AnchorEntry, selection: Selection, *, whole: bool = False) -> Handle:

@@ -228,7 +228,8 @@ class PrimingRow:
     recorder: Recorder | None = None
     negative: None = None
     first_block: None = None
-    entry: None = None
+    entry: Handle | None = None
+    """Always None: it computes every token."""
 
     @property
     def steps(self) -> int:

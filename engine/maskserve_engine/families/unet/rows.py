@@ -224,7 +224,8 @@ class UnetPrimingRow:
     format: str
     maps: int = 0
     """Feature maps that are kept: all of the model's, or none."""
-    entry: None = None
+    entry: Handle | None = None
+    """Always None: it computes every token."""
     step: int = 0
     capture: Recorder = field(init=False)
     _done: list[AnchorEntry] = field(default_factory=list)
