@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from maskserve_core.worker.observations import Observations
+from maskserve_engine.batch.host_copy import HostCopy
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.host_copy import HostCopy
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import EditJob, Final
 from maskserve_engine.requests.audits import Audit, Audits, drift_of

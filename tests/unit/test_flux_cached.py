@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from maskserve_core.config import Config
+from maskserve_engine.batch.inputs import Packed
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.forward import forward
-from maskserve_engine.families.flux.inputs import Packed
 from maskserve_engine.families.flux.latents import pack_latents
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
@@ -99,7 +99,7 @@ def outputs_of(
     emb = embed(adapter.weights, timesteps[None], packed.pooled, packed.guidance)
     [step] = vectors(adapter.weights, emb)
     output = forward(adapter.weights, packed, step, kinds)
-    return [output[begin:end] for begin, end in packed.ways.narrow.image_stream.spans]
+    return [output[begin:end] for begin, end in packed.layout.narrow.image_stream.spans]
 
 
 @pytest.mark.parametrize("seed", range(3))

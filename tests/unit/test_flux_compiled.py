@@ -1,4 +1,4 @@
-"""Compiled halves of FLUX blocks against the halves as they stand, and how often they compile."""
+"""Compiled segments of FLUX blocks against the uncompiled ones, and how often they compile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.families.flux.batch import Batch
-from maskserve_engine.families.flux.compiled import Halves, compile_halves
+from maskserve_engine.families.flux.compiled import CompiledSegments, compile_segments
 from maskserve_engine.families.flux.forward import forward
 from maskserve_harness.benchmarks.step_rig import Bench
 
@@ -45,30 +45,33 @@ def make_bench(dtype: torch.dtype = torch.float32) -> Bench:
     return bench
 
 
-def warm(bench: Bench, backend: str) -> Halves:
-    halves = Halves(backend)
+def warm(bench: Bench, backend: str) -> CompiledSegments:
+    segments = CompiledSegments(backend)
     with torch.inference_mode():
-        halves.warm_up(bench.weights)
-    return halves
+        segments.warm_up(bench.weights)
+    return segments
 
 
 def outputs(
-    bench: Bench, halves: Halves | None, ratios: Sequence[float | None], kinds: Sequence[str]
+    bench: Bench,
+    segments: CompiledSegments | None,
+    ratios: Sequence[float | None],
+    kinds: Sequence[str],
 ) -> Tensor:
     with torch.inference_mode():
         torch.manual_seed(len(ratios))
         batch = Batch.of([bench.row(ratio, seed) for seed, ratio in enumerate(ratios)], None)
-        weights = replace(bench.weights, halves=halves)
+        weights = replace(bench.weights, segments=segments)
         return forward(weights, batch.packed, batch._vectors_of(weights, 0), kinds)
 
 
 def test_one_graph_of_each_half_serves_all_blocks_rows_and_plans() -> None:
     bench = make_bench()
-    halves = warm(bench, "eager")
+    segments = warm(bench, "eager")
     for kinds in PLANS.values():
         for ratios in ROWS:
             expected = outputs(bench, None, ratios, kinds)
-            compiled = outputs(bench, halves, ratios, kinds)
+            compiled = outputs(bench, segments, ratios, kinds)
             assert torch.allclose(compiled, expected, atol=1e-5), (kinds, ratios)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == GRAPHS
 
@@ -77,13 +80,13 @@ def test_one_graph_of_each_half_serves_all_blocks_rows_and_plans() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inductor_computes_what_they_do_uncompiled(dtype: torch.dtype) -> None:
     bench = make_bench(dtype)
-    halves = compile_halves(bench.weights)
-    assert halves is not None
+    segments = compile_segments(bench.weights)
+    assert segments is not None
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
     for kinds in PLANS.values():
         for ratios in ROWS:
             expected = outputs(bench, None, ratios, kinds)
-            compiled = outputs(bench, halves, ratios, kinds)
+            compiled = outputs(bench, segments, ratios, kinds)
             assert torch.allclose(compiled, expected, atol=tolerance), (kinds, ratios)
 
 
@@ -95,11 +98,11 @@ def test_halves_of_fixed_sizes_would_be_compiled_again(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch, "compile", naive)
     bench = make_bench()
-    halves = warm(bench, "eager")
+    segments = warm(bench, "eager")
 
     def grow() -> None:
         for tokens in range(1, 12):
-            outputs(bench, halves, [tokens / 20], PLANS["kv"])
+            outputs(bench, segments, [tokens / 20], PLANS["kv"])
 
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         grow()
@@ -110,8 +113,8 @@ def test_what_attention_was_given_is_let_go_before_the_rest_of_a_single_block(
 ) -> None:
     """The memory counted for a step has no room for both."""
     bench = make_bench()
-    halves = Halves("eager")
-    before, after = halves.before_single, halves.after_single
+    segments = CompiledSegments("eager")
+    before, after = segments.before_single, segments.after_single
     given, held = list[weakref.ref[Tensor]](), list[bool]()
 
     def watched(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,9 +126,9 @@ def test_what_attention_was_given_is_let_go_before_the_rest_of_a_single_block(
         held.append(any(tensor() is not None for tensor in given))
         return after(*args)
 
-    monkeypatch.setattr(halves, "before_single", watched)
-    monkeypatch.setattr(halves, "after_single", looks)
-    outputs(bench, halves, [0.2], PLANS["kv"])
+    monkeypatch.setattr(segments, "before_single", watched)
+    monkeypatch.setattr(segments, "after_single", looks)
+    outputs(bench, segments, [0.2], PLANS["kv"])
     assert held
     assert not any(held)
 
@@ -133,10 +136,10 @@ def test_what_attention_was_given_is_let_go_before_the_rest_of_a_single_block(
 def test_what_was_not_foreseen_is_not_compiled_on_the_way() -> None:
     """A single active token is a size of its own to torch.compile."""
     bench = make_bench()
-    halves = warm(bench, "eager")
+    segments = warm(bench, "eager")
     torch.compiler.set_stance("eager_on_recompile")
     expected = outputs(bench, None, [1e-9], PLANS["kv"])
-    assert torch.allclose(outputs(bench, halves, [1e-9], PLANS["kv"]), expected, atol=1e-5)
+    assert torch.allclose(outputs(bench, segments, [1e-9], PLANS["kv"]), expected, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == GRAPHS
 
 
@@ -146,7 +149,7 @@ def test_without_a_compiler_blocks_run_uncompiled_and_the_log_says_why(
     monkeypatch.setattr(shutil, "which", lambda program: None)
     monkeypatch.delenv("CXX", raising=False)
     with caplog.at_level(logging.WARNING):
-        assert compile_halves(make_bench().weights) is None
+        assert compile_segments(make_bench().weights) is None
     assert [record.getMessage() for record in caplog.records] == [
         "blocks run uncompiled: there is no compiler (g++, or another that CXX names)"
     ]

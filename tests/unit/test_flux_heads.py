@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from maskserve_engine.families.flux.heads import norm_heads, rotate
+from maskserve_engine.layers.qk_norm_rope import norm_heads, rotate
 from tests.support.interpreted import run_interpreted
 
 PROGRAM = """
 import torch
-from maskserve_engine.families.flux.heads import fused, norm_heads, rotate
+from maskserve_engine.layers.qk_norm_rope import fused, norm_heads, rotate
 
 for seed in range(12):
     torch.manual_seed(seed)

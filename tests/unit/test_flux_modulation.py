@@ -8,8 +8,8 @@ from tests.support.interpreted import run_interpreted
 
 PROGRAM = """
 import torch
-from maskserve_engine.families.flux import modulation
-from maskserve_engine.families.flux.modulation import PerRow, add_gated, modulate
+from maskserve_engine.layers import modulation
+from maskserve_engine.layers.modulation import PerRow, add_gated, modulate
 
 modulation.has_kernels = lambda x: True
 

@@ -14,7 +14,7 @@ from maskserve_engine.families.flux import forward as forward_module
 from maskserve_engine.families.flux.batch import Batch
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.flux.weights import Weights
-from maskserve_engine.families.place import Source, place
+from maskserve_engine.layers.scatter_kv import Source, scatter_kv
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.benchmarks.step_rig import Bench
 
@@ -31,7 +31,7 @@ class Run:
     """Rows, equal for every run of the bench, whose batch has so much room."""
 
     def __init__(self, bench: Bench, room: int, ratios: Sequence[float | None]) -> None:
-        self.weights: Weights = replace(bench.weights, placed_bytes=room)
+        self.weights: Weights = replace(bench.weights, resident_bytes=room)
         torch.manual_seed(1)
         self.rows = [bench.row(ratio, seed) for seed, ratio in enumerate(ratios)]
         self.batch: Batch | None = None
@@ -84,9 +84,9 @@ def test_entries_are_placed_once_where_there_is_room(
 
     def counting(sources: Sequence[Source | None], *rest: Any) -> None:
         counted[-1] += 1
-        place(sources, *rest)
+        scatter_kv(sources, *rest)
 
-    monkeypatch.setattr(forward_module, "place", counting)
+    monkeypatch.setattr(forward_module, "scatter_kv", counting)
     bench.fill_entry("kv")
     run = Run(bench, room, (0.1, 0.3))
     for step in range(5):

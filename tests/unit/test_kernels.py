@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from maskserve_engine.families import kernels
 from maskserve_engine.families.stepping import Stepping
+from maskserve_engine.layers import kernels
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from maskserve_engine.cache.codec import GROUP  # noqa: E402
-from maskserve_engine.families.flux.heads_kernel import turn_kernel  # noqa: E402
-from maskserve_engine.families.flux.modulation_kernels import (  # noqa: E402
+from maskserve_engine.layers.modulation_kernels import (  # noqa: E402
     add_gated_kernel,
     modulate_kernel,
 )
-from maskserve_engine.families.place_kernel import place_kernel  # noqa: E402
+from maskserve_engine.layers.qk_norm_rope_kernel import qk_norm_rope_kernel  # noqa: E402
+from maskserve_engine.layers.scatter_kv_kernel import scatter_kv_kernel  # noqa: E402
 
 AMPERE, ADA, HOPPER, BLACKWELL = 80, 89, 90, 100
 ADDRESSES = ("ids", "data_a", "data_b", "scale_a", "scale_b", "groups_a", "groups_b")
@@ -49,7 +49,7 @@ def test_placing(format: str, target: int) -> None:
     types |= dict.fromkeys(("row_of", "local", "to"), "*i64")
     types |= dict.fromkeys(ADDRESSES, ("i64",) * rows)
     sizes = {"width": 3072, "block": 4096, "rows": rows, "kind": format, "group": GROUP}
-    assert machine_code(place_kernel, types, sizes, target).startswith(b"\x7fELF")
+    assert machine_code(scatter_kv_kernel, types, sizes, target).startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL])
@@ -58,7 +58,7 @@ def test_turning_heads(dtype: str, target: int) -> None:
     types = {"x": f"*{dtype}", "norms": "*fp32", "cis": "*fp32", "out": f"*{dtype}"}
     types |= {"x_stride": "i64", "norms_stride": "i32", "eps": "fp32"}
     sizes = {"heads": 24, "head_dim": 128, "block": 32}
-    assert machine_code(turn_kernel, types, sizes, target).startswith(b"\x7fELF")
+    assert machine_code(qk_norm_rope_kernel, types, sizes, target).startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL])

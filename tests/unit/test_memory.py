@@ -18,10 +18,10 @@ from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.worker.liveness import sign_in
 from maskserve_engine import memory
 from maskserve_engine.engine import Engine
-from maskserve_engine.families import kernels
 from maskserve_engine.families.flux.encode import FluxEncoder
 from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
+from maskserve_engine.layers import kernels
 from maskserve_harness.benchmarks.fake_cuda import FakeCuda
 from maskserve_harness.benchmarks.kernel_counts import MIXED, Case, fake_bench, kinds_of, make_rows
 from maskserve_harness.benchmarks.live_bytes import LiveBytes

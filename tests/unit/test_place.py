@@ -12,7 +12,7 @@ PROGRAM = """
 import sys
 import torch
 from maskserve_engine.cache.codec import encode
-from maskserve_engine.families.place import Places, Source, fused, place
+from maskserve_engine.layers.scatter_kv import KvSlots, Source, fused, scatter_kv
 
 format = sys.argv[1]
 for seed in range(8):
@@ -36,7 +36,7 @@ for seed in range(8):
         end += computed + inactive
     if not any(sources) or not sum(e - b for b, e in spans):
         continue
-    places = Places(
+    places = KvSlots(
         tuple(spans),
         torch.cat([torch.full((e - b,), row) for row, (b, e) in enumerate(spans)]),
         torch.cat([torch.arange(e - b) for b, e in spans]),
@@ -45,7 +45,7 @@ for seed in range(8):
     )
     expected = [torch.randn(end, heads, head_dim).to(dtype) for _ in range(parts)]
     result = [each.clone() for each in expected]
-    place(sources, expected, places)
+    scatter_kv(sources, expected, places)
     fused(sources, result, places)
     for one, other in zip(expected, result):
         # The interpreter cuts bfloat16 off where hardware and torch round.

@@ -142,7 +142,7 @@ def _check_skipping(settings: EditSettings, facts: ModelFacts) -> None:
         raise InvalidRequest(
             "SETTINGS.first_block_threshold", "is a setting of FLUX models, not of this UNet", "0"
         )
-    if settings.reproducible:  # which steps are skipped hangs by roundings, and so by the batch
+    if settings.reproducible:  # which steps are skipped depends on rounding, and so on the batch
         raise InvalidRequest(
             "SETTINGS.first_block_threshold", "does not go with SETTINGS.reproducible", "0"
         )

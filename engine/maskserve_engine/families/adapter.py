@@ -12,10 +12,10 @@ from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.planning.two_stream import Plan
+from maskserve_engine.batch.host_copy import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
-from maskserve_engine.families.host_copy import HostCopy
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 
 

@@ -22,7 +22,7 @@ from torch._inductor import select_algorithm
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.runtime import triton_helpers, triton_heuristics
 
-from maskserve_engine.families.flux.compiled import Halves
+from maskserve_engine.families.flux.compiled import CompiledSegments
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda
 from maskserve_harness.benchmarks.launch_log import WEIGHTS, size_of
@@ -42,31 +42,31 @@ _H100 = SimpleNamespace(
     total_memory=80 * 2**30,
     gcnArchName="",
 )
-_HALVES = ("before_double", "after_double", "before_single", "after_single")
+_SEGMENTS = ("before_double", "after_double", "before_single", "after_single")
 
 
 class FakeCompiler:
-    """The halves of a model's blocks, compiled; make and call them inside `cuda`."""
+    """The segments of a model's blocks, compiled; make and call them inside `cuda`."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.machine_code: dict[str, int] = {}
         """Bytes of each kernel that was made."""
-        self._half = ""
+        self._segment = ""
 
-    def compile(self, weights: Weights) -> Halves:
+    def compile(self, weights: Weights) -> CompiledSegments:
         """Takes half a minute."""
-        halves = Halves()
+        segments = CompiledSegments()
         with self.cuda.unrecorded(), self._pretend():
-            halves.warm_up(weights)
-        for name in _HALVES:
-            setattr(halves, name, partial(self._call, name, getattr(halves, name)))
-        return halves
+            segments.warm_up(weights)
+        for name in _SEGMENTS:
+            setattr(segments, name, partial(self._call, name, getattr(segments, name)))
+        return segments
 
-    def _call(self, name: str, half: Callable[..., Any], *args: Any) -> Any:
-        self._half = f"compiled.{name}"
+    def _call(self, name: str, segment: Callable[..., Any], *args: Any) -> Any:
+        self._segment = f"compiled.{name}"
         with self.cuda.unrecorded(), self._pretend():
-            return half(*args)
+            return segment(*args)
 
     @contextmanager
     def _pretend(self) -> Iterator[None]:
@@ -145,7 +145,7 @@ class FakeCompiler:
         self._log(name, size_of(x) + size_of(out), "weights.__call__")
 
     def _log(self, kernel: str, nbytes: int, place: str | None = None) -> None:
-        log, place = self.cuda.log, place or self._half
+        log, place = self.cuda.log, place or self._segment
         log.kernels[kernel] += 1
         log.places[place] += 1
         log.nbytes[place] += nbytes

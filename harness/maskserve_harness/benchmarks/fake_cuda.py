@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from maskserve_engine.families import kernels
+from maskserve_engine.layers import kernels
 from maskserve_harness.benchmarks.launch_log import Log, Recorder, place_of
 
 DEVICE = torch.device("cuda", 0)

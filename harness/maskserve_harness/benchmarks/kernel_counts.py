@@ -9,8 +9,8 @@ from functools import cache, partial
 
 import torch
 
-from maskserve_engine.families.flux.compiled import Halves
-from maskserve_engine.families.flux.packing import widening
+from maskserve_engine.batch.packing import sparse_layout
+from maskserve_engine.families.flux.compiled import CompiledSegments
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.vectors import AHEAD
 from maskserve_harness.benchmarks.fake_compiler import FakeCompiler
@@ -46,7 +46,7 @@ class Case:
     primes: bool = False
     """A priming row beside the others."""
     compiled: bool = False
-    """Blocks run in compiled halves."""
+    """Blocks run in compiled segments."""
 
 
 CASES = (
@@ -137,8 +137,8 @@ GROUPS = {
     WEIGHTS: ("weights",),
     "products": ("weights.__call__",),
     "attention": ("attention.",),
-    "entries": ("place.", "forward._hidden"),
-    "heads and order": ("heads.", "blocks._attend", "packing."),
+    "entries": ("scatter_kv.", "forward._hidden"),
+    "heads and order": ("qk_norm_rope.", "blocks._attend", "packing."),
     "norms and gates": ("blocks.", "modulation.", "compiled."),
 }
 """Beginnings of the places whose bytes each group has; the longest that fits wins, and what fits
@@ -184,10 +184,10 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
     """What steps of rows that were packed before ask of the device: one that computes the vectors
     of those ahead, and one that does not.
     """
-    cuda, halves = compiled_device() if case.compiled else (FakeCuda(), None)
+    cuda, segments = compiled_device() if case.compiled else (FakeCuda(), None)
     with cuda:
         bench = fake_bench(blocks, case.format)
-        bench.compiled = replace(bench.weights, halves=halves)
+        bench.compiled = replace(bench.weights, segments=segments)
         bench.fill_entry({"mixed": "both"}.get(case.kind, case.kind))
         rows = make_rows(bench, case)
         step = partial(bench.step, rows, kinds_of(case, bench.blocks), compiled=case.compiled)
@@ -205,8 +205,8 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
 
 
 @cache
-def compiled_device() -> tuple[FakeCuda, Halves]:
-    """A device that has compiled the halves of FLUX.1-dev's blocks; they run there alone."""
+def compiled_device() -> tuple[FakeCuda, CompiledSegments]:
+    """A device that has compiled the segments of FLUX.1-dev's blocks; they run there alone."""
     cuda = FakeCuda()
     with cuda, torch.inference_mode():
         return cuda, FakeCompiler(cuda).compile(fake_bench((1, 1), "model").weights)
@@ -229,7 +229,7 @@ def unet_step(case: UnetCase) -> tuple[Log, int]:
 
 def fake_bench(blocks: tuple[int, int], format: str) -> Bench:
     """FLUX.1-dev with so many double and single blocks; call inside FakeCuda."""
-    widening.cache_clear()  # its tensors belong to the device before
+    sparse_layout.cache_clear()  # its tensors belong to the device before
     model = fake_weights(build_model("flux-1024", blocks, torch.bfloat16, torch.device("meta")))
     return Bench("flux-1024", blocks, torch.bfloat16, DEVICE, format, model)
 

@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given, made = given[1:], given[-1:]
         written = sum(size_of(t) for t in made)
         read = written if name.startswith(_GATHERS) else sum(size_of(t) for t in given)
-        placing = name.startswith("maskserve.place")
+        placing = name.startswith("maskserve.scatter_kv")
         self.log.nbytes[place] += _placed(*args) if placing else read + written
 
 
@@ -160,7 +160,7 @@ def size_of(tensor: Tensor) -> int:
 
 
 def _placed(outs: Any, row_of: Any, local: Any, to: Any, ids: Any, data: Any, *_: Any) -> int:
-    """Bytes of `maskserve::place`, which reads and writes no more tokens than it places."""
+    """Bytes of `maskserve::scatter_kv`, which reads and writes no more tokens than it places."""
     stored = {size_of(each) // len(each) for each in data if len(each)}
     return len(to) * len(outs) * (max(stored) + size_of(outs[0]) // len(outs[0]))
 

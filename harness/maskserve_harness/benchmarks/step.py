@@ -41,7 +41,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from maskserve_core.config_tables import ENTRY_FORMATS, CacheConfig
 from maskserve_engine.families.flux import forward as forward_module
-from maskserve_engine.families.flux.compiled import compile_halves
+from maskserve_engine.families.flux.compiled import compile_segments
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
@@ -274,11 +274,11 @@ def main() -> int:
         if args.halo:
             parser.error("--halo: of UNets alone")
         bench = Bench(args.preset, blocks, dtype, device, args.format)
-        bench.weights = replace(bench.weights, placed_bytes=args.placed_bytes)
+        bench.weights = replace(bench.weights, resident_bytes=args.placed_bytes)
     if args.compile:
         if not isinstance(bench, Bench):
             parser.error("--compile: blocks of UNets are not compiled")
-        bench.compiled = replace(bench.weights, halves=compile_halves(bench.weights))
+        bench.compiled = replace(bench.weights, segments=compile_segments(bench.weights))
     print(f"{args.preset}, {bench.blocks} blocks, {args.dtype}, {hardware(device)}", flush=True)
     results = measure(bench, args)
     if args.trace:

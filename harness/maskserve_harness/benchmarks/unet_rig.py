@@ -17,9 +17,9 @@ from diffusers import DDIMScheduler, UNet2DConditionModel
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.planning.flops_unet import unet_work
+from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.codec import encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
-from maskserve_engine.families.transfer import moved
 from maskserve_engine.families.unet.batch import Batch
 from maskserve_engine.families.unet.conditioning import TemplateInputs
 from maskserve_engine.families.unet.forward import added_embedding

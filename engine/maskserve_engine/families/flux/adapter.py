@@ -17,8 +17,9 @@ from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.settings_rules import steps_run
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_core.planning.flops_flux import flux_work
+from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.flux.batch import Batch, Row
-from maskserve_engine.families.flux.compiled import compile_halves
+from maskserve_engine.families.flux.compiled import compile_segments
 from maskserve_engine.families.flux.conditioning import Inputs, Prompt, TemplateInputs
 from maskserve_engine.families.flux.preparation import Preparation, grid_of
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
@@ -26,7 +27,6 @@ from maskserve_engine.families.flux.schedule import check_sampler, make_schedule
 from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.families.stepping import Stepping
-from maskserve_engine.families.transfer import moved
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import held_bytes, load_part, load_plain
@@ -41,7 +41,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         sampler: FlowMatchEulerDiscreteScheduler, used for its sigmas only.
         vae_shift: the VAE's shift_factor.
         vae_scale: the VAE's scaling_factor.
-        compiled: whether halves of blocks are compiled (`compiled`); takes its time.
+        compiled: whether segments of blocks are compiled (`compiled`); takes its time.
         placed_bytes: `[cache] placed_bytes`.
     """
 
@@ -65,8 +65,8 @@ class FluxAdapter(Stepping[Row, Weights]):
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.weight_bytes = held_bytes(model)
-        weights = replace(Weights.of(model), placed_bytes=placed_bytes)
-        self.weights = replace(weights, halves=compile_halves(weights)) if compiled else weights
+        weights = replace(Weights.of(model), resident_bytes=placed_bytes)
+        self.weights = replace(weights, segments=compile_segments(weights)) if compiled else weights
         super().__init__(Batch, self.weights)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         self._preparation = Preparation(

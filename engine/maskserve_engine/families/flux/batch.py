@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from maskserve_engine.batch.inputs import Packed
+from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flux.forward import forward
-from maskserve_engine.families.flux.inputs import Packed
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.skipping import Skipper, forward_skipping
 from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.families.stepping import KeptBatch
-from maskserve_engine.families.transfer import to_device
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 
 Row = FluxRow | PrimingRow
@@ -48,7 +48,7 @@ class Batch(KeptBatch[Row, Weights]):
         inputs = [row.model_input() for row in rows]
         inputs += [negative.input(inputs[i]) for i, negative in self._guided]
         self.packed = Packed(inputs)
-        self._stream = self.packed.ways.narrow.image_stream
+        self._stream = self.packed.layout.narrow.image_stream
         self._blends = any(row.blends for row in rows)
         self._vectors: tuple[Vectors, ...] = ()
         """Of `AHEAD` steps, the present one among them."""

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_engine.families.attention import attention
-from maskserve_engine.families.flux.heads import turn
-from maskserve_engine.families.flux.modulation import Vector, add_gated, modulate
-from maskserve_engine.families.flux.packing import Packing, Stream
-from maskserve_engine.families.flux.weights import Double, Linear, Single, Stem, Weights
+from maskserve_engine.batch.packing import Packing, Stream
+from maskserve_engine.families.flux.weights import Double, Linear, Single, StreamWeights, Weights
+from maskserve_engine.layers.attention import attention
+from maskserve_engine.layers.modulation import Vector, add_gated, modulate
+from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
 
 if TYPE_CHECKING:
-    from maskserve_engine.families.flux.compiled import Halves
+    from maskserve_engine.families.flux.compiled import CompiledSegments
 
 CaptureKeys = Callable[[Tensor, Tensor], None]
 """Sees keys (after norm and rotary embedding) and values in row order."""
@@ -43,7 +43,7 @@ def clip(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
-def before_stem(stem: Stem, x: Tensor, shift: Vector, scale: Vector) -> Tensor:
+def stream_pre(stem: StreamWeights, x: Tensor, shift: Vector, scale: Vector) -> Tensor:
     """Queries, keys and values [N, 3 · width] of one stream of a double block, to be `split`."""
     return stem.qkv(modulate(x, shift, scale).flatten(0, -2))
 
@@ -56,7 +56,9 @@ def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return qk, qkv[:, 2 * width :].view(tokens, heads, head_dim)
 
 
-def after_stem(stem: Stem, x: Tensor, attended: Tensor, vectors: Sequence[Vector]) -> Tensor:
+def stream_post(
+    stem: StreamWeights, x: Tensor, attended: Tensor, vectors: Sequence[Vector]
+) -> Tensor:
     """One stream of a double block after attention; `attended` [N, width]."""
     _, _, gate, shift, scale, mlp_gate = vectors
     x = add_gated(x, gate, stem.out(attended))
@@ -108,7 +110,7 @@ def double_block(
     cis: Tensor,
     fill: FillRest | None = None,
     capture: CaptureKeys | None = None,
-    halves: Halves | None = None,
+    segments: CompiledSegments | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A FluxTransformerBlock.
 
@@ -121,26 +123,26 @@ def double_block(
         cis: [N, head_dim / 2] complex rotary factors in row order.
         fill: adds the inactive tokens' keys and values; None when there are none.
         capture: sees the computed keys and values (priming).
-        halves: what is before and after attention, compiled; None: as it stands here.
+        segments: what is before and after attention, compiled; None: as it stands here.
 
     Returns:
         text and image streams after the block.
     """
-    if halves is not None:
-        qk, v = halves.before_double(block, text, image, vectors, packing, cis)
+    if segments is not None:
+        qk, v = segments.before_double(block, text, image, vectors, packing, cis)
         attended = _attend(qk, v, packing, fill, capture)
-        return halves.after_double(block, text, image, attended, vectors, packing)
+        return segments.after_double(block, text, image, attended, vectors, packing)
     of_image = packing.image_stream.spread(vectors[0], 6)
     of_text = packing.text_stream.spread(vectors[1], 6)
     x, c = packing.image_stream.wide(image), packing.text_stream.wide(text)
-    ours = before_stem(block.image, x, of_image[0], of_image[1])
-    texts = before_stem(block.text, c, of_text[0], of_text[1])
+    ours = stream_pre(block.image, x, of_image[0], of_image[1])
+    texts = stream_pre(block.text, c, of_text[0], of_text[1])
     norms = block.norms.index_select(0, packing.stream_of)
     qk, v = split(packing.rows_from(texts, ours), norms.shape[-1])
-    attended = _attend(turn(qk, norms, cis), v, packing, fill, capture)
+    attended = _attend(qk_norm_rope(qk, norms, cis), v, packing, fill, capture)
     c_attended, x_attended = packing.split(attended)
-    image = after_stem(block.image, x, x_attended, of_image).view_as(image)
-    text = after_stem(block.text, c, c_attended, of_text).view_as(text)
+    image = stream_post(block.image, x, x_attended, of_image).view_as(image)
+    text = stream_post(block.text, c, c_attended, of_text).view_as(text)
     return clip(text), image
 
 
@@ -152,21 +154,21 @@ def single_block(
     cis: Tensor,
     fill: FillRest | None = None,
     capture: CaptureKeys | None = None,
-    halves: Halves | None = None,
+    segments: CompiledSegments | None = None,
 ) -> Tensor:
     """A FluxSingleTransformerBlock over x [N, width] in row order.
 
     `vectors` [R, 3 · width] are the rows' (`Vectors.single`); other arguments as double_block.
     """
-    if halves is not None:
-        qk, v, up = halves.before_single(block, x, vectors, packing, cis)
+    if segments is not None:
+        qk, v, up = segments.before_single(block, x, vectors, packing, cis)
         attended = _attend(qk, v, packing, fill, capture)
         del qk, v  # the values hold all that their product made, seven widths of each token
-        return halves.after_single(block, x, attended, up, vectors, packing)
+        return segments.after_single(block, x, attended, up, vectors, packing)
     shift, scale, gate = packing.row_stream.spread(vectors, 3)
     wide = packing.row_stream.wide(x)
     qk, v, joined = before_single(block, wide, shift, scale)
-    attended = _attend(turn(qk, block.norms, cis), v, packing, fill, capture)
+    attended = _attend(qk_norm_rope(qk, block.norms, cis), v, packing, fill, capture)
     # Nobody needs the values any more: in their place what was found needs not be joined by a copy
     # of all, which takes more than the copy of itself.
     found, up = joined.tensor_split((attended.shape[1],), dim=1)
@@ -175,7 +177,7 @@ def single_block(
     return after_single(block, wide, joined, gate).view_as(x)
 
 
-def project_rest(
+def project_kv(
     block: Double | Single, hidden: Tensor, vectors: Tensor, stream: Stream, cis: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of inactive image tokens from their hidden states (FlashPS Fig. 5).
@@ -201,7 +203,7 @@ def project_rest(
     normed = modulate(stream.wide(hidden), shift, scale).view_as(hidden)
     k, v = keys_values(normed).chunk(2, dim=1)
     k, v = (each.unflatten(-1, (-1, norms.shape[-1])) for each in (k, v))
-    return turn(k[:, None], norms[1:], cis)[:, 0], v
+    return qk_norm_rope(k[:, None], norms[1:], cis)[:, 0], v
 
 
 def last_layer(weights: Weights, image: Tensor, vectors: Tensor, stream: Stream) -> Tensor:

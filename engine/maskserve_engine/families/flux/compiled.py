@@ -1,8 +1,8 @@
-"""The halves of FLUX blocks, before and after attention, compiled by torch.compile.
+"""The segments of FLUX blocks, before and after attention, compiled by torch.compile.
 
-A half is a function of tensors: weights, tokens, vectors and indices, of which no size but the
-model's own is fixed. So one graph of each half serves all blocks of a sort, whatever rows, masks
-and entries there are, and all are compiled at start. What lies between the halves (attention and
+A segment is a function of tensors: weights, tokens, vectors and indices, of which no size but the
+model's own is fixed. So one graph of each segment serves all blocks of a sort, whatever rows, masks
+and entries there are, and all are compiled at start. What lies between the segments (attention and
 the cache) stays as it is.
 """
 
@@ -20,21 +20,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.decorators import mark_unbacked
 
+from maskserve_engine.batch.packing import Packing
 from maskserve_engine.families.flux.blocks import (
     after_single,
-    after_stem,
     before_single,
-    before_stem,
     clip,
     split,
+    stream_post,
+    stream_pre,
 )
-from maskserve_engine.families.flux.heads import norm_heads
-from maskserve_engine.families.flux.packing import Packing
 from maskserve_engine.families.flux.weights import Double, Single, Weights
+from maskserve_engine.layers.qk_norm_rope import norm_heads
 
 _log = logging.getLogger(__name__)
 _ROWS, _TEXT, _IMAGE = 3, 37, 53
-"""Sizes that halves are compiled with: no two sizes in a model are so, so none is taken for one."""
+"""Sizes that segments are compiled with: no two sizes of a model are like these."""
 
 
 def missing_compiler(device: torch.device) -> str | None:
@@ -46,29 +46,29 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
-def compile_halves(weights: Weights) -> Halves | None:
-    """The halves of the model's blocks, compiled; None, with the reason in the log, if they cannot
-    be. Takes most of a minute; a process that finds the files of an earlier one, a few seconds.
+def compile_segments(weights: Weights) -> CompiledSegments | None:
+    """The segments of the model's blocks, compiled; None, with the reason in the log, if that
+    fails. Takes most of a minute; a process that finds the files of an earlier one, a few seconds.
     """
     reason = missing_compiler(weights.device)
     if reason is not None:
         _log.warning("blocks run uncompiled: %s", reason)
         return None
-    begin, halves = time.perf_counter(), Halves()
+    begin, segments = time.perf_counter(), CompiledSegments()
     try:
         with torch.inference_mode():
-            halves.warm_up(weights)
+            segments.warm_up(weights)
     except Exception:  # whatever a compiler can raise; the model serves without
         _log.exception("blocks run uncompiled: torch.compile has failed")
         return None
     # What was not foreseen runs as it stands: to compile it would hold up every row's step.
     torch.compiler.set_stance("eager_on_recompile")
     _log.info("blocks are compiled; that took %.1f s", time.perf_counter() - begin)
-    return halves
+    return segments
 
 
-def _turned(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
-    """`heads.turn` in real numbers: complex ones are not compiled; `cis` [N, head_dim / 2, 2]."""
+def _rotated(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
+    """`qk_norm_rope` in real numbers: complex ones are not compiled; `cis` [N, head_dim / 2, 2]."""
     real, imaginary = norm_heads(x, norms).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cis[:, None, None].unbind(-1)
     both = real * cos - imaginary * sin, real * sin + imaginary * cos
@@ -92,12 +92,12 @@ def _before_double(
     stream_of: Tensor,
     cis: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    texts = before_stem(block.text, c, *_spread(of_c, row_of_c, 6)[:2])
-    ours = before_stem(block.image, x, *_spread(of_x, row_of_x, 6)[:2])
+    texts = stream_pre(block.text, c, *_spread(of_c, row_of_c, 6)[:2])
+    ours = stream_pre(block.image, x, *_spread(of_x, row_of_x, 6)[:2])
     qkv = torch.cat((texts, ours)).index_select(0, to_rows)
     norms = block.norms.index_select(0, stream_of)
     qk, v = split(qkv, norms.shape[-1])
-    return _turned(qk, norms, cis), v
+    return _rotated(qk, norms, cis), v
 
 
 def _after_double(
@@ -112,8 +112,8 @@ def _after_double(
     from_rows: Tensor,
 ) -> tuple[Tensor, Tensor]:
     both = attended.index_select(0, from_rows)
-    text = after_stem(block.text, c, both[: c.shape[0]], _spread(of_c, row_of_c, 6))
-    image = after_stem(block.image, x, both[c.shape[0] :], _spread(of_x, row_of_x, 6))
+    text = stream_post(block.text, c, both[: c.shape[0]], _spread(of_c, row_of_c, 6))
+    image = stream_post(block.image, x, both[c.shape[0] :], _spread(of_x, row_of_x, 6))
     return clip(text), image
 
 
@@ -122,7 +122,7 @@ def _before_single(
 ) -> tuple[Tensor, Tensor, Tensor]:
     qk, v, joined = before_single(block, x, *_spread(vectors, row_of, 3)[:2])
     up = F.gelu(joined[:, x.shape[1] :], approximate="tanh")
-    return _turned(qk, block.norms, cis), v, up
+    return _rotated(qk, block.norms, cis), v, up
 
 
 def _after_single(
@@ -132,16 +132,16 @@ def _after_single(
     return after_single(block, x, joined, _spread(vectors, row_of, 3)[2])
 
 
-class Halves:
-    """Compiled halves; each takes what `blocks.double_block` and `single_block` take.
+class CompiledSegments:
+    """Compiled segments; each takes what `blocks.double_block` and `single_block` take.
 
     Args:
         backend: of torch.compile.
     """
 
     def __init__(self, backend: str = "inductor") -> None:
-        def compiled(half: Callable[..., Any]) -> Callable[..., Any]:
-            return torch.compile(half, dynamic=True, fullgraph=True, backend=backend)
+        def compiled(segment: Callable[..., Any]) -> Callable[..., Any]:
+            return torch.compile(segment, dynamic=True, fullgraph=True, backend=backend)
 
         self._before_double, self._after_double = compiled(_before_double), compiled(_after_double)
         self._before_single, self._after_single = compiled(_before_single), compiled(_after_single)

@@ -8,19 +8,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from maskserve_engine.batch.inputs import Packed
+from maskserve_engine.batch.packing import Packing, Stream
 from maskserve_engine.families.flux.blocks import (
     CaptureKeys,
     FillRest,
     double_block,
     last_layer,
-    project_rest,
+    project_kv,
     single_block,
 )
-from maskserve_engine.families.flux.inputs import Packed
-from maskserve_engine.families.flux.packing import Packing, Stream
 from maskserve_engine.families.flux.vectors import Vectors
 from maskserve_engine.families.flux.weights import Double, Single, Weights
-from maskserve_engine.families.place import Source, place
+from maskserve_engine.layers.scatter_kv import Source, scatter_kv
 
 
 def forward(
@@ -59,24 +59,24 @@ class State:
         streams: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.weights, self.packed, self.vectors, self.kinds = weights, packed, vectors, kinds
-        self.ways, self.rest_cis = packed.ways, packed.rest_cis
+        self.layout, self.rest_cis = packed.layout, packed.rest_cis
         self.cached = packed.rest_cis is not None
         self.wide = not self.cached  # without cached rows both packings are the same
-        self.packing: Packing = self.ways.narrow
+        self.packing: Packing = self.layout.narrow
         self.cis = packed.cis
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # double blocks: two streams; single blocks: one in row order
-        packed.placed.turn_to([rest.entry for rest in packed.rests if rest is not None])
+        packed.resident_kv.keep_for([rest.entry for rest in packed.rests if rest is not None])
         self.text, self.image = streams or (packed.text, weights.x_embedder(packed.tokens))
 
     @property
     def stream(self) -> Stream:
         """Of the computed image tokens."""
-        return self.ways.narrow.image_stream
+        return self.layout.narrow.image_stream
 
     def run(self, begin: int, end: int) -> None:
         """Blocks `begin` to `end`, double blocks first."""
-        halves = self.weights.halves
+        segments = self.weights.segments
         for index, block in enumerate(self.weights.blocks[begin:end], start=begin):
             if isinstance(block, Single) and not self.joined:
                 self.join_streams()
@@ -84,12 +84,12 @@ class State:
             if isinstance(block, Single):
                 vectors = self.vectors.of(index)
                 self.image = single_block(
-                    block, self.image, vectors, self.packing, self.cis, fill, capture, halves
+                    block, self.image, vectors, self.packing, self.cis, fill, capture, segments
                 )
             else:
                 both, streams = self.vectors.double[index], (self.text, self.image)
                 self.text, self.image = double_block(
-                    block, *streams, both, self.packing, self.cis, fill, capture, halves
+                    block, *streams, both, self.packing, self.cis, fill, capture, segments
                 )
 
     def part(self, rows: Sequence[int]) -> State:
@@ -105,7 +105,7 @@ class State:
         part = State(self.weights, packed, self.vectors.take(rows), self.kinds, (text, image))
         part.joined = self.joined
         if part.cached and self.wide:
-            part.wide, part.packing, part.cis = True, part.ways.wide, packed.wide_cis
+            part.wide, part.packing, part.cis = True, part.layout.wide, packed.wide_cis
         return part
 
     def enter(
@@ -127,13 +127,13 @@ class State:
         if dense == self.wide:
             return
         if dense:
-            self.image = self.ways.widen(self.image, self._hidden(index), rows=self.joined)
-            self.packing, self.cis = self.ways.wide, self.packed.wide_cis
+            self.image = self.layout.widen(self.image, self._hidden(index), rows=self.joined)
+            self.packing, self.cis = self.layout.wide, self.packed.wide_cis
         else:
             # What the last dense block left is nearer to the edit than an entry, and loads nothing.
-            self.carried = (index, self.ways.rest_of(self.image, rows=self.joined))
-            self.image = self.ways.restrict(self.image, rows=self.joined)
-            self.packing, self.cis = self.ways.narrow, self.packed.cis
+            self.carried = (index, self.layout.rest_of(self.image, rows=self.joined))
+            self.image = self.layout.restrict(self.image, rows=self.joined)
+            self.packing, self.cis = self.layout.narrow, self.packed.cis
         self.wide = dense
 
     def _hidden(self, index: int) -> Tensor:
@@ -145,7 +145,7 @@ class State:
             return self.carried[1]
         assert self.rest_cis is not None
         hidden = self.image.new_empty(len(self.rest_cis), self.image.shape[1])
-        place(self._sources(index, "h"), (hidden,), self.ways.rest_places)
+        scatter_kv(self._sources(index, "h"), (hidden,), self.layout.rest_slots)
         return hidden
 
     def _sources(self, index: int, part: str) -> list[Source | None]:
@@ -163,27 +163,31 @@ class State:
         )
 
     def _load(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        both = self.packed.placed.get(index)
+        both = self.packed.resident_kv.get(index)
         if both is None:
             both = packing.all_keys_like(k), packing.all_keys_like(v)
-            place(self._sources(index, "kv"), both, packing.places)
-            room = self.weights.placed_bytes // len(self.weights.blocks)
-            self.packed.placed.keep(index, both, room)
+            scatter_kv(self._sources(index, "kv"), both, packing.slots)
+            room = self.weights.resident_bytes // len(self.weights.blocks)
+            self.packed.resident_kv.keep(index, both, room)
         for computed, keys in zip((k, v), both, strict=True):
-            packing.place_computed(computed, keys)
+            packing.scatter_computed(computed, keys)
         return both
 
     def _project(
         self, index: int, block: Double | Single, k: Tensor, v: Tensor, packing: Packing
     ) -> tuple[Tensor, Tensor]:
         assert self.rest_cis is not None
-        rest = project_rest(
-            block, self._hidden(index), self.vectors.of(index), self.ways.rest_stream, self.rest_cis
+        rest = project_kv(
+            block,
+            self._hidden(index),
+            self.vectors.of(index),
+            self.layout.rest_stream,
+            self.rest_cis,
         )
         both = packing.all_keys_like(k), packing.all_keys_like(v)
         for computed, inactive, keys in zip((k, v), rest, both, strict=True):
-            packing.place_computed(computed, keys)
-            packing.place_rest(inactive, keys)
+            packing.scatter_computed(computed, keys)
+            packing.scatter_inactive(inactive, keys)
         return both
 
     def capture(self, index: int) -> CaptureKeys:
@@ -217,5 +221,5 @@ class State:
         """[N, width] the computed image tokens, as they are now."""
         image = self.image
         if self.wide and self.cached:
-            image = self.ways.restrict(image, rows=self.joined)
-        return self.ways.narrow.image_of(image) if self.joined else image
+            image = self.layout.restrict(image, rows=self.joined)
+        return self.layout.narrow.image_of(image) if self.joined else image

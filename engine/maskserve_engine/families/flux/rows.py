@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from maskserve_core.contracts.entry_key import Anchor
+from maskserve_engine.batch.host_copy import HostCopy
+from maskserve_engine.batch.inputs import RowInput
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.conditioning import Blend, TemplateInputs
-from maskserve_engine.families.flux.inputs import RowInput
 from maskserve_engine.families.flux.latents import unpack_latents
 from maskserve_engine.families.flux.schedule import Schedule, Walk
 from maskserve_engine.families.flux.skipping import FirstBlockCache
-from maskserve_engine.families.host_copy import HostCopy
-from maskserve_engine.families.place import Source
+from maskserve_engine.layers.scatter_kv import Source
 
 
 @dataclass(slots=True)
@@ -38,8 +38,8 @@ class Inactive:
 
 
 @dataclass(frozen=True, slots=True)
-class CachedRest:
-    """`inputs.Rest` of one row, at whatever step it is."""
+class CachedTokens:
+    """`inputs.InactiveTokens` of one row, at whatever step it is."""
 
     row: FluxRow
     inactive: Inactive
@@ -145,7 +145,7 @@ class FluxRow:
         if self.condition is not None:
             tokens = torch.cat((tokens, self.condition), dim=1)
         if self.inactive is not None:
-            rest = CachedRest(self, self.inactive)
+            rest = CachedTokens(self, self.inactive)
             if self.entry is None:  # compute the pinned tokens too, as further image tokens
                 tokens = torch.cat((tokens, rest.tokens()))
                 cis = torch.cat((cis, rest.cis))

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from maskserve_engine.batch.inputs import Packed
 from maskserve_engine.families.flux.blocks import last_layer
 from maskserve_engine.families.flux.forward import State
-from maskserve_engine.families.flux.inputs import Packed
 from maskserve_engine.families.flux.vectors import Vectors
 from maskserve_engine.families.flux.weights import Weights
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_core.planning.flops_flux import STEPS_AHEAD
+from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flux.weights import Linear, Weights
-from maskserve_engine.families.transfer import to_device
 
 AHEAD = STEPS_AHEAD
 """Steps whose vectors are computed at once. A batch that ends earlier has lost little: the time

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from maskserve_engine.families.flux.compiled import Halves
+    from maskserve_engine.families.flux.compiled import CompiledSegments
 
 
 class Linear(NamedTuple):
@@ -47,7 +47,7 @@ class Linear(NamedTuple):
         return cls(weight, bias)
 
 
-class Stem(NamedTuple):
+class StreamWeights(NamedTuple):
     """What one stream of a double block has for itself."""
 
     vectors: Linear
@@ -61,8 +61,8 @@ class Stem(NamedTuple):
 class Double(NamedTuple):
     """A FluxTransformerBlock."""
 
-    image: Stem
-    text: Stem
+    image: StreamWeights
+    text: StreamWeights
     norms: Tensor
     """[2, 2, 1, head_dim] of text and image, of queries and keys, float32."""
 
@@ -90,10 +90,10 @@ class Weights:
     last_vectors: Linear
     proj_out: Linear
     head_dim: int
-    halves: Halves | None = None
+    segments: CompiledSegments | None = None
     """Of the blocks, compiled; None: they run as `blocks` has them."""
-    placed_bytes: int = 0
-    """That all blocks' keys and values of a batch may take to stay in place (`placed`)."""
+    resident_bytes: int = 0
+    """That all blocks' keys and values of a batch may take to stay in place (`ResidentKV`)."""
 
     @classmethod
     def of(cls, model: Any) -> Weights:
@@ -128,14 +128,14 @@ def _norms(*norms: Any) -> Tensor:
 
 def _double(block: Any) -> Double:
     attn = block.attn
-    image = Stem(
+    image = StreamWeights(
         Linear.of(block.norm1.linear),
         Linear.joined((attn.to_q, attn.to_k, attn.to_v)),
         Linear.of(attn.to_out[0]),
         Linear.of(block.ff.net[0].proj),
         Linear.of(block.ff.net[2]),
     )
-    text = Stem(
+    text = StreamWeights(
         Linear.of(block.norm1_context.linear),
         Linear.joined((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)),
         Linear.of(attn.to_add_out),

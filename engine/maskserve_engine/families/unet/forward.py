@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from maskserve_core.planning.flops_unet import level_sizes
+from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import Recorder
-from maskserve_engine.families.transfer import moved
 from maskserve_engine.families.unet.canvas import Canvas, Site, Tiled, Whole
 from maskserve_engine.families.unet.levels import make_level
 from maskserve_engine.families.unet.moments import Moments

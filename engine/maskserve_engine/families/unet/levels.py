@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.families.attention import Segments, Span, ends, spans, uniform
 from maskserve_engine.families.unet.tile import Ids
+from maskserve_engine.layers.attention import Segments, Span, ends, spans, uniform
 
 
 @dataclass(frozen=True)
-class Places:
+class Partition:
     """Where computed tokens and others lie among those of all passes."""
 
     core: Tensor
@@ -51,9 +51,9 @@ class Places:
 class Sparse:
     """Tokens at a level where some pass leaves some out."""
 
-    keys: Places
+    keys: Partition
     """Among all of the level: what self-attention reads."""
-    there: Places
+    there: Partition
     """Among those whose features are computed: of a pass with a tile, those in its box."""
     wanted: tuple[Tensor | None, ...]
     """Of each pass, which of its others are there; None: all."""
@@ -95,12 +95,12 @@ def make_level(
     sparse = None
     if any(ids is not None for ids in active):
         computed = [_marked(tokens, ids) for ids in active]
-        keys = _places(computed)
+        keys = _partition(computed)
         there = keys
         wanted: tuple[Tensor | None, ...] = (None,) * len(active)
         if any(ids is not None for ids in tiles):
             inside = [_marked(tokens, ids) for ids in tiles]
-            there = _places([own[box] for own, box in zip(computed, inside, strict=True)])
+            there = _partition([own[box] for own, box in zip(computed, inside, strict=True)])
             wanted = tuple(
                 None if ids is None else torch.from_numpy(np.flatnonzero(box[~own]))
                 for ids, own, box in zip(tiles, computed, inside, strict=True)
@@ -118,11 +118,11 @@ def _marked(tokens: int, ids: Ids | None) -> NDArray[np.bool_]:
     return marked
 
 
-def _places(computed: Sequence[NDArray[np.bool_]]) -> Places:
+def _partition(computed: Sequence[NDArray[np.bool_]]) -> Partition:
     """Of tokens that are computed or not, per pass."""
     whole = np.concatenate(computed)
     core, rest = map(torch.from_numpy, (np.flatnonzero(whole), np.flatnonzero(~whole)))
-    return Places(core, rest, spans([int((~own).sum()) for own in computed]))
+    return Partition(core, rest, spans([int((~own).sum()) for own in computed]))
 
 
 def _segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from maskserve_core.contracts.entry_key import Anchor
+from maskserve_engine.batch.host_copy import HostCopy
 from maskserve_engine.cache.codec import Coded
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
-from maskserve_engine.families.host_copy import HostCopy
 from maskserve_engine.families.unet.conditioning import Blend, TemplateInputs
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.cache.entries import Recorder
-from maskserve_engine.families.attention import Segments, attention
 from maskserve_engine.families.unet.levels import Level, Sparse
+from maskserve_engine.layers.attention import Segments, attention
 
 
 class Rest(Protocol):

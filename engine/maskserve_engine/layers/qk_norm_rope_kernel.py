@@ -1,4 +1,4 @@
-"""The kernel of `heads.turn`, in the Triton language (the package `triton`; not the server).
+"""The kernel of `qk_norm_rope`, in the Triton language (the package `triton`; not the server).
 
 One program turns all heads of one token's queries, or of its keys. As operations of torch the same
 are five kernels, and between them every number goes through the device's memory in float32.
@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def turn_kernel(
+def qk_norm_rope_kernel(
     x,
     norms,
     cis,

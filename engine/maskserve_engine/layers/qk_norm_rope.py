@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_engine.families.flux.modulation import EPS
-from maskserve_engine.families.kernels import has_kernels
+from maskserve_engine.layers.kernels import has_kernels
+from maskserve_engine.layers.modulation import EPS
 
 
 def norm_heads(x: Tensor, norms: Tensor) -> Tensor:
@@ -16,12 +16,12 @@ def norm_heads(x: Tensor, norms: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rotary embedding of `x` [N, P, heads, head_dim], as `dtype`; `cis` as in `turn`."""
+    """Rotary embedding of `x` [N, P, heads, head_dim], as `dtype`; `cis` as in `qk_norm_rope`."""
     pairs = torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2))
     return torch.view_as_real(pairs * cis[:, None, None]).flatten(-2).to(dtype)
 
 
-def turn(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
+def qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
     """`norm_heads`, then `rotate`.
 
     Args:
@@ -38,20 +38,20 @@ def turn(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
 
 
 def fused(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
-    """`turn` as one kernel; heads of a token lie side by side, head_dim is a power of two."""
-    turned: Tensor = torch.ops.maskserve.turn(x, norms, torch.view_as_real(cis))
-    return turned
+    """`qk_norm_rope` as one kernel; a token's heads are adjacent, head_dim is a power of two."""
+    rotated: Tensor = torch.ops.maskserve.qk_norm_rope(x, norms, torch.view_as_real(cis))
+    return rotated
 
 
-@torch.library.custom_op("maskserve::turn", mutates_args=())
-def _turn(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
+@torch.library.custom_op("maskserve::qk_norm_rope", mutates_args=())
+def _qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
     import triton
 
-    from maskserve_engine.families.flux.heads_kernel import turn_kernel
+    from maskserve_engine.layers.qk_norm_rope_kernel import qk_norm_rope_kernel
 
     tokens, parts, heads, head_dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    turn_kernel[(tokens, parts)](
+    qk_norm_rope_kernel[(tokens, parts)](
         x,
         norms,
         cis,
@@ -66,6 +66,6 @@ def _turn(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
     return out
 
 
-@_turn.register_fake
+@_qk_norm_rope.register_fake
 def _(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

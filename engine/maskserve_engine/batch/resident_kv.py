@@ -8,7 +8,7 @@ from operator import is_
 from torch import Tensor
 
 
-class PlacedKeys:
+class ResidentKV:
     """Of one batch. As long as its rows read the same entries, their inactive tokens' keys and
     values are the same at every step: only those of the computed tokens are written anew.
     """
@@ -17,7 +17,7 @@ class PlacedKeys:
         self._entries: tuple[object, ...] = ()
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def turn_to(self, entries: Sequence[object]) -> None:
+    def keep_for(self, entries: Sequence[object]) -> None:
         """Forget all, unless the rows read these still.
 
         Args:

@@ -1,4 +1,4 @@
-"""The kernel of `place`, in the Triton language (the package `triton`; not the server).
+"""The kernel of `scatter_kv`, in the Triton language (the package `triton`; not the server).
 
 One program writes one token into one buffer: its keys, values or hidden states. Which row it
 belongs to is known on the device; where that row's tensors lie comes with the launch, so nothing
@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def place_kernel(
+def scatter_kv_kernel(
     first,
     other,
     row_of,

@@ -24,11 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.families.attention import Segments, Span, ends, spans, uniform
-from maskserve_engine.families.flux.modulation import PerRow, Vector
-from maskserve_engine.families.kernels import has_kernels
-from maskserve_engine.families.place import Places
-from maskserve_engine.families.transfer import moved
+from maskserve_engine.batch.transfer import moved
+from maskserve_engine.layers.attention import Segments, Span, ends, spans, uniform
+from maskserve_engine.layers.kernels import has_kernels
+from maskserve_engine.layers.modulation import PerRow, Vector
+from maskserve_engine.layers.scatter_kv import KvSlots
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Packing:
     """They attend to text, computed image tokens and rest."""
     core_in_keys: Tensor | None
     """[N] positions of the computed tokens among all keys; None: the first ones."""
-    places: Places
+    slots: KvSlots
     """Of the inactive tokens among all keys."""
 
     def rows_from(self, text: Tensor, image: Tensor) -> Tensor:
@@ -114,19 +114,19 @@ class Packing:
         """[keys, …] for the keys or values of all tokens, not written yet."""
         return k.new_empty(self.all_keys.k_spans[-1][1], *k.shape[1:])
 
-    def place_computed(self, k: Tensor, keys: Tensor) -> None:
-        """Write the computed tokens' keys or values [N, …] to their places."""
+    def scatter_computed(self, k: Tensor, keys: Tensor) -> None:
+        """Write the computed tokens' keys or values [N, …] to their slots."""
         if self.core_in_keys is None:
             keys[: len(k)] = k
         else:
             keys.index_copy_(0, self.core_in_keys, k)
 
-    def place_rest(self, rest: Tensor, keys: Tensor) -> None:
-        """Write the inactive tokens' keys or values [M, …], packed by row, to their places."""
+    def scatter_inactive(self, rest: Tensor, keys: Tensor) -> None:
+        """Write the inactive tokens' keys or values [M, …], packed by row, to their slots."""
         if len(self.text) == 1:
             keys[len(keys) - len(rest) :] = rest
         else:
-            keys.index_copy_(0, self.places.to, rest)
+            keys.index_copy_(0, self.slots.to, rest)
 
 
 def _positions(spans: Sequence[Span]) -> NDArray[np.int64]:
@@ -175,7 +175,7 @@ def _pack(text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...]) 
         computed=_segments(core, core),
         all_keys=_segments(core, keys),
         core_in_keys=None if one else torch.from_numpy(_positions(core_keys)),
-        places=Places(
+        slots=KvSlots(
             spans=tuple(rest_keys),
             row_of=torch.from_numpy(np.repeat(np.arange(len(rest)), rest)),
             local=torch.from_numpy(_positions([(0, r) for r in rest])),
@@ -186,7 +186,7 @@ def _pack(text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...]) 
 
 
 @dataclass(frozen=True)
-class Widening:
+class SparseLayout:
     """Between computing cached rows' active tokens and computing all their tokens.
 
     In the wide packing a row's image tokens are its active ones followed by its inactive ones, so
@@ -203,9 +203,9 @@ class Widening:
     rest_in_rows: Tensor
 
     @cached_property
-    def rest_places(self) -> Places:
+    def rest_slots(self) -> KvSlots:
         """Of the inactive tokens in the stream of them alone."""
-        among_keys = self.narrow.places
+        among_keys = self.narrow.slots
         return replace(among_keys, spans=self.rest_stream.spans, to=among_keys.numbers)
 
     def widen(self, core: Tensor, rest: Tensor, *, rows: bool) -> Tensor:
@@ -227,9 +227,9 @@ class Widening:
 
 
 @lru_cache(maxsize=16)
-def widening(
+def sparse_layout(
     text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...], device: torch.device
-) -> Widening:
+) -> SparseLayout:
     """Both packings of a step and the way between them; `rest[r]` is 0 for dense rows. Kept, since
     batches last many steps.
     """
@@ -245,7 +245,7 @@ def widening(
 
     core_in_image, rest_in_image = positions(image)
     core_in_rows, rest_in_rows = positions([t + i for t, i in zip(text, image, strict=True)])
-    both = Widening(
+    both = SparseLayout(
         narrow=_pack(text, image, rest),
         wide=_pack(text, all_image, none),
         rest_stream=_stream(rest),

@@ -10,14 +10,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from maskserve_engine.batch.packing import SparseLayout, sparse_layout
+from maskserve_engine.batch.resident_kv import ResidentKV
+from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.cache.entries import Recorder
-from maskserve_engine.families.flux.packing import Widening, widening
-from maskserve_engine.families.flux.placed import PlacedKeys
-from maskserve_engine.families.place import Source
-from maskserve_engine.families.transfer import to_device
+from maskserve_engine.layers.scatter_kv import Source
 
 
-class Rest(Protocol):
+class InactiveTokens(Protocol):
     """A cached row's inactive tokens: what of them the plan's blocks may need."""
 
     @property
@@ -55,7 +55,7 @@ class RowInput:
     """Embedded guidance; None for models without it."""
     cis: Tensor
     """[T + n, head_dim / 2] complex rotary factors of text and computed tokens."""
-    rest: Rest | None = None
+    rest: InactiveTokens | None = None
     """A cached row's inactive tokens; None where all are computed."""
     capture: Recorder | None = None
     """Of a priming row."""
@@ -69,9 +69,9 @@ class Packed:
         self.rests = tuple(row.rest for row in rows)
         self.captures = tuple(row.capture for row in rows)
         self.primes = any(capture is not None for capture in self.captures)
-        self.placed = PlacedKeys()
+        self.resident_kv = ResidentKV()
         rest_cis = [rest.cis for rest in self.rests if rest is not None]
-        self.ways: Widening = widening(
+        self.layout: SparseLayout = sparse_layout(
             tuple(len(row.text) for row in rows),
             tuple(len(row.tokens) for row in rows),
             tuple(0 if rest is None else len(rest.cis) for rest in self.rests),
@@ -95,6 +95,6 @@ class Packed:
         """[N + M, head_dim / 2] in row order, inactive tokens among the others."""
         assert self.rest_cis is not None
         both = self.cis.new_empty(len(self.cis) + len(self.rest_cis), self.cis.shape[1])
-        both[self.ways.core_in_rows] = self.cis
-        both[self.ways.rest_in_rows] = self.rest_cis
+        both[self.layout.core_in_rows] = self.cis
+        both[self.layout.rest_in_rows] = self.rest_cis
         return both

@@ -1,4 +1,4 @@
-"""Cached activations of inactive tokens, from where they lie to their places among the others."""
+"""Cached activations of inactive tokens, from where they lie to their slots among the others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.cache.codec import GROUP, Coded
-from maskserve_engine.families.attention import Span
-from maskserve_engine.families.kernels import missing_triton
+from maskserve_engine.layers.attention import Span
+from maskserve_engine.layers.kernels import missing_triton
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class KvSlots:
     """Where all rows' inactive tokens go; made once per packing, on the device."""
 
     spans: tuple[Span, ...]
@@ -43,21 +43,21 @@ class Places:
     """[M] 0, 1, …"""
 
 
-def place(sources: Sequence[Source | None], outs: Sequence[Tensor], places: Places) -> None:
-    """Write every row's cached activations to their places.
+def scatter_kv(sources: Sequence[Source | None], outs: Sequence[Tensor], slots: KvSlots) -> None:
+    """Write every row's cached activations to their slots.
 
     Args:
         sources: per row; None where it has none.
         outs: a buffer for each of their parts, [tokens, …]; written to.
-        places: of the rows' tokens in each buffer.
+        slots: of the rows' tokens in each buffer.
     """
     device = outs[0].device
     if device.type == "cuda":
         formats = {source.parts[0].format for source in sources if source is not None}
         if len(formats) == 1 and missing_kernel(device, *formats) is None:
-            fused(sources, outs, places)
+            fused(sources, outs, slots)
             return
-    for source, (begin, end) in zip(sources, places.spans, strict=True):
+    for source, (begin, end) in zip(sources, slots.spans, strict=True):
         if source is not None:
             for coded, out in zip(source.parts, outs, strict=True):
                 own = coded if source.ids is None else coded.take(source.ids)
@@ -74,10 +74,10 @@ def missing_kernel(device: torch.device, format: str) -> str | None:
     return reason
 
 
-def fused(sources: Sequence[Source | None], outs: Sequence[Tensor], places: Places) -> None:
-    """`place` as one kernel; one or two parts, all sources of one format."""
+def fused(sources: Sequence[Source | None], outs: Sequence[Tensor], slots: KvSlots) -> None:
+    """`scatter_kv` as one kernel; one or two parts, all sources of one format."""
     given = [source for source in sources if source is not None]
-    nothing = places.to[:0]
+    nothing = slots.to[:0]
 
     def each(take: Callable[[Coded], Tensor | None]) -> list[Tensor]:
         """Of every row's first part, then of every row's second."""
@@ -88,12 +88,12 @@ def fused(sources: Sequence[Source | None], outs: Sequence[Tensor], places: Plac
         ]
         return [nothing if tensor is None else tensor for tensor in of_parts]
 
-    torch.ops.maskserve.place(
+    torch.ops.maskserve.scatter_kv(
         outs,
-        places.row_of,
-        places.local,
-        places.to,
-        [places.numbers if s is None or s.ids is None else s.ids for s in sources],
+        slots.row_of,
+        slots.local,
+        slots.to,
+        [slots.numbers if s is None or s.ids is None else s.ids for s in sources],
         each(lambda coded: coded.data),
         each(lambda coded: coded.scale),
         each(lambda coded: coded.groups),
@@ -101,8 +101,8 @@ def fused(sources: Sequence[Source | None], outs: Sequence[Tensor], places: Plac
     )
 
 
-@torch.library.custom_op("maskserve::place", mutates_args=("outs",))
-def _place(
+@torch.library.custom_op("maskserve::scatter_kv", mutates_args=("outs",))
+def _scatter_kv(
     outs: Sequence[Tensor],
     row_of: Tensor,
     local: Tensor,
@@ -115,14 +115,14 @@ def _place(
 ) -> None:
     import triton
 
-    from maskserve_engine.families.place_kernel import place_kernel
+    from maskserve_engine.layers.scatter_kv_kernel import scatter_kv_kernel
 
     rows, width = len(ids), outs[0][0].numel()
 
     def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple([tensor.data_ptr() or outs[0].data_ptr() for tensor in tensors])
 
-    place_kernel[(len(to), len(outs))](
+    scatter_kv_kernel[(len(to), len(outs))](
         outs[0],
         outs[-1],
         row_of,
@@ -142,6 +142,6 @@ def _place(
     )
 
 
-@_place.register_fake
+@_scatter_kv.register_fake
 def _(*_: object) -> None:
     return None

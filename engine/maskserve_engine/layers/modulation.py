@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_engine.families.kernels import has_kernels
+from maskserve_engine.layers.kernels import has_kernels
 
 EPS = 1e-6
 
@@ -58,7 +58,7 @@ def add_gated(x: Tensor, gate: Vector, y: Tensor) -> Tensor:
 def _modulate(x: Tensor, shifts: Tensor, scales: Tensor, row_of: Tensor) -> Tensor:
     import triton
 
-    from maskserve_engine.families.flux.modulation_kernels import modulate_kernel
+    from maskserve_engine.layers.modulation_kernels import modulate_kernel
 
     (tokens, width), out = x.shape, torch.empty_like(x)
     block = triton.next_power_of_2(width)
@@ -71,7 +71,7 @@ def _modulate(x: Tensor, shifts: Tensor, scales: Tensor, row_of: Tensor) -> Tens
 def _add_gated(x: Tensor, y: Tensor, gates: Tensor, row_of: Tensor) -> Tensor:
     import triton
 
-    from maskserve_engine.families.flux.modulation_kernels import add_gated_kernel
+    from maskserve_engine.layers.modulation_kernels import add_gated_kernel
 
     (tokens, width), out = x.shape, torch.empty_like(x)
     block = triton.next_power_of_2(width)
