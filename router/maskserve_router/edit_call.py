@@ -104,7 +104,7 @@ def check_request(message: pb.ModelInferRequest) -> None:
     if message.model_name not in PUBLIC:
         raise UnknownModel(message.model_name)
     if any("classification" in output.parameters for output in message.outputs):
-        # Triton 2.51 ends with SIGFPE when it is asked to classify text.
+        # TRITON-2.51: it ends with SIGFPE when it is asked to classify text.
         raise InvalidRequest(
             "outputs", "ask for the classification extension", "outputs as they are"
         )

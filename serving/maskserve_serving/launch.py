@@ -12,7 +12,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-# Triton 2.51 puts twice a form's body on the stack of the thread that reads it, and a frame for
+# TRITON-2.51: twice a form's body is put on the stack of the thread that reads it, and a frame for
 # each level of nested JSON: with the usual 8 MiB a form of 4 MB kills it. This is address space:
 # what is not touched takes no memory.
 _STACK_BYTES = 512 * 2**20

@@ -28,7 +28,7 @@ _BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 STEADY_S = 10.0
 """A worker that served this long starts over with the shortest backoff: what failed was no load."""
 _STALLED_STARTS = 3
-"""A machine that stalls for a second while models load makes Triton 2.51 take their processes for
+"""TRITON-2.51: on a machine that stalls for a second while models load it takes their processes for
 dead; it aborts or waits for good. So that is tried again even at the first start.
 """
 # The fronts of a worker whose engine died answer their clients themselves; they are given time.

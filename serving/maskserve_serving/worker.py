@@ -105,7 +105,7 @@ class Worker(Process):
     def stalled(self) -> str | None:
         """The loaded model that Triton waits for in vain, in words; None if there is none.
 
-        A machine that stalls for a second while models load makes Triton 2.51 take a process for
+        TRITON-2.51: on a machine that stalls for a second while models load it takes a process for
         dead: it reads nothing more from it, and waits for it to end.
         """
         loaded = loaded_models(self.said())

@@ -33,6 +33,14 @@ def test_the_tables_of_modules_are_those_of_the_code() -> None:
             assert f"## {package.relative_to(ROOT).as_posix()}\n" in text
 
 
+@pytest.mark.parametrize("folder", ["engine", "router", "serving", "client"])
+def test_what_one_version_of_triton_needs_is_marked(folder: str) -> None:
+    """CONTRIBUTING.md says how the marks are used."""
+    for path in (ROOT / folder).rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("2.51") == text.count("TRITON-2.51: "), path
+
+
 @pytest.mark.parametrize("text", TEXTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_between_documents_lead_somewhere(text: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", text.read_text(encoding="utf-8")):

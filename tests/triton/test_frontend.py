@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -14,13 +15,28 @@ from typing import Any
 import pytest
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.request import AcceptedEdit
+from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.contracts.status_record import RowStatus
+from maskserve_core.errors import Cancelled
+from maskserve_core.triton import call as calls_module
 from maskserve_core.triton.acks import AckReceiver
+from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.call import Calls
+from maskserve_core.triton.cancels import Withdrawals, cancel_edit
 from maskserve_core.triton.frontend import Front
 from maskserve_core.triton.traffic import PROBE
 from maskserve_core.worker.admission import Admission
 from tests.fakes.facts import FILL_FACTS
-from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
+from tests.fakes.pb_utils import (
+    Call,
+    FakeTriton,
+    InferenceResponse,
+    Request,
+    Sender,
+    failure,
+    reply,
+)
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.usefixtures("beat")
@@ -329,7 +345,7 @@ def test_a_cancel_answers_and_frees_the_row(api: FakeTriton, front: Front, stuck
 
 
 def test_an_edit_is_known_by_its_id_from_acceptance_to_answer(
-    api: FakeTriton, front: Front, stuck: Stuck
+    api: FakeTriton, config: Config, front: Front, stuck: Stuck
 ) -> None:
     """The engine does not know it yet: it is being prepared or encoded."""
     told = threading.Event()
@@ -340,18 +356,18 @@ def test_an_edit_is_known_by_its_id_from_acceptance_to_answer(
 
     api.models["denoiser"] = denoiser
     api.models["edit_pipeline"] = stuck
-    assert not front.withdraw("mine")
+    assert not cancel_edit(config.runtime_dir, "mine")
     request = edit(api, {"request_id": "mine"})
     front.execute([request])
-    assert front.withdraw("mine")
+    assert cancel_edit(config.runtime_dir, "mine")
     assert error_of(request)[0] == "[CANCELLED] the edit was cancelled"
     assert told.wait(5), "its row is not freed"
-    assert not front.withdraw("mine")  # answered, though the pipeline goes on
+    assert not cancel_edit(config.runtime_dir, "mine")  # answered, though the pipeline goes on
     stuck.release.set()
 
 
 def test_of_many_cancels_one_is_true_and_its_edit_is_cancelled(
-    api: FakeTriton, front: Front
+    api: FakeTriton, config: Config, front: Front
 ) -> None:
     api.models["denoiser"] = lambda call: [reply(META=b"{}")]
     api.models["edit_pipeline"] = final
@@ -359,7 +375,7 @@ def test_of_many_cancels_one_is_true_and_its_edit_is_cancelled(
         request = edit(api, {"request_id": f"{number}"})
         with ThreadPoolExecutor(4) as pool:
             front.execute([request])
-            won = list(pool.map(front.withdraw, [f"{number}"] * 4))
+            won = list(pool.map(cancel_edit, [config.runtime_dir] * 4, [f"{number}"] * 4))
         answer = request.sender.wait()
         assert sum(won) == (answer.error() is not None)
 
@@ -422,7 +438,7 @@ def test_an_edit_that_triton_loses_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once the engine has been seen to hold it and holds it no more."""
-    monkeypatch.setattr("maskserve_core.triton.frontend._LOST_S", 0.5)
+    monkeypatch.setattr("maskserve_core.triton.watcher._LOST_S", 0.5)
     api.models["edit_pipeline"] = stuck
     lost, encoding = edit(api, {"request_id": "lost"}), edit(api, {"request_id": "encoding"})
     front.execute([lost, encoding])
@@ -525,9 +541,7 @@ def test_closing_answers_what_is_in_flight(
     assert error_of(request)[0] == "[OVERLOADED] the worker is stopping"
 
 
-def test_a_late_cancel_spares_the_next_edit_of_the_same_id(
-    api: FakeTriton, front: Front, stuck: Stuck
-) -> None:
+def test_a_late_cancel_spares_the_next_edit_of_the_same_id(api: FakeTriton, config: Config) -> None:
     cancelled: list[str] = []
 
     def denoiser(call: Call) -> Iterator[InferenceResponse]:
@@ -535,14 +549,53 @@ def test_a_late_cancel_spares_the_next_edit_of_the_same_id(
         yield reply(META=b"{}")
 
     api.models["denoiser"] = denoiser
-    api.models["edit_pipeline"] = stuck
-    front.execute([edit(api, {"request_id": "mine"})])
-    assert stuck.started.wait(5)
-    running = front._calls["mine"]
-    front._cancel(replace(running))  # of an edit that had the id before
-    assert cancelled == []
-    front._cancel(running)
-    assert cancelled == ["mine"]
+    calls, late, running = Calls(), call_named(api, "mine"), call_named(api, "mine")
+    withdrawals = Withdrawals(api, config.runtime_dir, "edit", calls)
+    calls.add(running)
+    assert withdrawals.withdraw(late, Cancelled("late"))  # of an edit that had the id before
+    assert withdrawals.withdraw(running, Cancelled("in time"))
+    eventually("the running one's row is freed", lambda: cancelled)
+    calls.remove(running)
+    for _ in range(10):  # both have ended: nobody is told of them any more
+        withdrawals.repeat(math.inf)
+        time.sleep(0.01)
+    assert cancelled == ["mine"] * len(cancelled)
+    assert len(cancelled) <= 2
+    withdrawals.close()
+
+
+def test_an_edit_that_cannot_be_answered_holds_up_no_other_withdrawal(
+    api: FakeTriton, config: Config
+) -> None:
+    """Triton may keep a thread that sends for as long as it likes."""
+    sending, goes_on = threading.Event(), threading.Event()
+
+    def slow(response: InferenceResponse | None = None, flags: int = 0) -> None:
+        sending.set()
+        assert goes_on.wait(10)
+
+    api.models["denoiser"] = lambda call: [reply(META=b"{}")]
+    withdrawals = Withdrawals(api, config.runtime_dir, "edit", Calls())
+    first, second = call_named(api, "a", slow), call_named(api, "b")
+    with ThreadPoolExecutor(2) as pool:
+        held = pool.submit(withdrawals.withdraw, first, Cancelled("first"))
+        assert sending.wait(5)
+        try:
+            assert pool.submit(withdrawals.withdraw, second, Cancelled("second")).result(5)
+        finally:
+            goes_on.set()
+        assert held.result(5)
+    withdrawals.close()
+
+
+def call_named(
+    api: FakeTriton, name: str, send: Callable[..., None] | None = None
+) -> calls_module.Call:
+    sender = Sender(api.violations)
+    if send is not None:
+        sender.send = send  # type: ignore[method-assign]
+    accepted = AcceptedEdit("", EditSettings(request_id=name), 0)
+    return calls_module.Call(accepted, {}, Answer(api, sender))
 
 
 def probe(api: FakeTriton) -> Request:

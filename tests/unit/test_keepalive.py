@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.triton.keepalive import KeepAlive, responses_of
+from maskserve_core.triton.pipeline import KeepAlive, responses_of
 from tests.support.eventually import eventually
 
 

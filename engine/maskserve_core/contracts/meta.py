@@ -23,7 +23,7 @@ def event_meta(event: str, step: int, steps: int, request_id: str) -> bytes:
 def failed_meta(error: MaskserveError, request_id: str) -> bytes:
     """META of the `failed` event. It stays inside the worker: the front answers with the error.
 
-    Triton 2.51 never ends an ensemble in which a step fails while an earlier response is under way
+    TRITON-2.51: an ensemble never ends in which a step fails while an earlier response is under way
     in a later step. So what ends an edit early crosses it as a response like any other.
     """
     values = {"event": "failed", "step": 0, "steps": 0, "request_id": request_id}

@@ -1,6 +1,6 @@
 """Acks: a front tells the denoiser which event it has taken, so that the next may be sent.
 
-Triton's stub (2.51) locks up for good when two responses of one call come close upon each other,
+TRITON-2.51: the stub locks up for good when two responses of one call come close upon each other,
 both after the first. A thread that waits for responses wakes up holding their lock and waits for
 Python's; the stub's thread that brings the second waits for the former lock, holding one of all
 calls; and a thread that holds Python's lock and comes back from a new call waits for the latter

@@ -26,10 +26,10 @@ class Answer:
     Several threads hold an Answer: one that waits for the pipeline, one that watches for
     cancels. The first to finish it wins; everything later is dropped.
 
-    Asking Triton whether a request was cancelled after its final response was sent crashes the
-    whole server, so sending and asking share a lock with the flag that says so.
+    TRITON-2.51: asking whether a request was cancelled after its final response was sent crashes
+    the whole server, so sending and asking share a lock with the flag that says so.
 
-    While it sends, Triton's stub (2.51) drops the tensors that nobody asked for, without Python's
+    TRITON-2.51: while it sends, the stub drops the tensors that nobody asked for, without Python's
     lock. Were its reference the last, they would be freed there, and sooner or later the process
     would die of a corrupted heap: `tensors` is held until the response is out.
     """

@@ -1,7 +1,8 @@
-"""One edit in flight at a front."""
+"""Edits in flight at a front."""
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.contracts.settings import MAX_DEADLINE_MS, EditSettings
+from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.triton.answer import Answer
 
 
@@ -31,8 +33,7 @@ class Call:
     """When the engine was last seen to hold it, or an event of it came; 0: never."""
     withdrawn: bool = False
     """Nobody waits for it; its row is to be freed."""
-    next_cancel: float = 0.0
-    cancelling: bool = False
+    withdrawing: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def request_id(self) -> str:
@@ -46,6 +47,53 @@ class Call:
     def too_late(self, now: float) -> bool:
         limit = self.edit.settings.deadline_ms
         return limit is not None and now - self.accepted > limit / 1e3
+
+
+class Calls:
+    """The edits of a front by id, until the pipeline has let go of them, answered or not."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Call] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __contains__(self, call: Call) -> bool:
+        return self._calls.get(call.request_id) is call
+
+    def get(self, request_id: str) -> Call | None:
+        return self._calls.get(request_id)
+
+    def all(self) -> list[Call]:
+        with self._lock:
+            return list(self._calls.values())
+
+    def add(self, call: Call) -> None:
+        """Take an edit in.
+
+        Raises:
+            InvalidRequest: its id is another's that is in flight.
+        """
+        with self._lock:
+            held = self._calls.get(call.request_id)
+            # A client may send the id again as soon as it has its answer.
+            if held is not None and (held.withdrawn or not held.answer.done):
+                raise InvalidRequest(
+                    "SETTINGS.request_id", "names an edit that is in flight", "a fresh id"
+                )
+            self._calls[call.request_id] = call
+
+    def remove(self, call: Call) -> None:
+        """The pipeline has let go of it; its id may be another edit's by now."""
+        with self._lock:
+            if call in self:
+                del self._calls[call.request_id]
+
+    def fail_all(self, problem: MaskserveError) -> None:
+        """Answer each that has no answer yet."""
+        for call in self.all():
+            call.answer.fail(problem)
 
 
 def bounded(asked: EditSettings, request: Any, *, streaming: bool) -> tuple[EditSettings, str]:

@@ -1,21 +1,30 @@
-"""Cancels by id: `control` asks the fronts, which know each edit from acceptance to answer.
+"""How an edit ends that nobody waits for: it is answered, and the denoiser told to free its row.
 
-What the engine holds is no measure: an edit that is being decoded or encoded has not reached it,
-and one that it no longer holds may be on its way back. Each front listens at a socket in the
-worker's runtime folder; a message is an edit's id, the answer whether it is now withdrawn.
+A client that leaves and a deadline that passes are seen by the front's watcher. For a cancel by id
+`control` asks the fronts, which know each edit from acceptance to answer. What the engine holds is
+no measure: an edit that is being decoded or encoded has not reached it, and one that it no longer
+holds may be on its way back. Each front listens at a socket in the worker's runtime folder; a
+message is an edit's id, the answer whether it is now withdrawn.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from maskserve_core.errors import EngineFailed
+from maskserve_core.errors import Cancelled, EngineFailed, MaskserveError
+from maskserve_core.triton.call import Call, Calls
+from maskserve_core.triton.pipeline import ask_denoiser
+from maskserve_core.worker.logs import about
 
 log = logging.getLogger("maskserve")
 
@@ -23,6 +32,8 @@ _NAME = "cancels"
 _WITHDRAWN, _UNKNOWN = b"1", b"0"
 _MAX_ID_BYTES = 1024
 _TIMEOUT_S = 5.0
+_TELL_EVERY_S = 0.05
+_TELLING_THREADS = 4
 
 
 def cancel_edit(runtime_dir: str | os.PathLike[str], request_id: str) -> bool:
@@ -49,6 +60,77 @@ def _ask(folder: Path, front: str, request_id: str) -> bool:
         return False  # it has ended, and with it its edits
     except TimeoutError:
         raise EngineFailed(f"{front} does not answer") from None
+
+
+class Withdrawals:
+    """The edits of one front that are withdrawn.
+
+    Args:
+        api: triton_python_backend_utils.
+        runtime_dir: of the worker.
+        front: its name.
+        calls: its edits in flight.
+    """
+
+    def __init__(
+        self, api: Any, runtime_dir: str | os.PathLike[str], front: str, calls: Calls
+    ) -> None:
+        self._api, self._calls = api, calls
+        self._due: dict[Call, float] = {}
+        """When the denoiser is to be told again of a withdrawn edit that is still in the pipeline;
+        infinity while it is being told."""
+        self._pool = ThreadPoolExecutor(_TELLING_THREADS, f"{front}-cancels")
+        self._listener = CancelListener(runtime_dir, front, self.withdraw_by_id)
+
+    def withdraw_by_id(self, request_id: str) -> bool:
+        """Withdraw an edit that somebody cancels; False if it is answered or not here."""
+        call = self._calls.get(request_id)
+        return call is not None and self.withdraw(call, Cancelled("the edit was cancelled"))
+
+    def withdraw(self, call: Call, error: MaskserveError) -> bool:
+        """Answer an edit with `error` and have its row freed; False when it was answered already.
+
+        Waits while something is sent to this client, and for no other.
+        """
+        with call.withdrawing:
+            before = call.withdrawn
+            # Said before the client hears of it: its next edit may have the same id.
+            call.withdrawn = True
+            answered = call.answer.fail(error)
+            call.withdrawn = before or answered
+        if answered:
+            self._tell(call)
+        return answered
+
+    def repeat(self, now: float) -> None:
+        """Tell the denoiser again where it is time: an edit that had not reached it was not found.
+
+        To be called again and again, from one thread.
+        """
+        for call, due in list(self._due.items()):
+            if now >= due:
+                self._tell(call)
+
+    def close(self) -> None:
+        self._listener.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _tell(self, call: Call) -> None:
+        self._due[call] = math.inf
+        self._pool.submit(self._ask_denoiser, call)
+
+    def _ask_denoiser(self, call: Call) -> None:
+        try:
+            if call not in self._calls:
+                self._due.pop(call, None)  # it has ended, and the id may be another edit's by now
+                return
+            ask_denoiser(self._api, {"op": "cancel", "request_id": call.request_id})
+        except MaskserveError as error:
+            log.warning("cancel: %s", error, extra=about(call.request_id))
+        except Exception as error:
+            log.error("cancel: %s", error, exc_info=error, extra=about(call.request_id))
+        if call in self._due:
+            self._due[call] = time.monotonic() + _TELL_EVERY_S
 
 
 class CancelListener:

@@ -15,9 +15,9 @@ _FINAL = "final"
 class FlowControl:
     """Sends an event once the last one was taken; what is newer then replaces what still waits.
 
-    So a call never has two responses under way (acks.py), and where the way is slower than
-    the steps, the newest of them are shown instead of a queue of old ones. The final event
-    replaces all that waits; the end of the responses comes after it, apart, when it was taken too.
+    TRITON-2.51: so a call never has two responses under way (acks.py). Where the way is slower than
+    the steps, the newest events are shown instead of a queue of old ones. The final event replaces
+    all that waits; the end of the responses comes after it, apart, when it was taken too.
 
     Args:
         answer: of the request.

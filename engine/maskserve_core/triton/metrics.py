@@ -157,7 +157,7 @@ class MetricsThread:
 
     def _run(self) -> None:
         while not self._closing.wait(_EVERY_S):
-            # A server that was killed takes no metric, and Triton's stub waits for it with
+            # TRITON-2.51: a server that was killed takes no metric, and the stub waits for it with
             # Python's lock in its hands: this process could not even end itself.
             if os.getppid() != self._server:
                 return

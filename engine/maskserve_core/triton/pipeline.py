@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import queue
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +13,6 @@ from typing import Any
 from maskserve_core.errors import EngineFailed
 from maskserve_core.imaging.preprocess import PreparedTemplate
 from maskserve_core.triton.acks import ACKS, AckSender
-from maskserve_core.triton.keepalive import responses_of
 from maskserve_core.triton.tensor_io import output, relayed, tensor
 
 
@@ -33,8 +35,8 @@ def run_edit(
 ) -> Iterator[Event]:
     """Run one edit through the ensemble, event by event. Blocks; never call it in `execute`.
 
-    Triton would take `trace=` of the client's request here, and show the ensemble's models in its
-    trace. But a request's trace is freed when `execute` returns, and Triton 2.51 dies of it.
+    TRITON-2.51: it would take `trace=` of the client's request here, and show the ensemble's models
+    in its trace. But a request's trace is freed when `execute` returns, and Triton dies of it.
 
     Args:
         api: triton_python_backend_utils.
@@ -132,3 +134,52 @@ def ask_denoiser(
     if result is None:
         raise EngineFailed("the denoiser gave no answer")
     return result
+
+
+_KEPT_S = 2.0
+"""The stub's thread needs milliseconds; on a busy machine it may be hundreds."""
+
+
+class KeepAlive:
+    """Holds on to things for some time, then lets go of them in a thread of Python's.
+
+    TRITON-2.51: the stub has a reference of its own to a decoupled call's responses, and drops it
+    in a thread of its own soon after the last one was taken. Were that reference the last, their
+    arrays would be freed without Python's lock, and sooner or later the process would die of a
+    corrupted heap. So Python's reference is made the last: responses are kept for some time.
+
+    Args:
+        kept_s: seconds.
+    """
+
+    def __init__(self, kept_s: float) -> None:
+        self._kept_s = kept_s
+        self._held: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def keep(self, thing: Any) -> None:
+        self._held.put((time.monotonic() + self._kept_s, thing))
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            until, thing = self._held.get()
+            time.sleep(max(0.0, until - time.monotonic()))
+            del thing
+
+
+_KEEPER = KeepAlive(_KEPT_S)
+"""Of this process, as the stub is."""
+
+
+def responses_of(call: Any, keeper: KeepAlive = _KEEPER) -> Iterator[Any]:
+    """The responses of `call` (a pb_utils.InferenceRequest), one after the other. Blocks."""
+    responses = call.exec(decoupled=True)
+    try:
+        yield from responses
+    finally:
+        keeper.keep(responses)

@@ -26,7 +26,7 @@ from maskserve_core.worker.logs import about
 
 log = logging.getLogger("maskserve")
 
-# Our code -> attribute of pb_utils.TritonError. Triton 2.51 has no code for a deadline or an
+# Our code -> attribute of pb_utils.TritonError. TRITON-2.51: there is no code for a deadline or an
 # exhausted resource; UNAVAILABLE is the nearest that says "another time may do".
 _TRITON_CODES = {
     InvalidRequest.code: "INVALID_ARG",

@@ -197,8 +197,8 @@ def parent_of(request: Any) -> str:
 def _parent_of_front(request: Any) -> str:
     """Triton's own span of `request`; empty if it is not traced.
 
-    Triton 2.51 overlooks some clients' traces where edits are cancelled: it then has no span, or
-    one in a trace of its own. In that case the client's span.
+    TRITON-2.51: it overlooks some clients' traces where edits are cancelled. It then has no span,
+    or one in a trace of its own; in that case the client's span.
     """
     raw = request.trace().get_context()
     of_triton = str(json.loads(raw).get(TRACEPARENT, "")) if raw else ""

@@ -116,7 +116,7 @@ def _end_with(parent: int) -> None:
 def end_when_stuck(limit_s: float = _STUCK_S) -> None:
     """From now on, end this process when its Python stands still for so long.
 
-    Triton's stub (2.51) keeps Python's lock while it waits for Triton to enter a metric, for good
+    TRITON-2.51: the stub keeps Python's lock while it waits for Triton to enter a metric, for good
     if the server was killed meanwhile. The end comes from a thread that needs no Python, and the
     stacks of those that do go to the log. Call it when all is loaded: an import may take long.
     """

@@ -8,7 +8,7 @@ import triton_python_backend_utils as pb_utils
 
 from maskserve_core.triton.acks import AckSender
 from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.keepalive import responses_of
+from maskserve_core.triton.pipeline import responses_of
 from maskserve_core.triton.tensor_io import output, read_bytes, tensor
 
 
