@@ -72,6 +72,8 @@ class ModelFacts:
     """Whether an empty negative prompt is zeros instead of its encoding (SDXL)."""
     tokenizer_length: int | None = None
     """Tokens that a prompt always has, where the tokenizer says so (UNets: 77)."""
+    least_steps: int = 1
+    """Fewer are refused: the sampler's stretch to `shift_terminal` divides 0 by 0 at one step."""
 
     def text_tokens(self, configured: int) -> int:
         """Text tokens of a prompt, given `[model] max_sequence_length`."""
@@ -156,6 +158,9 @@ def _flux(folder: Path, semantics: str, native_resolution: int) -> ModelFacts:
         guidance="embedded" if transformer.get("guidance_embeds", False) else "none",
         true_cfg=semantics == "inpaint",
         denoiser=transformer,
+        least_steps=2
+        if _json(folder / "scheduler" / "scheduler_config.json").get("shift_terminal")
+        else 1,
     )
 
 

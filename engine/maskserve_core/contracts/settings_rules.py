@@ -123,10 +123,9 @@ def _check_true_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -
 
 def _check_steps(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
     steps = _steps(settings, config)
-    if steps > config.limits.max_steps:
-        raise InvalidRequest(
-            "SETTINGS.num_inference_steps", f"is {steps}", f"1 to {config.limits.max_steps}"
-        )
+    least, most = facts.least_steps, config.limits.max_steps
+    if not least <= steps <= most:
+        raise InvalidRequest("SETTINGS.num_inference_steps", f"is {steps}", f"{least} to {most}")
     if steps_run(steps, settings.strength, rounds_up=facts.strength_rounds_up) < 1:
         raise InvalidRequest(
             "SETTINGS.strength",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,19 @@ def load_plain(config: Config, name: str, cls: Any) -> Any:
         return cls.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"[model] path: cannot load {folder}: {_first_line(error)}") from error
+
+
+def sampler_name(config: Config) -> str:
+    """The class that a model folder's scheduler_config.json names.
+
+    Raises:
+        ConfigError: it is not there, or names none.
+    """
+    path = _part(config, "scheduler") / "scheduler_config.json"
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["_class_name"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"[model] path: {path} names no _class_name: {error!r}") from error
 
 
 def _part(config: Config, name: str) -> Path:

@@ -23,13 +23,13 @@ from maskserve_engine.families.flux.compiled import compile_segments
 from maskserve_engine.families.flux.conditioning import Inputs, Prompt, TemplateInputs
 from maskserve_engine.families.flux.preparation import Preparation, grid_of
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
-from maskserve_engine.families.flux.schedule import check_sampler, make_schedule
+from maskserve_engine.families.flux.schedule import check_sampler, load_sampler, make_schedule
 from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.families.stepping import Stepping
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
-from maskserve_engine.stages.loader import held_bytes, load_part, load_plain
+from maskserve_engine.stages.loader import held_bytes, load_part
 
 
 class FluxAdapter(Stepping[Row, Weights]):
@@ -79,11 +79,7 @@ class FluxAdapter(Stepping[Row, Weights]):
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> FluxAdapter:
         """Raises ConfigError when a part is missing or unreadable."""
-        from diffusers import (
-            AutoencoderKL,
-            FlowMatchEulerDiscreteScheduler,
-            FluxTransformer2DModel,
-        )
+        from diffusers import AutoencoderKL, FluxTransformer2DModel
 
         if config.cache.conv_halo:
             raise ConfigError("[cache] conv_halo: a setting of UNets; use 0")
@@ -91,7 +87,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         return cls(
             facts,
             load_part(config, "transformer", FluxTransformer2DModel),
-            load_plain(config, "scheduler", FlowMatchEulerDiscreteScheduler),
+            load_sampler(config),
             float(vae.get("shift_factor") or 0.0),
             float(vae.get("scaling_factor", 1.0)),
             compiled=config.model.compile,

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from maskserve_core.config import ConfigError
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.settings_rules import steps_run
+from maskserve_engine.stages.loader import load_plain, sampler_name
+
+_SERVED = "FlowMatchEulerDiscreteScheduler"
 
 
 class Walk(NamedTuple):
@@ -36,19 +39,43 @@ class Schedule:
         return len(self.walk)
 
 
+def load_sampler(config: Config) -> Any:
+    """The sampler of a model folder.
+
+    Raises:
+        ConfigError: the folder names another class than FlowMatchEulerDiscreteScheduler. Its
+            options would be read all the same, and every edit stepped in another way.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    _check_name(sampler_name(config))
+    sampler = load_plain(config, "scheduler", FlowMatchEulerDiscreteScheduler)
+    if sampler.config.get("shift_terminal") and config.model.num_inference_steps == 1:
+        raise ConfigError(
+            "[model] num_inference_steps: 1 cannot be stretched to the sampler's shift_terminal; "
+            "use 2 or more"
+        )
+    return sampler
+
+
 def check_sampler(sampler: Any) -> None:
     """Refuse samplers whose step this engine does not reproduce.
 
     Raises:
         ConfigError: another class than FlowMatchEulerDiscreteScheduler, or a stochastic one.
     """
-    name = type(sampler).__name__
-    if name != "FlowMatchEulerDiscreteScheduler":
-        raise ConfigError(f"[model] path: sampler {name} is not served with Flux models")
+    _check_name(type(sampler).__name__)
     if sampler.config.get("stochastic_sampling", False) or sampler.config.get(
         "invert_sigmas", False
     ):
         raise ConfigError("[model] path: stochastic or inverted samplers are not served")
+
+
+def _check_name(name: str) -> None:
+    if name != _SERVED:
+        raise ConfigError(
+            f"[model] path: sampler {name} is not served with FLUX models; served: {_SERVED}"
+        )
 
 
 def make_schedule(sampler: Any, steps: int, tokens: int, strength: float = 1.0) -> Schedule:

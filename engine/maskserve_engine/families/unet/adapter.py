@@ -95,7 +95,7 @@ class UnetAdapter(Stepping[Row, Any]):
         return cls(
             facts,
             load_part(config, "unet", UNet2DConditionModel),
-            load_sampler(config),
+            load_sampler(config, facts),
             float(vae.get("scaling_factor", 0.18215)),
             exact_vae=facts.micro_conditioning and bool(vae.get("force_upcast", True)),
             own_entries=config.cache.cfg_entries == "own",

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from maskserve_core.config import Config, ConfigError
+from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.settings_rules import steps_run
-from maskserve_engine.stages.loader import load_plain
+from maskserve_engine.stages.loader import load_plain, sampler_name
 
 _SERVED = (
     "DDIMScheduler",
@@ -23,14 +24,20 @@ TRAINED_STEPS = 1000
 """Timesteps that every served model was trained on."""
 
 
-def load_sampler(config: Config) -> Any:
-    """The sampler that the model's folder names; ConfigError if it is not served."""
+def load_sampler(config: Config, facts: ModelFacts) -> Any:
+    """The sampler that the model's folder names, with the options that diffusers' pipeline gives
+    it; ConfigError if it is not served.
+    """
     import diffusers
 
-    named = diffusers.DDIMScheduler.load_config(f"{config.model.path}/scheduler")["_class_name"]
+    named = sampler_name(config)
     if named not in _SERVED:
         raise _refused(named, f" is not served with UNets; served: {', '.join(_SERVED)}")
-    return load_plain(config, "scheduler", getattr(diffusers, named))
+    sampler = load_plain(config, "scheduler", getattr(diffusers, named))
+    if not facts.micro_conditioning and sampler.config.get("steps_offset", 1) != 1:
+        # Stable Diffusion's pipelines, other than SDXL's, set it whatever the folder says.
+        sampler = type(sampler).from_config(sampler.config, steps_offset=1)
+    return sampler
 
 
 def _refused(name: str, what: str) -> ConfigError:
@@ -54,6 +61,8 @@ def check_sampler(sampler: Any) -> None:
         raise _refused(
             name, f": algorithm_type {config.algorithm_type} draws noise as it goes; not served"
         )
+    if str(config.get("variance_type", "")).startswith("learned"):
+        raise _refused(name, f": variance_type {config.variance_type} is not served")
     if config.get("thresholding", False):
         raise _refused(name, ": thresholding looks at whole images; not served")
     if name == "PNDMScheduler" and not config.skip_prk_steps:
