@@ -135,7 +135,7 @@ def mean_launches(case: Case, blocks: tuple[int, int]) -> float:
 
 GROUPS = {
     WEIGHTS: ("weights",),
-    "products": ("weights.__call__",),
+    "products": ("linear.",),
     "attention": ("attention.",),
     "entries": ("scatter_kv.", "forward._hidden"),
     "heads and order": ("qk_norm_rope.", "blocks._attend", "packing."),

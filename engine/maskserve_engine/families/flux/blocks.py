@@ -10,20 +10,17 @@ rows, masks or caches, and `compiled` compiles them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.batch.packing import Packing, Stream
-from maskserve_engine.families.flux.weights import Double, Linear, Single, StreamWeights, Weights
-from maskserve_engine.layers.attention import attention
+from maskserve_engine.families.flux.weights import Double, Segments, Single, StreamWeights, Weights
+from maskserve_engine.layers.attention import Span, attention
 from maskserve_engine.layers.modulation import Vector, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
-
-if TYPE_CHECKING:
-    from maskserve_engine.families.flux.compiled import CompiledSegments
 
 CaptureKeys = Callable[[Tensor, Tensor], None]
 """Sees keys (after norm and rotary embedding) and values in row order."""
@@ -43,9 +40,11 @@ def clip(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
-def stream_pre(stem: StreamWeights, x: Tensor, shift: Vector, scale: Vector) -> Tensor:
+def stream_pre(
+    stem: StreamWeights, x: Tensor, shift: Vector, scale: Vector, *, rows: Sequence[Span] = ()
+) -> Tensor:
     """Queries, keys and values [N, 3 · width] of one stream of a double block, to be `split`."""
-    return stem.qkv(modulate(x, shift, scale).flatten(0, -2))
+    return stem.qkv(modulate(x, shift, scale).flatten(0, -2), rows)
 
 
 def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -57,28 +56,35 @@ def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def stream_post(
-    stem: StreamWeights, x: Tensor, attended: Tensor, vectors: Sequence[Vector]
+    stem: StreamWeights,
+    x: Tensor,
+    attended: Tensor,
+    vectors: Sequence[Vector],
+    *,
+    rows: Sequence[Span] = (),
 ) -> Tensor:
     """One stream of a double block after attention; `attended` [N, width]."""
     _, _, gate, shift, scale, mlp_gate = vectors
-    x = add_gated(x, gate, stem.out(attended))
-    up = F.gelu(stem.up(modulate(x, shift, scale)), approximate="tanh")
-    return add_gated(x, mlp_gate, stem.down(up))
+    x = add_gated(x, gate, stem.out(attended, rows))
+    up = F.gelu(stem.up(modulate(x, shift, scale).flatten(0, -2), rows), approximate="tanh")
+    return add_gated(x, mlp_gate, stem.down(up, rows))
 
 
 def before_single(
-    block: Single, x: Tensor, shift: Vector, scale: Vector
+    block: Single, x: Tensor, shift: Vector, scale: Vector, *, rows: Sequence[Span] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `split` makes in a single block, and [N, 5 · width]: its values again (the same memory)
     beside the feed-forward part before its activation.
     """
-    both, width = block.qkv_up(modulate(x, shift, scale).flatten(0, -2)), x.shape[-1]
+    both, width = block.qkv_up(modulate(x, shift, scale).flatten(0, -2), rows), x.shape[-1]
     return *split(both[:, : 3 * width], block.norms.shape[-1]), both[:, 2 * width :]
 
 
-def after_single(block: Single, x: Tensor, joined: Tensor, gate: Vector) -> Tensor:
+def after_single(
+    block: Single, x: Tensor, joined: Tensor, gate: Vector, *, rows: Sequence[Span] = ()
+) -> Tensor:
     """`joined` [N, 5 · width]: what attention has found beside the feed-forward part."""
-    return clip(add_gated(x, gate, block.out(joined)))
+    return clip(add_gated(x, gate, block.out(joined, rows)))
 
 
 def _attend(
@@ -110,7 +116,7 @@ def double_block(
     cis: Tensor,
     fill: FillRest | None = None,
     capture: CaptureKeys | None = None,
-    segments: CompiledSegments | None = None,
+    segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A FluxTransformerBlock.
 
@@ -135,14 +141,15 @@ def double_block(
     of_image = packing.image_stream.spread(vectors[0], 6)
     of_text = packing.text_stream.spread(vectors[1], 6)
     x, c = packing.image_stream.wide(image), packing.text_stream.wide(text)
-    ours = stream_pre(block.image, x, of_image[0], of_image[1])
-    texts = stream_pre(block.text, c, of_text[0], of_text[1])
+    images, texts = packing.image_stream.spans, packing.text_stream.spans
+    qkv_image = stream_pre(block.image, x, of_image[0], of_image[1], rows=images)
+    qkv_text = stream_pre(block.text, c, of_text[0], of_text[1], rows=texts)
     norms = block.norms.index_select(0, packing.stream_of)
-    qk, v = split(packing.rows_from(texts, ours), norms.shape[-1])
+    qk, v = split(packing.rows_from(qkv_text, qkv_image), norms.shape[-1])
     attended = _attend(qk_norm_rope(qk, norms, cis), v, packing, fill, capture)
     c_attended, x_attended = packing.split(attended)
-    image = stream_post(block.image, x, x_attended, of_image).view_as(image)
-    text = stream_post(block.text, c, c_attended, of_text).view_as(text)
+    image = stream_post(block.image, x, x_attended, of_image, rows=images).view_as(image)
+    text = stream_post(block.text, c, c_attended, of_text, rows=texts).view_as(text)
     return clip(text), image
 
 
@@ -154,7 +161,7 @@ def single_block(
     cis: Tensor,
     fill: FillRest | None = None,
     capture: CaptureKeys | None = None,
-    segments: CompiledSegments | None = None,
+    segments: Segments | None = None,
 ) -> Tensor:
     """A FluxSingleTransformerBlock over x [N, width] in row order.
 
@@ -167,14 +174,15 @@ def single_block(
         return segments.after_single(block, x, attended, up, vectors, packing)
     shift, scale, gate = packing.row_stream.spread(vectors, 3)
     wide = packing.row_stream.wide(x)
-    qk, v, joined = before_single(block, wide, shift, scale)
+    rows = packing.row_stream.spans
+    qk, v, joined = before_single(block, wide, shift, scale, rows=rows)
     attended = _attend(qk_norm_rope(qk, block.norms, cis), v, packing, fill, capture)
     # Nobody needs the values any more: in their place what was found needs not be joined by a copy
     # of all, which takes more than the copy of itself.
     found, up = joined.tensor_split((attended.shape[1],), dim=1)
     found.copy_(attended)
     torch.ops.aten.gelu_(up, approximate="tanh")
-    return after_single(block, wide, joined, gate).view_as(x)
+    return after_single(block, wide, joined, gate, rows=rows).view_as(x)
 
 
 def project_kv(
@@ -198,10 +206,9 @@ def project_kv(
         qkv, norms = block.image.qkv, block.norms[1]
     else:
         qkv, norms = block.qkv_up, block.norms
-    rows = slice(width, 3 * width)
-    keys_values = Linear(qkv.weight[rows], None if qkv.bias is None else qkv.bias[rows])
+    keys_values = qkv.columns(width, 3 * width)
     normed = modulate(stream.wide(hidden), shift, scale).view_as(hidden)
-    k, v = keys_values(normed).chunk(2, dim=1)
+    k, v = keys_values(normed, stream.spans).chunk(2, dim=1)
     k, v = (each.unflatten(-1, (-1, norms.shape[-1])) for each in (k, v))
     return qk_norm_rope(k[:, None], norms[1:], cis)[:, 0], v
 
@@ -220,4 +227,4 @@ def last_layer(weights: Weights, image: Tensor, vectors: Tensor, stream: Stream)
     """
     scale, shift = stream.spread(vectors, 2)
     normed = modulate(stream.wide(image), shift, scale)
-    return weights.proj_out(normed.view_as(image))
+    return weights.proj_out(normed.view_as(image), stream.spans)

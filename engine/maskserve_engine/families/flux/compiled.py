@@ -51,6 +51,8 @@ def compile_segments(weights: Weights) -> CompiledSegments | None:
     fails. Takes most of a minute; a process that finds the files of an earlier one, a few seconds.
     """
     reason = missing_compiler(weights.device)
+    if not weights.plain:
+        reason = "weights of the blocks are in a form of a library's own"
     if reason is not None:
         _log.warning("blocks run uncompiled: %s", reason)
         return None
@@ -148,10 +150,10 @@ class CompiledSegments:
 
     def warm_up(self, weights: Weights) -> None:
         """Compile what the model's blocks need, for any number of rows and tokens."""
-        weight, both = weights.x_embedder.weight, _TEXT + _IMAGE
+        device, both = weights.device, _TEXT + _IMAGE
 
         def some(tokens: int, width: int = weights.width) -> Tensor:
-            return weight.new_zeros(tokens, width)
+            return torch.zeros(tokens, width, dtype=weights.dtype, device=device)
 
         def vectors(parts: int) -> Tensor:
             made = some(_ROWS, parts * weights.width)
@@ -159,9 +161,9 @@ class CompiledSegments:
             return made
 
         def numbers(count: int, below: int) -> Tensor:
-            return torch.arange(count, device=weight.device) % below
+            return torch.arange(count, device=device) % below
 
-        cis = torch.zeros(both, weights.head_dim // 2, 2, device=weight.device)
+        cis = torch.zeros(both, weights.head_dim // 2, 2, device=device)
         for double in weights.double_blocks[:1]:
             streams, of = (some(_TEXT), some(_IMAGE)), (vectors(6), vectors(6))
             rows = numbers(_TEXT, _ROWS), numbers(_IMAGE, _ROWS)
@@ -182,9 +184,6 @@ class CompiledSegments:
         packing: Packing,
         cis: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Rotated queries and keys [N, 2, heads, head_dim], values [N, heads, head_dim], in row
-        order.
-        """
         rows = packing.text_stream.row_of, packing.image_stream.row_of
         order = packing.to_rows, packing.stream_of
         done: tuple[Tensor, Tensor] = self._before_double(
@@ -201,7 +200,6 @@ class CompiledSegments:
         vectors: tuple[Tensor, Tensor],
         packing: Packing,
     ) -> tuple[Tensor, Tensor]:
-        """The text and image streams."""
         rows = packing.text_stream.row_of, packing.image_stream.row_of
         done: tuple[Tensor, Tensor] = self._after_double(
             block, text, image, attended, vectors[1], vectors[0], *rows, packing.from_rows
@@ -211,7 +209,6 @@ class CompiledSegments:
     def before_single(
         self, block: Single, x: Tensor, vectors: Tensor, packing: Packing, cis: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `before_double`, and the feed-forward part."""
         done: tuple[Tensor, Tensor, Tensor] = self._before_single(
             block, x, vectors, packing.row_stream.row_of, _real(cis)
         )
@@ -226,7 +223,6 @@ class CompiledSegments:
         vectors: Tensor,
         packing: Packing,
     ) -> Tensor:
-        """[N, width] in row order."""
         done: Tensor = self._after_single(
             block, x, attended, up, vectors, packing.row_stream.row_of
         )

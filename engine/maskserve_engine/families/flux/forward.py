@@ -67,7 +67,10 @@ class State:
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # double blocks: two streams; single blocks: one in row order
         packed.resident_kv.keep_for([rest.entry for rest in packed.rests if rest is not None])
-        self.text, self.image = streams or (packed.text, weights.x_embedder(packed.tokens))
+        self.text, self.image = streams or (
+            packed.text,
+            weights.x_embedder(packed.tokens, self.stream.spans),
+        )
 
     @property
     def stream(self) -> Stream:
@@ -140,7 +143,7 @@ class State:
         """[m, width] the inactive tokens at the block's input: at hand, or restored."""
         if index == 0:
             tokens = torch.cat([rest.tokens() for rest in self.packed.rests if rest is not None])
-            return self.weights.x_embedder(tokens)
+            return self.weights.x_embedder(tokens, self.layout.rest_stream.spans)
         if self.carried is not None and self.carried[0] == index:
             return self.carried[1]
         assert self.rest_cis is not None

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from maskserve_core.planning.flops_flux import STEPS_AHEAD
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.families.flux.weights import Linear, Weights
+from maskserve_engine.families.flux.weights import Weights
+from maskserve_engine.layers.linear import Linear
 
 AHEAD = STEPS_AHEAD
 """Steps whose vectors are computed at once. A batch that ends earlier has lost little: the time
@@ -77,10 +78,10 @@ def vectors(weights: Weights, emb: Tensor) -> tuple[Vectors, ...]:
         weights: of the model.
         emb: [S, R, width] from `embed`.
     """
-    width = weights.width
+    width, rows = weights.width, [(row, row + 1) for row in range(emb.shape[1])]
 
     def steps(layer: Linear, scales: tuple[int, ...]) -> tuple[Tensor, ...]:
-        out = layer(emb)
+        out = layer(emb, rows)
         for part in scales:
             out[..., part * width : (part + 1) * width] += 1
         return out.unbind()

@@ -5,46 +5,15 @@ The model's own parameters become parts of the joined ones: nothing is held twic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from maskserve_engine.families.flux.compiled import CompiledSegments
-
-
-class Linear(NamedTuple):
-    """x · weightᵀ + bias, without the overhead of a module."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-    @classmethod
-    def of(cls, module: Any) -> Linear:
-        return cls(module.weight, module.bias)
-
-    @classmethod
-    def joined(cls, modules: Sequence[Any]) -> Linear:
-        """The products of several layers with the same input, one beside the other."""
-        weight = nn.Parameter(torch.cat([m.weight for m in modules]), requires_grad=False)
-        bias = None
-        if modules[0].bias is not None:
-            bias = nn.Parameter(torch.cat([m.bias for m in modules]), requires_grad=False)
-        begin = 0
-        for module in modules:
-            end = begin + len(module.weight)
-            module.weight = nn.Parameter(weight[begin:end], requires_grad=False)
-            if bias is not None:
-                module.bias = nn.Parameter(bias[begin:end], requires_grad=False)
-            begin = end
-        return cls(weight, bias)
+from maskserve_engine.batch.packing import Packing
+from maskserve_engine.layers.linear import Linear, all_plain, linear, map_linears
 
 
 class StreamWeights(NamedTuple):
@@ -79,6 +48,54 @@ class Single(NamedTuple):
     out: Linear
 
 
+class Segments(Protocol):
+    """What is before and after attention in a block, made in another way than `blocks` has it."""
+
+    def before_double(
+        self,
+        block: Double,
+        text: Tensor,
+        image: Tensor,
+        vectors: tuple[Tensor, Tensor],
+        packing: Packing,
+        cis: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys [N, 2, heads, head_dim], values [N, heads, head_dim], in row
+        order.
+        """
+        ...
+
+    def after_double(
+        self,
+        block: Double,
+        text: Tensor,
+        image: Tensor,
+        attended: Tensor,
+        vectors: tuple[Tensor, Tensor],
+        packing: Packing,
+    ) -> tuple[Tensor, Tensor]:
+        """The text and image streams."""
+        ...
+
+    def before_single(
+        self, block: Single, x: Tensor, vectors: Tensor, packing: Packing, cis: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `before_double`, and the feed-forward part."""
+        ...
+
+    def after_single(
+        self,
+        block: Single,
+        x: Tensor,
+        attended: Tensor,
+        up: Tensor,
+        vectors: Tensor,
+        packing: Packing,
+    ) -> Tensor:
+        """[N, width] in row order."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """All of a FluxTransformer2DModel that a step needs."""
@@ -90,7 +107,9 @@ class Weights:
     last_vectors: Linear
     proj_out: Linear
     head_dim: int
-    segments: CompiledSegments | None = None
+    device: torch.device
+    dtype: torch.dtype
+    segments: Segments | None = None
     """Of the blocks, compiled; None: they run as `blocks` has them."""
     resident_bytes: int = 0
     """That all blocks' keys and values of a batch may take to stay in place (`ResidentKV`)."""
@@ -100,13 +119,15 @@ class Weights:
         doubles, singles = model.transformer_blocks, model.single_transformer_blocks
         with torch.no_grad():
             return cls(
-                Linear.of(model.x_embedder),
+                linear(model.x_embedder),
                 model.time_text_embed,
                 tuple(_double(block) for block in doubles),
                 tuple(_single(block) for block in singles),
-                Linear.of(model.norm_out.linear),
-                Linear.of(model.proj_out),
+                linear(model.norm_out.linear),
+                linear(model.proj_out),
                 (singles or doubles)[0].attn.head_dim,
+                model.device,
+                model.dtype,
             )
 
     @property
@@ -115,11 +136,19 @@ class Weights:
 
     @property
     def width(self) -> int:
-        return self.x_embedder.weight.shape[0]
+        return self.x_embedder.out_features
 
     @property
-    def device(self) -> torch.device:
-        return self.x_embedder.weight.device
+    def plain(self) -> bool:
+        """Whether all products of blocks are plain, so that their segments can be compiled."""
+        return all_plain(self.blocks)
+
+    def with_linears(self, change: Callable[[str, Linear], Linear]) -> Weights:
+        """The same with other products (`map_linears`); those of a block run uncompiled where they
+        are not plain.
+        """
+        changed = map_linears(self, change)
+        return changed if changed.plain else replace(changed, segments=None)
 
 
 def _norms(*norms: Any) -> Tensor:
@@ -129,18 +158,18 @@ def _norms(*norms: Any) -> Tensor:
 def _double(block: Any) -> Double:
     attn = block.attn
     image = StreamWeights(
-        Linear.of(block.norm1.linear),
-        Linear.joined((attn.to_q, attn.to_k, attn.to_v)),
-        Linear.of(attn.to_out[0]),
-        Linear.of(block.ff.net[0].proj),
-        Linear.of(block.ff.net[2]),
+        linear(block.norm1.linear),
+        linear(attn.to_q, attn.to_k, attn.to_v),
+        linear(attn.to_out[0]),
+        linear(block.ff.net[0].proj),
+        linear(block.ff.net[2]),
     )
     text = StreamWeights(
-        Linear.of(block.norm1_context.linear),
-        Linear.joined((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)),
-        Linear.of(attn.to_add_out),
-        Linear.of(block.ff_context.net[0].proj),
-        Linear.of(block.ff_context.net[2]),
+        linear(block.norm1_context.linear),
+        linear(attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+        linear(attn.to_add_out),
+        linear(block.ff_context.net[0].proj),
+        linear(block.ff_context.net[2]),
     )
     norms = _norms(attn.norm_added_q, attn.norm_added_k), _norms(attn.norm_q, attn.norm_k)
     return Double(image, text, torch.stack(norms))
@@ -149,8 +178,8 @@ def _double(block: Any) -> Double:
 def _single(block: Any) -> Single:
     attn = block.attn
     return Single(
-        Linear.of(block.norm.linear),
-        Linear.joined((attn.to_q, attn.to_k, attn.to_v, block.proj_mlp)),
+        linear(block.norm.linear),
+        linear(attn.to_q, attn.to_k, attn.to_v, block.proj_mlp),
         _norms(attn.norm_q, attn.norm_k),
-        Linear.of(block.proj_out),
+        linear(block.proj_out),
     )

@@ -1,0 +1,240 @@
+"""Products of packed tokens with a layer's weights, whatever form these have.
+
+Nothing else that computes a step of FLUX reads a layer's weights. A batch tells each product where
+its rows lie, so that a product may treat every row differently (`LowRank`). Another form of
+weights, or one device's share of them, is another class with the methods of `Linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maskserve_engine.layers.attention import Span
+
+
+@runtime_checkable
+class Linear(Protocol):
+    """A product x · Wᵀ + b of tokens."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
+        """[…, N, out] of x […, N, in].
+
+        Args:
+            x: tokens; not written to.
+            rows: [begin, end) of each packed row's tokens along N. May be left out where no row
+                has weights of its own.
+        """
+        ...
+
+    def columns(self, begin: int, end: int) -> Linear:
+        """The product that computes outputs `begin` to `end` alone."""
+        ...
+
+
+class PlainLinear(NamedTuple):
+    """Weights in the model's dtype; a tuple, so that a compiled graph takes them as inputs."""
+
+    weight: Tensor
+    """[out, in]"""
+    bias: Tensor | None
+    """[out]"""
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def columns(self, begin: int, end: int) -> PlainLinear:
+        own = slice(begin, end)
+        return PlainLinear(self.weight[own], None if self.bias is None else self.bias[own])
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleLinear:
+    """A library's layer, with weights in a form that only the library knows."""
+
+    module: nn.Module
+    out_features: int
+    begin: int = 0
+    """Of the module's outputs, the first one that is asked for."""
+
+    def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
+        out: Tensor = self.module(x)
+        return out[..., self.begin : self.begin + self.out_features]
+
+    def columns(self, begin: int, end: int) -> ModuleLinear:
+        return ModuleLinear(self.module, end - begin, self.begin + begin)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLinear:
+    """Several layers with the same input, one beside the other, whose weights cannot be joined."""
+
+    parts: tuple[Linear, ...]
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+    def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
+        return torch.cat([part(x, rows) for part in self.parts], dim=-1)
+
+    def columns(self, begin: int, end: int) -> JoinedLinear:
+        chosen, first = [], 0
+        for part in self.parts:
+            last = first + part.out_features
+            if begin < last and end > first:
+                chosen.append(part.columns(max(begin - first, 0), min(end, last) - first))
+            first = last
+        return JoinedLinear(tuple(chosen))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """What adapters add to a product: B(A x)."""
+
+    down: Tensor
+    """A, [rank, in]"""
+    up: Tensor
+    """B with its scale, [out, rank]"""
+
+    @classmethod
+    def sum_of(cls, adapters: Sequence[tuple[Tensor, Tensor, float]]) -> Self | None:
+        """Several adapters of a row as one: their ranks lie one beside the other.
+
+        Args:
+            adapters: A [rank, in], B [out, rank] and scale of each.
+
+        Returns:
+            None if nothing is added, as with scales of 0.
+        """
+        given = [(a, scale * b) for a, b, scale in adapters if scale]
+        if not given:
+            return None
+        return cls(torch.cat([a for a, _ in given]), torch.cat([b for _, b in given], dim=1))
+
+    def columns(self, begin: int, end: int) -> Update:
+        return Update(self.down, self.up[begin:end])
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A product to which each packed row adds an update of its own; `base` is never written."""
+
+    base: Linear
+    updates: tuple[Update | None, ...]
+    """Of each row; None: it adds nothing, and its outputs are those of `base` bit for bit."""
+
+    @property
+    def out_features(self) -> int:
+        return self.base.out_features
+
+    def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
+        out = self.base(x, rows)
+        of_rows = zip(self.updates, rows, strict=True)
+        # Rows side by side with the same update share its products.
+        for update, spans in groupby(of_rows, key=lambda each: each[0]):
+            if update is not None:
+                (begin, end), *others = [span for _, span in spans]
+                own = slice(begin, others[-1][1] if others else end)
+                out[..., own, :] += F.linear(F.linear(x[..., own, :], update.down), update.up)
+        return out
+
+    def columns(self, begin: int, end: int) -> LowRank:
+        own = [None if each is None else each.columns(begin, end) for each in self.updates]
+        return LowRank(self.base.columns(begin, end), tuple(own))
+
+
+def linear(*modules: Any) -> Linear:
+    """The product of a layer, or of several with the same input, one beside the other.
+
+    Plain layers become one: their parameters are then parts of the joined ones, and nothing is held
+    twice.
+
+    Args:
+        modules: torch's Linear, or a library's layer that has `out_features` and is called alike.
+    """
+    if not all(_is_plain(module) for module in modules):
+        own = tuple(
+            PlainLinear(module.weight, module.bias)
+            if _is_plain(module)
+            else ModuleLinear(module, module.out_features)
+            for module in modules
+        )
+        return own[0] if len(own) == 1 else JoinedLinear(own)
+    if len(modules) == 1:
+        return PlainLinear(modules[0].weight, modules[0].bias)
+    return _joined(modules)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether its weights are numbers in the model's dtype. (Libraries quantise by another class
+    of layers, or by a tensor made of tensors in torch's own.)
+    """
+    return type(module) is nn.Linear and not hasattr(module.weight, "__tensor_flatten__")
+
+
+def _joined(modules: Sequence[nn.Linear]) -> PlainLinear:
+    weight = nn.Parameter(torch.cat([m.weight for m in modules]), requires_grad=False)
+    bias = None
+    if modules[0].bias is not None:
+        bias = nn.Parameter(torch.cat([m.bias for m in modules]), requires_grad=False)
+    begin = 0
+    for module in modules:
+        end = begin + len(module.weight)
+        module.weight = nn.Parameter(weight[begin:end], requires_grad=False)
+        if bias is not None:
+            module.bias = nn.Parameter(bias[begin:end], requires_grad=False)
+        begin = end
+    return PlainLinear(weight, bias)
+
+
+def all_plain(weights: tuple[Any, ...]) -> bool:
+    """Whether all products in nested tuples of weights are plain, so that they can be compiled."""
+    return all(
+        isinstance(each, Tensor | PlainLinear) or (isinstance(each, tuple) and all_plain(each))
+        for each in weights
+    )
+
+
+Tree = TypeVar("Tree")
+
+
+def map_linears(tree: Tree, change: Callable[[str, Linear], Linear], at: str = "") -> Tree:
+    """Weights with other products, as a batch needs them whose rows have adapters.
+
+    Args:
+        tree: dataclasses and (named) tuples, nested, with products in them; not changed.
+        change: is given each product's place in the tree, such as `double_blocks.3.image.qkv`, and
+            the product; answers what is to stand there.
+        at: place of the tree itself.
+    """
+
+    def below(name: object, x: Any) -> Any:
+        return map_linears(x, change, f"{at}.{name}" if at else str(name))
+
+    found: Any = tree
+    if isinstance(tree, Tensor | nn.Module):
+        return tree
+    if isinstance(tree, Linear):
+        found = change(at, tree)
+    elif isinstance(tree, tuple):
+        names = getattr(tree, "_fields", range(len(tree)))
+        parts = [below(name, x) for name, x in zip(names, tree, strict=True)]
+        found = type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    elif is_dataclass(tree):
+        changed = {f.name: below(f.name, getattr(tree, f.name)) for f in fields(tree)}
+        found = replace(found, **changed)
+    return found

@@ -1,0 +1,217 @@
+"""Products of every form against dense ones on random numbers, by themselves and in FLUX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.compiled import compile_segments
+from maskserve_engine.families.flux.forward import forward
+from maskserve_engine.families.flux.weights import Weights
+from maskserve_engine.layers.attention import spans
+from maskserve_engine.layers.linear import (
+    JoinedLinear,
+    Linear,
+    LowRank,
+    ModuleLinear,
+    PlainLinear,
+    Update,
+    linear,
+)
+from maskserve_harness.benchmarks.step_rig import Bench
+
+KINDS = ("kv", "project", "dense")
+BLOCKS = (2, 2)
+Adapter = tuple[Tensor, Tensor, float]
+
+
+class Int8Linear(nn.Module):
+    """As a library has quantised weights: in no form that torch knows."""
+
+    def __init__(self, dense: nn.Linear) -> None:
+        super().__init__()
+        self.out_features = dense.out_features
+        self.scales = dense.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.packed = (dense.weight.detach() / self.scales).round().to(torch.int8)
+        self.bias = dense.bias
+
+    @property
+    def dense(self) -> Tensor:
+        return self.packed * self.scales
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.dense, self.bias)
+
+
+def adapter(inputs: int, outputs: int, scale: float) -> Adapter:
+    rank = int(torch.randint(1, 5, ()))
+    return torch.randn(rank, inputs) / inputs**0.5, torch.randn(outputs, rank) / rank**0.5, scale
+
+
+def merged(weight: Tensor, adapters: Sequence[Adapter]) -> Tensor:
+    """W + Σ s · B A"""
+    return weight + sum(scale * (b @ a) for a, b, scale in adapters)
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    torch.seed()
+    with torch.inference_mode():
+        yield
+
+
+def columns() -> tuple[int, int]:
+    begin = int(torch.randint(0, 20, ()))
+    return begin, int(torch.randint(begin + 1, 25, ()))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_plain_layers_are_joined_without_a_copy(bias: bool) -> None:
+    layers = [nn.Linear(6, n, bias=bias) for n in (9, 4, 11)]
+    x, (begin, end) = torch.randn(7, 6), columns()
+    expected = torch.cat([layer(x) for layer in layers], dim=1)
+    joined = linear(*layers)
+    assert isinstance(joined, PlainLinear)
+    assert joined.out_features == 24
+    torch.testing.assert_close(joined(x), expected)
+    torch.testing.assert_close(joined.columns(begin, end)(x), expected[:, begin:end])
+    assert joined.columns(9, 13).weight.data_ptr() == layers[1].weight.data_ptr()
+
+
+def test_a_librarys_layer_is_called_and_nothing_of_it_is_read() -> None:
+    own = Int8Linear(nn.Linear(6, 24))
+    x, (begin, end) = torch.randn(2, 7, 6), columns()
+    found = linear(own)
+    assert isinstance(found, ModuleLinear)
+    assert torch.equal(found(x), own(x))
+    assert torch.equal(found.columns(begin, end)(x), own(x)[..., begin:end])
+    part = found.columns(5, 20).columns(2, 9)
+    assert part.out_features == 7
+    assert torch.equal(part(x), own(x)[..., 7:14])
+
+
+def test_layers_that_cannot_be_joined_lie_beside_one_another() -> None:
+    layers = [nn.Linear(6, 9), Int8Linear(nn.Linear(6, 4)), nn.Linear(6, 11)]
+    x = torch.randn(7, 6)
+    expected = torch.cat([layer(x) for layer in layers], dim=1)
+    joined = linear(*layers)
+    assert isinstance(joined, JoinedLinear)
+    assert torch.equal(joined(x), expected)
+    for _ in range(10):
+        begin, end = columns()
+        part = joined.columns(begin, end)
+        assert part.out_features == end - begin
+        torch.testing.assert_close(part(x), expected[:, begin:end])
+
+
+@pytest.mark.parametrize("make", [lambda own: own, Int8Linear], ids=["plain", "int8"])
+def test_each_row_has_its_own_update(make: Callable[[nn.Linear], nn.Module]) -> None:
+    """Oracle: W + Σ s · B A, made for each row, in float64."""
+    layer = make(nn.Linear(8, 24))
+    weight = (layer.dense if isinstance(layer, Int8Linear) else layer.weight).double()
+    for _ in range(10):
+        lengths = [int(n) for n in torch.randint(0, 6, (5,))]
+        two = [adapter(8, 24, 0.7), adapter(8, 24, -1.3)]
+        adapters = [two, two, [], [adapter(8, 24, 2.0)], two[:1]]
+        ours = [Update.sum_of(each) for each in adapters]
+        product = LowRank(linear(layer), (ours[0], *ours[:1], *ours[2:]))
+        rows, x = spans(lengths), torch.randn(sum(lengths), 8)
+        out, (first, last) = product(x, rows), columns()
+        part = product.columns(first, last)(x, rows)
+        for own, (begin, end) in zip(adapters, rows, strict=True):
+            exact = [(a.double(), b.double(), scale) for a, b, scale in own]
+            expected = F.linear(x[begin:end].double(), merged(weight, exact), layer.bias.double())
+            torch.testing.assert_close(out[begin:end].double(), expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(part[begin:end], out[begin:end, first:last])
+        begin, end = rows[2]
+        assert torch.equal(out[begin:end], linear(layer)(x)[begin:end])
+
+
+def test_updates_of_nothing_are_none() -> None:
+    assert Update.sum_of([]) is None
+    assert Update.sum_of([adapter(4, 4, 0.0), adapter(4, 4, 0.0)]) is None
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    made = Bench("demo", BLOCKS, torch.float32, torch.device("cpu"), "model")
+    made.fill_entry("both")
+    return made
+
+
+RATIOS = (0.2, None, 0.4, 0.2)
+
+
+def outputs(bench: Bench, weights: Weights, chosen: Sequence[int], kind: str) -> list[Tensor]:
+    """[n, channels] of each chosen row."""
+    torch.manual_seed(7)
+    rows = [bench.row(ratio, seed) for seed, ratio in enumerate(RATIOS)]
+    batch = Batch.of([rows[i] for i in chosen], None)
+    out = forward(weights, batch.packed, batch._vectors_of(weights, 0), [kind] * sum(BLOCKS))
+    return list(out.split(batch.packed.layout.narrow.image_stream.lengths))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_with_adapters_of_their_own_share_a_batch(bench: Bench, kind: str) -> None:
+    """Each as it is by itself on a model that has its adapters in its weights."""
+    adapters: dict[str, list[list[Adapter]]] = {}
+
+    def adapted(name: str, own: Linear) -> Linear:
+        assert isinstance(own, PlainLinear)
+        size = own.weight.shape[1], own.weight.shape[0]
+        adapters[name] = [
+            [adapter(*size, 0.3)],
+            [adapter(*size, -0.2), adapter(*size, 0.1)],
+            [],
+            [adapter(*size, 0.2)],
+        ]
+        return LowRank(own, tuple(map(Update.sum_of, adapters[name])))
+
+    weights = bench.weights.with_linears(adapted)
+    together = outputs(bench, weights, range(len(RATIOS)), kind)
+
+    for row, found in enumerate(together):
+
+        def fused(name: str, own: Linear, row: int = row) -> Linear:
+            assert isinstance(own, PlainLinear)
+            return PlainLinear(merged(own.weight, adapters[name][row]), own.bias)
+
+        [alone] = outputs(bench, bench.weights.with_linears(fused), [row], kind)
+        torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-3)
+        if adapters["proj_out"][row]:
+            [without] = outputs(bench, bench.weights, [row], kind)
+            assert (found - without).abs().max() > 0.01
+    assert len(adapters) == 3 + 10 * BLOCKS[0] + 3 * BLOCKS[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_a_librarys_layers_compute_the_same(bench: Bench, kind: str) -> None:
+    def wrapped(name: str, own: Linear) -> Linear:
+        assert isinstance(own, PlainLinear)
+        layer = nn.Linear(*reversed(own.weight.shape), bias=own.bias is not None)
+        layer.weight = nn.Parameter(own.weight, requires_grad=False)
+        if own.bias is not None:
+            layer.bias = nn.Parameter(own.bias, requires_grad=False)
+        return ModuleLinear(layer, own.out_features)
+
+    every = range(len(RATIOS))
+    found = outputs(bench, bench.weights.with_linears(wrapped), every, kind)
+    for one, other in zip(found, outputs(bench, bench.weights, every, kind), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_is_not_plain_runs_uncompiled(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    from maskserve_engine.families.flux.compiled import CompiledSegments
+
+    compiled = replace(bench.weights, segments=CompiledSegments("eager"))
+    assert compiled.with_linears(lambda _, own: own).segments is not None
+    other = compiled.with_linears(lambda _, own: LowRank(own, ()))
+    assert other.segments is None
+    assert compile_segments(other) is None
+    assert "form of a library" in caplog.text or "uncompiled" in caplog.text
