@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 
-class Answer:
+class PendingAnswer:
     """The one answer of a call, by gRPC's future of it."""
 
     def __init__(self, call: Any) -> None:

@@ -10,7 +10,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from maskserve_client import wire
-from maskserve_client.calls import Answer, Answers
+from maskserve_client.calls import Answers, PendingAnswer
 from maskserve_client.errors import ServerUnavailable, from_rpc
 from maskserve_client.events import EditResult, Event, Final
 from maskserve_client.interrupts import held_back
@@ -135,10 +135,10 @@ class Client:
     def _infer(
         self, request: service_pb2.ModelInferRequest, timeout: float | None
     ) -> service_pb2.ModelInferResponse:
-        answer: Answer | None = None
+        answer: PendingAnswer | None = None
         try:
             with held_back():
-                answer = Answer(
+                answer = PendingAnswer(
                     self._stub.ModelInfer.future(request, timeout=timeout, metadata=self._metadata)
                 )
             response: service_pb2.ModelInferResponse = answer.get()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from maskserve_core.config import Config, cores, gpus_wanted
-from maskserve_core.worker.admission import Admission
+from maskserve_core.worker.admission import Gate
 from maskserve_core.worker.liveness import Processes, Silence, signed_in_for_s
 from maskserve_core.worker.status import StatusReader
 from maskserve_serving.command import command, environment, gpus_of_worker
@@ -56,8 +56,8 @@ class Worker(Process):
         return f"http://{reachable(self.spec.options.host)}:{self.spec.ports.metrics}/metrics"
 
     @property
-    def admission(self) -> Admission:
-        return Admission(self.spec.files.runtime)
+    def admission(self) -> Gate:
+        return Gate(self.spec.files.runtime)
 
     # Start
 

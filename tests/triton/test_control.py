@@ -18,21 +18,21 @@ from PIL import Image
 from maskserve_core.config import Config
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.triton.cancels import CancelListener
-from maskserve_core.triton.control import OPERATIONS, Control
-from maskserve_core.worker.admission import Admission
+from maskserve_core.triton.control import OPERATIONS, WorkerControl
+from maskserve_core.worker.admission import Gate
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 
 pytestmark = pytest.mark.usefixtures("beat")
 
 
 @pytest.fixture
-def control(api: FakeTriton, config: Config) -> Iterator[Control]:
-    made = Control(api, config)
+def control(api: FakeTriton, config: Config) -> Iterator[WorkerControl]:
+    made = WorkerControl(api, config)
     yield made
     made.close()
 
 
-def ask(api: FakeTriton, control: Control, operation: Any) -> Any:
+def ask(api: FakeTriton, control: WorkerControl, operation: Any) -> Any:
     """The result, or the error's text."""
     raw = operation if isinstance(operation, bytes) else json.dumps(operation).encode()
     request = api.request(OP=raw)
@@ -43,7 +43,7 @@ def ask(api: FakeTriton, control: Control, operation: Any) -> Any:
 
 
 def test_an_operation_given_up_is_not_done_later(
-    api: FakeTriton, control: Control, config: Config
+    api: FakeTriton, control: WorkerControl, config: Config
 ) -> None:
     release, asked = threading.Event(), list[str]()
 
@@ -92,19 +92,21 @@ def test_an_operation_given_up_is_not_done_later(
     ],
 )
 def test_refusals_name_the_key(
-    api: FakeTriton, control: Control, operation: Any, message: str
+    api: FakeTriton, control: WorkerControl, operation: Any, message: str
 ) -> None:
     api.models["denoiser"] = lambda call: [reply(META=b'{"templates": [], "freed_bytes": 0}')]
     assert str(ask(api, control, operation)).startswith(message)
 
 
-def test_an_unknown_operation_is_told_the_known_ones(api: FakeTriton, control: Control) -> None:
+def test_an_unknown_operation_is_told_the_known_ones(
+    api: FakeTriton, control: WorkerControl
+) -> None:
     answer = ask(api, control, {"op": "explode"})
     assert all(name in answer for name in OPERATIONS)
 
 
 def test_status_needs_no_engine(
-    api: FakeTriton, config: Config, control: Control, beat: Callable[..., None]
+    api: FakeTriton, config: Config, control: WorkerControl, beat: Callable[..., None]
 ) -> None:
     beat(state="ready", counters={"steps_total": 3})
     status = ask(api, control, {"op": "status"})
@@ -113,16 +115,18 @@ def test_status_needs_no_engine(
     assert status["alive"]
     assert status["in_flight"] == 0
     assert api.calls == []
-    Admission(config.runtime_dir).drain()
+    Gate(config.runtime_dir).drain()
     assert ask(api, control, {"op": "status"})["state"] == "draining"
 
 
-def test_drain_closes_the_admission(api: FakeTriton, config: Config, control: Control) -> None:
+def test_drain_closes_the_admission(
+    api: FakeTriton, config: Config, control: WorkerControl
+) -> None:
     assert ask(api, control, {"op": "drain"}) == {"draining": True, "in_flight": 0}
-    assert Admission(config.runtime_dir).state() == "draining"
+    assert Gate(config.runtime_dir).state() == "draining"
 
 
-def test_register_list_evict(api: FakeTriton, control: Control) -> None:
+def test_register_list_evict(api: FakeTriton, control: WorkerControl) -> None:
     def denoiser(call: Call) -> list[InferenceResponse]:
         held = {"templates": [{"template_id": "f" * 32, "bytes": 10, "tier": "device"}]}
         asked = call.json("REQUEST")["op"]
@@ -143,19 +147,19 @@ def test_register_list_evict(api: FakeTriton, control: Control) -> None:
     assert gone == {"template_id": name, "registered": False, "freed_bytes": 5}
 
 
-def test_heartbeat_is_the_engines_answer(api: FakeTriton, control: Control) -> None:
+def test_heartbeat_is_the_engines_answer(api: FakeTriton, control: WorkerControl) -> None:
     api.models["denoiser"] = lambda call: [reply(META=b'{"state": "ready"}')]
     assert ask(api, control, {"op": "heartbeat"}) == {"state": "ready"}
     assert api.calls_of("denoiser")[0].json("REQUEST") == {"op": "heartbeat"}
 
 
-def test_the_denoisers_error_arrives_clean(api: FakeTriton, control: Control) -> None:
+def test_the_denoisers_error_arrives_clean(api: FakeTriton, control: WorkerControl) -> None:
     api.models["denoiser"] = lambda call: [failure("Stub process 'denoiser_0_0' is not healthy.")]
     answer = ask(api, control, {"op": "heartbeat"})
     assert answer == "[ENGINE_FAILED] Stub process 'denoiser_0_0' is not healthy."
 
 
-def test_a_dead_engine_does_not_hang_control(api: FakeTriton, control: Control) -> None:
+def test_a_dead_engine_does_not_hang_control(api: FakeTriton, control: WorkerControl) -> None:
     release = threading.Event()
 
     def dead(call: Call) -> Iterator[InferenceResponse]:
@@ -172,7 +176,7 @@ def test_a_dead_engine_does_not_hang_control(api: FakeTriton, control: Control) 
 
 
 def test_a_cancel_is_answered_by_the_front_that_has_the_edit(
-    api: FakeTriton, control: Control, config: Config
+    api: FakeTriton, control: WorkerControl, config: Config
 ) -> None:
     asked: list[tuple[str, str]] = []
 
@@ -199,7 +203,7 @@ def test_a_cancel_is_answered_by_the_front_that_has_the_edit(
 
 
 def test_who_asks_and_goes_away_is_no_trouble(
-    api: FakeTriton, control: Control, config: Config, caplog: pytest.LogCaptureFixture
+    api: FakeTriton, control: WorkerControl, config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
     front = CancelListener(config.runtime_dir, "edit", lambda request_id: request_id == "mine")
     for _ in range(3):
@@ -211,7 +215,7 @@ def test_who_asks_and_goes_away_is_no_trouble(
 
 
 def test_a_front_that_was_killed_or_hangs_is_no_reason_to_hang(
-    api: FakeTriton, control: Control, config: Config, monkeypatch: pytest.MonkeyPatch
+    api: FakeTriton, control: WorkerControl, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("maskserve_core.triton.cancels._TIMEOUT_S", 0.2)
     left = Path(config.runtime_dir) / "cancels" / "edit"
@@ -225,7 +229,7 @@ def test_a_front_that_was_killed_or_hangs_is_no_reason_to_hang(
 
 
 def test_an_image_of_every_mode_is_registered_as_it_came(
-    api: FakeTriton, control: Control, config: Config
+    api: FakeTriton, control: WorkerControl, config: Config
 ) -> None:
     import io
 
@@ -256,7 +260,7 @@ def test_a_registered_template_is_encoded_and_primed(
 
     api.models["encoder"] = lambda call: [reply(**encoded)]
     api.models["denoiser"] = denoiser
-    served = Control(api, replace(config, model=ModelConfig(path=str(tiny_fill))))
+    served = WorkerControl(api, replace(config, model=ModelConfig(path=str(tiny_fill))))
     picture = np.full((40, 48, 3), 7, np.uint8)
     text = base64.b64encode(encode_image(picture, "png")).decode()
     answer = ask(api, served, {"op": "register", "image": text})
@@ -274,14 +278,14 @@ def test_a_registered_template_is_encoded_and_primed(
 
 @pytest.mark.parametrize("op", ["pin", "unpin", "prime"])
 def test_operations_on_unknown_templates_are_refused(
-    api: FakeTriton, control: Control, op: str
+    api: FakeTriton, control: WorkerControl, op: str
 ) -> None:
     api.models["denoiser"] = lambda call: [reply(META=b'{"found": false}')]
     answer = ask(api, control, {"op": op, "template_id": "0" * 32})
     assert answer.startswith("[TEMPLATE_NOT_FOUND] OP.template_id")
 
 
-def test_a_refused_pin_leaves_no_pin_behind(api: FakeTriton, control: Control) -> None:
+def test_a_refused_pin_leaves_no_pin_behind(api: FakeTriton, control: WorkerControl) -> None:
     pinned: set[str] = set()
 
     def denoiser(call: Call) -> list[InferenceResponse]:

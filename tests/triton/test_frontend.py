@@ -24,9 +24,9 @@ from maskserve_core.triton.acks import AckReceiver
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.call import Calls
 from maskserve_core.triton.cancels import Withdrawals, cancel_edit
-from maskserve_core.triton.frontend import Front
+from maskserve_core.triton.frontend import EditFront
 from maskserve_core.triton.traffic import PROBE
-from maskserve_core.worker.admission import Admission
+from maskserve_core.worker.admission import Gate
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import (
     Call,
@@ -65,7 +65,7 @@ def error_of(request: Request) -> tuple[str, int]:
 
 def becomes_idle(config: Config) -> bool:
     """Whether the count returns to zero: it does so just after the final answer is sent."""
-    admission = Admission(config.runtime_dir)
+    admission = Gate(config.runtime_dir)
     end = time.monotonic() + 2
     while admission.in_flight() and time.monotonic() < end:
         time.sleep(0.001)
@@ -93,11 +93,11 @@ def stuck() -> Iterator[Stuck]:
 
 
 @pytest.fixture
-def fronts(api: FakeTriton, config: Config) -> Iterator[Callable[..., Front]]:
-    made: list[Front] = []
+def fronts(api: FakeTriton, config: Config) -> Iterator[Callable[..., EditFront]]:
+    made: list[EditFront] = []
 
-    def make(name: str = "edit") -> Front:
-        made.append(Front(api, config, FILL_FACTS, name, streaming=name == "edit_stream"))
+    def make(name: str = "edit") -> EditFront:
+        made.append(EditFront(api, config, FILL_FACTS, name, streaming=name == "edit_stream"))
         return made[-1]
 
     yield make
@@ -106,11 +106,11 @@ def fronts(api: FakeTriton, config: Config) -> Iterator[Callable[..., Front]]:
 
 
 @pytest.fixture
-def front(fronts: Callable[..., Front]) -> Front:
+def front(fronts: Callable[..., EditFront]) -> EditFront:
     return fronts()
 
 
-def test_unary_sends_the_final_event_only(api: FakeTriton, front: Front) -> None:
+def test_unary_sends_the_final_event_only(api: FakeTriton, front: EditFront) -> None:
     api.models["edit_pipeline"] = final
     request = edit(api)
     front.execute([request])
@@ -118,7 +118,9 @@ def test_unary_sends_the_final_event_only(api: FakeTriton, front: Front) -> None
     assert len(request.sender.sent) == 1
 
 
-def test_stream_sends_every_event_in_order(api: FakeTriton, fronts: Callable[..., Front]) -> None:
+def test_stream_sends_every_event_in_order(
+    api: FakeTriton, fronts: Callable[..., EditFront]
+) -> None:
     sent = [("progress", 1), ("progress", 2), ("preview", 2), ("progress", 4), ("final", 5)]
 
     def events(call: Call) -> Iterator[InferenceResponse]:
@@ -145,7 +147,7 @@ class Arrived(threading.Semaphore):
 
 @pytest.mark.parametrize("settings", [{"progress": True}, {"preview_every": 2}])
 def test_a_stream_gives_a_receipt_for_each_response(
-    api: FakeTriton, fronts: Callable[..., Front], config: Config, settings: dict[str, Any]
+    api: FakeTriton, fronts: Callable[..., EditFront], config: Config, settings: dict[str, Any]
 ) -> None:
     """The pipeline sends the next only then."""
     acks = AckReceiver(config.runtime_dir)
@@ -169,7 +171,7 @@ def test_a_stream_gives_a_receipt_for_each_response(
     ("name", "settings"), [("edit", {"progress": True, "preview_every": 2}), ("edit_stream", {})]
 )
 def test_of_a_single_response_there_are_no_acks(
-    api: FakeTriton, fronts: Callable[..., Front], name: str, settings: dict[str, Any]
+    api: FakeTriton, fronts: Callable[..., EditFront], name: str, settings: dict[str, Any]
 ) -> None:
     api.models["edit_pipeline"] = final
     request = edit(api, settings)
@@ -178,7 +180,7 @@ def test_of_a_single_response_there_are_no_acks(
     assert "acks" not in api.calls_of("edit_pipeline")[0].parameters
 
 
-def test_pipeline_gets_seed_and_id(api: FakeTriton, front: Front) -> None:
+def test_pipeline_gets_seed_and_id(api: FakeTriton, front: EditFront) -> None:
     api.models["edit_pipeline"] = final
     drawn, given = edit(api), edit(api, {"seed": 7, "request_id": "mine", "progress": True})
     front.execute([drawn, given])
@@ -206,7 +208,7 @@ def test_pipeline_gets_seed_and_id(api: FakeTriton, front: Front) -> None:
     ],
 )
 def test_bad_settings_are_refused_at_once(
-    api: FakeTriton, front: Front, settings: Any, message: str
+    api: FakeTriton, front: EditFront, settings: Any, message: str
 ) -> None:
     request = edit(api, settings)
     front.execute([request])
@@ -216,7 +218,7 @@ def test_bad_settings_are_refused_at_once(
     assert api.calls == []
 
 
-def test_a_missing_tensor_is_named(api: FakeTriton, front: Front) -> None:
+def test_a_missing_tensor_is_named(api: FakeTriton, front: EditFront) -> None:
     request = api.request(IMAGE=b"", MASK=b"", SETTINGS=b"{}")
     front.execute([request])
     assert error_of(request)[0].startswith("[INVALID_REQUEST] PROMPT: is missing")
@@ -248,7 +250,7 @@ def test_a_missing_tensor_is_named(api: FakeTriton, front: Front) -> None:
     ],
 )
 def test_errors_arrive_clean(
-    api: FakeTriton, front: Front, raised: str, shown: str, code: str
+    api: FakeTriton, front: EditFront, raised: str, shown: str, code: str
 ) -> None:
     api.models["edit_pipeline"] = lambda call: [failure(raised)]
     request = edit(api, {"request_id": "mine"})
@@ -256,7 +258,7 @@ def test_errors_arrive_clean(
     assert error_of(request) == (shown, getattr(api.TritonError, code))
 
 
-def test_an_id_is_free_once_it_is_answered(api: FakeTriton, front: Front) -> None:
+def test_an_id_is_free_once_it_is_answered(api: FakeTriton, front: EditFront) -> None:
     """Though the pipeline has not ended yet: its last, empty response is still to come."""
     release = threading.Event()
 
@@ -273,7 +275,7 @@ def test_an_id_is_free_once_it_is_answered(api: FakeTriton, front: Front) -> Non
     release.set()
 
 
-def test_a_failed_event_is_the_answer(api: FakeTriton, fronts: Callable[..., Front]) -> None:
+def test_a_failed_event_is_the_answer(api: FakeTriton, fronts: Callable[..., EditFront]) -> None:
     def events(call: Call) -> Iterator[InferenceResponse]:
         yield reply(EDITED=b"", META=meta("progress", 1))
         failed = {"event": "failed", "step": 0, "steps": 0, "error": "[CANCELLED] by somebody"}
@@ -289,7 +291,7 @@ def test_a_failed_event_is_the_answer(api: FakeTriton, fronts: Callable[..., Fro
 
 
 def test_a_preview_that_fails_costs_the_edit_nothing(
-    api: FakeTriton, fronts: Callable[..., Front]
+    api: FakeTriton, fronts: Callable[..., EditFront]
 ) -> None:
     def events(call: Call) -> Iterator[InferenceResponse]:
         failed = {"event": "failed", "step": 0, "steps": 0, "error": "[ENGINE_FAILED] no memory"}
@@ -303,7 +305,7 @@ def test_a_preview_that_fails_costs_the_edit_nothing(
     assert len(request.sender.sent) == 1
 
 
-def test_a_surprise_in_the_front_is_hidden(api: FakeTriton, front: Front) -> None:
+def test_a_surprise_in_the_front_is_hidden(api: FakeTriton, front: EditFront) -> None:
     def broken(call: Call) -> Iterator[InferenceResponse]:
         raise RuntimeError("secret")
 
@@ -313,14 +315,16 @@ def test_a_surprise_in_the_front_is_hidden(api: FakeTriton, front: Front) -> Non
     assert error_of(request)[0] == "[ENGINE_FAILED] internal error (request mine)"
 
 
-def test_a_pipeline_without_answer_is_an_error(api: FakeTriton, front: Front) -> None:
+def test_a_pipeline_without_answer_is_an_error(api: FakeTriton, front: EditFront) -> None:
     api.models["edit_pipeline"] = lambda call: []
     request = edit(api)
     front.execute([request])
     assert error_of(request)[0] == "[ENGINE_FAILED] the pipeline ended without an answer"
 
 
-def test_a_cancel_answers_and_frees_the_row(api: FakeTriton, front: Front, stuck: Stuck) -> None:
+def test_a_cancel_answers_and_frees_the_row(
+    api: FakeTriton, front: EditFront, stuck: Stuck
+) -> None:
     api.models["edit_pipeline"] = stuck
     found = iter([False, False, True])  # the edit reaches the denoiser only at the third try
     done = threading.Event()
@@ -345,7 +349,7 @@ def test_a_cancel_answers_and_frees_the_row(api: FakeTriton, front: Front, stuck
 
 
 def test_an_edit_is_known_by_its_id_from_acceptance_to_answer(
-    api: FakeTriton, config: Config, front: Front, stuck: Stuck
+    api: FakeTriton, config: Config, front: EditFront, stuck: Stuck
 ) -> None:
     """The engine does not know it yet: it is being prepared or encoded."""
     told = threading.Event()
@@ -367,7 +371,7 @@ def test_an_edit_is_known_by_its_id_from_acceptance_to_answer(
 
 
 def test_of_many_cancels_one_is_true_and_its_edit_is_cancelled(
-    api: FakeTriton, config: Config, front: Front
+    api: FakeTriton, config: Config, front: EditFront
 ) -> None:
     api.models["denoiser"] = lambda call: [reply(META=b"{}")]
     api.models["edit_pipeline"] = final
@@ -391,7 +395,7 @@ def test_of_many_cancels_one_is_true_and_its_edit_is_cancelled(
 )
 def test_the_shorter_of_timeout_and_deadline_is_kept(
     api: FakeTriton,
-    front: Front,
+    front: EditFront,
     stuck: Stuck,
     settings: dict[str, Any],
     timeout_us: int,
@@ -406,7 +410,7 @@ def test_the_shorter_of_timeout_and_deadline_is_kept(
     assert text == f"[DEADLINE_EXCEEDED] {name} passed before the edit was done"
 
 
-def test_a_deadline_is_kept_by_the_front(api: FakeTriton, front: Front, stuck: Stuck) -> None:
+def test_a_deadline_is_kept_by_the_front(api: FakeTriton, front: EditFront, stuck: Stuck) -> None:
     api.models["edit_pipeline"] = stuck
     api.models["denoiser"] = lambda call: [reply(META=b"{}")]
     request = edit(api, {"deadline_ms": 30})
@@ -416,7 +420,7 @@ def test_a_deadline_is_kept_by_the_front(api: FakeTriton, front: Front, stuck: S
     assert code == api.TritonError.UNAVAILABLE
 
 
-def test_a_silent_engine_is_noticed(api: FakeTriton, front: Front, stuck: Stuck) -> None:
+def test_a_silent_engine_is_noticed(api: FakeTriton, front: EditFront, stuck: Stuck) -> None:
     api.models["edit_pipeline"] = stuck  # and nobody writes the record any more
     request = edit(api)
     front.execute([request])
@@ -432,7 +436,7 @@ def test_a_silent_engine_is_noticed(api: FakeTriton, front: Front, stuck: Stuck)
 
 def test_an_edit_that_triton_loses_is_answered(
     api: FakeTriton,
-    front: Front,
+    front: EditFront,
     stuck: Stuck,
     beat: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
@@ -455,7 +459,7 @@ def test_an_edit_that_triton_loses_is_answered(
 
 
 def test_a_failed_engine_is_noticed(
-    api: FakeTriton, front: Front, stuck: Stuck, beat: Callable[..., None]
+    api: FakeTriton, front: EditFront, stuck: Stuck, beat: Callable[..., None]
 ) -> None:
     api.models["edit_pipeline"] = stuck
     request = edit(api)
@@ -465,9 +469,9 @@ def test_a_failed_engine_is_noticed(
 
 
 def test_draining_refuses_new_edits_and_finishes_old_ones(
-    api: FakeTriton, config: Config, front: Front
+    api: FakeTriton, config: Config, front: EditFront
 ) -> None:
-    go, admission = threading.Event(), Admission(config.runtime_dir)
+    go, admission = threading.Event(), Gate(config.runtime_dir)
 
     def slow(call: Call) -> Iterator[InferenceResponse]:
         assert go.wait(5)
@@ -489,17 +493,17 @@ def test_draining_refuses_new_edits_and_finishes_old_ones(
 
 
 def test_past_the_grace_the_rest_is_refused(
-    api: FakeTriton, config: Config, front: Front, stuck: Stuck
+    api: FakeTriton, config: Config, front: EditFront, stuck: Stuck
 ) -> None:
     api.models["edit_pipeline"] = stuck
     request = edit(api)
     front.execute([request])
-    Admission(config.runtime_dir).stop()
+    Gate(config.runtime_dir).stop()
     assert error_of(request)[0].startswith("[OVERLOADED] the worker is stopping")
     assert becomes_idle(config)
 
 
-def test_an_id_in_flight_is_refused(api: FakeTriton, front: Front, stuck: Stuck) -> None:
+def test_an_id_in_flight_is_refused(api: FakeTriton, front: EditFront, stuck: Stuck) -> None:
     api.models["edit_pipeline"] = stuck
     first, second = edit(api, {"request_id": "mine"}), edit(api, {"request_id": "mine"})
     front.execute([first, second])
@@ -509,7 +513,7 @@ def test_an_id_in_flight_is_refused(api: FakeTriton, front: Front, stuck: Stuck)
 
 
 def test_many_edits_and_cancels_end_once_each(
-    api: FakeTriton, config: Config, front: Front
+    api: FakeTriton, config: Config, front: EditFront
 ) -> None:
     """More edits than threads, some cancelled at any moment; `api` checks for misuse."""
 
@@ -531,7 +535,7 @@ def test_many_edits_and_cancels_end_once_each(
 
 
 def test_closing_answers_what_is_in_flight(
-    api: FakeTriton, fronts: Callable[..., Front], stuck: Stuck
+    api: FakeTriton, fronts: Callable[..., EditFront], stuck: Stuck
 ) -> None:
     api.models["edit_pipeline"] = stuck
     front = fronts("edit")
@@ -605,20 +609,20 @@ def probe(api: FakeTriton) -> Request:
 
 
 def test_a_probe_is_answered_beside_stuck_edits_and_is_none(
-    api: FakeTriton, front: Front, stuck: Stuck, config: Config
+    api: FakeTriton, front: EditFront, stuck: Stuck, config: Config
 ) -> None:
     api.models["edit_pipeline"] = stuck
     request, asked = edit(api), probe(api)
     front.execute([request, asked])
     assert not asked.sender.wait().has_error()
-    assert Admission(config.runtime_dir).in_flight() == 1
+    assert Gate(config.runtime_dir).in_flight() == 1
     assert len(api.calls_of("edit_pipeline")) <= 1
     stuck.release.set()
     request.sender.wait()
     assert becomes_idle(config)
 
 
-def test_parameters_that_are_no_text_make_no_probe(api: FakeTriton, front: Front) -> None:
+def test_parameters_that_are_no_text_make_no_probe(api: FakeTriton, front: EditFront) -> None:
     api.models["edit_pipeline"] = final
     request = edit(api)
     request._parameters = "{"
@@ -631,7 +635,7 @@ def test_edits_that_get_stuck_are_answered_and_probes_say_so(
 ) -> None:
     """Once they come through again the front takes edits again."""
     engine = replace(config.engine, stuck_timeout_s=1.2)
-    front = Front(api, replace(config, engine=engine), FILL_FACTS, "edit", streaming=False)
+    front = EditFront(api, replace(config, engine=engine), FILL_FACTS, "edit", streaming=False)
     api.models["edit_pipeline"] = stuck
     request, early = edit(api), probe(api)
     front.execute([request, early])
@@ -657,7 +661,7 @@ def test_edits_that_get_stuck_are_answered_and_probes_say_so(
 
 
 def test_one_answer_that_cannot_be_sent_holds_up_no_other_edits_cancel(
-    api: FakeTriton, fronts: Callable[..., Front], stuck: Stuck, beat: Callable[..., None]
+    api: FakeTriton, fronts: Callable[..., EditFront], stuck: Stuck, beat: Callable[..., None]
 ) -> None:
     """Triton may keep a thread that sends for as long as it likes."""
     sending, goes_on = threading.Event(), threading.Event()

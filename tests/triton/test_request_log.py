@@ -19,7 +19,7 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
-from maskserve_core.triton.frontend import Front
+from maskserve_core.triton.frontend import EditFront
 from maskserve_core.triton.request_log import RequestLog
 from maskserve_core.triton.tracing import OpenSpan
 from maskserve_core.worker.observations import Observations
@@ -160,7 +160,7 @@ def test_each_edit_of_a_front_has_one_line_with_its_id(
 
     api.models["edit_pipeline"] = pipeline
     api.models["denoiser"] = lambda call: [reply(META=b"{}")]
-    front = Front(api, config, FILL_FACTS, "edit", streaming=False)
+    front = EditFront(api, config, FILL_FACTS, "edit", streaming=False)
     requests = {
         name: edit(api, request_id=name) for name in ("done", "refused", "broken", "cancelled")
     }

@@ -23,7 +23,7 @@ from maskserve_core.config import Config, ConfigError
 from maskserve_core.config_file import apply
 from maskserve_core.config_tables import TraceConfig
 from maskserve_core.errors import Cancelled, InvalidRequest
-from maskserve_core.triton.frontend import Front
+from maskserve_core.triton.frontend import EditFront
 from maskserve_core.triton.tracing import Stage, Tracer, make_tracer, parent_of
 from maskserve_engine.job import Failed, Final
 from maskserve_engine.timeline import RequestTimeline, stages
@@ -67,8 +67,8 @@ def spans() -> Spans:
 
 
 @pytest.fixture
-def front(api: FakeTriton, config: Config, beat: Any, spans: Spans) -> Iterator[Front]:
-    made = Front(api, config, FILL_FACTS, "edit", streaming=False, tracer=spans.tracer)
+def front(api: FakeTriton, config: Config, beat: Any, spans: Spans) -> Iterator[EditFront]:
+    made = EditFront(api, config, FILL_FACTS, "edit", streaming=False, tracer=spans.tracer)
     yield made
     made.close()
 
@@ -79,7 +79,9 @@ def below(span: ReadableSpan) -> tuple[str, str]:
     return f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}"
 
 
-def ask(api: FakeTriton, front: Front, context: str | None, **parameters: Any) -> InferenceResponse:
+def ask(
+    api: FakeTriton, front: EditFront, context: str | None, **parameters: Any
+) -> InferenceResponse:
     tensors = {"IMAGE": b"i", "MASK": b"m", "PROMPT": b"p", "SETTINGS": b'{"request_id": "mine"}'}
     request = api.request(parameters=json.dumps(parameters), **tensors)
     request.trace_context = context
@@ -96,7 +98,7 @@ def refused(call: Call) -> Iterator[InferenceResponse]:
 
 
 def test_a_front_opens_a_span_for_the_models_behind_it(
-    api: FakeTriton, front: Front, spans: Spans
+    api: FakeTriton, front: EditFront, spans: Spans
 ) -> None:
     api.models["edit_pipeline"] = final
     ask(api, front, CONTEXT)
@@ -116,7 +118,7 @@ OTHER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 @pytest.mark.parametrize("context", [None, "", CONTEXT])
 @pytest.mark.parametrize("name", ["traceparent", "Traceparent"])
 def test_a_trace_that_triton_overlooks_is_the_clients(
-    api: FakeTriton, front: Front, spans: Spans, context: str | None, name: str
+    api: FakeTriton, front: EditFront, spans: Spans, context: str | None, name: str
 ) -> None:
     api.models["edit_pipeline"] = final
     ask(api, front, context, **{name: OTHER})
@@ -125,7 +127,7 @@ def test_a_trace_that_triton_overlooks_is_the_clients(
 
 
 def test_tritons_span_in_the_clients_trace_is_kept(
-    api: FakeTriton, front: Front, spans: Spans
+    api: FakeTriton, front: EditFront, spans: Spans
 ) -> None:
     api.models["edit_pipeline"] = final
     ask(api, front, CONTEXT, traceparent=PARENT.replace(SPAN, "00f067aa0ba902b7"))
@@ -140,7 +142,7 @@ def test_tritons_span_in_the_clients_trace_is_kept(
     ],
 )
 def test_a_header_that_names_no_span_is_none(
-    api: FakeTriton, front: Front, spans: Spans, header: Any
+    api: FakeTriton, front: EditFront, spans: Spans, header: Any
 ) -> None:
     api.models["edit_pipeline"] = final
     ask(api, front, None, traceparent=header)
@@ -149,7 +151,7 @@ def test_a_header_that_names_no_span_is_none(
     assert below(spans.named("pipeline")) == (TRACE, SPAN)
 
 
-def test_an_error_is_the_spans_too(api: FakeTriton, front: Front, spans: Spans) -> None:
+def test_an_error_is_the_spans_too(api: FakeTriton, front: EditFront, spans: Spans) -> None:
     api.models["edit_pipeline"] = refused
     ask(api, front, CONTEXT)
     pipeline = spans.named("pipeline")
@@ -160,7 +162,7 @@ def test_an_error_is_the_spans_too(api: FakeTriton, front: Front, spans: Spans) 
 
 @pytest.mark.parametrize("context", [None, "", "{}", '{"traceparent": ""}'])
 def test_a_request_without_trace_leaves_no_span(
-    api: FakeTriton, front: Front, spans: Spans, context: str | None
+    api: FakeTriton, front: EditFront, spans: Spans, context: str | None
 ) -> None:
     api.models["edit_pipeline"] = final
     ask(api, front, context)
@@ -170,7 +172,7 @@ def test_a_request_without_trace_leaves_no_span(
 
 
 def test_a_broken_context_costs_a_span_and_no_edit(
-    api: FakeTriton, front: Front, spans: Spans
+    api: FakeTriton, front: EditFront, spans: Spans
 ) -> None:
     api.models["edit_pipeline"] = final
     assert ask(api, front, "not JSON").error() is None
@@ -178,7 +180,7 @@ def test_a_broken_context_costs_a_span_and_no_edit(
 
 
 def test_a_client_that_asked_for_no_samples_gets_none(
-    api: FakeTriton, front: Front, spans: Spans
+    api: FakeTriton, front: EditFront, spans: Spans
 ) -> None:
     api.models["edit_pipeline"] = final
     ask(api, front, json.dumps({"traceparent": PARENT[:-2] + "00"}))

@@ -30,7 +30,7 @@ from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.cancels import cancel_edit
 from maskserve_core.triton.pipeline import ask_denoiser, encode_template
 from maskserve_core.triton.tensor_io import read_bytes
-from maskserve_core.worker.admission import OPEN, Admission
+from maskserve_core.worker.admission import OPEN, Gate
 from maskserve_core.worker.liveness import silence_limit_s, unwell
 from maskserve_core.worker.status import StatusReader
 from maskserve_core.worker.templates import TemplateFolder
@@ -100,14 +100,14 @@ def parse_operation(raw: bytes) -> dict[str, str]:
     return values
 
 
-class Control:
+class WorkerControl:
     """The operations of one worker."""
 
     def __init__(self, api: Any, config: Config) -> None:
         self._api = api
         self._config = config
         self._status = StatusReader(f"{config.runtime_dir}/status")
-        self._admission = Admission(config.runtime_dir)
+        self._admission = Gate(config.runtime_dir)
         self._templates = TemplateFolder(templates_folder(config), config.limits.max_template_bytes)
         self._pool = ThreadPoolExecutor(_THREADS, "control")
 

@@ -3,7 +3,7 @@
 Neither a cancel nor the death of a model's process crosses a Triton ensemble, so each front
 watches both and answers by itself. Its parts, and their threads:
 
-    Front           `execute` takes requests in, without waiting; a pool has one thread per edit
+    EditFront       `execute` takes requests in, without waiting; a pool has one thread per edit
                     in flight, blocked in the pipeline's responses
     Calls           the edits in flight, by id
     Watcher         one thread: cancels, deadlines, the worker's health, probes
@@ -36,11 +36,11 @@ from maskserve_core.triton.tensor_io import read_bytes, read_elements
 from maskserve_core.triton.tracing import TRACEPARENT, Tracer, make_tracer
 from maskserve_core.triton.traffic import Traffic, is_probe
 from maskserve_core.triton.watcher import Watcher
-from maskserve_core.worker.admission import OPEN, Admission, InFlight
+from maskserve_core.worker.admission import OPEN, Gate, InFlight
 from maskserve_core.worker.observations import Observations
 
 
-class Front:
+class EditFront:
     """One front model.
 
     Args:
@@ -67,7 +67,7 @@ class Front:
         self._facts = facts
         self._name = name
         self._streaming = streaming
-        self._admission = Admission(config.runtime_dir)
+        self._admission = Gate(config.runtime_dir)
         self._in_flight = InFlight(config.runtime_dir, name)
         self._tracer = tracer or make_tracer(config, name)
         self._observations = Observations()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
-from maskserve_core.worker.admission import STOPPED, Admission
+from maskserve_core.worker.admission import STOPPED, Gate
 from maskserve_core.worker.liveness import Processes, Silence, mean_step_s, silence_limit_s
 from maskserve_core.worker.status import StatusReader
 
@@ -22,7 +22,7 @@ class Health:
         self._config = config
         self._clock = clock
         self._reader = StatusReader(f"{config.runtime_dir}/status")
-        self._admission = Admission(config.runtime_dir)
+        self._admission = Gate(config.runtime_dir)
         self._silence = Silence(clock)
         self._processes = Processes(config.runtime_dir)
         self._next_processes = 0.0

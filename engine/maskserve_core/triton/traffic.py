@@ -82,7 +82,7 @@ class Traffic:
             limit_s: what counts as long.
         """
         there = any(call.sent and not call.heard for call in calls)
-        # An answered one may be lost by itself (`Front` says so to its client); more of them follow
+        # One alone may be lost by itself (the watcher says so to its client); more of them follow
         # where all are.
         back = any(
             call.heard and not call.answer.done and call.request_id not in held for call in calls

@@ -1,4 +1,4 @@
-"""Admission to a worker: whether it takes edits, and how many it has taken and not answered.
+"""The gate of a worker: whether it takes edits, and how many it has taken and not answered.
 
 The fronts are processes of their own, and so is whoever stops the worker; they meet in files of
 the worker's runtime folder:
@@ -22,7 +22,7 @@ OPEN, DRAINING, STOPPED = "open", "draining", "stopped"
 _BYTES = 8
 
 
-class Admission:
+class Gate:
     """The state, seen by anybody."""
 
     def __init__(self, runtime_dir: str | os.PathLike[str]) -> None:

@@ -20,9 +20,8 @@ from maskserve_core.contracts.meta import event_meta, failed_meta, final_meta
 from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.errors import InvalidRequest, MaskserveError, guarded
-from maskserve_core.triton.acks import ACKS, AckReceiver
+from maskserve_core.triton.acks import ACKS, AckReceiver, FlowControl
 from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.flow_control import FlowControl
 from maskserve_core.triton.tensor_io import parameters, read_array, read_bytes
 from maskserve_core.triton.tracing import Tracer, parent_of
 from maskserve_engine.engine import Engine

@@ -5,7 +5,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import Config
-from maskserve_core.triton.control import Control
+from maskserve_core.triton.control import WorkerControl
 from maskserve_core.triton.worker_model import WorkerModel
 
 
@@ -13,7 +13,7 @@ class TritonPythonModel(WorkerModel):
     name = "control"
 
     def open(self, config: Config) -> None:
-        self._control = Control(pb_utils, config)
+        self._control = WorkerControl(pb_utils, config)
 
     def execute(self, requests: list[Any]) -> None:
         self._control.execute(requests)

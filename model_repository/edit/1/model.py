@@ -6,7 +6,7 @@ import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.facts import load_facts
-from maskserve_core.triton.frontend import Front
+from maskserve_core.triton.frontend import EditFront
 from maskserve_core.triton.worker_model import WorkerModel
 
 
@@ -16,7 +16,7 @@ class TritonPythonModel(WorkerModel):
     def open(self, config: Config) -> None:
         model = config.model
         facts = load_facts(model.path, model.native_resolution)
-        self._front = Front(pb_utils, config, facts, "edit", streaming=False)
+        self._front = EditFront(pb_utils, config, facts, "edit", streaming=False)
 
     def execute(self, requests: list[Any]) -> None:
         self._front.execute(requests)

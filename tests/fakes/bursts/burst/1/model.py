@@ -5,9 +5,8 @@ import threading
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.triton.acks import AckReceiver
+from maskserve_core.triton.acks import AckReceiver, FlowControl
 from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.flow_control import FlowControl
 from maskserve_core.triton.tensor_io import read_bytes
 
 
