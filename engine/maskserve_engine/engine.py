@@ -19,11 +19,14 @@ from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, Overloaded, guarded
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.cache.priming_prompt import PromptFile
+from maskserve_engine.cache.store import Store
 from maskserve_engine.entry_store import estimated_costs, open_store, sized
+from maskserve_engine.executor import Executor
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.inbox import Inbox
 from maskserve_engine.job import Conditioning, EditJob, Failed, Sink
+from maskserve_engine.local_executor import LocalExecutor
 from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.memory import memory_table
 from maskserve_engine.output_thread import OutputThread
@@ -38,6 +41,7 @@ from maskserve_engine.stages.revision import model_revision
 from maskserve_engine.status_publisher import StatusPublisher, new_counters
 from maskserve_engine.step_planner import StepPlanner
 from maskserve_engine.step_runner import StepRunner
+from maskserve_engine.step_times import StepTimes
 from maskserve_engine.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
@@ -53,6 +57,7 @@ class Engine:
         prompt: reads the priming prompt's embedding; by default from the runtime folder, where
             the encoder puts it.
         revision: digest of the served weights.
+        executor: makes what holds and steps the rows.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Engine:
         adapter: Adapter,
         prompt: Callable[[], Conditioning | None] | None = None,
         revision: str = "",
+        executor: Callable[[Adapter, Store], Executor] = LocalExecutor,
     ) -> None:
         self.config, self.adapter = config, adapter
         runtime = Path(config.runtime_dir) if config.runtime_dir else None
@@ -82,8 +88,11 @@ class Engine:
         self.cache.store.lower.on_change = self._arrived
         self._output = OutputThread()
         self.observations = Observations()
+        self.executor: Executor = executor(adapter, self.cache.store)
         self.audits = Audits(config.cache, self.observations)
-        self.manager = RequestManager(config, adapter, self.cache, self.audits, self._output)
+        self.manager = RequestManager(
+            config, adapter, self.cache, self.executor, self.audits, self._output
+        )
         self.counters = new_counters()
         self._publisher = StatusPublisher(
             config,
@@ -94,12 +103,15 @@ class Engine:
             self.counters,
             self.memory,
         )
+        loader = self.cache.store.loader
         self._step_runner = StepRunner(
             config,
             adapter,
+            self.executor,
             self.manager,
             StepPlanner(costs),
             self._output,
+            StepTimes(costs, loader, self.counters, self.observations),
             self.counters,
             self.observations,
         )
@@ -266,7 +278,7 @@ class Engine:
         """Run what came in; wait for something when no row is there to run."""
         idle = len(self.manager.scheduler) == 0
         if idle:
-            self.adapter.release()
+            self.executor.idle()
             self._step_runner.times.book()
             self._publisher.publish(self.state)
         elif self._inbox.empty():

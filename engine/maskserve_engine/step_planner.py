@@ -21,7 +21,8 @@ from maskserve_core.planning.plan_cache import PlanCache, plan_totals
 from maskserve_core.planning.step_costs import StepCosts, step_costs
 from maskserve_core.planning.two_stream import Plan, evaluate
 from maskserve_engine.cache.entries import PARTS
-from maskserve_engine.cache.loader import Load, Want
+from maskserve_engine.cache.loader import Want
+from maskserve_engine.executor import LoadState
 from maskserve_engine.measured_costs import MeasuredCosts
 
 CHOICES = ("here", "steady", "arrived", "fixed")
@@ -35,7 +36,7 @@ class Reading:
 
     totals: Totals
     """What the row's step costs."""
-    load: Load
+    load: LoadState
     stays: int
     """Steps that read this entry."""
 

@@ -32,7 +32,7 @@ class StepTimes:
 
     Args:
         costs: follow what is measured.
-        loader: whose moves they follow, too.
+        loader: whose moves they follow, too; None: nothing is loaded.
         counters: of the worker.
         observations: of the worker.
     """
@@ -40,7 +40,7 @@ class StepTimes:
     def __init__(
         self,
         costs: MeasuredCosts,
-        loader: Loader,
+        loader: Loader | None,
         counters: dict[str, float],
         observations: Observations,
     ) -> None:
@@ -74,7 +74,8 @@ class StepTimes:
         if step.flops is None:
             return
         self._costs.step(step.flops, seconds - stall)
-        self._costs.moves(self._loader.take_moves())
+        if self._loader is not None:
+            self._costs.moves(self._loader.take_moves())
         if step.predicted is not None:
             error = abs(seconds - step.predicted) / max(seconds, 1e-9)
             self._observations.add("step_prediction_error", error)

@@ -88,7 +88,7 @@ def test_steady_steps_of_the_engine_wait_for_nothing(
         assert engine.cache.store.settle()
         for _ in range(3):
             loop.turn()
-        assert manager.edits["cached"].row.entry is not None
+        assert manager.edits["cached"].tally.kinds().get("kv")
         late = Sink()
         with nothing_waits(device):
             loop.turn()
@@ -96,7 +96,7 @@ def test_steady_steps_of_the_engine_wait_for_nothing(
             for _ in range(5):
                 loop.turn()
             assert late.final().meta["cache"] == "hit"
-        assert {name: edit.row.step for name, edit in manager.edits.items()} == {
+        assert {name: edit.tally.done for name, edit in manager.edits.items()} == {
             "cached": 9,
             "dense": 9,
         }

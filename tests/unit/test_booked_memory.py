@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from maskserve_engine import step_runner
+from maskserve_engine import local_executor
 from maskserve_engine.cache.loader import EntryLost
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.registry import Encoder, load_encoder
@@ -43,7 +43,7 @@ def test_edits_that_wait_for_a_row_hold_no_entry(engine: Engine, encoder: Encode
     def accept_and_evict() -> tuple[list[str], int]:  # in one turn: no step comes between
         for each, sink in zip(jobs, sinks, strict=True):
             accept(engine, each, sink)
-        hows = [engine.manager.edits[each.request.request_id].how for each in jobs]
+        hows = [engine.manager.edits[each.request.request_id].mode for each in jobs]
         engine.cache.evict(jobs[0].request.template_id)
         return hows, store.memory.nbytes
 
@@ -75,7 +75,7 @@ def test_what_rows_hold_of_an_evicted_template_is_booked(engine: Engine, encoder
 def test_what_a_failed_step_held_is_let_go_before_it_is_tried_again(
     engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(step_runner._log, "disabled", True)  # pytest keeps what it is told
+    monkeypatch.setattr(local_executor._log, "disabled", True)  # pytest keeps what it is told
     step, tries, alive = engine.adapter.step, list[weakref.ref[torch.Tensor]](), list[bool]()
 
     def fails_once(rows: Any, plan: Any, reads: Any) -> None:

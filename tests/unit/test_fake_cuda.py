@@ -6,27 +6,28 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from maskserve_core.config import Config
 from maskserve_core.planning.cost_model import estimate
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.cache.movers import Arrival
+from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.device_clock import Span, mark
+from maskserve_engine.executor import Read, StepInput
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.forward import Packed
+from maskserve_engine.local_executor import LocalExecutor
 from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.status_publisher import new_counters
-from maskserve_engine.step_planner import StepPlanner
-from maskserve_engine.step_runner import StepRunner
+from maskserve_engine.step_times import StepTimes, TakenStep
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_harness.benchmarks.kernel_counts import (
     CASES,
@@ -163,28 +164,21 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
             device=DEVICE,
             blocks=2,
             step=lambda rows, plan, reads: bench.step(rows, plan.kinds),
-            work=lambda height, width: bench.work,
-            cache=SimpleNamespace(store=SimpleNamespace(loader=handle._loader)),
         )
-        edit: Any = SimpleNamespace(
-            row=row,
-            request_id="edit",
-            step_tokens=1,
-            counted=bench.work.totals([bench.work.row_at(0.11, 512)]),
-            job=SimpleNamespace(moments=np.zeros((1, 128, 128))),
-        )
-        plan: Any = SimpleNamespace(plan=plan_of_kinds(("kv", "kv")))
-        planner = StepPlanner(MeasuredCosts(estimate("H100")))
-        output: Any = None
-        runner = StepRunner(Config(), parts, parts, planner, output, counters, observed)
-        reads: Any = SimpleNamespace(edit=edit, handle=handle)
+        executor = LocalExecutor(parts, parts)
+        executor._rows["edit"] = row
+        executor._readers["edit"] = cast(EntryReader, SimpleNamespace(now=handle))
+        reads, plan = (Read("edit", whole=False, required=False),), plan_of_kinds(("kv", "kv"))
+        costs = MeasuredCosts(estimate("H100"))
+        times = StepTimes(costs, handle._loader, counters, observed)
         with cuda.watch() as log:
-            for _ in range(3):
-                runner._run([edit], [reads], plan)
-            runner.times.book()
+            for number in range(3):
+                took = executor.step(StepInput(number, ("edit",), reads, plan=plan))
+                times.add(TakenStep(took.span, took.stalls, None, plan.latency, 1, ()))
+            times.book()
             assert (counters["steps_total"], counters["step_seconds_total"]) == (3, 0.0)
             cuda.catch_up()
-            runner.times.book()
+            times.book()
             assert handle.stalls[0].seconds() == pytest.approx(1e-3)
         assert [copy for copy in log.copies if "waits" in copy] == []
     # Marks are a millisecond apart: the begin and end of each step, and of its wait within.

@@ -12,13 +12,17 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from maskserve_engine.cache.store import Store
 from maskserve_engine.engine import Engine
+from maskserve_engine.executor import StepInput, StepResult
+from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import UnetRow
+from maskserve_engine.local_executor import LocalExecutor
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.state import PrimingState, RequestState
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
@@ -45,6 +49,20 @@ def on_fake(real: Real) -> Real:
     return UnetAdapter(real.facts, model, real.sampler, 1.0, exact_vae=False, halo=real._halo)
 
 
+class Watched(LocalExecutor):
+    """Writes down what each step ran."""
+
+    def __init__(self, adapter: Adapter, store: Store, loop: Loop) -> None:
+        super().__init__(adapter, store)
+        self._loop = loop
+
+    def step(self, step: StepInput) -> StepResult:
+        result = super().step(step)
+        self._loop.primed = any(row.startswith("prime:") for row in step.rows)
+        self._loop.ran = [(each.row, each.read) for each in result.rows]
+        return result
+
+
 class Loop:
     """An engine on the fake device that a test turns by hand; each turn is judged.
 
@@ -62,15 +80,19 @@ class Loop:
             model={"device": str(DEVICE), "dtype": "bfloat16"},
             cache={"budget_bytes": 2**28, "dense_above_ratio": 1.0},
         )
-        self.engine = Engine(config, adapter, lambda: aside(lambda: encoder.encode_prompt("")))
+        self.engine = Engine(
+            config,
+            adapter,
+            lambda: aside(lambda: encoder.encode_prompt("")),
+            executor=lambda adapter, store: Watched(adapter, store, self),
+        )
         self.engine._output.start()
         self.ran: list[tuple[str, bool]] = []
         """Rows of the last turn, and whether each read an entry."""
         self.steady = 0
         """Turns in which nobody came or went."""
-        self._primed = False
-        self._step = self.engine._step_runner.step
-        self.engine._step_runner.step = self._watched  # type: ignore[method-assign]
+        self.primed = False
+        """Whether the last turn primed a template."""
 
     def submit(self, seed: int, name: str, **settings: Any) -> Sink:
         sink = Sink()
@@ -84,7 +106,7 @@ class Loop:
             self.engine.turn()
         self.cuda.catch_up()
         assert [copy for copy in log.copies if "waits" in copy] == []
-        if self.ran == before and self._made() <= made and not self._primed:
+        if self.ran == before and self._made() <= made and not self.primed:
             assert [copy for copy in log.copies if "in host_copy." not in copy] == []
             self.steady += 1
 
@@ -92,14 +114,7 @@ class Loop:
         manager = self.engine.manager
         held: list[RequestState | PrimingState] = [*manager.edits.values()]
         held += manager.primings.held.values()
-        return {edit.request_id for edit in held if edit.made is not None}
-
-    def _watched(self, running: list[RequestState | PrimingState]) -> None:
-        made = list(running)
-        self._primed = any(isinstance(edit, PrimingState) for edit in made)
-        self._step(running)
-        reads = [isinstance(e, RequestState) and e.row.entry is not None for e in made]
-        self.ran = [(e.request_id, read) for e, read in zip(made, reads, strict=True)]
+        return {edit.request_id for edit in held if edit.running}
 
     def close(self) -> None:
         self.engine._output.close(5.0)

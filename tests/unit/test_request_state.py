@@ -9,16 +9,16 @@ import pytest
 
 from maskserve_core.planning.flops import Totals
 from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.requests.route import Route
-from maskserve_engine.requests.state import RequestState
+from maskserve_engine.requests.state import EditTimes, EditWork, RequestState
+from maskserve_engine.requests.templates import ExecutionMode, Route
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 
 NOTHING = Totals(0, np.zeros((1, 6)), np.zeros((1, 6)), (0.0,), 0.0, (0.0,))
 
 
-@pytest.mark.parametrize(("how", "computed"), [("dense", 16), ("cached", 3)])
+@pytest.mark.parametrize(("mode", "computed"), [("dense", 16), ("cached", 3)])
 def test_a_negative_prompt_counts_its_pass_of_the_model_too(
-    tiny_inpaint: Path, how: str, computed: int
+    tiny_inpaint: Path, mode: ExecutionMode, computed: int
 ) -> None:
     """Scheduler, status record and patience go by the work that a step is."""
     encoder = load_encoder(config_of(tiny_inpaint))
@@ -28,16 +28,13 @@ def test_a_negative_prompt_counts_its_pass_of_the_model_too(
         edit = RequestState(
             job,
             sink=print,
-            total_tokens=16,
-            active_tokens=3,
-            steps=4,
-            counted=NOTHING,
-            submitted=0.0,
+            work=EditWork(16, 3, 4, NOTHING, passes=passes),
+            times=EditTimes(0.0),
             deadline=None,
-            route=Route(how, "hit"),
+            route=Route(mode, "hit"),
         )
         ticket, status = edit.make_ticket(), edit.status()
         assert edit.step_tokens == passes * computed
         assert ticket.active_tokens == status.active_tokens == passes * computed
         assert ticket.total_tokens == status.total_tokens == passes * 16
-        assert edit.mask_ratio == 3 / 16
+        assert edit.work.mask_ratio == 3 / 16

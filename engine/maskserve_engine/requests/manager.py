@@ -22,15 +22,14 @@ from maskserve_core.errors import (
 from maskserve_core.worker.status import RowStatus
 from maskserve_core.worker.step_scheduler import StepScheduler
 from maskserve_core.worker.ticket import Ticket
-from maskserve_engine.cache.reader import EntryReader
-from maskserve_engine.families.adapter import Adapter, EditRow
+from maskserve_engine.executor import CachedRow, DenseRow, Executor, RowMade
+from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob, Failed, Final
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.primings import Primings
-from maskserve_engine.requests.route import DENSE
-from maskserve_engine.requests.state import PrimingState, RequestState
-from maskserve_engine.requests.templates import TemplateCache
+from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
+from maskserve_engine.requests.templates import DENSE, TemplateCache
 from maskserve_engine.requests.waiting import WaitingEdits
 
 _STARTS_MOST = 5
@@ -45,16 +44,18 @@ class RequestManager:
         config: Config,
         adapter: Adapter,
         cache: TemplateCache,
+        executor: Executor,
         audits: Audits,
         output: OutputThread,
     ) -> None:
         self.config, self.adapter, self.output = config, adapter, output
+        self.executor = executor
         self.cache, self.audits = cache, audits
         self.scheduler = StepScheduler(
             config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
         )
         self.edits: dict[str, RequestState] = {}
-        self.primings = Primings(adapter, cache, self.scheduler, self.arrived)
+        self.primings = Primings(adapter, cache, self.scheduler, executor, self.arrived)
         self.waiting = WaitingEdits(config.engine.max_waiting)
         self.draining = False
         self._listed: list[RequestState | PrimingState | None] = []
@@ -72,7 +73,7 @@ class RequestManager:
         """Decide the next step: tell the expired, make rows for the admitted."""
         now = time.monotonic()
         self.audits.judge_arrived()
-        late = [r for r, e in self.edits.items() if e.how == "wait" and e.late(now)]
+        late = [r for r, e in self.edits.items() if e.mode == "wait" and e.late(now)]
         for request_id in late:
             self.end(request_id, DeadlineExceeded("its deadline passed while the edit waited"))
         if not len(self.scheduler) and not self.draining:
@@ -88,7 +89,7 @@ class RequestManager:
             self.edits.get(t.request_id) or self.primings.held.get(t.request_id)
             for t in decision.running
         ]
-        return [edit for edit in held if edit is not None and edit.made is not None]
+        return [edit for edit in held if edit is not None and edit.running]
 
     def cancel(self, request_id: str) -> None:
         self.end(request_id, Cancelled("the edit was cancelled"))
@@ -107,8 +108,8 @@ class RequestManager:
 
     def finish(self, edit: RequestState) -> None:
         """The row has taken its last step: answer."""
-        latents = edit.row.result()
-        edit.release()
+        latents = self.executor.result(edit.request_id)
+        self._release(edit)
         if edit.audit is not None:
             self._leave(edit)
             self.audits.compare(edit.audit, latents)
@@ -122,7 +123,7 @@ class RequestManager:
 
         lost = Failed(EngineFailed("the result did not come from the device"), edit.timeline())
         self.output.send_made(edit.sink, final, lost)
-        if edit.how == "cached" and not edit.skipped:  # skipping is not the template's fault
+        if edit.mode == "cached" and not edit.tally.skipped:  # skipping is not the template's fault
             self.audits.offer(self.cache.key_of(edit.job), edit.job, latents)
 
     def _leave(self, edit: RequestState) -> None:
@@ -134,8 +135,8 @@ class RequestManager:
         """Answer an edit that will not finish; its row and entries are let go."""
         edit = self.edits.pop(request_id, None)
         if edit is not None:
-            edit.release()
-            if edit.how == "wait":
+            self._release(edit)
+            if edit.mode == "wait":
                 self.waiting.remove(edit.route.key, request_id)
             self.scheduler.cancel(request_id)
             self.output.send(edit.sink, Failed(error, edit.timeline()))
@@ -189,8 +190,8 @@ class RequestManager:
         self._route(edit)
         edit.starts += 1
         if edit.route.prime:
-            self.primings.begin(edit.job, urgent=edit.how == "wait")
-        if edit.how == "wait":
+            self.primings.begin(edit.job, urgent=edit.mode == "wait")
+        if edit.mode == "wait":
             self._wait(edit)
         else:
             self._queue(edit)
@@ -215,7 +216,7 @@ class RequestManager:
         if drift is not None and settings.cache == "auto" and not settings.reproducible:
             edit.drift, edit.route = drift, DENSE
         else:
-            edit.route = self.cache.route(edit.job, edit.mask_ratio, again=edit.starts > 0)
+            edit.route = self.cache.route(edit.job, edit.work.mask_ratio, again=edit.starts > 0)
 
     def _audit(self) -> None:
         """Make a cached edit again, now that nothing else is to be done."""
@@ -230,7 +231,7 @@ class RequestManager:
     def _queue(self, edit: RequestState) -> None:
         self._check_id(edit)
         self.scheduler.submit(edit.make_ticket())
-        edit.queued = time.monotonic()
+        edit.times.queued = time.monotonic()
         self.edits[edit.request_id] = edit
 
     def _check_id(self, edit: RequestState) -> None:
@@ -249,7 +250,7 @@ class RequestManager:
         except Exception as error:
             failed = Failed(guarded(edit.request_id, error), edit.timeline())
             self.output.send(edit.sink, failed)
-        if tier and edit.how == "cached":
+        if tier and edit.mode == "cached":
             edit.route = replace(edit.route, tier=tier)  # where it lay, and not where it came
 
     def _admit(self, ticket: Ticket) -> None:
@@ -259,9 +260,10 @@ class RequestManager:
             self.primings.admit(ticket.request_id)
             return
         try:
-            edit.admitted = time.monotonic()
-            edit.made = self._make_row(edit)
-            if edit.reader and edit.job.request.settings.insists and not edit.reader.complete:
+            edit.times.admitted = time.monotonic()
+            made = self._make_row(edit)
+            edit.running = True
+            if edit.job.request.settings.insists and not made.complete:
                 self._go_back(edit)
             else:
                 self.cache.count(edit.route)
@@ -270,21 +272,26 @@ class RequestManager:
 
     def _go_back(self, edit: RequestState) -> None:
         """Its template was evicted while it queued, and it may not go without."""
-        edit.release()
-        edit.made = edit.reader = None
-        edit.queued = edit.admitted = 0.0
+        self._release(edit)
+        edit.running, edit.reads, edit.loads = False, None, None
+        edit.times.queued = edit.times.admitted = 0.0
         edit.route = DENSE
         self.scheduler.cancel(edit.request_id)
         del self.edits[edit.request_id]
         self._resume(edit)
 
-    def _make_row(self, edit: RequestState) -> EditRow:
-        if edit.how != "cached":
-            return self.adapter.dense_row(edit.job)
-        row = self.adapter.cached_row(edit.job, self.cache.noise_seed(edit.job))
-        assert row.selection is not None
-        sure, route = edit.job.request.settings.insists, edit.route
-        edit.reader = EntryReader(
-            self.cache.store, route.key, route.anchors, row.selection, sure=sure
-        )
-        return row
+    def _make_row(self, edit: RequestState) -> RowMade:
+        job, route = edit.job, edit.route
+        if edit.mode != "cached":
+            return self.executor.make(edit.request_id, DenseRow(job))
+        seed, sure = self.cache.noise_seed(job), job.request.settings.insists
+        spec = CachedRow(job, seed, route.key, route.anchors, sure)
+        made = self.executor.make(edit.request_id, spec)
+        edit.reads = EntryReads(route.key, route.anchors, made.selection)
+        return made
+
+    def _release(self, edit: RequestState) -> None:
+        """Let go of its row, if it has one."""
+        loads = self.executor.release(edit.request_id)
+        if loads is not None:
+            edit.loads = loads

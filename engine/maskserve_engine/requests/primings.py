@@ -13,6 +13,7 @@ from maskserve_core.errors import Overloaded
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.step_scheduler import StepScheduler
 from maskserve_core.worker.ticket import Ticket
+from maskserve_engine.executor import Executor, PrimingRow, RowStep
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob
 from maskserve_engine.requests.state import PrimingState
@@ -28,6 +29,7 @@ class Primings:
         adapter: the model family.
         cache: where the entries go.
         scheduler: of the batch.
+        executor: of the rows.
         ended: told a template's key when it is in the store or will not be.
     """
 
@@ -36,9 +38,10 @@ class Primings:
         adapter: Adapter,
         cache: TemplateCache,
         scheduler: StepScheduler,
+        executor: Executor,
         ended: Callable[[str], None],
     ) -> None:
-        self._adapter, self._cache = adapter, cache
+        self._adapter, self._cache, self._executor = adapter, cache, executor
         self._scheduler, self._ended = scheduler, ended
         self.held: dict[str, PrimingState] = {}
         """By the ticket's id."""
@@ -78,23 +81,28 @@ class Primings:
         prompt = self._cache.prompt()
         assert prompt is not None, "priming began without its prompt"
         try:
-            state.made = self._adapter.priming_row(
-                state.priming.job,
-                state.priming.anchors,
-                prompt,
-                state.priming.noise_seed,
-                self._cache.kinds,
-                self._cache.config.entry_format,
+            self._executor.make(
+                row_id,
+                PrimingRow(
+                    state.priming.job,
+                    state.priming.anchors,
+                    prompt,
+                    state.priming.noise_seed,
+                    self._cache.kinds,
+                    self._cache.config.entry_format,
+                ),
             )
+            state.running = True
         except Exception:
             _log.exception("the row of a priming could not be made", extra=about(row_id))
             self.end(state, complete=False, unfit=True)
 
-    def keep_anchor(self, state: PrimingState) -> None:
+    def keep_anchor(self, state: PrimingState, step: RowStep) -> None:
         """The row has taken a step: store what it recorded."""
-        if not self._cache.keep(state.priming, state.row.take_entry(), state.row.step):
+        state.done = step.done
+        if not self._cache.keep(state.priming, self._executor.take_entry(step.row), step.done):
             self.end(state, complete=False, unfit=True)
-        elif state.row.step == state.row.steps:
+        elif step.done == state.ticket.steps:
             self.end(state, complete=True)
 
     def end(self, state: PrimingState, *, complete: bool, unfit: bool = False) -> None:
@@ -107,6 +115,7 @@ class Primings:
             return
         del self.held[state.request_id]
         self._scheduler.cancel(state.request_id)
+        self._executor.release(state.request_id)
         try:
             self._cache.end(state.priming, complete=complete, unfit=unfit)
         finally:  # edits that wait for the template hear of it in any case

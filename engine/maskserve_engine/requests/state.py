@@ -4,63 +4,155 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.planning.flops import Totals
 from maskserve_core.worker.ticket import Ticket
-from maskserve_engine.cache.reader import EntryReader
-from maskserve_engine.families.adapter import Adapter, EditRow, PrimingRow
+from maskserve_engine.executor import RowLoads, RowStep
+from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob, Sink
 from maskserve_engine.requests.audits import Audit
-from maskserve_engine.requests.route import DENSE, Route
-from maskserve_engine.requests.templates import Priming
+from maskserve_engine.requests.templates import DENSE, ExecutionMode, Priming, Route
 from maskserve_engine.timeline import RequestTimeline
 
 
-@dataclass(slots=True, eq=False)
-class RequestState:
-    """One accepted edit. Times are time.monotonic() seconds."""
+@dataclass(frozen=True, slots=True)
+class EditWork:
+    """What an edit takes to compute."""
 
-    job: EditJob
-    sink: Sink
     total_tokens: int
     active_tokens: int
+    """Of one pass."""
     steps: int
     counted: Totals
     """What one step of it costs beside others."""
-    submitted: float
-    """Put into the engine's inbox."""
-    deadline: float | None
     batch_key: Hashable = None
     """Rows of equal keys may share a step."""
-    route: Route = DENSE
-    """How it runs."""
-    reader: EntryReader | None = None
-    """Of a cached row, from admission on."""
-    made: EditRow | None = None
-    """Its row, from admission on."""
-    ticket: Ticket | None = None
-    waited: bool = False
-    """For its template."""
-    starts: int = 0
-    """Times that it was decided how it runs."""
+    passes: int = 1
+    """Of the model in one step."""
+
+    @classmethod
+    def of(cls, job: EditJob, adapter: Adapter) -> EditWork:
+        tokens = adapter.tokens(job)
+        return cls(
+            total_tokens=tokens.total,
+            active_tokens=tokens.active,
+            steps=adapter.steps(job),
+            counted=adapter.counted(job),
+            batch_key=adapter.batch_key(job),
+            passes=1 if job.negative is None else 2,
+        )
+
+    @property
+    def mask_ratio(self) -> float:
+        """Share of tokens that a cached step computes, the ring among them."""
+        return self.active_tokens / self.total_tokens
+
+    def tokens(self, mode: ExecutionMode) -> int:
+        """That one step computes, in all passes."""
+        return self.passes * (self.active_tokens if mode == "cached" else self.total_tokens)
+
+
+@dataclass(slots=True)
+class EditTimes:
+    """When an edit was where, in time.monotonic() seconds; 0: not yet."""
+
+    submitted: float
+    """Put into the engine's inbox."""
     queued: float = 0.0
     admitted: float = 0.0
     first_step: float = 0.0
     """When that was done."""
+
+
+@dataclass(slots=True)
+class StepTally:
+    """The steps that a row has taken."""
+
+    done: int = 0
     rows_seen: int = 0
-    """Sum over its steps of the rows in the batch."""
+    """Sum over them of the rows in the batch."""
     computed_tokens: int = 0
-    """By one pass of each of its steps, summed."""
+    """By one pass of each of them, summed."""
     skipped: int = 0
-    """Steps that left all blocks but the first out."""
+    """Of them those that left all blocks but the first out."""
     plans: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    """Steps taken, by the kinds of their blocks."""
+    """Steps, by the kinds of their blocks."""
+
+    def add(self, step: RowStep, rows: int, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        """Book a step; the kinds of the blocks that it ran.
+
+        Args:
+            step: just taken.
+            rows: in the batch.
+            kinds: of its blocks.
+        """
+        if step.skipped > self.skipped:
+            self.skipped, kinds = step.skipped, kinds[:1]
+        self.done = step.done
+        self.rows_seen += rows
+        self.plans[kinds] += 1
+        return kinds
+
+    def kinds(self) -> dict[str, int]:
+        """Blocks run, by kind."""
+        kinds: Counter[str] = Counter()
+        for plan, steps in self.plans.items():
+            kinds.update({kind: steps * count for kind, count in Counter(plan).items()})
+        return dict(kinds)
+
+
+class EntryReads:
+    """What a cached row reads at each of its steps.
+
+    Args:
+        key: of the template.
+        anchors: per step; None: it computes all tokens.
+        selection: equal for rows that read the same tokens.
+    """
+
+    def __init__(self, key: str, anchors: Sequence[Anchor | None], selection: bytes) -> None:
+        self.key, self.anchors, self.selection = key, tuple(anchors), selection
+        self._steps = Counter(self.anchors)
+
+    def stays(self, step: int) -> int:
+        """Steps of the row that read the same entry."""
+        return self._steps[self.anchors[step]]
+
+    def lose(self, step: int) -> None:
+        """Go on without the entry of this step: it will not come."""
+        lost = self.anchors[step]
+        self.anchors = tuple(None if anchor == lost else anchor for anchor in self.anchors)
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One accepted edit."""
+
+    job: EditJob
+    sink: Sink
+    work: EditWork
+    times: EditTimes
+    deadline: float | None
+    route: Route = DENSE
+    """How it runs."""
     drift: float | None = None
     """Of its template, where that is why it runs dense."""
+    starts: int = 0
+    """Times that it was decided how it runs."""
+    waited: bool = False
+    """For what it needs."""
+    running: bool = False
+    """Whether it has a row."""
+    reads: EntryReads | None = None
+    """Of a cached row, from admission on."""
+    loads: RowLoads | None = None
+    """Of a cached row that has ended."""
+    tally: StepTally = field(default_factory=StepTally)
     audit: Audit | None = None
     """A cached edit that this one makes again; it has no client."""
     said: RowStatus | None = None
@@ -76,53 +168,30 @@ class RequestState:
         if request.settings.deadline_ms is not None:
             left_s = (request.accepted_ns - time.time_ns()) / 1e9
             deadline = now + left_s + request.settings.deadline_ms / 1e3
-        tokens = adapter.tokens(job)
-        return cls(
-            job=job,
-            sink=sink,
-            total_tokens=tokens.total,
-            active_tokens=tokens.active,
-            steps=adapter.steps(job),
-            batch_key=adapter.batch_key(job),
-            counted=adapter.counted(job),
-            submitted=now,
-            deadline=deadline,
-        )
+        return cls(job, sink, EditWork.of(job, adapter), EditTimes(now), deadline)
 
     @property
     def request_id(self) -> str:
         return self.job.request.request_id
 
     @property
-    def row(self) -> EditRow:
-        """Once admitted."""
-        assert self.made is not None
-        return self.made
+    def mode(self) -> ExecutionMode:
+        return self.route.mode
 
     @property
-    def how(self) -> str:
-        """`dense`, `cached` or `wait`."""
-        return self.route.how
+    def counted(self) -> Totals:
+        """What one step of it costs beside others."""
+        return self.work.counted
 
     @property
     def load_stall(self) -> float:
         """Seconds that its steps have waited for its entries."""
-        return 0.0 if self.reader is None else self.reader.stalled
-
-    @property
-    def passes(self) -> int:
-        """Of the model in one step."""
-        return 1 if self.job.negative is None else 2
-
-    @property
-    def mask_ratio(self) -> float:
-        """Share of tokens that a cached step of it computes, the ring among them."""
-        return self.active_tokens / self.total_tokens
+        return 0.0 if self.loads is None else self.loads.stalled
 
     @property
     def step_tokens(self) -> int:
         """Tokens that one step of it computes."""
-        return self.passes * (self.active_tokens if self.how == "cached" else self.total_tokens)
+        return self.work.tokens(self.mode)
 
     def late(self, now: float) -> bool:
         """Whether its deadline has passed."""
@@ -134,50 +203,35 @@ class RequestState:
         A reproducible edit shares its steps with none: kernels round differently for batches of
         other shapes.
         """
-        alone = self.job.request.settings.reproducible
-        self.ticket = Ticket(
+        work, alone = self.work, self.job.request.settings.reproducible
+        return Ticket(
             request_id=self.request_id,
-            steps=self.steps,
-            total_tokens=self.passes * self.total_tokens,
+            steps=work.steps,
+            total_tokens=work.passes * work.total_tokens,
             active_tokens=self.step_tokens,
-            arrival=self.submitted,
+            arrival=self.times.submitted,
             priority=self.job.request.settings.priority,
             deadline=self.deadline,
             background=self.audit is not None,
-            batch_key=(self.batch_key, self.request_id) if alone else self.batch_key,
+            batch_key=(work.batch_key, self.request_id) if alone else work.batch_key,
         )
-        return self.ticket
 
-    def release(self) -> None:
-        """Let go of what it reads: it ends."""
-        if self.reader is not None:
-            self.reader.release()
-
-    def count_step(self, rows: int, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        """Book a step that was just taken; the kinds of the blocks that it ran.
-
-        Args:
-            rows: in the batch.
-            kinds: of its blocks.
-        """
-        if self.row.skipped > self.skipped:
-            self.skipped, kinds = self.row.skipped, kinds[:1]
-        if not self.rows_seen:
-            self.first_step = time.monotonic()
-        self.rows_seen += rows
-        self.plans[kinds] += 1
-        return kinds
+    def count_step(self, step: RowStep, rows: int, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        """Book a step that was just taken; see `StepTally.add`."""
+        if not self.times.first_step:
+            self.times.first_step = time.monotonic()
+        return self.tally.add(step, rows, kinds)
 
     def status(self) -> RowStatus:
         """The one it has had since how it runs was decided, with the steps now left."""
-        kind: Kind = "cached" if self.how == "cached" else "dense"
-        left = self.steps - (self.made.step if self.made is not None else 0)
+        kind: Kind = "cached" if self.mode == "cached" else "dense"
+        left = self.work.steps - self.tally.done
         if self.said is None or self.said.kind != kind:
             self.said = RowStatus(
                 request_id=self.request_id,
                 kind=kind,
                 active_tokens=self.step_tokens,
-                total_tokens=self.passes * self.total_tokens,
+                total_tokens=self.work.passes * self.work.total_tokens,
                 steps_left=left,
                 template_id=self.job.request.template_id,
                 priority=self.job.request.settings.priority,
@@ -190,54 +244,47 @@ class RequestState:
         now, request = time.monotonic(), self.job.request
         return {
             "event": "final",
-            "step": self.steps,
+            "step": self.work.steps,
             "request_id": request.request_id,
             "seed": request.seed,
             "worker": worker,
             "model": model,
             "template_id": request.template_id,
             "cache_tier": self.route.tier,
-            "cache_bytes": {} if self.reader is None else self.reader.loaded,
-            "kinds": self.kinds(),
+            "cache_bytes": {} if self.loads is None else dict(self.loads.loaded),
+            "kinds": self.tally.kinds(),
             **({} if self.drift is None else {"drift": round(self.drift, 4)}),
-            **self._work(self.steps),
+            **self._work(self.work.steps),
             "timings_ms": {
                 **request.timings_ms,
-                "queue": _ms(self.admitted - self.submitted),
-                "denoise": _ms(now - self.admitted),
+                "queue": _ms(self.times.admitted - self.times.submitted),
+                "denoise": _ms(now - self.times.admitted),
                 "load_stall": _ms(self.load_stall),
             },
         }
 
-    def kinds(self) -> dict[str, int]:
-        """Blocks run, by kind."""
-        kinds: Counter[str] = Counter()
-        for plan, steps in self.plans.items():
-            kinds.update({kind: steps * count for kind, count in Counter(plan).items()})
-        return dict(kinds)
-
     def _work(self, done: int) -> dict[str, Any]:
         """What META and traces both say of it after so many steps."""
         return {
-            "steps": self.steps,
-            "steps_skipped": self.skipped,
-            "mask_ratio": round(self.mask_ratio, 6),
+            "steps": self.work.steps,
+            "steps_skipped": self.tally.skipped,
+            "mask_ratio": round(self.work.mask_ratio, 6),
             "mask_ring": self.job.mask_ring,
-            "active_tokens": self.active_tokens,
-            "total_tokens": self.total_tokens,
-            "computed_tokens": self.computed_tokens,
+            "active_tokens": self.work.active_tokens,
+            "total_tokens": self.work.total_tokens,
+            "computed_tokens": self.tally.computed_tokens,
             "cache": self.route.outcome,
-            "batch_mean": round(self.rows_seen / done, 3) if done else 0.0,
+            "batch_mean": round(self.tally.rows_seen / done, 3) if done else 0.0,
         }
 
     def timeline(self) -> RequestTimeline:
         """What it went through, now that it ends."""
-        done = 0 if self.made is None else self.made.step
+        done, times = self.tally.done, self.times
         return RequestTimeline(
-            submitted=self.submitted,
-            queued=self.queued,
-            admitted=self.admitted,
-            first_step=self.first_step,
+            submitted=times.submitted,
+            queued=times.queued,
+            admitted=times.admitted,
+            first_step=times.first_step,
             ended=time.monotonic(),
             waited=self.waited,
             about={
@@ -246,7 +293,7 @@ class RequestState:
             },
             work={
                 "steps_done": done,
-                "row": "cached" if self.how == "cached" else "dense",
+                "row": "cached" if self.mode == "cached" else "dense",
                 **self._work(done),
                 "load_stall_ms": _ms(self.load_stall),
             },
@@ -255,25 +302,21 @@ class RequestState:
 
 @dataclass(slots=True, eq=False)
 class PrimingState:
-    """A template in the batch: its ticket and row, and what waits for it is in `priming`."""
+    """A template in the batch: its ticket, and how far its row is."""
 
     priming: Priming
     ticket: Ticket
     total_tokens: int
     counted: Totals
     """What one step of it costs beside others."""
-    made: PrimingRow | None = None
-    """Its row, from admission on."""
+    running: bool = False
+    """Whether it has a row."""
+    done: int = 0
+    """Anchors computed."""
 
     @property
     def request_id(self) -> str:
         return self.ticket.request_id
-
-    @property
-    def row(self) -> PrimingRow:
-        """Once admitted."""
-        assert self.made is not None
-        return self.made
 
     @property
     def step_tokens(self) -> int:
@@ -286,7 +329,7 @@ class PrimingState:
             kind="prime",
             active_tokens=self.total_tokens,
             total_tokens=self.total_tokens,
-            steps_left=self.ticket.steps - (self.made.step if self.made is not None else 0),
+            steps_left=self.ticket.steps - self.done,
             template_id=self.priming.template_id,
         )
 

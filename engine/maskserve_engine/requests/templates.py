@@ -6,9 +6,10 @@ of a priming row.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.entry_key import Anchor, TemplateKey, nearest_anchor
@@ -19,9 +20,34 @@ from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import Conditioning, EditJob
-from maskserve_engine.requests.pins import Pins
-from maskserve_engine.requests.route import DENSE, Route
-from maskserve_engine.requests.sights import Sights
+
+_REMEMBERED = 4096
+_WORTH_PRIMING = 2
+"""One-shot images are not worth it: a template is primed from its second sight on."""
+
+ExecutionMode = Literal["dense", "cached", "wait"]
+"""How an edit runs: computing all tokens, from the cache, or not before its template is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What was decided on an edit."""
+
+    mode: ExecutionMode
+    outcome: str
+    """What META says: `hit`, `miss` or `off`."""
+    key: str = ""
+    """Of the template's entries, where the cache has a say."""
+    anchors: tuple[Anchor | None, ...] = ()
+    """Per step, when cached: the anchor whose entry it reads."""
+    tier: str = ""
+    """Where the template lay, when cached."""
+    prime: bool = False
+    """Whether the template should now be primed."""
+
+
+DENSE = Route("dense", "off")
+"""Without the cache."""
 
 
 @dataclass(slots=True)
@@ -36,6 +62,85 @@ class Priming:
     noise_seed: int
     seconds: float = 0.0
     """Of its steps so far."""
+
+
+class ReuseCounter:
+    """How often each template was asked for, of those seen last, by their keys: that says when it
+    is worth priming.
+    """
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[str, int] = OrderedDict()
+        self._retry_at: dict[str, int] = {}
+        """Sights from which a template that could not be primed is tried again."""
+
+    def add(self, key: str) -> None:
+        """An edit of that template has come."""
+        self._counts[key] = self._counts.pop(key, 0) + 1
+        if len(self._counts) > _REMEMBERED:
+            forgotten, _ = self._counts.popitem(last=False)
+            self._retry_at.pop(forgotten, None)
+
+    def put_off(self, key: str) -> None:
+        """It could not be primed: to be tried again when it has been seen twice as often."""
+        if key in self._counts:  # else nobody has edited it yet
+            self._retry_at[key] = 2 * self._counts[key]
+
+    def may_prime(self, key: str) -> bool:
+        """Whether it has not been put off."""
+        return self._counts.get(key, 0) >= self._retry_at.get(key, 0)
+
+    def worth_priming(self, key: str) -> bool:
+        """Whether it has been seen often enough, and not been put off."""
+        return self.may_prime(key) and self._counts.get(key, 0) >= _WORTH_PRIMING
+
+
+class Pins:
+    """Pins by template; a template has entries under several keys (text lengths, formats).
+
+    Args:
+        store: of the entries.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._keys: dict[str, set[str]] = {}
+        """Template ids that are pinned, and the keys that are for it."""
+
+    def __contains__(self, template_id: str) -> bool:
+        return template_id in self._keys
+
+    def pin(self, template_id: str) -> bool:
+        """Keep a template's entries, those to come too, from eviction; whether any are held."""
+        self._keys.setdefault(template_id, set())
+        keys = self._store.keys_of(template_id)
+        for key in keys:
+            self.primed(template_id, key)
+        return bool(keys)
+
+    def primed(self, template_id: str, key: str) -> None:
+        """Entries are whole: they are kept if their template is pinned."""
+        if template_id in self._keys:
+            self._keys[template_id].add(key)
+            self._store.pin(key, pinned=True)
+
+    def unpin(self, template_id: str) -> bool:
+        """Undo `pin`, of another worker of the host too; False when it was not pinned."""
+        keys = self._store.keys_of(template_id)
+        pinned = template_id in self or any(
+            held.pinned
+            for templates in self._store.held().values()
+            for key, held in templates.items()
+            if key in keys
+        )
+        for key in self._keys.pop(template_id, set()).union(keys):
+            self._store.pin(key, pinned=False)
+        return pinned
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the device keeps what nobody asked for, none being primed."""
+        left = self._store.memory.pinned.difference(*self._keys.values())
+        assert not left, f"{len(left)} pins that nobody asked for"
 
 
 class TemplateCache:
@@ -75,7 +180,7 @@ class TemplateCache:
         self.misses = 0
         self.primed = self.unprimed = 0
         self.priming: dict[str, Priming] = {}
-        self._sights = Sights()
+        self._reuse = ReuseCounter()
         self.pins = Pins(store)
         self._listed: tuple[int, dict[str, tuple[str, ...]]] = (-1, {})
         """What `template_ids` says, and of which version of the store."""
@@ -127,19 +232,19 @@ class TemplateCache:
             return DENSE
         key = self.key_of(job)
         if not again:
-            self._sights.add(key)
+            self._reuse.add(key)
         anchors = self._anchors(job)
         per_step = self._nearest(anchors, job)
         tier = None if key in self.priming else self.store.locate(key, anchors)
         if tier is not None and any(per_step):
             ready = self.store.fetch(key, [a for a in anchors if a in per_step])
-            how = "wait" if settings.insists and not ready else "cached"
-            return Route(how, "hit", key, per_step, tier)
+            mode: ExecutionMode = "wait" if settings.insists and not ready else "cached"
+            return Route(mode, "hit", key, per_step, tier)
         coming = self.is_coming(key)
         if settings.insists and any(per_step):
-            may_prime = self._sights.may_prime(key)
+            may_prime = self._reuse.may_prime(key)
             return Route("wait", "hit", key, prime=may_prime and not coming)
-        return Route("dense", "miss", key, prime=self._sights.worth_priming(key) and not coming)
+        return Route("dense", "miss", key, prime=self._reuse.worth_priming(key) and not coming)
 
     def is_coming(self, key: str) -> bool:
         """Whether it is worth waiting for a template: it is being primed, or fetched."""
@@ -190,7 +295,7 @@ class TemplateCache:
         self.priming.pop(priming.key, None)
         self.store.memory.pin(priming.key, pinned=False)
         if unfit:
-            self._sights.put_off(priming.key)
+            self._reuse.put_off(priming.key)
         if complete:
             self.primed += 1
             self.pins.primed(priming.template_id, priming.key)

@@ -1,0 +1,197 @@
+"""What the loop asks of whoever holds the rows, and what it is told: plain data, rows by id.
+
+The loop decides (which rows, which plan, what is read whole), an executor does it. `LocalExecutor`
+runs rows in the engine's own process; another may run them elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.errors import EngineFailed
+from maskserve_core.planning.flops import Floats, ModelWork
+from maskserve_core.planning.two_stream import Plan
+from maskserve_engine.batch.host_copy import HostCopy
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.device_clock import Span
+from maskserve_engine.job import Conditioning, EditJob
+
+
+@dataclass(frozen=True, slots=True)
+class DenseRow:
+    """A row that computes all tokens."""
+
+    job: EditJob
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRow:
+    """A row that computes the active tokens and reads entries for the others."""
+
+    job: EditJob
+    noise_seed: int
+    """Of the template's noise."""
+    key: str
+    """Of the template."""
+    anchors: tuple[Anchor | None, ...]
+    """Per step what it reads; None: it computes all tokens."""
+    sure: bool
+    """Whether a step may not go without its entry for want of room."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrimingRow:
+    """A row that computes a template's entries, one anchor per step; see `Adapter.priming_row`."""
+
+    job: EditJob
+    anchors: tuple[Anchor, ...]
+    prompt: Conditioning
+    noise_seed: int
+    kinds: tuple[frozenset[str], ...]
+    format: str
+
+
+RowSpec = DenseRow | CachedRow | PrimingRow
+
+
+class RowMade(NamedTuple):
+    """A row that was made."""
+
+    complete: bool = True
+    """False: some of the entries that it is to read are not there now."""
+    selection: bytes = b""
+    """Of a cached row: equal for rows that read the same tokens."""
+
+
+class Read(NamedTuple):
+    """A cached row of a step; the entry is that of its `anchors` at this step."""
+
+    row: str
+    whole: bool
+    """Bring in all tokens of the entry: rows read more of them than there are."""
+    required: bool
+    """The row fails where its entry is lost; else it computes all tokens."""
+
+
+class LoadState(Protocol):
+    """How far an entry has come in; the same object for all rows that share a load."""
+
+    @property
+    def tier(self) -> str:
+        """That it lies in."""
+        ...
+
+    @property
+    def sizes(self) -> Floats:
+        """[blocks, parts] bytes that travel; `inf` for what is not kept."""
+        ...
+
+    @property
+    def missing(self) -> Floats:
+        """The same of what has not arrived."""
+        ...
+
+
+class RowLoads(Protocol):
+    """What a row has read, once it has ended."""
+
+    @property
+    def loaded(self) -> Mapping[str, int]:
+        """Bytes that travelled for it, by the tier in which they were found."""
+        ...
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that its steps have waited."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One model call."""
+
+    number: int
+    """Of the step: what it reads travels before what later steps read."""
+    rows: tuple[str, ...]
+    reads: tuple[Read, ...] = ()
+    """Of the rows that read an entry in this step, as `load` has found them."""
+    work: ModelWork | None = None
+    """At the rows' size; there is one where `plan` is."""
+    plan: Plan | None = None
+    """How rows that read entries run each block; None: no row reads any."""
+    ahead: Plan | None = None
+    """By which the entries of the steps to come are brought in."""
+
+
+class RowStep(NamedTuple):
+    """A row that has taken the step."""
+
+    row: str
+    done: int
+    """Its steps so far, this one among them."""
+    skipped: int
+    """Of those the ones that left all blocks but the first out."""
+    read: bool
+    """Whether it read an entry in this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What became of the rows. Each is in `rows` or in `failed`."""
+
+    rows: tuple[RowStep, ...]
+    span: Span
+    """On the device's clock; known when the device has done the step."""
+    stalls: tuple[Span, ...] = ()
+    """Where it waited for entries."""
+    lost: tuple[str, ...] = ()
+    """Rows that went on without the entry that they were to read; they do not read it again."""
+    failed: Mapping[str, EngineFailed] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """Holds rows by id and steps them; called from the engine's thread alone."""
+
+    def make(self, row: str, spec: RowSpec) -> RowMade:
+        """Make a row under a name that no other has.
+
+        Raises whatever went wrong; there is no row then.
+        """
+        ...
+
+    def load(self, reads: Sequence[Read]) -> dict[str, LoadState]:
+        """Have each row turn to what its next step reads. Rows that are not in the answer compute
+        all tokens in that step.
+        """
+        ...
+
+    def step(self, step: StepInput) -> StepResult:
+        """One model call for all rows; what goes wrong with one row costs nobody else.
+
+        Raises:
+            RuntimeError: nothing but failures for several steps.
+        """
+        ...
+
+    def result(self, row: str) -> HostCopy:
+        """[C, h, w] latents of a row that has taken its last step."""
+        ...
+
+    def estimate(self, row: str) -> HostCopy:
+        """[C, h, w] latents as they would end, judged by the last step."""
+        ...
+
+    def take_entry(self, row: str) -> AnchorEntry:
+        """What the last step of a priming row has recorded; once per step."""
+        ...
+
+    def release(self, row: str) -> RowLoads | None:
+        """Let go of a row, if there is one; what a cached row has read."""
+        ...
+
+    def idle(self) -> None:
+        """There is nothing to step: keep nothing of the last step's rows."""
+        ...

@@ -1,0 +1,203 @@
+"""Rows in the engine's own process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from maskserve_core.errors import EngineFailed
+from maskserve_core.worker.logs import about
+from maskserve_engine.batch.host_copy import HostCopy
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.handle import Handle
+from maskserve_engine.cache.loader import EntryLost
+from maskserve_engine.cache.reader import EntryReader
+from maskserve_engine.cache.store import Store
+from maskserve_engine.device_clock import Span, mark
+from maskserve_engine.executor import (
+    CachedRow,
+    LoadState,
+    PrimingRow,
+    Read,
+    RowLoads,
+    RowMade,
+    RowSpec,
+    RowStep,
+    StepInput,
+    StepResult,
+)
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.step_planner import wants_of
+
+_log = logging.getLogger(__name__)
+_LOST = (
+    "the template's cached activations were lost while the edit ran, and a reproducible edit "
+    "cannot go on without them; send it again"
+)
+_FAILED_STEPS = 3
+"""Steps in a row in which every row failed, after which the executor gives itself up."""
+
+
+class LocalExecutor:
+    """See `Executor`.
+
+    Args:
+        adapter: the model.
+        store: of the entries.
+    """
+
+    def __init__(self, adapter: Adapter, store: Store) -> None:
+        self._adapter, self._store = adapter, store
+        self._rows: dict[str, Any] = {}
+        self._readers: dict[str, EntryReader] = {}
+        """Of the cached rows."""
+        self._failed_steps = 0
+
+    def make(self, row: str, spec: RowSpec) -> RowMade:
+        adapter = self._adapter
+        if isinstance(spec, PrimingRow):
+            self._rows[row] = adapter.priming_row(
+                spec.job, spec.anchors, spec.prompt, spec.noise_seed, spec.kinds, spec.format
+            )
+            return RowMade()
+        if not isinstance(spec, CachedRow):
+            self._rows[row] = adapter.dense_row(spec.job)
+            return RowMade()
+        made = adapter.cached_row(spec.job, spec.noise_seed)
+        selection = made.selection
+        assert selection is not None
+        reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
+        self._rows[row], self._readers[row] = made, reader
+        return RowMade(reader.complete, selection.digest)
+
+    def load(self, reads: Sequence[Read]) -> dict[str, LoadState]:
+        loads: dict[str, LoadState] = {}
+        for read in reads:
+            step = self._rows[read.row].step
+            handle = self._readers[read.row].turn_to(step, whole=read.whole)
+            if handle is not None:
+                loads[read.row] = handle.load
+        return loads
+
+    def step(self, step: StepInput) -> StepResult:
+        running = list(step.rows)
+        entries: dict[str, Handle] = {}
+        for read in step.reads:
+            handle = self._readers[read.row].now
+            assert handle is not None, "what a step reads was found by `load`"
+            entries[read.row] = handle
+        self._ask(step, entries)
+        handles = list(entries.values())
+        earlier = [len(handle.stalls) for handle in handles]
+        failed: dict[str, EngineFailed] = {}
+        lost: list[str] = []
+        begin = mark(self._adapter.device)
+        try:
+            self._step_all(running, step, entries, lost, failed)
+            whole, self._failed_steps = True, 0
+        except Exception:
+            _log.exception("a step of %d rows failed; trying its rows one by one", len(running))
+            whole = False
+        if not whole:  # outside of `except`, whose error keeps the tensors of the failed step
+            self._step_alone(running, step, entries, failed)
+        span = Span(begin, mark(self._adapter.device))
+        return StepResult(
+            tuple([self._taken(row, row in entries) for row in running]),
+            span,
+            tuple([s for h, n in zip(handles, earlier, strict=True) for s in h.stalls[n:]]),
+            tuple(lost),
+            failed,
+        )
+
+    def result(self, row: str) -> HostCopy:
+        latents: HostCopy = self._rows[row].result()
+        return latents
+
+    def estimate(self, row: str) -> HostCopy:
+        latents: HostCopy = self._rows[row].estimate()
+        return latents
+
+    def take_entry(self, row: str) -> AnchorEntry:
+        entry: AnchorEntry = self._rows[row].take_entry()
+        return entry
+
+    def release(self, row: str) -> RowLoads | None:
+        self._rows.pop(row, None)
+        reader = self._readers.pop(row, None)
+        if reader is not None:
+            reader.release()
+        return reader
+
+    def idle(self) -> None:
+        self._adapter.release()
+
+    def _ask(self, step: StepInput, entries: dict[str, Handle]) -> None:
+        """Have brought in what the plan reads, and behind it what later steps will read."""
+        if step.plan is None or step.ahead is None or step.work is None:
+            return
+        wants = wants_of(step.plan, step.work.maps)
+        later = wants_of(step.ahead, step.work.maps)
+        for handle in entries.values():
+            handle.want(wants, step.number)
+        for row in entries:
+            now = self._rows[row].step
+            ahead = self._readers[row].look_ahead(now)
+            if ahead is not None:
+                handle, at = ahead
+                handle.want(later, step.number + at - now)
+
+    def _step_all(
+        self,
+        running: list[str],
+        step: StepInput,
+        entries: dict[str, Handle],
+        lost: list[str],
+        failed: dict[str, EngineFailed],
+    ) -> None:
+        """The step; again without the entries that turned out to be lost, as often as some do."""
+        while running:
+            try:
+                rows = [self._rows[row] for row in running]
+                self._adapter.step(rows, step.plan, [entries.get(row) for row in running])
+                return
+            except EntryLost as error:
+                gone = [read for read in step.reads if _is_lost(entries.get(read.row))]
+                if not gone:
+                    raise
+                _log.warning("a step goes on without an entry: %s", error)
+            # outside of `except`, whose error keeps the tensors of the step that was given up
+            for read in gone:
+                del entries[read.row]
+                if read.required:
+                    running.remove(read.row)
+                    failed[read.row] = EngineFailed(_LOST)
+                    continue
+                self._readers[read.row].lose()
+                lost.append(read.row)
+
+    def _step_alone(
+        self,
+        running: list[str],
+        step: StepInput,
+        entries: dict[str, Handle],
+        failed: dict[str, EngineFailed],
+    ) -> None:
+        for row in list(running):
+            try:
+                self._adapter.step([self._rows[row]], step.plan, [entries.get(row)])
+            except Exception as error:
+                _log.exception("the step of an edit failed", extra=about(row))
+                running.remove(row)
+                failed[row] = EngineFailed(f"a denoising step failed ({type(error).__name__})")
+        self._failed_steps = 0 if running else self._failed_steps + 1
+        if self._failed_steps >= _FAILED_STEPS:
+            raise RuntimeError(f"{_FAILED_STEPS} steps in a row failed for every row")
+
+    def _taken(self, row: str, read: bool) -> RowStep:
+        made = self._rows[row]
+        return RowStep(row, made.step, getattr(made, "skipped", 0), read)
+
+
+def _is_lost(handle: Handle | None) -> bool:
+    return handle is not None and handle.load.lost is not None
