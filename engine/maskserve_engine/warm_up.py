@@ -10,7 +10,8 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.planning.flops import ModelWork
-from maskserve_engine.cache.entries import AnchorEntry, Source
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.entry_file import Source
 from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
 from maskserve_engine.families.adapter import Adapter

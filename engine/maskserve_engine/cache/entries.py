@@ -65,15 +65,10 @@ class AnchorEntry:
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.blocks)
 
-
-@dataclass(slots=True)
-class Source:
-    """An entry that rows can be served from."""
-
-    entry: AnchorEntry
-    tier: str
-    came: str
-    """Where it was found: that tier is said to have served its first reader."""
+    @property
+    def broken(self) -> bool:
+        """Whether it can no longer be read, as may become of a file."""
+        return False
 
 
 class Recorder:

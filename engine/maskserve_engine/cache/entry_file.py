@@ -1,20 +1,27 @@
-"""Entries as bytes: the safetensors format, with a checksum over everything that is read from it.
+"""Entries in files: the safetensors format, with a checksum over everything that is read from it.
 
 Any safetensors tool opens such a file. Its metadata name the anchor, the template and the digest
 (XXH3, 128 bits) of the other metadata and of all tensors. It is written here, tensor by tensor,
 because a full disk must be an error of `write` (the library maps the file: a signal that ends the
-process on a full tmpfs), and because the checksum is taken on the same way.
+process on a full tmpfs), and because the checksum is taken on the same way. A file is not mapped
+for reading, either: it may be cut off under the reader, and that must be an error of `read`.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.contracts.entry_key import Anchor
@@ -33,6 +40,8 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FIELDS = ("hidden", "keys", "values", "end", "map")
 _ALIGN = 64
+_PIECE = 2**18
+"""Bytes that are read at once: they stay in a core's own cache."""
 
 
 class BadEntry(ValueError):
@@ -60,7 +69,10 @@ class EntryFile:
             "note": json.dumps(asdict(note)),
             "anchor": json.dumps([anchor.sigma, anchor.timestep, anchor.input_scale]),
         }
-        metadata["digest"] = _digest(self._tensors, metadata)
+        metadata["digest"] = _digest(
+            {name: (t.dtype, tuple(t.shape), [_bytes(t)]) for name, t in self._tensors.items()},
+            metadata,
+        )
         header: dict[str, Any] = {"__metadata__": metadata}
         end = 0
         for name, tensor in self._tensors.items():
@@ -115,13 +127,236 @@ def read_entry(buffer: Any) -> tuple[AnchorEntry, Note]:
         found = {name: _tensor(buffer, header.begin, s) for name, s in header.tensors.items()}
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadEntry(f"cut off, or not an entry: {error}") from error
-    if _digest(found, metadata) != metadata.get("digest"):
+    contents = {name: (t.dtype, tuple(t.shape), [_bytes(t)]) for name, t in found.items()}
+    if _digest(contents, metadata) != metadata.get("digest"):
         raise BadEntry("the checksum differs")
     blocks = tuple(
         BlockEntry(**{field: _coded(found, n, field, layout["format"]) for field in _FIELDS})
         for n in range(layout["blocks"])
     )
     return AnchorEntry(anchor, blocks), note
+
+
+class OpenFile:
+    """A file that is open for as long as anybody reads tensors of it.
+
+    It can be read after it was renamed or unlinked.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.nbytes = os.fstat(self.descriptor).st_size
+        self.broken = False
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def read(self, out: Any, offset: int) -> None:
+        """Fill a writable buffer.
+
+        Raises:
+            OSError: the file was cut off, or what the medium says.
+        """
+        view = memoryview(out).cast("B")
+        while view:
+            try:
+                count = os.preadv(self.descriptor, [view], offset)
+                if not count:
+                    raise OSError("the file was cut off while it was open")
+            except OSError:
+                self.broken = True
+                raise
+            view, offset = view[count:], offset + count
+
+    def pieces(self, begin: int, end: int) -> Iterator[memoryview]:
+        """These bytes one after the other; a piece is valid until the next."""
+        buffer = memoryview(bytearray(min(_PIECE, end - begin)))
+        for offset in range(begin, end, _PIECE):
+            piece = buffer[: min(_PIECE, end - offset)]
+            self.read(piece, offset)
+            yield piece
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor [tokens, ...] as it lies in an open file."""
+
+    file: OpenFile
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def read(self, ids: NDArray[np.int64] | None, out: NDArray[np.uint8]) -> None:
+        """Read the tokens `ids` (None: all) into `out` [n, bytes of a token].
+
+        Runs of tokens are read where they belong. Scattered ones are read with what lies between
+        them, a piece that stays in the core's cache, and taken from there.
+
+        Raises:
+            OSError: the file was cut off, or what the medium says.
+        """
+        if ids is None or not len(ids):
+            self.file.read(out, self.offset)
+            return
+        width = out.shape[1]
+        if np.any(ids[1:] <= ids[:-1]):  # in no order that a file is read in
+            unique, places = np.unique(ids, return_inverse=True)
+            rows = np.empty((len(unique), width), np.uint8)
+            self.read(unique, rows)
+            np.take(rows, places, axis=0, out=out)
+            return
+        most = max(1, _PIECE // width)
+        buffer = np.empty((min(most, len(self)), width), np.uint8)
+        begin = 0
+        while begin < len(ids):
+            first = int(ids[begin])
+            end = int(np.searchsorted(ids, first + most))
+            span = int(ids[end - 1]) + 1 - first
+            whole = span == end - begin
+            some = out[begin:end] if whole else buffer[:span]
+            self.file.read(some, self.offset + first * width)
+            if not whole:
+                # Any other mode copies once more.
+                np.take(some, ids[begin:end] - first, axis=0, out=out[begin:end], mode="clip")
+            begin = end
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCoded:
+    """`Coded` whose tokens lie in a file; what it has per channel is at hand."""
+
+    format: str
+    data: FileTensor
+    scale: Tensor | None
+    groups: FileTensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.data, self.scale, self.groups) if t is not None)
+
+    def nbytes_of(self, tokens: int) -> int:
+        """Bytes of so many of its tokens."""
+        fixed = 0 if self.scale is None else self.scale.nbytes
+        return fixed + (self.nbytes - fixed) * tokens // max(1, len(self.data))
+
+    def map(
+        self,
+        tokens: Callable[[FileTensor], Tensor],
+        channels: Callable[[Tensor], Tensor] | None = None,
+    ) -> Coded:
+        """See `Coded.map`."""
+        scale = self.scale if self.scale is None or channels is None else channels(self.scale)
+        groups = None if self.groups is None else tokens(self.groups)
+        return Coded(self.format, tokens(self.data), scale, groups)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """`BlockEntry` in a file."""
+
+    parts: dict[str, tuple[StoredCoded, ...]]
+
+    def part(self, name: str) -> tuple[StoredCoded, ...]:
+        """The tensors of one of PARTS; none where it is not kept."""
+        return self.parts.get(name, ())
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """`AnchorEntry` in an open file that was checked; its tokens are read when they travel."""
+
+    anchor: Anchor
+    blocks: tuple[StoredBlock, ...]
+    file: OpenFile
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return self.file.nbytes
+
+    @property
+    def broken(self) -> bool:
+        """Whether a read has failed: the file is no longer what was checked."""
+        return self.file.broken
+
+    def write(self, file: BinaryIO) -> None:
+        """Copy the file. Raises OSError as the media say."""
+        for piece in self.file.pieces(0, self.file.nbytes):
+            file.write(piece)
+
+
+@dataclass(slots=True)
+class Source:
+    """An entry that rows can be served from."""
+
+    entry: AnchorEntry | StoredEntry
+    tier: str
+    came: str
+    """Where it was found: that tier is said to have served its first reader."""
+
+
+def open_entry(path: str | os.PathLike[str]) -> tuple[StoredEntry, Note]:
+    """The entry in a file, all of which is read once and checked.
+
+    Raises:
+        BadEntry: the file is cut off or changed.
+        OSError: as the medium says.
+    """
+    file = OpenFile(path)
+    head = b"".join(bytes(piece) for piece in file.pieces(0, min(8, file.nbytes)))
+    size = min(8 + int.from_bytes(head, "little"), file.nbytes)
+    try:
+        header = _header(memoryview(b"".join(bytes(piece) for piece in file.pieces(0, size))))
+        metadata = header.metadata
+        layout = json.loads(metadata["layout"])
+        note, anchor = Note(**json.loads(metadata["note"])), Anchor(*json.loads(metadata["anchor"]))
+        spans = {name: _span(file, header.begin, spec) for name, spec in header.tensors.items()}
+        count = int(layout["blocks"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadEntry(f"cut off, or not an entry: {error}") from error
+    contents = {
+        name: (s.dtype, s.shape, file.pieces(s.offset, s.offset + s.nbytes))
+        for name, s in spans.items()
+    }
+    if _digest(contents, metadata) != metadata.get("digest"):
+        raise BadEntry("the checksum differs")
+    blocks = tuple(StoredBlock(_stored_parts(spans, n, layout["format"])) for n in range(count))
+    return StoredEntry(anchor, blocks, file), note
+
+
+def _span(file: OpenFile, begin: int, spec: dict[str, Any]) -> FileTensor:
+    dtype, shape, (low, high) = _DTYPES[spec["dtype"]], tuple(spec["shape"]), spec["data_offsets"]
+    if high - low != dtype.itemsize * math.prod(shape) or begin + high > file.nbytes or low < 0:
+        raise ValueError(f"a tensor of {shape} in bytes {low} to {high}")
+    return FileTensor(file, begin + low, dtype, shape, high - low)
+
+
+def _stored_parts(
+    spans: dict[str, FileTensor], block: int, format: str
+) -> dict[str, tuple[StoredCoded, ...]]:
+    fields = {field: _stored(spans, f"{block}.{field}.", format) for field in _FIELDS}
+    parts = {"h": ("hidden",), "kv": ("keys", "values"), "end": ("end",), "map": ("map",)}
+    return {
+        part: found
+        for part, names in parts.items()
+        if len(found := tuple(c for n in names if (c := fields[n]) is not None)) == len(names)
+    }
+
+
+def _stored(spans: dict[str, FileTensor], at: str, format: str) -> StoredCoded | None:
+    if f"{at}data" not in spans:
+        return None
+    scale = None
+    if f"{at}scale" in spans:
+        span = spans[f"{at}scale"]
+        scale = torch.empty(span.shape, dtype=span.dtype)
+        span.file.read(_bytes(scale), span.offset)
+    # Maps' means and variances are as computed beside tensors in any format.
+    return StoredCoded(
+        "model" if scale is None else format, spans[f"{at}data"], scale, spans.get(f"{at}groups")
+    )
 
 
 def _coded_tensors(entry: AnchorEntry) -> list[tuple[str, Coded]]:
@@ -147,14 +382,19 @@ def _bytes(tensor: Tensor) -> Any:
     return tensor.contiguous().view(torch.uint8).numpy()
 
 
-def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+def _digest(
+    contents: Mapping[str, tuple[torch.dtype, tuple[int, ...], Iterable[Any]]],
+    metadata: dict[str, str],
+) -> str:
+    """Of metadata and, by name, each tensor's dtype, shape and bytes, in pieces."""
     digest = xxhash.xxh3_128()
     for key in sorted(set(metadata) - {"digest"}):
         digest.update(f"{key}={metadata[key]};".encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        digest.update(_bytes(tensor))
+    for name in sorted(contents):
+        dtype, shape, pieces = contents[name]
+        digest.update(f"{name}:{dtype}:{shape};".encode())
+        for piece in pieces:
+            digest.update(piece)
     return digest.hexdigest()
 
 

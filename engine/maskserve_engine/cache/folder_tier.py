@@ -7,25 +7,33 @@
     <folder>/.new-*, .gone-*                on their way in or out; nobody's once the lock is free
 
 A file appears whole or not at all (written aside, synced, renamed). Eviction renames a template
-away and unlinks it; who has a file mapped keeps what it maps. Readers take no lock.
+away and unlinks it; who has a file open can read it on. Readers take no lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import mmap
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.entry_file import EntryFile, read_entry
+from maskserve_engine.cache.entry_file import (
+    BadEntry,
+    EntryFile,
+    StoredEntry,
+    open_entry,
+    read_entry,
+)
 from maskserve_engine.cache.stored_tier import StoredTier, anchor_name, anchor_of
 from maskserve_engine.cache.tier import Held, Note, Rebuild, computed_anew
+
+_E = TypeVar("_E", AnchorEntry, StoredEntry)
 
 
 class FolderTier(StoredTier):
@@ -50,8 +58,8 @@ class FolderTier(StoredTier):
         super().__init__(name, str(folder), budget_bytes, rebuild, clock)
         self.folder = Path(folder)
 
-    def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
-        new = EntryFile(entry, note)
+    def put(self, key: str, entry: AnchorEntry | StoredEntry, note: Note) -> bool:
+        new = entry if isinstance(entry, StoredEntry) else EntryFile(entry, note)
         try:
             with self._locked():
                 self._sweep()
@@ -66,18 +74,24 @@ class FolderTier(StoredTier):
         return True
 
     def get(self, key: str, anchor: Anchor) -> AnchorEntry | None:
+        return self._checked(key, anchor, lambda path: read_entry(bytearray(path.read_bytes())))
+
+    def open(self, key: str, anchor: Anchor) -> StoredEntry | None:
+        """The entry, checked, its tensors still in the file; None as `get`."""
+        return self._checked(key, anchor, open_entry)
+
+    def _checked(
+        self, key: str, anchor: Anchor, read: Callable[[Path], tuple[_E, Note]]
+    ) -> _E | None:
         path = self._path(key, anchor)
         try:
-            with path.open("rb") as file:
-                # A private mapping: torch asks for memory it could write, and nobody writes.
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            entry, self._notes[key] = read_entry(mapped)
+            entry, self._notes[key] = read(path)
         except FileNotFoundError:
             return None
         except OSError as error:
             self._refuse(error)
             return None
-        except ValueError as error:  # an empty file cannot be mapped; BadEntry
+        except BadEntry as error:
             self._dropped(path, error)
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -174,7 +188,7 @@ class FolderTier(StoredTier):
         for path in self.folder.glob(".gone-*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _write(self, key: str, anchor: Anchor, new: EntryFile) -> None:
+    def _write(self, key: str, anchor: Anchor, new: EntryFile | StoredEntry) -> None:
         aside, target = self.folder / f".new-{os.getpid()}", self._path(key, anchor)
         try:
             with aside.open("wb") as file:

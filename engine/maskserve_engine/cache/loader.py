@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from maskserve_engine.cache.entries import PARTS, AnchorEntry
+from maskserve_engine.cache.entry_file import StoredEntry
 from maskserve_engine.cache.movers import Arrival, Mover
 from maskserve_engine.cache.selection import Selection
 
@@ -40,7 +41,9 @@ class Load:
         selection: tokens that travel; None: all, and each row takes its own on the device.
     """
 
-    def __init__(self, entry: AnchorEntry, tier: str, selection: Selection | None) -> None:
+    def __init__(
+        self, entry: AnchorEntry | StoredEntry, tier: str, selection: Selection | None
+    ) -> None:
         self.entry, self.tier, self.selection = entry, tier, selection
         self.sizes = np.array(
             [[self._size(block, part) for part in PARTS] for block in range(len(entry.blocks))]

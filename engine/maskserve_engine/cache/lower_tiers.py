@@ -6,6 +6,7 @@ never waits: "not now" is an answer.
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,8 @@ from typing import TypeVar
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.cache.background import Background
-from maskserve_engine.cache.entries import AnchorEntry, Source
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.entry_file import Source
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.remote_tier import RemoteTier
 from maskserve_engine.cache.tier import Held, Note
@@ -26,6 +28,8 @@ _UPLOADS = 16
 """Entries that wait for the network at most; what comes beyond stays here."""
 _REMEMBERED = 1024
 """Searches that are remembered at most, of each kind; the oldest are forgotten."""
+_FILES = 2**16
+"""Open files that are enough for any worker."""
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -55,11 +59,13 @@ class LowerTiers:
     ) -> None:
         self.folders, self.remote, self.on_change = folders, remote, on_change
         self._patience_s = patience_s
+        self._most_open = _most_open_files()
         self._lock = threading.Lock()
         """Of everything below but the two threads."""
         self._version = 0
         self._seen: dict[str, Mapping[str, Held]] = {tier.name: {} for tier in folders}
         self._open: dict[tuple[str, Anchor], Source] = {}
+        """The one that was used last comes last."""
         self._busy: dict[str, int] = {}
         """Fetches and writes under way, by key."""
         self._awaited: set[str] = set()
@@ -116,7 +122,11 @@ class LowerTiers:
     def source(self, key: str, anchor: Anchor) -> Source | None:
         """An entry that is open; None: not now."""
         with self._lock:
-            return self._open.get((key, anchor))
+            source = self._open.pop((key, anchor), None)
+            if source is None or source.entry.broken:
+                return None
+            self._open[key, anchor] = source
+            return source
 
     def lost(self, key: str, anchor: Anchor) -> bool:
         """Whether the entry was looked for in vain not long ago."""
@@ -226,18 +236,20 @@ class LowerTiers:
             self._end(key, anchors)
 
     def _open_file(self, key: str, anchor: Anchor) -> None:
-        """Map an entry that lies in files, brought nearer if there is room."""
+        """Open an entry that lies in files, brought nearer if there is room."""
         for number, tier in enumerate(self.folders):
-            entry, note = tier.get(key, anchor), tier.note(key)
+            entry, note = tier.open(key, anchor), tier.note(key)
             if entry is None or note is None:
                 continue
             place = tier
             for nearer in self.folders[:number]:
                 if nearer.put(key, entry, note):
-                    entry, place = nearer.get(key, anchor) or entry, nearer
+                    entry, place = nearer.open(key, anchor) or entry, nearer
                     break
             with self._lock:
-                self._open[key, anchor] = Source(entry, place.name, tier.name)
+                _remember(
+                    self._open, (key, anchor), Source(entry, place.name, tier.name), self._most_open
+                )
             return
 
     def _download(self, key: str, anchors: Sequence[Anchor]) -> None:
@@ -278,7 +290,7 @@ class LowerTiers:
             self._end(key)
 
     def _look(self) -> None:
-        """See what the files hold now, and let go of what is mapped and is no longer there."""
+        """See what the files hold now, and let go of what is open and is no longer there."""
         seen: dict[str, Mapping[str, Held]] = {tier.name: tier.held() for tier in self.folders}
         there = {key for held in seen.values() for key in held}
         with self._lock:
@@ -288,9 +300,20 @@ class LowerTiers:
             self._open = {name: each for name, each in self._open.items() if name[0] in there}
 
 
-def _remember(held: dict[_K, _V], key: _K, value: _V) -> None:
-    """Set it, as the newest; forget the oldest beyond _REMEMBERED."""
+def _remember(held: dict[_K, _V], key: _K, value: _V, most: int = 0) -> None:
+    """Set it, as the newest; forget the oldest beyond so many (0: _REMEMBERED)."""
     held.pop(key, None)
     held[key] = value
-    while len(held) > _REMEMBERED:
+    while len(held) > (most or _REMEMBERED):
         del held[next(iter(held))]
+
+
+def _most_open_files() -> int:
+    """Entries whose files may be open: half of what this process may have at all. What a row holds
+    stays open beyond that.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:  # many systems begin with 1024 and allow far more
+        soft = _FILES if hard == resource.RLIM_INFINITY else min(hard, max(soft, _FILES))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return min(_FILES, max(_FILES if soft < 0 else soft, 128)) // 2

@@ -15,6 +15,10 @@ from torch import Tensor
 
 from maskserve_engine.cache.codec import Coded
 from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.entry_file import FileTensor, StoredCoded
+
+Travelling = tuple[Coded, ...] | tuple[StoredCoded, ...]
+"""The tensors of a part, in memory or in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class Mover(Protocol):
         """The entry in host memory, to be written to a file."""
         ...
 
-    def move(self, parts: tuple[Coded, ...], ids: NDArray[np.int64] | None) -> Arrival:
+    def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:
         """Bring the tokens `ids` (None: all) of some tensors to the device."""
         ...
 
@@ -69,22 +73,38 @@ class HostMover:
     def to_host(self, entry: AnchorEntry) -> AnchorEntry:
         return entry
 
-    def move(self, parts: tuple[Coded, ...], ids: NDArray[np.int64] | None) -> Arrival:
+    def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:
         return Arrival(tuple(coded.map(lambda t: gathered(t, ids)) for coded in parts))
 
 
-def gathered(source: Tensor, ids: NDArray[np.int64] | None, out: Tensor | None = None) -> Tensor:
-    """A copy of the tokens `ids` (None: all) of `source` [tokens, n], into `out` if given."""
+def gathered(
+    source: Tensor | FileTensor, ids: NDArray[np.int64] | None, out: Tensor | None = None
+) -> Tensor:
+    """A copy of the tokens `ids` (None: all) of `source` [tokens, n], into `out` if given.
+
+    Raises:
+        OSError: a file that cannot be read any more.
+    """
     count = len(source) if ids is None else len(ids)
     if out is None:
         out = torch.empty((count, *source.shape[1:]), dtype=source.dtype)
-    # [tokens, bytes]: one number per token (a scale) is more than one byte, too.
-    raw, to = ((t if t.dim() > 1 else t[:, None]).view(torch.uint8).numpy() for t in (source, out))
+    if isinstance(source, FileTensor):
+        source.read(ids, _raw(out))
+        return out
+    raw, to = _raw(source), _raw(out)
     if ids is None:
         np.copyto(to, raw)
     else:
         np.take(raw, ids, axis=0, out=to, mode="clip")  # any other mode copies once more
     return out
+
+
+def _raw(tensor: Tensor) -> NDArray[np.uint8]:
+    # [tokens, bytes]: one number per token (a scale) is more than one byte, too.
+    raw: NDArray[np.uint8] = (
+        (tensor if tensor.dim() > 1 else tensor[:, None]).view(torch.uint8).numpy()
+    )
+    return raw
 
 
 class CudaMover:
@@ -125,7 +145,7 @@ class CudaMover:
             with torch.cuda.stream(stream):
                 return AnchorEntry(entry.anchor, tuple(each.each(moved) for each in entry.blocks))
 
-    def move(self, parts: tuple[Coded, ...], ids: NDArray[np.int64] | None) -> Arrival:
+    def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             arrived = tuple(
                 coded.map(lambda t: self._travel(t, ids), lambda t: self._travel(t, None))
@@ -135,7 +155,7 @@ class CudaMover:
             event.record(self.stream)
         return Arrival(arrived, event)
 
-    def _travel(self, source: Tensor, ids: NDArray[np.int64] | None) -> Tensor:
+    def _travel(self, source: Tensor | FileTensor, ids: NDArray[np.int64] | None) -> Tensor:
         """Through the ring, a buffer's fill of tokens at a time."""
         count = len(source) if ids is None else len(ids)
         arrived = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device=self.device)

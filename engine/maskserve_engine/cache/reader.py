@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from maskserve_core.contracts.entry_key import Anchor
-from maskserve_engine.cache.entries import Source
+from maskserve_engine.cache.entry_file import Source
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.cache.store import Store

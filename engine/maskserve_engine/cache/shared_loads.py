@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from maskserve_core.contracts.entry_key import Anchor
-from maskserve_engine.cache.entries import PARTS, Source
+from maskserve_engine.cache.entries import PARTS, AnchorEntry
+from maskserve_engine.cache.entry_file import Source
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.loader import Load, Loader
 from maskserve_engine.cache.memory_tier import MemoryTier
@@ -74,9 +75,11 @@ class SharedLoads:
         return came, moved
 
     def _share(self, source: Source, selection: Selection | None, force: bool) -> _Shared | None:
-        if source.tier == self._memory.name and self._loader.mover.reads_device:
-            load = Load(source.entry, source.tier, None)
-            for block, each in enumerate(source.entry.blocks):
+        entry = source.entry
+        on_device = source.tier == self._memory.name and self._loader.mover.reads_device
+        if isinstance(entry, AnchorEntry) and on_device:
+            load = Load(entry, source.tier, None)
+            for block, each in enumerate(entry.blocks):
                 for part in PARTS:
                     if each.part(part):
                         load.arrive((block, part), Arrival(each.part(part)))

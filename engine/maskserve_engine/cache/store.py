@@ -6,7 +6,7 @@
     remote    remote_tier.py    objects under a URL
 
 New entries go to the device at once and to the files behind it. An edit that finds its template
-in files has it mapped, and brought nearer, while it queues. The engine's thread asks and never
+in files has it opened, and brought nearer, while it queues. The engine's thread asks and never
 waits for a file: "not now" is an answer, and the row computes all its tokens until it is not.
 """
 
@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from maskserve_core.contracts.entry_key import Anchor
-from maskserve_engine.cache.entries import AnchorEntry, Source
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.entry_file import Source
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.loader import Loader
@@ -110,12 +111,12 @@ class Store:
         if source is None:
             if not self.lower.lost(key, anchor):
                 self.lower.fetch(key, [anchor])
-        elif source.tier == self.memory.name:
+        elif isinstance(source.entry, AnchorEntry) and source.tier == self.memory.name:
             self.memory.lend(source.entry)
         return source
 
     def let_go(self, source: Source) -> None:
-        if source.tier == self.memory.name:
+        if isinstance(source.entry, AnchorEntry) and source.tier == self.memory.name:
             self.memory.give_back(source.entry)
 
     def account(self, handle: Handle) -> tuple[str, int]:

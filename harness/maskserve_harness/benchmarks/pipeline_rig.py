@@ -13,11 +13,10 @@ from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.flops import KINDS, RowTokens
 from maskserve_core.planning.step_costs import StepCosts, step_costs
 from maskserve_core.planning.two_stream import Plan, evaluate
-from maskserve_engine.cache.codec import Coded
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.loader import Loader
 from maskserve_engine.cache.memory_tier import MemoryTier
-from maskserve_engine.cache.movers import Arrival, HostMover
+from maskserve_engine.cache.movers import Arrival, HostMover, Travelling
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
@@ -39,7 +38,7 @@ class Throttled(HostMover):
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
 
-    def move(self, parts: tuple[Coded, ...], ids: NDArray[np.int64] | None) -> Arrival:
+    def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:
         begin = time.perf_counter()
         arrival = super().move(parts, ids)
         size = sum(coded.nbytes for coded in arrival.parts)
