@@ -1,0 +1,138 @@
+"""Edits served through the engine, its store, loader, templates and shared loads: which template,
+which anchor and which step a row reads, told by its pixels and by what it was given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maskserve_core.contracts.entry_key import Anchor
+from maskserve_engine.cache.codec import GROUP, encode
+from maskserve_engine.cache.entries import PARTS, AnchorEntry
+from maskserve_engine.engine import Engine
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_encoder
+from tests.fakes.jobs import config_of, tolerance
+from tests.support.engines import accept, edit, job, make_engine
+from tests.support.sink import Sink
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_fill: Path) -> Encoder:
+    return load_encoder(config_of(tiny_fill))
+
+
+@pytest.fixture
+def engine(tiny_fill: Path, encoder: Encoder) -> Any:
+    engine = make_engine(tiny_fill, encoder)
+    yield engine
+    engine.close(10.0)
+    engine.cache.check_integrity()
+
+
+def jobs_of_one_size(encoder: Encoder) -> list[Any]:
+    """Two edits of two templates, with one prompt, one seed, one size and one mask."""
+    first = job(encoder, 70, "one", cache="require", num_inference_steps=STEPS)
+    size, number = first.moments.shape, 71
+    while True:
+        other = job(encoder, number, "other", cache="require", num_inference_steps=STEPS)
+        if other.moments.shape == size:
+            request = replace(other.request, seed=first.request.seed)
+            return [first, replace(other, request=request, conditioning=first.conditioning)]
+        number += 1
+
+
+def test_two_templates_with_one_mask_at_once_give_the_pixels_of_lone_runs(
+    engine: Engine, encoder: Encoder
+) -> None:
+    jobs = jobs_of_one_size(encoder)
+    alone = [edit(engine, each).latents for each in jobs]
+    between = np.abs(alone[0] - alone[1]).max()
+    assert between > 100 * tolerance(alone[0])  # the templates can be told apart
+    sinks = [Sink() for _ in jobs]
+    named = [
+        replace(each, request=replace(each.request, request_id=f"again {n}"))
+        for n, each in enumerate(jobs)
+    ]
+
+    def both_at_once() -> None:
+        for each, sink in zip(named, sinks, strict=True):
+            accept(engine, each, sink)
+
+    steps, rows = (engine.counters[name] for name in ("steps_total", "cached_rows_total"))
+    engine.ask(both_at_once).result(30)
+    finals = [sink.final() for sink in sinks]
+    assert engine.counters["cached_rows_total"] == rows + 2 * STEPS
+    assert engine.counters["steps_total"] == steps + STEPS  # side by side
+    for final, lone in zip(finals, alone, strict=True):
+        assert final.meta["cache"] == "hit"
+        assert final.meta["kinds"].keys() == {"kv"}
+        assert np.abs(final.latents - lone).max() <= tolerance(lone)
+
+
+def test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries are known by when priming made them, not by the name they are asked for by."""
+    made: dict[int, tuple[str, Anchor]] = {}
+    primings: dict[str, tuple[Any, list[AnchorEntry]]] = {}
+    read: list[tuple[int, tuple[str, Anchor]]] = []
+    adapter, keep, step = engine.adapter, engine.cache.keep, engine.adapter.step
+
+    def keeping(priming: Any, entry: AnchorEntry, done: int) -> bool:
+        made[id(entry)] = priming.key, priming.anchors[done - 1]
+        primings.setdefault(priming.key, (priming, []))[1].append(entry)
+        return keep(priming, entry, done)
+
+    def stepping(rows: Any, plan: Any, entries: Any) -> None:
+        for row, entry in zip(rows, entries, strict=True):
+            if entry is not None:
+                read.append((row.step, made[id(entry.load.entry)]))
+        step(rows, plan, entries)
+
+    monkeypatch.setattr(engine.cache, "keep", keeping)
+    monkeypatch.setattr(adapter, "step", stepping)
+    for each in jobs_of_one_size(encoder):
+        read.clear()
+        edit(engine, each)
+        key = engine.cache.key_of(each)
+        priming, entries = primings[key]
+        nearest = [
+            min(priming.anchors, key=lambda a: (abs(a.sigma - sigma), -a.sigma))
+            for sigma, _ in adapter.sigmas(each)
+        ]
+        assert len(set(nearest)) > 1
+        assert read == [(n, (key, anchor)) for n, anchor in enumerate(nearest)]
+        # And each entry is what its anchor gives by itself.
+        for anchor, entry in zip(priming.anchors, entries, strict=True):
+            row = adapter.priming_row(
+                each, (anchor,), encoder.encode_prompt(""), priming.noise_seed,
+                engine.cache.kinds, "model",
+            )  # fmt: skip
+            step([row], None, [None])
+            for ours, lone in zip(entry.blocks, row.take_entry().blocks, strict=True):
+                for part in PARTS:
+                    for x, y in zip(ours.part(part), lone.part(part), strict=True):
+                        assert torch.allclose(x.data, y.data, atol=1e-4)
+
+
+def test_int4_is_off_by_half_a_step_at_most_and_by_nothing_in_the_mean() -> None:
+    """Floored, not rounded, it would be off by up to one and by half a step in the mean."""
+    x = torch.from_numpy(np.random.default_rng().uniform(-1, 1, (512, 4 * GROUP)))
+    coded = encode(x.float(), "int4")
+    assert coded.scale is not None
+    assert coded.groups is not None
+    back = torch.empty_like(x, dtype=torch.float32)
+    coded.into(back)
+    size = coded.groups.float().repeat_interleave(GROUP, dim=1) * coded.scale
+    off = (back - x.float()) / size
+    assert float(off.abs().max()) <= 0.51
+    assert abs(float(off.mean())) <= 0.01
