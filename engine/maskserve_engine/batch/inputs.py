@@ -12,6 +12,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.packing import SparseLayout, sparse_layout
 from maskserve_engine.batch.resident_kv import ResidentKV
+from maskserve_engine.batch.residuals import Residuals
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.layers.scatter_kv import Source
@@ -59,6 +60,8 @@ class RowInput:
     """A cached row's inactive tokens; None where all are computed."""
     capture: Recorder | None = None
     """Of a priming row."""
+    residuals: Residuals | None = None
+    """What is added to its hidden states; None: nothing."""
 
 
 class Packed:
@@ -68,6 +71,8 @@ class Packed:
         self.rows = tuple(rows)
         self.rests = tuple(row.rest for row in rows)
         self.captures = tuple(row.capture for row in rows)
+        self.residuals = {i: row.residuals for i, row in enumerate(rows) if row.residuals}
+        """Of the rows that have some, by their number."""
         self.primes = any(capture is not None for capture in self.captures)
         self.resident_kv = ResidentKV()
         rest_cis = [rest.cis for rest in self.rests if rest is not None]

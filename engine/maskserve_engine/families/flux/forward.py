@@ -94,6 +94,19 @@ class State:
                 self.text, self.image = double_block(
                     block, *streams, both, self.packing, self.cis, fill, capture, segments
                 )
+            if self.packed.residuals:
+                self._add_residuals(index)
+
+    def _add_residuals(self, index: int) -> None:
+        """To each row's computed image tokens: in any packing, the first ones of its image."""
+        for row, residuals in self.packed.residuals.items():
+            added = residuals.after(index)
+            if added is not None:
+                if self.joined:
+                    begin = self.packing.row_stream.spans[row][0] + self.packing.text[row]
+                else:
+                    begin = self.packing.image_stream.spans[row][0]
+                self.image[begin : begin + len(added)] += added
 
     def part(self, rows: Sequence[int]) -> State:
         """Some rows alone, from here on."""

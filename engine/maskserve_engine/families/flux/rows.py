@@ -11,6 +11,7 @@ from torch import Tensor
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.batch.host_copy import HostCopy
 from maskserve_engine.batch.inputs import RowInput
+from maskserve_engine.batch.residuals import Residuals
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
@@ -98,6 +99,7 @@ class FluxRow:
     negative: Negative | None = None
     first_block: FirstBlockCache | None = None
     """Of a row that may skip blocks."""
+    residuals: Residuals | None = None
     inactive: Inactive | None = None
     """None for a dense row."""
     entry: Handle | None = None
@@ -150,7 +152,9 @@ class FluxRow:
                 tokens = torch.cat((tokens, rest.tokens()))
                 cis = torch.cat((cis, rest.cis))
                 rest = None
-        return RowInput(tokens, self.text, self.pooled, self.guidance, cis, rest)
+        return RowInput(
+            tokens, self.text, self.pooled, self.guidance, cis, rest, residuals=self.residuals
+        )
 
     def settle(self, latents: Tensor, begin: int) -> None:
         """Have the latents where they were packed.

@@ -60,6 +60,10 @@ class Canvas(ABC):
         """An Upsample2D to the picture's `size` on `level`."""
 
     @abstractmethod
+    def cut(self, level: int, x: Tensor) -> Tensor:
+        """What is computed here of a map [..., h, w] of the whole picture."""
+
+    @abstractmethod
     def leave(self, size: tuple[int, int], answer: Tensor) -> Tensor:
         """The model's answer for the whole picture; what was not computed is 0."""
 
@@ -84,6 +88,9 @@ class Whole(Canvas):
 
     def widen(self, level: int, size: tuple[int, int], sampler: Any, x: Tensor) -> Tensor:
         return sampler(x, size)
+
+    def cut(self, level: int, x: Tensor) -> Tensor:
+        return x
 
     def leave(self, size: tuple[int, int], answer: Tensor) -> Tensor:
         return answer
@@ -132,6 +139,9 @@ class Tiled(Canvas):
         x = x.index_select(2, rows // 2 - coarse.top)
         x = x.index_select(3, columns // 2 - coarse.left)
         return _convolved(sampler.conv, frame.pad(x))
+
+    def cut(self, level: int, x: Tensor) -> Tensor:
+        return self.tile[level].box.cut(x)
 
     def leave(self, size: tuple[int, int], answer: Tensor) -> Tensor:
         out = answer.new_zeros(*answer.shape[:2], *size)

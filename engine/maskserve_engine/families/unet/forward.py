@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.planning.flops_unet import level_sizes
+from maskserve_engine.batch.residuals import Residuals
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.families.unet.canvas import Canvas, Site, Tiled, Whole
@@ -35,6 +36,8 @@ class PassInput:
     """The inactive tokens; given with `active`."""
     surroundings: Surroundings | None = None
     """Of the tile on which the row's convolutions run; None: they run on the whole picture."""
+    residuals: Residuals | None = None
+    """What is added to its feature maps; None: nothing."""
 
 
 class Packed:
@@ -55,6 +58,9 @@ class Packed:
         device: torch.device,
     ) -> None:
         self.rests = tuple(each.rest for each in passes)
+        given = tuple(each.residuals for each in passes)
+        self.residuals = given if any(given) else ()
+        """Per pass; nothing where no pass has any."""
         self.text = Text(torch.cat([each.text for each in passes]))
         lengths = [len(each.text) for each in passes]
         added = [each.added for each in passes if each.added is not None]
@@ -122,18 +128,19 @@ def forward(
         embedding = embedding + packed.added
     walk = _Walk(packed, kinds, captures, embedding, model.conv_norm_out.num_groups)
     x = walk.enter(model.conv_in, sample)
-    skips = [x]
+    skips = [walk.with_residuals(0, x)]
     for stage in model.down_blocks:
         for resnet, stack in _layers(stage):
             x = walk.layer(resnet, stack, x)
-            skips.append(x)
+            skips.append(walk.with_residuals(len(skips), x))
         for sampler in stage.downsamplers or ():
             x = walk.down(sampler, x)
-            skips.append(x)
+            skips.append(walk.with_residuals(len(skips), x))
     first, *others = model.mid_block.resnets
     x = walk.resnet(first, x)
     for stack, resnet in zip(model.mid_block.attentions, others, strict=True):
         x = walk.resnet(resnet, walk.stack(stack, x))
+    x = walk.with_residuals(len(skips), x)
     for stage in model.up_blocks:
         for resnet, stack in _layers(stage):
             x = walk.layer(resnet, stack, walk.joined(x, skips.pop()))
@@ -217,6 +224,20 @@ class _Walk:
         size = self.packed.sizes[0]
         whole = [canvas.leave(size, own) for canvas, own in zip(self.canvases, x, strict=True)]
         return whole[0] if len(whole) == 1 else torch.cat(whole)
+
+    def with_residuals(self, number: int, x: Maps) -> Maps:
+        """A feature map and what is added to it at the place `number` (`Residuals`)."""
+        if not self.packed.residuals:
+            return x
+        return [
+            torch.stack([self._added(number, c, *each) for each in zip(own, of, strict=True)])
+            for c, own in zip(self.canvases, x, strict=True)
+            for of in (self.packed.residuals[c.passes],)
+        ]
+
+    def _added(self, number: int, canvas: Canvas, x: Tensor, of: Residuals | None) -> Tensor:
+        added = None if of is None else of.after(number)
+        return x if added is None else x + canvas.cut(self.level, added)
 
     @staticmethod
     def joined(x: Maps, skips: Maps) -> Maps:

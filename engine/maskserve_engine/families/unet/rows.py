@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.batch.host_copy import HostCopy
+from maskserve_engine.batch.residuals import Residuals
 from maskserve_engine.cache.codec import Coded
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.handle import Handle
@@ -107,6 +108,7 @@ class UnetRow:
     """[C, h, w]; what lies outside a cached row's active tokens is never read."""
     condition: Tensor | None
     blend: Blend | None
+    residuals: Residuals | None = None
     inactive: Inactive | None = None
     """None for a dense row."""
     entry: Handle | None = None
@@ -155,7 +157,7 @@ class UnetRow:
             prompts.append(self.guidance.negative)
         inactive = self.inactive
         if inactive is None or self.entry is None:
-            return [PassInput(each.text, each.added) for each in prompts]
+            return [PassInput(each.text, each.added, residuals=self.residuals) for each in prompts]
         return [
             PassInput(
                 each.text,
@@ -163,6 +165,7 @@ class UnetRow:
                 inactive.active,
                 CachedRest(self, min(number, inactive.halves - 1)),
                 self.surroundings,
+                self.residuals,
             )
             for number, each in enumerate(prompts)
         ]
