@@ -9,6 +9,8 @@ PIP_FLAGS ?=
 MODEL ?= assets/models/demo
 WORKERS ?= 1
 PYTEST_FLAGS ?=
+# What torch itself pins, each build of it another version: never in constraints.txt.
+BY_TORCH := triton|cuda-[a-z-]+|nvidia-(cu|nccl|nv)[a-z0-9-]*
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
@@ -48,7 +50,7 @@ test-full: $(STAMP) ## the tests, slow ones too
 compose-test: $(STAMP) ## the containers: build, up, edit, kill a worker, down (needs Docker)
 	MASKSERVE_COMPOSE=required $(PY) -m pytest --slow tests/e2e/test_compose.py $(PYTEST_FLAGS)
 
-check: $(STAMP) ## lint, format, types, imports
+check: $(STAMP) ## lint, format, types, imports, whether all extras install from the public index
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy engine/maskserve_core engine/maskserve_engine router/maskserve_router \
@@ -56,6 +58,7 @@ check: $(STAMP) ## lint, format, types, imports
 	# Triton wants a model.py in a folder of that number: each is a module `model` of its own.
 	for model in model_repository/*/1/model.py; do $(VENV)/bin/mypy $$model || exit 1; done
 	PYTHONPATH=engine:router:client:serving:harness $(VENV)/bin/lint-imports
+	$(PY) scripts/check_install.py
 
 bench: $(STAMP) ## what Triton adds to an edit
 	$(PY) scripts/bench_overhead.py
@@ -65,7 +68,8 @@ serve: $(STAMP) ## serve MODEL with WORKERS workers until Ctrl-C
 
 constraints: $(STAMP) ## write the installed versions to constraints.txt
 	@head -2 constraints.txt > constraints.new
-	@$(PY) -m pip freeze --exclude-editable | sed -E 's/\+(cpu|cu[0-9]+)$$//' >> constraints.new
+	@$(PY) -m pip freeze --exclude-editable | sed -E 's/\+(cpu|cu[0-9]+)$$//' \
+		| grep -vE '^($(BY_TORCH))==' >> constraints.new
 	@mv constraints.new constraints.txt
 
 clean: ## remove the virtual environment, caches and outputs

@@ -5,6 +5,7 @@ Read apart from the code, so that the layer of dependencies is built anew only w
     python3 deploy/requirements.py engine router trace > requirements.txt
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -12,11 +13,20 @@ import tomllib
 
 
 def requirements(extras: list[str]) -> list[str]:
-    """Those of the package and of these extras."""
+    """Those of the package, of these extras, and of the extras that these name."""
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = [line for extra in extras for line in project["optional-dependencies"][extra]]
-    own = project["name"]
-    return [line for line in [*project["dependencies"], *named] if not line.startswith(f"{own}[")]
+    lines = list(project["dependencies"])
+    waiting, seen = list(extras), set[str]()
+    while waiting:
+        if (extra := waiting.pop(0)) in seen:
+            continue
+        seen.add(extra)
+        for line in project["optional-dependencies"][extra]:
+            if own := re.fullmatch(rf"{project['name']}\[(.+)\]", line):
+                waiting += own[1].split(",")
+            else:
+                lines.append(line)
+    return lines
 
 
 if __name__ == "__main__":
