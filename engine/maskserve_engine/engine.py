@@ -18,6 +18,8 @@ from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, Overloaded, guarded
 from maskserve_core.worker.observations import Observations
+from maskserve_core.worker.step_scheduler import StepScheduler
+from maskserve_core.worker.ticket import MakePolicy
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.cache.store import Store
 from maskserve_engine.entry_store import estimated_costs, open_store, sized
@@ -58,6 +60,7 @@ class Engine:
             the encoder puts it.
         revision: digest of the served weights.
         executor: makes what holds and steps the rows.
+        policy: makes what decides which rows run.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Engine:
         prompt: Callable[[], Conditioning | None] | None = None,
         revision: str = "",
         executor: Callable[[Adapter, Store], Executor] = LocalExecutor,
+        policy: MakePolicy = StepScheduler,
     ) -> None:
         self.config, self.adapter = config, adapter
         runtime = Path(config.runtime_dir) if config.runtime_dir else None
@@ -91,7 +95,7 @@ class Engine:
         self.executor: Executor = executor(adapter, self.cache.store)
         self.audits = Audits(config.cache, self.observations)
         self.manager = RequestManager(
-            config, adapter, self.cache, self.executor, self.audits, self._output
+            config, adapter, self.cache, self.executor, self.audits, self._output, policy
         )
         self.counters = new_counters()
         self._publisher = StatusPublisher(
@@ -268,11 +272,13 @@ class Engine:
     def turn(self) -> None:
         """Once around: commands, a decision, and a step if there is something to step."""
         self._take_commands()
-        running = self.manager.running()
-        if running:
-            # Before the step: who looks meanwhile sees what is being computed.
-            self._publisher.publish(self.state)
-            self._step_runner.step(running)
+        for run in self.manager.schedule():
+            for _ in range(run.steps):
+                running = self.manager.running(run)
+                if running:
+                    # Before the step: who looks meanwhile sees what is being computed.
+                    self._publisher.publish(self.state)
+                    self._step_runner.step(running, run.devices)
 
     def _take_commands(self) -> None:
         """Run what came in; wait for something when no row is there to run."""

@@ -116,6 +116,8 @@ class StepInput:
     number: int
     """Of the step: what it reads travels before what later steps read."""
     rows: tuple[str, ...]
+    devices: tuple[int, ...] = (0,)
+    """Of the worker, that compute them together."""
     reads: tuple[Read, ...] = ()
     """Of the rows that read an entry in this step, as `load` has found them."""
     work: ModelWork | None = None

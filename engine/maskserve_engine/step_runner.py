@@ -64,15 +64,19 @@ class StepRunner:
         self._numbers = count(1)
         self._counted = CountedWork()
 
-    def step(self, running: Running) -> None:
+    def step(self, running: Running, devices: tuple[int, ...] = (0,)) -> None:
         """Take one step of these rows.
+
+        Args:
+            running: at least one row.
+            devices: that compute them.
 
         Raises:
             RuntimeError: nothing but failures for several steps.
         """
         reads, loads = self._load(running)
         planned = self._plan(running, loads)
-        result = self._run(running, reads, loads, planned)
+        result = self._run(running, devices, reads, planned)
         self._update(running, result, self._dense if planned is None else planned.plan.kinds)
 
     def _load(self, running: Running) -> tuple[list[Read], dict[str, LoadState]]:
@@ -114,18 +118,18 @@ class StepRunner:
     def _run(
         self,
         running: Running,
+        devices: tuple[int, ...],
         reads: list[Read],
-        loads: dict[str, LoadState],
         planned: StepPlan | None,
     ) -> StepResult:
         self.counters["step_tokens_total"] += sum(edit.step_tokens for edit in running)
         rows = tuple([edit.request_id for edit in running])
         number = next(self._numbers)
         if planned is None:
-            step = StepInput(number, rows)
+            step = StepInput(number, rows, devices)
         else:
             work = self._work(running)
-            step = StepInput(number, rows, tuple(reads), work, planned.plan, planned.ahead)
+            step = StepInput(number, rows, devices, tuple(reads), work, planned.plan, planned.ahead)
         result = self.executor.step(step)
         self.times.add(
             TakenStep(

@@ -44,7 +44,8 @@ class Loop:
         self.engine.cache.prompt = lambda: encoder.encode_prompt("")
 
     def turn(self) -> None:
-        self.engine._step_runner.step(self.engine.manager.running())
+        for run in self.engine.manager.schedule():
+            self.engine._step_runner.step(self.engine.manager.running(run))
 
     def until_answered(self, sink: Sink) -> None:
         self.engine._output.start()

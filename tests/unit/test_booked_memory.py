@@ -61,7 +61,7 @@ def test_what_rows_hold_of_an_evicted_template_is_booked(engine: Engine, encoder
 
     def run_and_evict() -> tuple[int, int]:
         accept(engine, replace_id(job(encoder, 2, "first"), "runs"), sink)
-        engine._step_runner.step(engine.manager.running())
+        engine.turn()
         engine.cache.evict(job(encoder, 2, "first").request.template_id)
         return memory.booked, len(set(engine.manager.edits["runs"].route.anchors))
 

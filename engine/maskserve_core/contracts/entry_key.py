@@ -30,10 +30,15 @@ class TemplateKey:
     entry_halves: int = 1
     """2: both passes of guided steps have entries of their own."""
     layout_version: int = LAYOUT_VERSION
+    adapters: str = ""
+    """Digest of the adapters that change the model's activations; empty without any."""
 
     def digest(self) -> str:
         """32 hexadecimal digits; the name under which entries are stored."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        fields = asdict(self)
+        if not self.adapters:
+            del fields["adapters"]  # entries from before there were any keep their names
+        text = json.dumps(fields, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

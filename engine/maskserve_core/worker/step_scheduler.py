@@ -32,7 +32,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from maskserve_core.errors import InvalidRequest, Overloaded
-from maskserve_core.worker.ticket import Decision, Ticket
+from maskserve_core.worker.ticket import Decision, Run, Ticket
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,7 +46,8 @@ class _Place:
 
 
 class StepScheduler:
-    """Bounded queues in front of a batch of at most `max_rows` rows.
+    """Bounded queues in front of a batch of at most `max_rows` rows on one device, decided anew at
+    each step (`SchedulingPolicy`).
 
     Live and background tickets wait in queues of their own, each of at most `max_waiting`, so that
     priming never makes a live edit be refused. Tickets held (waiting, running or parked) leave by
@@ -156,7 +157,8 @@ class StepScheduler:
         background = tuple(self._background.values())[:turn]
         live, background = self._one_batch(live, background)
         self._settle(live, background)
-        return Decision((*admitted, *started), (*live, *background), expired)
+        rows = (*live, *background)
+        return Decision((*admitted, *started), (Run(rows),) if rows else (), expired)
 
     def _one_batch(
         self, live: tuple[Ticket, ...], background: tuple[Ticket, ...]

@@ -21,7 +21,7 @@ from maskserve_core.errors import (
 )
 from maskserve_core.worker.status import RowStatus
 from maskserve_core.worker.step_scheduler import StepScheduler
-from maskserve_core.worker.ticket import Ticket
+from maskserve_core.worker.ticket import MakePolicy, Run, Ticket
 from maskserve_engine.executor import CachedRow, DenseRow, Executor, RowMade
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob, Failed, Final
@@ -47,11 +47,12 @@ class RequestManager:
         executor: Executor,
         audits: Audits,
         output: OutputThread,
+        policy: MakePolicy = StepScheduler,
     ) -> None:
         self.config, self.adapter, self.output = config, adapter, output
         self.executor = executor
         self.cache, self.audits = cache, audits
-        self.scheduler = StepScheduler(
+        self.scheduler = policy(
             config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
         )
         self.edits: dict[str, RequestState] = {}
@@ -69,7 +70,7 @@ class RequestManager:
         except Exception as error:
             self.output.send(edit.sink, Failed(guarded(edit.request_id, error)))
 
-    def running(self) -> list[RequestState | PrimingState]:
+    def schedule(self) -> tuple[Run, ...]:
         """Decide the next step: tell the expired, make rows for the admitted."""
         now = time.monotonic()
         self.audits.judge_arrived()
@@ -85,9 +86,12 @@ class RequestManager:
             )
         for ticket in decision.admitted:
             self._admit(ticket)
+        return decision.runs
+
+    def running(self, run: Run) -> list[RequestState | PrimingState]:
+        """Of a run those that have a row now."""
         held: list[RequestState | PrimingState | None] = [
-            self.edits.get(t.request_id) or self.primings.held.get(t.request_id)
-            for t in decision.running
+            self.edits.get(t.request_id) or self.primings.held.get(t.request_id) for t in run.rows
         ]
         return [edit for edit in held if edit is not None and edit.running]
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from maskserve_core.errors import Overloaded
 from maskserve_core.worker.logs import about
-from maskserve_core.worker.step_scheduler import StepScheduler
-from maskserve_core.worker.ticket import Ticket
+from maskserve_core.worker.ticket import SchedulingPolicy, Ticket
 from maskserve_engine.executor import Executor, PrimingRow, RowStep
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob
@@ -37,7 +36,7 @@ class Primings:
         self,
         adapter: Adapter,
         cache: TemplateCache,
-        scheduler: StepScheduler,
+        scheduler: SchedulingPolicy,
         executor: Executor,
         ended: Callable[[str], None],
     ) -> None:

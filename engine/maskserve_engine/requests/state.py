@@ -34,17 +34,24 @@ class EditWork:
     """Rows of equal keys may share a step."""
     passes: int = 1
     """Of the model in one step."""
+    dense_flops: float = 0.0
+    """Of one step by itself that computes all tokens."""
+    cached_flops: float = 0.0
+    """The same of one that loads every block's keys and values."""
 
     @classmethod
     def of(cls, job: EditJob, adapter: Adapter) -> EditWork:
-        tokens = adapter.tokens(job)
+        tokens, counted = adapter.tokens(job), adapter.counted(job)
+        work = adapter.work(*job.moments.shape[1:])
         return cls(
             total_tokens=tokens.total,
             active_tokens=tokens.active,
             steps=adapter.steps(job),
-            counted=adapter.counted(job),
+            counted=counted,
             batch_key=adapter.batch_key(job),
             passes=1 if job.negative is None else 2,
+            dense_flops=work.batch_flops(None, (), counted),
+            cached_flops=work.batch_flops(counted, ("kv",) * adapter.blocks, None),
         )
 
     @property
@@ -214,6 +221,8 @@ class RequestState:
             deadline=self.deadline,
             background=self.audit is not None,
             batch_key=(work.batch_key, self.request_id) if alone else work.batch_key,
+            cost=work.cached_flops if self.mode == "cached" else work.dense_flops,
+            due=self.deadline,
         )
 
     def count_step(self, step: RowStep, rows: int, kinds: tuple[str, ...]) -> tuple[str, ...]:

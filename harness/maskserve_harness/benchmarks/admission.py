@@ -114,8 +114,8 @@ def _admit(engine: Engine, job: EditJob, kind: str, *, prepared: bool) -> dict[s
     prepare_ms, ready = timed(lambda: RequestState.of(prepare(job), lambda event: None, adapter))
     with torch.inference_mode():
         accept_ms, _ = timed(lambda: manager.accept(ready))
-        admit_ms, running = timed(manager.running)
-    (edit,) = running
+        admit_ms, runs = timed(manager.schedule)
+    (edit,) = manager.running(*runs)
     assert edit.status().kind == kind
     manager.cancel(edit.request_id)
     return {"prepare_ms": prepare_ms, "accept_ms": accept_ms, "admit_ms": admit_ms}

@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Callable, Sequence
 
 from maskserve_core.routing import Edit, NoWorkerAvailable, make_policy, predicted_seconds
+from maskserve_core.worker.step_scheduler import StepScheduler
+from maskserve_core.worker.ticket import MakePolicy
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_harness.simulator.job import Job
 from maskserve_harness.simulator.residency import Host
@@ -15,9 +17,15 @@ from maskserve_harness.simulator.workload import Request
 
 
 class Cluster:
-    """Workers, a policy, and a clock that jumps from event to event."""
+    """Workers, a policy of routing, one of stepping, and a clock that jumps from event to event."""
 
-    def __init__(self, scenario: Scenario, hardware: Hardware, seed: int = 0) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        hardware: Hardware,
+        seed: int = 0,
+        step_policy: MakePolicy = StepScheduler,
+    ) -> None:
         self.scenario = scenario
         self.hardware = hardware
         self.policy = make_policy(scenario.policy)
@@ -35,6 +43,7 @@ class Cluster:
                     self._at,
                     self._ended,
                     seed * 1000 + i,
+                    step_policy,
                 )
                 for i in range(scenario.workers)
             )

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from maskserve_core.routing import Edit, RowLoad, WorkerView
 from maskserve_core.worker.step_scheduler import StepScheduler
-from maskserve_core.worker.ticket import Ticket
+from maskserve_core.worker.ticket import MakePolicy, Run, Ticket
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_harness.simulator.job import Job
 from maskserve_harness.simulator.residency import Host
@@ -41,14 +41,13 @@ class Worker:
         at: At,
         ended: Callable[[Job, float], None],
         seed: int,
+        policy: MakePolicy = StepScheduler,
     ) -> None:
         self.name = name
         self.hardware = hardware
         self.scenario = scenario
         self.host = host
-        self.scheduler = StepScheduler(
-            scenario.max_rows, scenario.max_waiting, scenario.priming_share
-        )
+        self.scheduler = policy(scenario.max_rows, scenario.max_waiting, scenario.priming_share)
         self.busy_seconds = 0.0
         self.steps = 0
         self.row_steps = 0
@@ -67,7 +66,7 @@ class Worker:
         """Static batching: ready, and waiting for the batch to end."""
         self._held: list[Job] = []
         """Static batching: done, and waiting for the batch to end."""
-        self._stepping: tuple[Ticket, ...] | None = None
+        self._stepping: tuple[Run, ...] | None = None
         self._step_began = 0.0
         self._debt = 0.0
         """Strawman: seconds of post-processing that the loop does before its next step."""
@@ -161,6 +160,8 @@ class Worker:
                 job.row.tokens,
                 request.arrival,
                 deadline=None if deadline is None else request.arrival + deadline,
+                cost=self.hardware.step_seconds(*_alone(job.row.tokens, self.hardware.tokens)),
+                due=None if deadline is None else request.arrival + deadline,
             )
         )
 
@@ -189,17 +190,38 @@ class Worker:
             self._assigned[ticket.request_id].started = now
         if not decision.running:
             return
-        self._stepping = decision.running
+        self._stepping = decision.runs
         stall, self._debt = self._debt, 0.0
         if self.scenario.batching == "strawman":
             stall += self.scenario.pre_seconds * len(admitted)
-        seconds = stall + self._step_seconds(decision.running)
+        seconds = stall + self._seconds(decision.runs)
         self.busy_seconds += seconds
         if self.intervals and self.intervals[-1][1] == now:
             self.intervals[-1] = (self.intervals[-1][0], now + seconds)
         else:
             self.intervals.append((now, now + seconds))
         self._at(now + seconds, self._stepped, None)
+
+    def _seconds(self, runs: tuple[Run, ...]) -> float:
+        """Until the last run has ended; those of the same devices run one after the other."""
+        taken: dict[tuple[int, ...], float] = {}
+        for run in runs:
+            own = sum(self._step_seconds(self._left(run, n)) for n in range(run.steps))
+            taken[run.devices] = taken.get(run.devices, 0.0) + own
+        return max(taken.values())
+
+    def _left(self, run: Run, steps: int) -> tuple[Ticket, ...]:
+        """Rows of a run that have more than so many steps to go."""
+        held: list[tuple[Ticket, _Prime | Job | None]] = [
+            (
+                ticket,
+                self._primes.get(ticket.request_id)
+                if ticket.background
+                else self._assigned.get(ticket.request_id),
+            )
+            for ticket in run.rows
+        ]
+        return tuple(ticket for ticket, each in held if each is not None and each.left > steps)
 
     def _step_seconds(self, running: tuple[Ticket, ...]) -> float:
         cached = active = dense = 0
@@ -217,8 +239,19 @@ class Worker:
 
     def _stepped(self, now: float, _: object) -> None:
         assert self._stepping is not None
+        runs, self._stepping = self._stepping, None
+        for run in runs:
+            for _ in range(run.steps):
+                self._run_stepped(self._left(run, 0), now)
+        if self._held and not len(self.scheduler):
+            for job in self._held:
+                self._finish(job, now)
+            self._held = []
+        self._begin(now)
+
+    def _run_stepped(self, rows: tuple[Ticket, ...], now: float) -> None:
         self.steps += 1
-        for ticket in self._stepping:
+        for ticket in rows:
             if ticket.background:
                 self._prime_stepped(ticket.request_id)
                 continue
@@ -233,12 +266,6 @@ class Worker:
                     self._held.append(job)
                 else:
                     self._finish(job, now)
-        self._stepping = None
-        if self._held and not len(self.scheduler):
-            for job in self._held:
-                self._finish(job, now)
-            self._held = []
-        self._begin(now)
 
     def _prime_stepped(self, name: str) -> None:
         prime = self._primes[name]
@@ -280,3 +307,8 @@ class Worker:
         for (_, end), (start, _) in pairwise(self.intervals):
             if start < end:
                 raise RuntimeError(f"{self.name}: busy twice at {start}")
+
+
+def _alone(active: int, total: int) -> tuple[int, int, int]:
+    """(cached rows, their active tokens, dense rows) of a step of one row."""
+    return (1, active, 0) if active < total else (0, 0, 1)
