@@ -28,9 +28,9 @@ from maskserve_engine.job import EditJob, Failed, Final
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.primings import Primings
+from maskserve_engine.requests.residency import Residency, Resource
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 from maskserve_engine.requests.templates import DENSE, TemplateCache
-from maskserve_engine.requests.waiting import WaitingEdits
 
 _STARTS_MOST = 5
 """Times that it is decided how an edit runs: its template may be lost again before it has a row."""
@@ -57,7 +57,7 @@ class RequestManager:
         )
         self.edits: dict[str, RequestState] = {}
         self.primings = Primings(adapter, cache, self.scheduler, executor, self.arrived)
-        self.waiting = WaitingEdits(config.engine.max_waiting)
+        self.residency = Residency(config.engine.max_waiting)
         self.draining = False
         self._listed: list[RequestState | PrimingState | None] = []
         """What was held and what ran when `_waiting` was made."""
@@ -141,7 +141,7 @@ class RequestManager:
         if edit is not None:
             self._release(edit)
             if edit.mode == "wait":
-                self.waiting.remove(edit.route.key, request_id)
+                self.residency.leave(request_id)
             self.scheduler.cancel(request_id)
             self.output.send(edit.sink, Failed(error, edit.timeline()))
 
@@ -154,7 +154,7 @@ class RequestManager:
         """A template can be read now, or will not be: those who waited go on, but for those whose
         template is still on its way.
         """
-        for request_id in self.waiting.take(key):
+        for request_id in self.residency.arrived(Resource("template", key)):
             self._resume(self.edits.pop(request_id))
 
     def rows(self) -> tuple[tuple[RowStatus, ...], tuple[RowStatus, ...]]:
@@ -209,7 +209,7 @@ class RequestManager:
                 "is short of memory); with cache: off the edit needs no template"
             )
         self._check_id(edit)
-        self.waiting.add(edit.route.key, edit.request_id)
+        self.residency.wait(edit.request_id, edit.needs)
         edit.waited = True
         self.edits[edit.request_id] = edit
 

@@ -16,6 +16,7 @@ from maskserve_engine.executor import RowLoads, RowStep
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob, Sink
 from maskserve_engine.requests.audits import Audit
+from maskserve_engine.requests.residency import Resource
 from maskserve_engine.requests.templates import DENSE, ExecutionMode, Priming, Route
 from maskserve_engine.timeline import RequestTimeline
 
@@ -184,6 +185,11 @@ class RequestState:
     @property
     def mode(self) -> ExecutionMode:
         return self.route.mode
+
+    @property
+    def needs(self) -> tuple[Resource, ...]:
+        """What has to be here before it can run."""
+        return (Resource("template", self.route.key),) if self.mode == "wait" else ()
 
     @property
     def counted(self) -> Totals:
