@@ -14,7 +14,7 @@ from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.planning.flops import Floats, ModelWork
 from maskserve_core.planning.two_stream import Plan
-from maskserve_engine.batch.host_copy import HostCopy
+from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.device_clock import Span
 from maskserve_engine.job import Conditioning, EditJob

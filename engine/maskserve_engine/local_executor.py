@@ -8,7 +8,7 @@ from typing import Any
 
 from maskserve_core.errors import EngineFailed
 from maskserve_core.worker.logs import about
-from maskserve_engine.batch.host_copy import HostCopy
+from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.loader import EntryLost

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.batch.host_copy import HostCopy
+from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder

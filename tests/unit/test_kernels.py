@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from maskserve_engine.families.stepping import Stepping
+from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.layers import kernels
 
 

@@ -12,22 +12,12 @@ from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.planning.two_stream import Plan
-from maskserve_engine.batch.host_copy import HostCopy
+from maskserve_engine.batch.stepping import Row
+from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
-
-
-class Row(Protocol):
-    """State between steps of whatever the batch computes: an edit, or a template being primed."""
-
-    request_id: str
-    step: int
-    """Model calls done; the adapter's step counts them."""
-
-    @property
-    def steps(self) -> int: ...
 
 
 class EditRow(Row, Protocol):

@@ -22,7 +22,7 @@ from maskserve_core.config_tables import CacheConfig
 from maskserve_core.contracts.settings import PRIORITIES
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.batch.host_copy import HostCopy
+from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.job import EditJob
 
 _log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.settings_rules import steps_run
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_core.planning.flops_flux import flux_work
+from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.flux.batch import Batch, Row
 from maskserve_engine.families.flux.compiled import compile_segments
@@ -26,7 +27,6 @@ from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, Pri
 from maskserve_engine.families.flux.schedule import check_sampler, load_sampler, make_schedule
 from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.flux.weights import Weights
-from maskserve_engine.families.stepping import Stepping
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import held_bytes, load_part

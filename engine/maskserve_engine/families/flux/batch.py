@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.batch.inputs import Packed
+from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flux.forward import forward
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.skipping import Skipper, forward_skipping
 from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import Weights
-from maskserve_engine.families.stepping import KeptBatch
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 
 Row = FluxRow | PrimingRow

@@ -16,8 +16,8 @@ from maskserve_core.contracts.entry_key import Anchor, anchor_steps
 from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.planning.flops_unet import unet_work
+from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
-from maskserve_engine.families.stepping import Stepping
 from maskserve_engine.families.unet.batch import Batch, Row
 from maskserve_engine.families.unet.conditioning import Inputs
 from maskserve_engine.families.unet.forward import added_embedding

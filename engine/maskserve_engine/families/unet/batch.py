@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.families.stepping import KeptBatch
 from maskserve_engine.families.unet.forward import Packed, forward
 from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from maskserve_core.contracts.entry_key import Anchor
-from maskserve_engine.batch.host_copy import HostCopy
 from maskserve_engine.batch.residuals import Residuals
+from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.codec import Coded
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.handle import Handle

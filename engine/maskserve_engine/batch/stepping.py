@@ -12,7 +12,17 @@ import torch
 
 from maskserve_core.planning.two_stream import Plan
 from maskserve_engine.cache.handle import Handle
-from maskserve_engine.families.adapter import Row
+
+
+class Row(Protocol):
+    """State between steps of whatever the batch computes: an edit, or a template being primed."""
+
+    request_id: str
+    step: int
+    """Model calls done; the adapter's step counts them."""
+
+    @property
+    def steps(self) -> int: ...
 
 
 class ReadingRow(Row, Protocol):
