@@ -16,8 +16,8 @@ from maskserve_core.config import ConfigError
 from maskserve_router.admission import Admission
 from maskserve_router.control import cluster_status
 from maskserve_router.metrics import Metrics
+from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
-from maskserve_router.room import Room
 
 _JSON = "application/json"
 _LONGEST_WAIT_S = 3600.0
@@ -29,7 +29,7 @@ class Admin:
     Args:
         name: of the router.
         pool: the workers.
-        room: edits that wait.
+        pending: edits that wait.
         admission: counts of edits.
         metrics: the page.
         reload: reads the configuration anew.
@@ -39,12 +39,12 @@ class Admin:
         self,
         name: str,
         pool: Pool,
-        room: Room,
+        pending: PendingQueue,
         admission: Admission,
         metrics: Metrics,
         reload: Callable[[], Awaitable[None]],
     ) -> None:
-        self._name, self._pool, self._room = name, pool, room
+        self._name, self._pool, self._pending = name, pool, pending
         self._admission, self._metrics, self._reload = admission, metrics, reload
 
     def app(self) -> Starlette:
@@ -67,7 +67,7 @@ class Admin:
         for address, worker in workers.items():
             metrics.worker_up.labels(address).set(worker.ready)
             metrics.inflight.labels(address).set(len(worker.sent))
-        metrics.waiting.set(len(self._room))
+        metrics.waiting.set(len(self._pending))
         metrics.edits.set(self._admission.edits)
         metrics.bytes.set(self._admission.bytes)
         return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -104,7 +104,7 @@ class Admin:
         if worker is None:
             return Response(b'{"error":"no such worker"}', 404, media_type=_JSON)
         worker.draining = False
-        self._room.dispatch()
+        self._pending.dispatch()
         return Response(b'{"draining":false}', media_type=_JSON)
 
     async def _reloaded(self, _: Request) -> Response:

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from maskserve_router.config import Admission as Bounds
-from maskserve_router.config import Key
-from maskserve_router.failures import Later, Unauthorized
+from maskserve_router.config import AdmissionBounds, Key
+from maskserve_router.failures import RetryLater, Unauthorized
 from maskserve_router.metrics import Metrics
 
 _REMEMBERED = 0.1
@@ -60,7 +59,7 @@ class Keys:
 class Admission:
     """Counts edits and bytes; used from the event loop only."""
 
-    def __init__(self, bounds: Bounds, metrics: Metrics) -> None:
+    def __init__(self, bounds: AdmissionBounds, metrics: Metrics) -> None:
         self._bounds, self._metrics = bounds, metrics
         self.edits = 0
         self.bytes = 0
@@ -75,7 +74,7 @@ class Admission:
         """An edit is under way.
 
         Raises:
-            Later: the router, or the client, has as many as it may.
+            RetryLater: the router, or the client, has as many as it may.
         """
         if self.closed:
             self._refuse("stopping", "the router is stopping")
@@ -98,7 +97,7 @@ class Admission:
         """So many bytes of a request are in memory.
 
         Raises:
-            Later: there is no room for them.
+            RetryLater: there is no room for them.
         """
         if self.bytes + size > self._bounds.max_bytes:
             self._refuse("bytes", f"requests of {self.bytes} bytes are under way already")
@@ -116,4 +115,4 @@ class Admission:
     def _refuse(self, reason: str, message: str) -> None:
         """Refuse until, at the pace of late, half of what is under way is done."""
         self._metrics.rejections.labels(reason).inc()
-        raise Later(f"{message}; try again later", self._gap_s * self.edits / 2)
+        raise RetryLater(f"{message}; try again later", self._gap_s * self.edits / 2)

@@ -83,7 +83,7 @@ class Routing(Table, frozen=True):
     """Threads that decode masks."""
 
 
-class Admission(Table, frozen=True):
+class AdmissionBounds(Table, frozen=True):
     """`[admission]`: how much the router takes on. One more is refused, with a time to retry."""
 
     max_edits: Count = 512
@@ -155,7 +155,7 @@ class RouterConfig(Table, frozen=True):
     listen: Listen = Listen()
     workers: Workers = Workers()
     routing: Routing = Routing()
-    admission: Admission = Admission()
+    admission: AdmissionBounds = AdmissionBounds()
     faults: Faults = Faults()
     http: Http = Http()
     keys: tuple[Key, ...] = ()

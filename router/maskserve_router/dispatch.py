@@ -19,24 +19,29 @@ from maskserve_core.routing import Edit, NoWorkerAvailable
 from maskserve_router.admission import Admission, Client
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import EditCall
-from maskserve_router.failures import Blame, Failure, Later
+from maskserve_router.failures import Blame, Failure, RetryLater
 from maskserve_router.measure import Measure
 from maskserve_router.metrics import Metrics
+from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
 from maskserve_router.retry_budget import RetryBudget
-from maskserve_router.room import Room
 from maskserve_router.sending import Send, streamed, template_of, unary
-from maskserve_router.worker import Life, Sent
+from maskserve_router.worker import Sent, WorkerEpoch
 
 
 class Dispatcher:
     """Takes edits in and answers each exactly once; used from the event loop only."""
 
     def __init__(
-        self, config: RouterConfig, pool: Pool, room: Room, admission: Admission, metrics: Metrics
+        self,
+        config: RouterConfig,
+        pool: Pool,
+        pending: PendingQueue,
+        admission: Admission,
+        metrics: Metrics,
     ) -> None:
         self._config = config
-        self._pool, self._room, self._admission = pool, room, admission
+        self._pool, self._pending, self._admission = pool, pending, admission
         self._metrics = metrics
         self._measure = Measure(config)
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
@@ -52,7 +57,7 @@ class Dispatcher:
         if call is None:
             return False
         call.cancelled = True
-        self._room.cancel(request_id)
+        self._pending.cancel(request_id)
         for worker in self._pool.workers.values():
             if request_id in worker.sent:
                 worker.sent[request_id].end(Cancelled("the edit was cancelled"))
@@ -80,12 +85,12 @@ class Dispatcher:
             held.enter_context(self._admission.edit(client, call.size))
             edit, digest = await self._measured(call)
             self._check_deadline(call, edit)
-            avoid: frozenset[Life] = frozenset()
+            avoid: frozenset[WorkerEpoch] = frozenset()
             failure: Failure | None = None
             retried = False
             while True:
                 sent = await self._placed(call, edit, avoid, failure)
-                life = sent.worker.life
+                epoch = sent.worker.epoch
                 call.worker, call.tries = sent.worker.address, call.tries + 1
                 begun = False
                 try:
@@ -100,7 +105,7 @@ class Dispatcher:
                         return
                 except Failure as error:
                     failure = error
-                    avoid |= {life}
+                    avoid |= {epoch}
                     if begun or not self._helps(failure, avoid, retried):
                         raise
                     if failure.blame is Blame.WORKER:
@@ -109,20 +114,20 @@ class Dispatcher:
                     self._metrics.retries.labels(failure.blame.value).inc()
 
     async def _placed(
-        self, call: EditCall, edit: Edit, avoid: frozenset[Life], failure: Failure | None
+        self, call: EditCall, edit: Edit, avoid: frozenset[WorkerEpoch], failure: Failure | None
     ) -> Sent:
         """A place for the edit; after a failure another worker's, which may be late to say that
         it takes edits: what ended the one may have held up the other.
 
         Raises:
-            MaskserveError: as `Room.enter` does.
+            MaskserveError: as `PendingQueue.enter` does.
             Failure: the one before, if no other worker takes edits in time.
         """
         if call.cancelled:
             raise Cancelled("the edit was cancelled")
         patience_s = 0.0 if failure is None else self._config.faults.retry_wait_s
         try:
-            return await self._room.enter(
+            return await self._pending.enter(
                 call.request_id, edit, call.arrival, call.deadline, avoid, patience_s
             )
         except NoWorkerAvailable:
@@ -175,7 +180,7 @@ class Dispatcher:
         """Refuse at once what would not be done in time.
 
         Raises:
-            Later: no worker would be done with it in time.
+            RetryLater: no worker would be done with it in time.
         """
         if call.deadline is None:
             return
@@ -187,7 +192,7 @@ class Dispatcher:
         left = call.deadline - now
         if soonest > left * self._config.admission.deadline_slack:
             self._metrics.rejections.labels("deadline").inc()
-            raise Later(
+            raise RetryLater(
                 f"SETTINGS.deadline_ms: the edit would take about {soonest:.1f} s, and "
                 f"{max(left, 0):.1f} s are left",
                 soonest - left,
@@ -212,12 +217,12 @@ class Dispatcher:
         finally:
             breaker.gave_up(name)
             sent.worker.remove(sent)
-            self._room.dispatch()
+            self._pending.dispatch()
 
-    def _helps(self, failure: Failure, avoid: frozenset[Life], retried: bool) -> bool:
+    def _helps(self, failure: Failure, avoid: frozenset[WorkerEpoch], retried: bool) -> bool:
         """Whether another worker is to be tried, one that may come back soon included."""
         workers = self._pool.workers.values()
-        others = any(worker.life not in avoid for worker in workers)
+        others = any(worker.epoch not in avoid for worker in workers)
         match failure.blame:
             case Blame.REFUSED:
                 return others

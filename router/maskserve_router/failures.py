@@ -35,7 +35,7 @@ class NotSupported(InvalidRequest):
     """A part of the protocol that means nothing across hosts, or is an operator's."""
 
 
-class Later(Overloaded):
+class RetryLater(Overloaded):
     """Too much at once.
 
     Args:
@@ -154,7 +154,7 @@ def text_of(error: MaskserveError | Failure) -> str:
 
 def retry_after(error: MaskserveError | Failure) -> int | None:
     """Whole seconds after which trying again may help; None where it does not."""
-    if isinstance(error, Later):
+    if isinstance(error, RetryLater):
         return max(1, min(math.ceil(error.retry_s), 60))
     if error.code in (Overloaded.code, EngineFailed.code):
         return 1

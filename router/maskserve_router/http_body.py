@@ -24,7 +24,7 @@ async def read_body(request: Request, bounds: Http, admission: Admission, held: 
 
     Raises:
         InvalidRequest: too long, or too slow.
-        Later: too many bytes are under way.
+        RetryLater: too many bytes are under way.
     """
     encoding = request.headers.get("content-encoding", "").lower()
     if encoding not in _ACCEPTED_ENCODINGS:

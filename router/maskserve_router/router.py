@@ -20,8 +20,8 @@ from maskserve_router.http_app import HttpApp
 from maskserve_router.http_inference import HttpInference
 from maskserve_router.http_server import HttpServer
 from maskserve_router.metrics import Metrics
+from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
-from maskserve_router.room import Room
 from maskserve_router.server_calls import ServerCalls
 from maskserve_router.tracing import Tracing
 
@@ -41,15 +41,15 @@ class Router:
     ) -> None:
         self._config, self._read_config = config, read_config or (lambda: config)
         self.metrics = Metrics()
-        self.pool = Pool(config, lambda: self.room.dispatch())
-        self.room = Room(
+        self.pool = Pool(config, lambda: self.pending.dispatch())
+        self.pending = PendingQueue(
             self.pool,
             make_policy(config.routing.policy),
             config.admission.aging_s,
             self.metrics.route_seconds.observe,
         )
         self.admission = Admission(config.admission, self.metrics)
-        self._dispatcher = Dispatcher(config, self.pool, self.room, self.admission, self.metrics)
+        self._dispatcher = Dispatcher(config, self.pool, self.pending, self.admission, self.metrics)
         self._tracing = Tracing(config)
         control = Control(config.name, self.pool, self._dispatcher, self.metrics.predictions)
         keys = Keys(config.keys, config.admission.max_edits)
@@ -65,7 +65,9 @@ class Router:
             listen.tls_cert,
             listen.tls_key,
         )
-        admin = Admin(config.name, self.pool, self.room, self.admission, self.metrics, self.reload)
+        admin = Admin(
+            config.name, self.pool, self.pending, self.admission, self.metrics, self.reload
+        )
         self.admin = HttpServer(admin.app(), config.http, listen.admin_host, listen.admin_port)
 
     async def __aenter__(self) -> Router:

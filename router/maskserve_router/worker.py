@@ -47,7 +47,7 @@ def read_status(raw: bytes) -> PolledStatus:
         raise ValueError(f"not a status: {error}") from error
 
 
-class Life(NamedTuple):
+class WorkerEpoch(NamedTuple):
     """A worker from when it answers until it is given up: what comes back may do better."""
 
     address: str
@@ -100,7 +100,7 @@ class Worker:
     draining: bool = False
     """An operator asked this router to send it nothing more."""
     misses: int = 0
-    lives: int = 0
+    epochs: int = 0
     """Times that it was given up."""
     sent: dict[str, Sent] = field(default_factory=dict)
     """The ledger: edits that are there by request id."""
@@ -114,8 +114,8 @@ class Worker:
         self.breaker = Breaker(self.config.faults)
 
     @property
-    def life(self) -> Life:
-        return Life(self.address, self.lives)
+    def epoch(self) -> WorkerEpoch:
+        return WorkerEpoch(self.address, self.epochs)
 
     @property
     def model(self) -> str:
@@ -137,7 +137,7 @@ class Worker:
 
     def lost(self, reason: Failure) -> None:
         """It no longer answers: the calls that wait in it are ended."""
-        self.up, self.lives = False, self.lives + 1
+        self.up, self.epochs = False, self.epochs + 1
         for sent in list(self.sent.values()):
             sent.end(reason)
 

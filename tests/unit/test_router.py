@@ -48,7 +48,7 @@ async def test_overload_is_refused_and_every_edit_is_answered():
         answers = await asyncio.gather(*pending, return_exceptions=True)
         refused = [a.details() or "" for a in answers if isinstance(a, grpc.aio.AioRpcError)]
         assert ["[OVERLOADED]" in why for why in refused] == [True] * 40
-        assert (router.admission.edits, router.admission.bytes, len(router.room)) == (0, 0, 0)
+        assert (router.admission.edits, router.admission.bytes, len(router.pending)) == (0, 0, 0)
 
 
 async def test_two_edits_of_one_request_id_are_not_under_way_together():

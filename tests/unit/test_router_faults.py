@@ -118,7 +118,7 @@ async def test_what_no_worker_takes_in_time_fails_as_its_worker_failed_it():
         await until("the other is down", lambda: len(router.pool.up()) == 1)
         with pytest.raises(grpc.aio.AioRpcError, match="denoiser has died"):
             await call(edit())
-        assert router.admission.edits == len(router.room) == 0
+        assert router.admission.edits == len(router.pending) == 0
 
 
 async def test_an_edit_goes_back_to_its_worker_once_that_has_come_back():
@@ -144,7 +144,7 @@ async def test_an_edit_is_cancelled_wherever_it_is(where: str):
             for name in ("a", "b", "c", "d")
         }
         (worker,) = router.pool.workers.values()
-        await until("some wait", lambda: len(router.room) >= 1 and worker.sent)
+        await until("some wait", lambda: len(router.pending) >= 1 and worker.sent)
         held = set(worker.sent)
         name = sorted(set(pending) - held if where == "router" else held)[0]
         cancel = control_request("cancel", request_id=name)

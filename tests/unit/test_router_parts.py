@@ -16,10 +16,9 @@ from maskserve_core.errors import InvalidRequest
 from maskserve_router.admission import Admission, Keys
 from maskserve_router.answer_times import AnswerTimes
 from maskserve_router.breaker import Breaker
-from maskserve_router.config import Admission as Bounds
-from maskserve_router.config import Faults, Key, RouterConfig, load_router_config
+from maskserve_router.config import AdmissionBounds, Faults, Key, RouterConfig, load_router_config
 from maskserve_router.edit_call import check_request, make_edit_call, parse_request
-from maskserve_router.failures import Blame, Failure, Later, Status, Unauthorized
+from maskserve_router.failures import Blame, Failure, RetryLater, Status, Unauthorized
 from maskserve_router.json_values import values_of
 from maskserve_router.kserve_http import (
     generate_request,
@@ -112,9 +111,9 @@ def test_keys_name_their_client_and_bound_it():
             keys.client(headers)
     client = keys.client({"x-api-key": "secret"})
     assert not client.admin
-    admission = Admission(Bounds(), Metrics())
+    admission = Admission(AdmissionBounds(), Metrics())
     with admission.edit(client, 10):
-        with pytest.raises(Later, match="key a has 1"), admission.edit(client, 10):
+        with pytest.raises(RetryLater, match="key a has 1"), admission.edit(client, 10):
             pass
         assert admission.bytes == 10
     assert (admission.edits, admission.bytes, client.edits) == (0, 0, 0)
@@ -122,17 +121,17 @@ def test_keys_name_their_client_and_bound_it():
 
 
 def test_edits_and_bytes_are_bounded():
-    admission = Admission(Bounds(max_edits=2, max_bytes=100), Metrics())
+    admission = Admission(AdmissionBounds(max_edits=2, max_bytes=100), Metrics())
     client = Keys((), 99).client({})
     with admission.edit(client, 60):
-        with pytest.raises(Later, match="60 bytes"), admission.edit(client, 60):
+        with pytest.raises(RetryLater, match="60 bytes"), admission.edit(client, 60):
             pass
         assert admission.edits == 1
         more = admission.edit(client, 0)
-        with admission.edit(client, 40), pytest.raises(Later, match="2 edits"), more:
+        with admission.edit(client, 40), pytest.raises(RetryLater, match="2 edits"), more:
             pass
     admission.closed = True
-    with pytest.raises(Later, match="stopping"), admission.edit(client, 0):
+    with pytest.raises(RetryLater, match="stopping"), admission.edit(client, 0):
         pass
 
 

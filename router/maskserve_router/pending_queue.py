@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from maskserve_core.errors import Cancelled, DeadlineExceeded
 from maskserve_core.routing import Edit, NoWorkerAvailable, Policy
 from maskserve_router.pool import Pool
-from maskserve_router.worker import Life, Sent, Worker
+from maskserve_router.worker import Sent, Worker, WorkerEpoch
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class Waiting:
     request_id: str
     edit: Edit
     key: tuple[float, int]
-    avoid: frozenset[Life]
+    avoid: frozenset[WorkerEpoch]
     """Workers that it is not sent to: they have failed it."""
     hopes: bool
     """Waits on although no worker takes it now."""
@@ -35,7 +35,7 @@ class Waiting:
         return self.key < other.key
 
 
-class Room:
+class PendingQueue:
     """Waiting edits; used from the event loop only.
 
     Args:
@@ -62,7 +62,7 @@ class Room:
         edit: Edit,
         arrival: float,
         deadline: float | None,
-        avoid: frozenset[Life] = frozenset(),
+        avoid: frozenset[WorkerEpoch] = frozenset(),
         patience_s: float = 0.0,
     ) -> Sent:
         """Wait for a place; the edit stands in the worker's ledger from then on.
@@ -92,7 +92,7 @@ class Room:
             left = max(deadline - time.monotonic(), 0.0)
             timers.append(loop.call_later(left, self._expire, waiting))
         if waiting.hopes:
-            timers.append(loop.call_later(patience_s, self._despair, waiting))
+            timers.append(loop.call_later(patience_s, self._stop_waiting, waiting))
         try:
             return await waiting.place
         except asyncio.CancelledError:
@@ -134,7 +134,7 @@ class Room:
         views = [
             worker.view(now)
             for worker in self._pool.workers.values()
-            if worker.life not in waiting.avoid
+            if worker.epoch not in waiting.avoid
         ]
         begin = time.perf_counter()
         chosen = self._policy.choose(edit, views, now)
@@ -151,7 +151,7 @@ class Room:
                 DeadlineExceeded("SETTINGS.deadline_ms passed before a worker had a place")
             )
 
-    def _despair(self, waiting: Waiting) -> None:
+    def _stop_waiting(self, waiting: Waiting) -> None:
         waiting.hopes = False
         self.dispatch()
 

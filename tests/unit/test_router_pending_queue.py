@@ -1,4 +1,4 @@
-"""The router's waiting room, without sockets."""
+"""The router's waiting queue, without sockets."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from maskserve_core.errors import Cancelled, DeadlineExceeded
 from maskserve_core.routing import Edit, NoWorkerAvailable, make_policy
 from maskserve_router.config import router_config_of
+from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
-from maskserve_router.room import Room
 from maskserve_router.worker import PolledStatus, Worker
 
 
@@ -25,25 +25,25 @@ def full_pool(places: int) -> tuple[Pool, Worker]:
 
 async def test_a_low_priority_that_has_waited_is_not_overtaken_for_ever():
     pool, worker = full_pool(1)
-    room = Room(pool, make_policy("mask_aware"), 5.0, lambda _: None)
+    queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, lambda _: None)
     plain, urgent = Edit(4, 1, 9, model="m"), Edit(4, 1, 9, priority=2, model="m")
-    first = await room.enter("first", plain, 0.0, None)
+    first = await queue.enter("first", plain, 0.0, None)
     order: list[str] = []
 
     async def wait(name: str, edit: Edit, arrival: float) -> None:
-        sent = await room.enter(name, edit, arrival, None)
+        sent = await queue.enter(name, edit, arrival, None)
         order.append(name)
         worker.remove(sent)
-        room.dispatch()
+        queue.dispatch()
 
     waiting = [
         asyncio.ensure_future(wait(*one))
         for one in (("old", plain, 0.0), ("urgent", urgent, 9.0), ("late urgent", urgent, 11.0))
     ]
     await asyncio.sleep(0)
-    assert len(room) == 3
+    assert len(queue) == 3
     worker.remove(first)
-    room.dispatch()
+    queue.dispatch()
     await asyncio.gather(*waiting)
     # Two steps of priority are worth ten seconds: the one that came after that waits.
     assert order == ["urgent", "old", "late urgent"]
@@ -52,28 +52,28 @@ async def test_a_low_priority_that_has_waited_is_not_overtaken_for_ever():
 
 async def test_nobody_waits_where_nobody_serves():
     pool, worker = full_pool(1)
-    room = Room(pool, make_policy("mask_aware"), 5.0, lambda _: None)
+    queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, lambda _: None)
     worker.up = False
     with pytest.raises(NoWorkerAvailable):
-        await room.enter("x", Edit(1, 1, 1), 0.0, None)
-    assert len(room) == 0
+        await queue.enter("x", Edit(1, 1, 1), 0.0, None)
+    assert len(queue) == 0
     await worker.upstream.close()
 
 
 async def test_an_edit_whose_client_leaves_the_room_leaves_no_trace():
     pool, worker = full_pool(1)
-    room = Room(pool, make_policy("mask_aware"), 5.0, lambda _: None)
-    first = await room.enter("first", Edit(4, 1, 9), 0.0, None)
-    second = asyncio.ensure_future(room.enter("second", Edit(4, 1, 9), 0.0, None))
+    queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, lambda _: None)
+    first = await queue.enter("first", Edit(4, 1, 9), 0.0, None)
+    second = asyncio.ensure_future(queue.enter("second", Edit(4, 1, 9), 0.0, None))
     await asyncio.sleep(0)
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
-    assert len(room) == 0
+    assert len(queue) == 0
     # Its place came in the same moment in which its client left.
-    third = asyncio.ensure_future(room.enter("third", Edit(4, 1, 9), 0.0, None))
+    third = asyncio.ensure_future(queue.enter("third", Edit(4, 1, 9), 0.0, None))
     await asyncio.sleep(0)
     worker.remove(first)
-    room.dispatch()
+    queue.dispatch()
     third.cancel()
     await asyncio.gather(third, return_exceptions=True)
     assert not worker.sent
@@ -83,19 +83,19 @@ async def test_an_edit_whose_client_leaves_the_room_leaves_no_trace():
 async def test_waits_that_end_as_a_place_comes_free_take_no_place():
     """Cancelled, too late, or left by its client: each in the very moment of a dispatch."""
     pool, worker = full_pool(1)
-    room = Room(pool, make_policy("mask_aware"), 5.0, lambda _: None)
-    first = await room.enter("first", Edit(4, 1, 9), 0.0, None)
+    queue = PendingQueue(pool, make_policy("mask_aware"), 5.0, lambda _: None)
+    first = await queue.enter("first", Edit(4, 1, 9), 0.0, None)
     cancelled, late, left = (
-        asyncio.ensure_future(room.enter(name, Edit(4, 1, 9), 0.0, None))
+        asyncio.ensure_future(queue.enter(name, Edit(4, 1, 9), 0.0, None))
         for name in ("cancelled", "late", "left")
     )
     await asyncio.sleep(0)
-    room.cancel("cancelled")
-    room._expire(room._waiting[1])
+    queue.cancel("cancelled")
+    queue._expire(queue._waiting[1])
     left.cancel()
     worker.remove(first)
-    room.dispatch()
+    queue.dispatch()
     ends = await asyncio.gather(cancelled, late, left, return_exceptions=True)
     assert [type(end) for end in ends] == [Cancelled, DeadlineExceeded, asyncio.CancelledError]
-    assert (len(room), len(worker.sent)) == (0, 0)
+    assert (len(queue), len(worker.sent)) == (0, 0)
     await worker.upstream.close()
