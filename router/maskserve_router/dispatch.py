@@ -108,7 +108,7 @@ class Dispatcher:
                     avoid |= {epoch}
                     if begun or not self._helps(failure, avoid, retried):
                         raise
-                    if failure.blame is Blame.WORKER:
+                    if failure.blame in (Blame.WORKER, Blame.UNKNOWN):
                         retried = True
                         held.enter_context(self._budget.spend())
                     self._metrics.retries.labels(failure.blame.value).inc()
@@ -226,7 +226,7 @@ class Dispatcher:
         match failure.blame:
             case Blame.REFUSED:
                 return others
-            case Blame.WORKER:
+            case Blame.WORKER | Blame.UNKNOWN:
                 return others and not retried and self._budget.allows(len(self._calls))
         return False
 

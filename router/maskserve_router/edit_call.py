@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
-from maskserve_core.contracts.tensors import CONTRACTS
+from maskserve_core.contracts.tensors import CONTRACTS, Contract
 from maskserve_core.errors import InvalidRequest
 from maskserve_router.upstream import Metadata
 
@@ -23,7 +23,11 @@ EDITS = ("edit", "edit_stream")
 PUBLIC = (*EDITS, "control")
 """The models that clients may call; the others are a worker's own."""
 _SEED_BITS = 32
-_DECLARED = {tensor.name: (tensor.dtype, tensor.dims) for tensor in CONTRACTS["edit"].inputs}
+_DECLARED = {
+    tensor.name: (tensor.dtype, tensor.dims) for name in PUBLIC for tensor in CONTRACTS[name].inputs
+}
+_VERSIONS = ("", "1", "-1")
+"""What Triton takes for the one version of a model: none, its number, and "the latest"."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,10 +103,14 @@ def check_request(message: pb.ModelInferRequest) -> None:
     """Refuse what a worker should not be given.
 
     Raises:
-        InvalidRequest: it names another model, or asks for what means nothing here.
+        InvalidRequest: it names another model, asks for what means nothing here, or its tensors
+            are not those of the model. Triton refuses those without a code, so that it could not
+            be told from a failure of the worker.
     """
     if message.model_name not in PUBLIC:
         raise UnknownModel(message.model_name)
+    if message.model_version not in _VERSIONS:
+        raise UnknownModel(message.model_name, message.model_version)
     if any("classification" in output.parameters for output in message.outputs):
         # TRITON-2.51: it ends with SIGFPE when it is asked to classify text.
         raise InvalidRequest(
@@ -113,13 +121,69 @@ def check_request(message: pb.ModelInferRequest) -> None:
         raise InvalidRequest(
             "inputs or outputs", "are in shared memory, which ends at the host", "tensors as bytes"
         )
+    _check_tensors(message, CONTRACTS[message.model_name])
+
+
+def _check_tensors(message: pb.ModelInferRequest, contract: Contract) -> None:
+    """Raises InvalidRequest: the request's tensors are not the model's."""
+    declared = {tensor.name: tensor for tensor in contract.inputs}
+    given = [tensor.name for tensor in message.inputs]
+    for tensor in message.inputs:
+        known = declared.get(tensor.name)
+        if known is None:
+            raise InvalidRequest(
+                "inputs", f"{tensor.name[:40]!r} is no input of the model", ", ".join(declared)
+            )
+        if given.count(tensor.name) > 1:
+            raise InvalidRequest(tensor.name, "is given more than once")
+        if tensor.datatype != known.dtype:
+            raise InvalidRequest(
+                f"{tensor.name}.datatype", f"is {tensor.datatype[:20]!r}", known.dtype
+            )
+        shape = list(tensor.shape)
+        fits = len(shape) == len(known.dims) and all(
+            size == dim or (dim == -1 and size >= 0)
+            for size, dim in zip(shape, known.dims, strict=True)
+        )
+        if not fits:
+            raise InvalidRequest(f"{tensor.name}.shape", f"is {shape[:8]}", str(list(known.dims)))
+    for name, known in declared.items():
+        if not known.optional and name not in given:
+            raise InvalidRequest(name, "is missing", ", ".join(declared))
+    if message.raw_input_contents:
+        if len(message.raw_input_contents) != len(given):
+            raise InvalidRequest(
+                "raw_input_contents",
+                f"has {len(message.raw_input_contents)} elements for {len(given)} inputs",
+                "one per input",
+            )
+        if any(tensor.HasField("contents") for tensor in message.inputs):
+            raise InvalidRequest("inputs", "have contents beside raw_input_contents", "one of them")
+    for tensor in message.inputs:
+        if declared[tensor.name].dims == (1,):
+            try:
+                view_input(message, tensor.name)
+            except LookupError:
+                raise InvalidRequest(
+                    tensor.name, "is not one element in BYTES form", "a length of 4 bytes, then it"
+                ) from None
+    outputs = [tensor.name for tensor in contract.outputs]
+    for output in message.outputs:
+        if output.name not in outputs:
+            raise InvalidRequest(
+                "outputs", f"{output.name[:40]!r} is no output of the model", ", ".join(outputs)
+            )
 
 
 class UnknownModel(InvalidRequest):
-    """The request names a model that clients cannot call."""
+    """The request names a model, or a version of one, that clients cannot call."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__("model", f"there is no model {name[:60]!r}", ", ".join(PUBLIC))
+    def __init__(self, name: str, version: str = "") -> None:
+        if version:
+            told = f"there is no version {version[:20]!r} of {name[:60]!r}"
+            super().__init__("model_version", told, "1, or none")
+        else:
+            super().__init__("model", f"there is no model {name[:60]!r}", ", ".join(PUBLIC))
 
 
 def make_edit_call(

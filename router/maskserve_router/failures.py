@@ -57,6 +57,9 @@ class Blame(enum.Enum):
     """The worker did not take it, and others may."""
     WORKER = "worker"
     """The worker failed it."""
+    UNKNOWN = "unknown"
+    """An error without a code or a status, as Triton's streams carry it: another worker may do
+    better, and it is no sign of a worker that fails."""
     CLIENT = "client"
     """Nobody waits for it any more."""
 
@@ -88,6 +91,9 @@ class Failure(Exception):
                 return Blame.CLIENT
             case InvalidRequest.code | TemplateNotFound.code:
                 return Blame.REQUEST
+        # Only a stream's own message has no status; a connection that ends has one.
+        if not coded and self.message:
+            return Blame.UNKNOWN
         return Blame.WORKER
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts.tensors import CONTRACTS
-from maskserve_core.errors import InvalidRequest, MaskserveError
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_router.admission import Admission
 from maskserve_router.config import Http
 from maskserve_router.edit_call import PUBLIC, UnknownModel, check_request
@@ -65,7 +65,10 @@ class HttpInference:
     async def generate_stream(self, request: Request) -> Response:
         with ExitStack() as held:
             message, size = await self._generation(request, held)
-        events = self._server_sent(message, size, _headers(request))
+        answers = self._answers(message, size, _headers(request))
+        # As with Triton, an error that comes before all else is the status of the answer.
+        first = await _while_connected(request, _first_of(answers))
+        events = self._server_sent(first, answers)
         return StreamingResponse(events, media_type="text/event-stream; charset=utf-8")
 
     async def _body(self, request: Request, held: ExitStack) -> bytes:
@@ -106,11 +109,14 @@ class HttpInference:
         return found[0]
 
     async def _server_sent(
-        self, message: pb.ModelInferRequest, size: int, headers: dict[str, str]
+        self,
+        first: pb.ModelInferResponse,
+        rest: AsyncGenerator[pb.ModelInferResponse, None],
     ) -> AsyncGenerator[bytes, None]:
-        """The answers as server-sent events; an error is one of them."""
+        """The answers as server-sent events; an error behind the first one is one of them."""
         try:
-            async with aclosing(self._answers(message, size, headers)) as answers:
+            async with aclosing(rest) as answers:
+                yield b"data: %b\n\n" % generate_response(first)
                 async for answer in answers:
                     yield b"data: %b\n\n" % generate_response(answer)
         except (MaskserveError, Failure) as error:
@@ -129,6 +135,23 @@ class HttpInference:
                 response = pb.ModelStreamInferResponse.FromString(raw).infer_response
                 if response.outputs:
                     yield response
+
+
+async def _first_of(
+    answers: AsyncGenerator[pb.ModelInferResponse, None],
+) -> pb.ModelInferResponse:
+    """The first answer; the generator is closed if there is none.
+
+    Raises:
+        EngineFailed: the stream ended without one.
+    """
+    try:
+        return await anext(answers)
+    except StopAsyncIteration:
+        raise EngineFailed("the stream ended before the answer") from None
+    except BaseException:
+        await answers.aclose()
+        raise
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -10,8 +10,10 @@ from typing import TypeAlias
 import grpc
 import grpc.aio
 import msgspec
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.errors import EngineFailed
 from maskserve_router.edit_call import EditCall
 from maskserve_router.failures import Failure
 from maskserve_router.worker import Sent
@@ -37,7 +39,29 @@ async def unary(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
             answer = await under_way
         finally:
             under_way.cancel()  # no effect once it is done
+    try:
+        response = pb.ModelInferResponse.FromString(answer)
+    except DecodeError:
+        raise _not_an_answer(sent) from None
+    if not _is_whole(response, call):
+        raise _not_an_answer(sent)
     yield answer
+
+
+def _is_whole(response: pb.ModelInferResponse, call: EditCall) -> bool:
+    """Whether the response has the outputs that were asked for, each with its one element."""
+    wanted = {output.name for output in call.message.outputs} or {"IMAGE", "META"}
+    contents = response.raw_output_contents
+    return (
+        wanted <= {output.name for output in response.outputs}
+        and len(contents) == len(response.outputs)
+        and all(int.from_bytes(raw[:4], "little") + 4 == len(raw) for raw in contents)
+    )
+
+
+def _not_an_answer(sent: Sent) -> Failure:
+    told = f"[{EngineFailed.code}] worker {sent.worker.address} answered with something else"
+    return Failure(grpc.StatusCode.INTERNAL, told)
 
 
 async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
@@ -48,10 +72,15 @@ async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
     with _failures(sent):
         try:
             async for message in under_way:
-                error = pb.ModelStreamInferResponse.FromString(message).error_message
-                if error:
-                    raise Failure(grpc.StatusCode.UNKNOWN, error, message)
-                came = True
+                try:
+                    told = pb.ModelStreamInferResponse.FromString(message)
+                except DecodeError:
+                    raise _not_an_answer(sent) from None
+                if told.error_message:
+                    raise Failure(grpc.StatusCode.UNKNOWN, told.error_message, message)
+                if told.infer_response.outputs and not _is_whole(told.infer_response, call):
+                    raise _not_an_answer(sent)
+                came = came or bool(told.infer_response.outputs)
                 yield message
         finally:
             under_way.cancel()

@@ -33,6 +33,12 @@ class PolledStatus(WorkerStatus):
 
 
 _decode = msgspec.json.Decoder(PolledStatus).decode
+_MOST_BYTES = 4 * 2**20
+"""Of a record: it is read in the event loop, sixteen times a second."""
+_MOST_ROWS = 10_000
+"""Rows that a record lists; each takes some microseconds at every poll."""
+_MOST_STEPS = 100_000
+_MOST_TOKENS = 10**9
 
 
 def read_status(raw: bytes) -> PolledStatus:
@@ -41,10 +47,37 @@ def read_status(raw: bytes) -> PolledStatus:
     Raises:
         ValueError: it is none that this router understands.
     """
+    if len(raw) > _MOST_BYTES:
+        raise ValueError(f"not a status: {len(raw)} bytes; at most {_MOST_BYTES}")
     try:
-        return _decode(raw)
+        status = _decode(raw)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"not a status: {error}") from error
+    _check_status(status)
+    return status
+
+
+def _check_status(status: PolledStatus) -> None:
+    """Raises ValueError: the record says what no worker can be."""
+
+    def within(name: str, value: float, least: float, most: float) -> None:
+        if not least <= value <= most:  # also what is no number
+            raise ValueError(f"not a status: {name} is {value}")
+
+    within("max_rows", status.max_rows, 1, _MOST_ROWS)
+    within("max_waiting", status.max_waiting, 0, 10**9)
+    within("age_s", status.told_age_s, 0.0, 86_400.0)
+    within("in_flight", status.in_flight, 0, 10**9)
+    within("the number of rows", len(status.running) + len(status.waiting), 0, _MOST_ROWS)
+    for row in (*status.running, *status.waiting):
+        within("steps_left", row.steps_left, 0, _MOST_STEPS)
+        within("total_tokens", row.total_tokens, 0, _MOST_TOKENS)
+        within("active_tokens", row.active_tokens, 0, row.total_tokens)
+    if (served := status.served) is not None:
+        within("served.native_resolution", served.native_resolution, 1, 2**16)
+        within("served.token_pixels", served.token_pixels, 1, served.native_resolution)
+        within("served.num_inference_steps", served.num_inference_steps, 1, _MOST_STEPS)
+        within("served.mask_ring", served.mask_ring, 0, 2**16)
 
 
 class WorkerEpoch(NamedTuple):

@@ -30,6 +30,8 @@ class Faulty(EmulatedWorker):
         self.fails = 0
         self.status = grpc.StatusCode.INTERNAL
         self.text = "[ENGINE_FAILED] the process of its denoiser has died"
+        self.instead: bytes | None = None
+        """What it answers edits with in place of a picture."""
         self.seen: list[dict[str, Any]] = []
         self.headers: list[dict[str, Any]] = []
         self._awake = asyncio.Event()
@@ -65,6 +67,8 @@ class Faulty(EmulatedWorker):
             if self.fails:
                 self.fails -= 1
                 await context.abort(self.status, self.text)
+            if self.instead is not None:
+                return self.instead
         answer = await super()._infer(raw, context)
         await self._awake.wait()
         return answer

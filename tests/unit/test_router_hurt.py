@@ -1,0 +1,194 @@
+"""What clients and workers cannot do to a router: attacks, and what they cost."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+import msgspec
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.errors import InvalidRequest
+from maskserve_router.edit_call import check_request
+from maskserve_router.failures import Blame, Failure
+from maskserve_router.worker import read_status
+from tests.support.router import calling, cluster, control_request, edit, until
+
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+
+
+def _without(name: str) -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest.FromString(edit())
+    place = [tensor.name for tensor in message.inputs].index(name)
+    del message.inputs[place], message.raw_input_contents[place]
+    return message
+
+
+def _version() -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest.FromString(edit())
+    message.model_version = "7"
+    return message
+
+
+def _extra() -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest.FromString(edit())
+    message.inputs.add(name="MORE", datatype="BYTES", shape=[1])
+    message.raw_input_contents.append(b"\0\0\0\0")
+    return message
+
+
+def _wrong(**changed: Any) -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest.FromString(edit())
+    if "shape" in changed:
+        message.inputs[0].shape[:] = changed["shape"]
+    if "datatype" in changed:
+        message.inputs[0].datatype = changed["datatype"]
+    if "raw" in changed:
+        message.raw_input_contents[0] = changed["raw"]
+    return message
+
+
+def _twice() -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest.FromString(edit())
+    message.inputs[0].name = "MASK"
+    return message
+
+
+def _output() -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest.FromString(edit())
+    message.outputs.add(name="LATENTS")
+    return message
+
+
+REFUSED = {
+    "no mask": (_without("MASK"), "MASK: is missing"),
+    "another version": (_version(), "model_version: there is no version '7'"),
+    "one input too many": (_extra(), "'MORE' is no input"),
+    "another shape": (_wrong(shape=[1, 1]), r"IMAGE.shape: is \[1, 1\]"),
+    "another type": (_wrong(datatype="FP32"), "IMAGE.datatype"),
+    "no length": (_wrong(raw=b"\x09\0\0\0"), "IMAGE: is not one element"),
+    "twice": (_twice(), "more than once"),
+    "another output": (_output(), "'LATENTS' is no output"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_signature_refuses_is_not_sent(name: str):
+    message, told = REFUSED[name]
+    with pytest.raises(InvalidRequest, match=told):
+        check_request(message)
+
+
+async def test_requests_that_no_worker_takes_eject_no_worker():
+    """Triton answers them in a stream without a code, as if the worker had failed."""
+    async with cluster() as (router, workers):
+        target = f"127.0.0.1:{router.grpc.port}"
+        async with grpc.aio.insecure_channel(target) as channel:
+
+            async def requests() -> Any:
+                for _ in range(12):
+                    for name in ("no mask", "another version", "one input too many"):
+                        message = pb.ModelInferRequest.FromString(
+                            REFUSED[name][0].SerializeToString()
+                        )
+                        message.model_name = "edit_stream"
+                        yield message.SerializeToString()
+
+            answers = [
+                pb.ModelStreamInferResponse.FromString(raw)
+                async for raw in channel.stream_stream(STREAM)(requests())
+            ]
+        assert len(answers) == 36
+        assert all("[INVALID_REQUEST]" in answer.error_message for answer in answers)
+        assert not any(w.breaker.ejected for w in router.pool.workers.values())
+        assert sum(len(worker.seen) for worker in workers) == 0
+
+
+async def test_control_passes_the_check_of_tensors():
+    async with cluster() as (router, _), calling(router) as call:
+        assert b'"workers"' in await call(control_request("status"))
+
+
+def test_an_error_without_a_code_in_a_stream_is_no_sign_of_a_failing_worker():
+    told = "expected 4 inputs but got 3 inputs for model 'edit_stream'"
+    assert Failure(grpc.StatusCode.UNKNOWN, told, b"x").blame is Blame.UNKNOWN
+    assert Failure(grpc.StatusCode.UNAVAILABLE, "Socket closed").blame is Blame.WORKER
+    assert Failure(grpc.StatusCode.UNKNOWN, "[ENGINE_FAILED] x", b"x").blame is Blame.WORKER
+
+
+async def test_an_error_before_the_first_event_is_the_status_of_generate_stream():
+    async with cluster() as (router, _):
+        url = f"http://127.0.0.1:{router.http.port}/v2/models/"
+        async with aiohttp.ClientSession(url) as session:
+            body = dict.fromkeys(("IMAGE", "MASK", "PROMPT"), "x")
+            for path, sent, status in (
+                ("edit_stream/generate_stream", {**body, "SETTINGS": '{"seed":"x"}'}, 400),
+                ("edit_stream/generate_stream", body, 400),
+                ("denoiser/generate_stream", body, 404),
+                ("edit_stream/versions/7/generate_stream", {**body, "SETTINGS": "{}"}, 404),
+            ):
+                async with session.post(path, data=json.dumps(sent)) as answer:
+                    assert answer.status == status, await answer.text()
+
+
+def record(**changed: Any) -> bytes:
+    told: dict[str, Any] = {
+        "worker": "w",
+        "model": "flux",
+        "state": "ready",
+        "max_rows": 8,
+        "max_waiting": 8,
+        "running": [],
+        **changed,
+    }
+    return msgspec.json.encode(told)
+
+
+def row(**changed: Any) -> dict[str, Any]:
+    plain = {"request_id": "a", "kind": "dense", "active_tokens": 1, "total_tokens": 1}
+    return {**plain, "steps_left": 1, **changed}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"max_rows": 0},
+        {"max_rows": 10**12},
+        {"max_waiting": -1},
+        {"age_s": -1},
+        {"running": [row()] * 10_001},
+        {"running": [row(steps_left=-1)]},
+        {"waiting": [row(active_tokens=5)]},
+        {"served": {"native_resolution": 0, "token_pixels": 16, "num_inference_steps": 4}},
+        {"worker": "x" * 2**23},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_record_that_no_worker_can_have_is_none(changed: dict[str, Any]):
+    assert read_status(record()).max_rows == 8
+    with pytest.raises(ValueError, match="not a status"):
+        read_status(record(**changed))
+
+
+async def test_a_worker_whose_record_is_bad_is_down_and_others_serve():
+    async with cluster() as (router, workers), calling(router) as call:
+        workers[0]._told = lambda operation: record(max_rows=0)  # type: ignore[method-assign]
+        await until("it is down", lambda: len(router.pool.up()) == 1)
+        for _ in range(4):
+            await call(edit())
+        assert [len(worker.seen) for worker in workers] == [0, 4]
+
+
+@pytest.mark.parametrize("answer", [b"", b"\xff\xff", b"\x0a\x04edit"])
+async def test_an_answer_without_its_outputs_is_a_failure_of_the_worker(answer: bytes):
+    async with cluster(routing={"policy": "round_robin"}) as (router, workers):
+        workers[0].instead = answer
+        async with calling(router) as call:
+            for _ in range(4):
+                told = pb.ModelInferResponse.FromString(await call(edit()))
+                assert {output.name for output in told.outputs} == {"IMAGE", "META"}
+        assert len(workers[1].seen) == 4
