@@ -115,10 +115,14 @@ class AsyncClient:
         """An operation on the worker; see `Client.control`."""
         return wire.control_result(await self._infer(wire.control_request(op, fields), timeout))
 
-    async def register(self, image: ImageInput, *, timeout: float | None = 60.0) -> str:
-        """Register a template; the result goes into the setting `template_id`."""
-        encoded = await asyncio.to_thread(wire.image_bytes, image)
-        answer = await self.control("register", timeout=timeout, image=encoded)
+    async def register(
+        self, image: ImageInput, *, shared: bool = False, timeout: float | None = 60.0
+    ) -> str:
+        """Register a template; see `Client.register`."""
+        fields = {"image": await asyncio.to_thread(wire.image_bytes, image)}
+        answer = await self.control(
+            "register", timeout=timeout, **fields, **({"shared": True} if shared else {})
+        )
         return str(answer["template_id"])
 
     async def cancel(self, request_id: str, *, timeout: float | None = 10.0) -> bool:

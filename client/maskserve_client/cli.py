@@ -113,6 +113,19 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help=f"gRPC address (default: $MASKSERVE_URL, else {DEFAULT_URL})",
     )
+    command.add_argument(
+        "--key",
+        default=os.environ.get("MASKSERVE_KEY", ""),
+        metavar="KEY",
+        help="API key, where the router asks for one (default: $MASKSERVE_KEY, which other "
+        "processes cannot read as they can a command line)",
+    )
+    command.add_argument(
+        "--tls", action="store_true", help="speak TLS; the system's authorities are trusted"
+    )
+    command.add_argument(
+        "--ca", metavar="FILE", help="PEM file of the authority to trust instead; implies --tls"
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
@@ -216,6 +229,9 @@ def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentPars
     actions = templates.add_subparsers(required=True, metavar="ACTION")
     add = actions.add_parser("add", help="register images; prints their ids")
     add.add_argument("images", nargs="+", metavar="FILE", help="PNG, JPEG or WebP")
+    add.add_argument(
+        "--shared", action="store_true", help="for every client, not only those with this API key"
+    )
     add.set_defaults(run=commands.templates_add)
     listing = actions.add_parser("ls", help="list ids, and what the server keeps of each")
     listing.set_defaults(run=commands.templates_list)

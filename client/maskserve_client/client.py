@@ -108,9 +108,21 @@ class Client:
         """
         return wire.control_result(self._infer(wire.control_request(op, fields), timeout))
 
-    def register(self, image: ImageInput, *, timeout: float | None = 60.0) -> str:
-        """Register a template; the result goes into the setting `template_id`."""
-        answer = self.control("register", timeout=timeout, image=wire.image_bytes(image))
+    def register(
+        self, image: ImageInput, *, shared: bool = False, timeout: float | None = 60.0
+    ) -> str:
+        """Register a template; the result goes into the setting `template_id`.
+
+        Args:
+            image: the picture.
+            shared: for every client, where a router tells them apart by API keys.
+            timeout: seconds to wait for the answer.
+
+        Raises:
+            MaskserveError: what the server answered, or ServerUnavailable.
+        """
+        fields = {"image": wire.image_bytes(image), **({"shared": True} if shared else {})}
+        answer = self.control("register", timeout=timeout, **fields)
         return str(answer["template_id"])
 
     def cancel(self, request_id: str, *, timeout: float | None = 10.0) -> bool:

@@ -11,6 +11,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import msgspec
 from tqdm import tqdm
 
@@ -44,6 +45,29 @@ _SETTINGS = (
 )
 
 
+def _connected(options: argparse.Namespace) -> Client:
+    """A client of the server that the options name, with the key that they give.
+
+    Raises:
+        InvalidRequest: `--ca` is no file of certificates.
+    """
+    credentials = None
+    if options.tls or options.ca is not None:
+        credentials = grpc.ssl_channel_credentials(_authorities(options.ca))
+    headers = {"x-api-key": options.key} if options.key else {}
+    return Client(options.url, credentials=credentials, headers=headers)
+
+
+def _authorities(path: str | None) -> bytes | None:
+    """Certificates of a PEM file; None: those that the system trusts."""
+    if path is None:
+        return None
+    certificates = Path(path).read_bytes()
+    if b"-----BEGIN CERTIFICATE-----" not in certificates:
+        raise InvalidRequest("--ca", f"{path} holds no certificate", "a PEM file")
+    return certificates
+
+
 def edit(options: argparse.Namespace) -> None:
     """`maskserve edit`."""
     out = Path(options.out)
@@ -51,7 +75,7 @@ def edit(options: argparse.Namespace) -> None:
     inputs = (options.image, options.mask, options.prompt)
     terminal = sys.stderr.isatty()
     stream = options.stream if options.stream is not None else terminal
-    with Client(options.url) as client:
+    with _connected(options) as client:
         if stream or options.previews:
             result = _follow(client, inputs, settings, options, show=terminal)
         else:
@@ -151,7 +175,7 @@ def _umask() -> int:
 
 def status(options: argparse.Namespace) -> None:
     """`maskserve status`."""
-    with Client(options.url) as client:
+    with _connected(options) as client:
         values = client.control("status")
     if options.json:
         print(json.dumps(values))
@@ -195,7 +219,7 @@ def _show_worker(name: str, values: dict[str, Any]) -> None:
 
 def cancel(options: argparse.Namespace) -> None:
     """`maskserve cancel`."""
-    with Client(options.url) as client:
+    with _connected(options) as client:
         withdrawn = {name: client.cancel(name) for name in options.ids}
     if options.json:
         print(json.dumps(withdrawn))
@@ -209,7 +233,7 @@ def cancel(options: argparse.Namespace) -> None:
 
 def drain(options: argparse.Namespace) -> None:
     """`maskserve drain`."""
-    with Client(options.url) as client:
+    with _connected(options) as client:
         values = client.control("drain")
     left = values["in_flight"]
     print(json.dumps(values) if options.json else f"takes no new edits; {left} in flight")
@@ -218,9 +242,9 @@ def drain(options: argparse.Namespace) -> None:
 def templates_add(options: argparse.Namespace) -> None:
     """`maskserve templates add`."""
     added = {}
-    with Client(options.url) as client:
+    with _connected(options) as client:
         for name in options.images:
-            added[name] = client.register(name)
+            added[name] = client.register(name, shared=options.shared)
             if not options.json:
                 print(f"{added[name]}  {name}")
     if options.json:
@@ -229,7 +253,7 @@ def templates_add(options: argparse.Namespace) -> None:
 
 def templates_list(options: argparse.Namespace) -> None:
     """`maskserve templates ls`."""
-    with Client(options.url) as client:
+    with _connected(options) as client:
         values = client.control("templates")
     if options.json:
         print(json.dumps(values))
@@ -255,7 +279,7 @@ def _kept(template: dict[str, Any]) -> str:
 def templates_each(options: argparse.Namespace) -> None:
     """`maskserve templates rm`, `pin` and `unpin`: one operation on each id."""
     done = []
-    with Client(options.url) as client:
+    with _connected(options) as client:
         for name in options.ids:
             done.append(client.control(options.op, template_id=name))
             if not options.json:

@@ -7,14 +7,32 @@ import hmac
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from maskserve_core.contracts.scopes import NO_SCOPE
 from maskserve_router.config import AdmissionBounds, Key
 from maskserve_router.failures import RetryLater, Unauthorized
 from maskserve_router.metrics import Metrics
 
 _REMEMBERED = 0.1
 """Weight of the last edit in the mean gap between two that end."""
+
+
+@dataclass(slots=True)
+class Served:
+    """Edits of one model that a client had answered."""
+
+    succeeded: int = 0
+    failed: int = 0
+    succeeded_ns: int = 0
+    failed_ns: int = 0
+
+    def add(self, seconds: float, *, succeeded: bool) -> None:
+        taken_ns = int(seconds * 1e9)
+        if succeeded:
+            self.succeeded, self.succeeded_ns = self.succeeded + 1, self.succeeded_ns + taken_ns
+        else:
+            self.failed, self.failed_ns = self.failed + 1, self.failed_ns + taken_ns
 
 
 @dataclass(slots=True, eq=False)
@@ -24,8 +42,19 @@ class Client:
     name: str
     max_edits: int
     admin: bool
+    shares: bool = False
+    """Its templates are for every client."""
+    scope: str = NO_SCOPE
+    """Of its request ids and templates (`maskserve_core.contracts.scopes`). It follows from the
+    key's name, so that a key may be changed."""
     edits: int = 0
     """Under way."""
+    served: dict[str, Served] = field(default_factory=dict)
+    """What this router has answered it, by model."""
+
+
+def _scope(name: str) -> str:
+    return hashlib.blake2b(name.encode(), digest_size=8, person=b"maskserve.scope").hexdigest()
 
 
 class Keys:
@@ -34,7 +63,11 @@ class Keys:
     def __init__(self, keys: tuple[Key, ...], max_edits: int) -> None:
         self._anybody = None if keys else Client("anybody", max_edits, admin=True)
         self._clients = [
-            (bytes.fromhex(key.sha256), Client(key.name, key.max_edits, key.admin)) for key in keys
+            (
+                bytes.fromhex(key.sha256),
+                Client(key.name, key.max_edits, key.admin, key.shares, _scope(key.name)),
+            )
+            for key in keys
         ]
 
     def client(self, headers: Mapping[str, str]) -> Client:

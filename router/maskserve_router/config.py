@@ -146,7 +146,9 @@ class Key(Table, frozen=True):
     max_edits: Count = 64
     """Edits under way with it at a time."""
     admin: bool = False
-    """May change what all clients share: evict, pin, prime templates."""
+    """Sees and ends every client's edits, templates and statistics, not only its own."""
+    shares: bool = False
+    """What it registers is for every client, as with `"shared": true` in a registration."""
 
 
 class RouterConfig(Table, frozen=True):

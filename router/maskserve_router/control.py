@@ -10,13 +10,14 @@ import grpc.aio
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.contracts.scopes import NO_SCOPE, name_of, scope_of
 from maskserve_core.errors import EngineFailed, InvalidRequest
 from maskserve_core.routing import Edit, NoWorkerAvailable
-from maskserve_core.triton.control import parse_operation
+from maskserve_core.triton.control import SCOPED, parse_operation
 from maskserve_router.admission import Client
 from maskserve_router.dispatch import Dispatcher
-from maskserve_router.edit_call import read_input
-from maskserve_router.failures import Blame, Failure, NotSupported, Unauthorized
+from maskserve_router.edit_call import read_input, request_id_of
+from maskserve_router.failures import Blame, Failure, NotSupported
 from maskserve_router.pool import Pool
 from maskserve_router.predictions import Predictions
 from maskserve_router.worker import Worker
@@ -24,8 +25,6 @@ from maskserve_router.worker import Worker
 _ANSWER_S = 12.0
 _ENCODE_S = 75.0
 """`register` and `prime` encode an image."""
-_SHARED = ("prime", "pin", "unpin", "evict")
-"""Operations on what all clients share."""
 
 
 class Control:
@@ -55,36 +54,51 @@ class Control:
         encoded: bytes = answer.SerializeToString()
         return encoded
 
-    async def do(self, operation: dict[str, str], client: Client) -> dict[str, Any]:
+    async def do(self, operation: dict[str, Any], client: Client) -> dict[str, Any]:
         """One operation's result; raises as `infer`."""
         name = operation["op"]
-        if name in _SHARED and not client.admin:
-            raise Unauthorized("API key", f"may not {name}", "a key with admin = true")
+        if "scope" in operation:
+            raise InvalidRequest("OP.scope", "is the router's to say", "an operation without it")
+        if name in SCOPED and not client.admin:
+            operation = {**operation, "scope": client.scope}
+        if name == "register":
+            # An admin's own registration is its own, too; it sees the others' all the same.
+            operation["scope"] = client.scope
+            operation["shared"] = operation.get("shared", False) or client.shares
         match name:
             case "drain":
                 raise NotSupported(
                     "OP.op", "drain is an operator's", "POST /workers/ADDRESS/drain (admin port)"
                 )
             case "status":
-                return cluster_status(self._name, self._pool.workers.values(), self._predictions)
+                status = cluster_status(self._name, self._pool.workers.values(), self._predictions)
+                return status if client.admin else _as_seen_by(client, status)
             case "cancel":
-                return await self._cancel(operation)
+                return await self._cancel(operation["request_id"], client)
             case "templates":
-                return {"templates": merged_templates(await self._everywhere(operation))}
+                merged = merged_templates(await self._everywhere(operation))
+                if not client.admin:  # whose else a template is, is theirs
+                    for template in merged:
+                        template["owners"] = []
+                return {"templates": merged}
             case "heartbeat":
                 return {"workers": await self._everywhere(operation)}
         answers = await self._everywhere(operation)
         first = next(iter(answers.values()))
         return {**first, "workers": sorted(answers)}
 
-    async def _cancel(self, operation: dict[str, str]) -> dict[str, Any]:
-        """Here if this router has the edit, which gives up its row too; else at all workers."""
-        if self._dispatcher.cancel(operation["request_id"]):
+    async def _cancel(self, name: str, client: Client) -> dict[str, Any]:
+        """Here if this router has the edit, which gives up its row too; else at all workers. An
+        admin names another client's edit as `status` shows it.
+        """
+        others = client.admin and scope_of(name) != NO_SCOPE
+        request_id = name if others else request_id_of(name, client.scope)
+        if self._dispatcher.cancel(request_id):
             return {"cancelled": True}
-        answers = await self._everywhere(operation)
+        answers = await self._everywhere({"op": "cancel", "request_id": request_id})
         return {"cancelled": any(answer.get("cancelled") for answer in answers.values())}
 
-    async def _everywhere(self, operation: dict[str, str]) -> dict[str, dict[str, Any]]:
+    async def _everywhere(self, operation: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Worker -> its answer, of those that did it.
 
         Raises:
@@ -110,7 +124,7 @@ class Control:
         return done
 
 
-async def _ask(worker: Worker, operation: dict[str, str]) -> dict[str, Any]:
+async def _ask(worker: Worker, operation: dict[str, Any]) -> dict[str, Any]:
     timeout = _ENCODE_S if operation["op"] in ("register", "prime") else _ANSWER_S
     try:
         raw = await worker.upstream.control(operation, timeout)
@@ -162,6 +176,27 @@ def cluster_status(
     }
 
 
+def _as_seen_by(client: Client, status: dict[str, Any]) -> dict[str, Any]:
+    """The cluster's status without what is other clients': their edits and all templates' ids.
+
+    How much there is stays, as every client's waiting depends on it.
+    """
+
+    def own(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {**row, "request_id": name_of(row["request_id"])}
+            for row in rows
+            if scope_of(row["request_id"]) == client.scope
+        ]
+
+    def hidden(one: dict[str, Any]) -> dict[str, Any]:
+        kept = {key: value for key, value in one.items() if key != "templates"}
+        return {**kept, **{key: own(one[key]) for key in ("running", "waiting") if key in one}}
+
+    workers = {address: hidden(one) for address, one in status["workers"].items()}
+    return {**hidden(status), "templates": {}, "workers": workers}
+
+
 def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
     sums: dict[str, float] = {}
     for table in tables:
@@ -192,9 +227,17 @@ def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, An
         for template in answer["templates"]:
             name = template["template_id"]
             into = merged.setdefault(
-                name, {"template_id": name, "registered": False, "entries": [], "workers": []}
+                name,
+                {
+                    "template_id": name,
+                    "registered": False,
+                    "owners": [],
+                    "entries": [],
+                    "workers": [],
+                },
             )
             into["registered"] |= template["registered"]
+            into["owners"] = sorted({*into["owners"], *template.get("owners", ())})
             into["entries"] += [{**entry, "worker": address} for entry in template["entries"]]
             into["workers"].append(address)
     return [merged[name] for name in sorted(merged)]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.contracts.scopes import NO_SCOPE, name_of, scope_of, scoped
 from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
 from maskserve_core.contracts.tensors import CONTRACTS, Contract
 from maskserve_core.errors import InvalidRequest
@@ -187,9 +188,13 @@ class UnknownModel(InvalidRequest):
 
 
 def make_edit_call(
-    message: pb.ModelInferRequest, size: int, metadata: Metadata = (), timeout: float | None = None
+    message: pb.ModelInferRequest,
+    size: int,
+    metadata: Metadata = (),
+    timeout: float | None = None,
+    scope: str = NO_SCOPE,
 ) -> EditCall:
-    """The edit that a request asks for.
+    """The edit that a request asks for; its id gets the client's `scope`.
 
     Raises:
         InvalidRequest: naming the setting.
@@ -199,15 +204,29 @@ def make_edit_call(
         mask, raw = read_input(message, "MASK"), read_input(message, "SETTINGS")
     except LookupError:
         nothing = memoryview(b"")
-        return EditCall(message, None, nothing, b"", uuid.uuid4().hex, size, metadata, timeout)
+        name = scoped(scope, uuid.uuid4().hex)
+        return EditCall(message, None, nothing, b"", name, size, metadata, timeout)
     settings = parse_settings(raw)
     settings = replace(
         settings,
-        request_id=settings.request_id or uuid.uuid4().hex,
+        request_id=request_id_of(settings.request_id or uuid.uuid4().hex, scope),
         seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
     )
     assert settings.request_id is not None
     return EditCall(message, settings, image, mask, settings.request_id, size, metadata, timeout)
+
+
+def request_id_of(name: str, scope: str) -> str:
+    """The id that workers are given for a client's own `name`.
+
+    Raises:
+        InvalidRequest: it names another client's edit.
+    """
+    if scope_of(name) != NO_SCOPE and scope_of(name) != scope:
+        raise InvalidRequest(
+            "SETTINGS.request_id", "has a part before '!'", "letters, digits, or any of . _ : / -"
+        )
+    return scoped(scope, name_of(name))
 
 
 def read_input(message: pb.ModelInferRequest, name: str) -> bytes:

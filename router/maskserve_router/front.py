@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.errors import Cancelled, MaskserveError
 from maskserve_core.worker.logs import about
-from maskserve_router.admission import Client, Keys
+from maskserve_router.admission import Client, Keys, Served
 from maskserve_router.control import Control
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import EditCall, make_edit_call
@@ -65,7 +65,7 @@ class Front:
         client = self._keys.client(headers)
         if message.model_name == "control":
             return await self._control.infer(message, client)
-        call = make_edit_call(message, size, _forwarded(headers), timeout)
+        call = make_edit_call(message, size, _forwarded(headers), timeout, client.scope)
         with self._told(call, client, route):
             return await self._dispatcher.infer(call, client)
 
@@ -83,7 +83,7 @@ class Front:
             answer = pb.ModelInferResponse.FromString(await self._control.infer(message, client))
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
             return
-        call = make_edit_call(message, size, _forwarded(headers), timeout)
+        call = make_edit_call(message, size, _forwarded(headers), timeout, client.scope)
         with self._told(call, client, route):
             async with aclosing(self._dispatcher.stream(call, client)) as answers:
                 async for answer_bytes in answers:
@@ -109,6 +109,8 @@ class Front:
         finally:
             code = error.code if error is not None else "OK"
             self._metrics.requests.labels(route, code).inc()
+            served = client.served.setdefault(call.message.model_name, Served())
+            served.add(time.monotonic() - begin, succeeded=error is None)
             worker = call.worker
             span.end(error if isinstance(error, MaskserveError) else None, worker=worker, code=code)
             fields = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeAlias
 
@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.errors import MaskserveError
+from maskserve_router.admission import Client
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import parse_request
 from maskserve_router.failures import Failure, grpc_status, guarded, retry_after, text_of
@@ -77,19 +78,19 @@ class GrpcServer:
         async def model_ready(request: pb.ModelReadyRequest) -> Message:
             return pb.ModelReadyResponse(ready=calls.model_ready(request.name))
 
-        async def server_metadata(_: pb.ServerMetadataRequest) -> Message:
+        async def server_metadata(_: pb.ServerMetadataRequest, _by: Client) -> Message:
             return await calls.server_metadata()
 
-        async def model_metadata(request: pb.ModelMetadataRequest) -> Message:
+        async def model_metadata(request: pb.ModelMetadataRequest, _by: Client) -> Message:
             return await calls.model_metadata(request.name, request.version)
 
-        async def model_config(request: pb.ModelConfigRequest) -> Message:
+        async def model_config(request: pb.ModelConfigRequest, _by: Client) -> Message:
             return await calls.model_config(request.name, request.version)
 
-        async def statistics(request: pb.ModelStatisticsRequest) -> Message:
-            return await calls.statistics(request.name, request.version)
+        async def statistics(request: pb.ModelStatisticsRequest, client: Client) -> Message:
+            return await calls.statistics(request.name, request.version, client)
 
-        async def index(request: pb.RepositoryIndexRequest) -> Message:
+        async def index(request: pb.RepositoryIndexRequest, _by: Client) -> Message:
             return calls.repository_index(ready=request.ready)
 
         async def system_status(_: pb.SystemSharedMemoryStatusRequest) -> Message:
@@ -110,15 +111,19 @@ class GrpcServer:
         async def operators(_: bytes) -> NoReturn:
             raise operators_only("this call")
 
-        told: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
-            "ServerLive": (pb.ServerLiveRequest, live),
-            "ServerReady": (pb.ServerReadyRequest, ready),
-            "ModelReady": (pb.ModelReadyRequest, model_ready),
+        # To whoever holds a key, if keys are needed.
+        told_to: dict[str, tuple[type[Message], Callable[[Any, Client], Awaitable[Message]]]] = {
             "ServerMetadata": (pb.ServerMetadataRequest, server_metadata),
             "ModelMetadata": (pb.ModelMetadataRequest, model_metadata),
             "ModelConfig": (pb.ModelConfigRequest, model_config),
             "ModelStatistics": (pb.ModelStatisticsRequest, statistics),
             "RepositoryIndex": (pb.RepositoryIndexRequest, index),
+        }
+        # To everybody: health, and what says nothing of anybody.
+        told: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
+            "ServerLive": (pb.ServerLiveRequest, live),
+            "ServerReady": (pb.ServerReadyRequest, ready),
+            "ModelReady": (pb.ModelReadyRequest, model_ready),
             "SystemSharedMemoryStatus": (pb.SystemSharedMemoryStatusRequest, system_status),
             "SystemSharedMemoryUnregister": (
                 pb.SystemSharedMemoryUnregisterRequest,
@@ -127,14 +132,20 @@ class GrpcServer:
             "CudaSharedMemoryStatus": (pb.CudaSharedMemoryStatusRequest, cuda_status),
             "CudaSharedMemoryUnregister": (pb.CudaSharedMemoryUnregisterRequest, cuda_unregister),
         }
-        handlers = {
-            name: unary(
-                _answering(do),
+
+        def handler(
+            kind: type[Message], answer: Callable[[Any, Context], Awaitable[Message]]
+        ) -> grpc.RpcMethodHandler[Any, Any]:
+            return unary(
+                answer,
                 request_deserializer=kind.FromString,
                 response_serializer=lambda message: message.SerializeToString(),
             )
-            for name, (kind, do) in told.items()
-        }
+
+        who = self._front.client
+        handlers = {name: handler(kind, _answering(do)) for name, (kind, do) in told.items()}
+        for name, (kind, tell) in told_to.items():
+            handlers[name] = handler(kind, _answering_client(tell, who))
         for name in ("SystemSharedMemoryRegister", "CudaSharedMemoryRegister"):
             handlers[name] = unary(_answering(no_shared_memory))
         for name in (
@@ -245,6 +256,20 @@ def _answering(
             await _abort(context, error)
         except Exception as error:
             await _abort(context, guarded("", error))
+
+    return handle
+
+
+def _answering_client(
+    do: Callable[[Any, Client], Awaitable[Message]], who: Callable[[Mapping[str, str]], Client]
+) -> Callable[[Any, Context], Awaitable[Message]]:
+    """The same for what is told to holders of keys alone."""
+
+    async def handle(request: Any, context: Context) -> Message:
+        async def told(asked: Any) -> Message:
+            return await do(asked, who(_headers(context)))
+
+        return await _answering(told)(request, context)
 
     return handle
 

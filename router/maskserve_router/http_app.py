@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from maskserve_router.admission import Client
 from maskserve_router.http_answers import JSON, Handler, answering, json_response
 from maskserve_router.http_inference import HttpInference, model_of
 from maskserve_router.json_values import values_of
@@ -17,8 +20,13 @@ from maskserve_router.server_calls import ServerCalls, operators_only, shared_me
 class HttpApp:
     """Makes the application."""
 
-    def __init__(self, calls: ServerCalls, inference: HttpInference) -> None:
-        self._calls, self._inference = calls, inference
+    def __init__(
+        self,
+        calls: ServerCalls,
+        inference: HttpInference,
+        who: Callable[[Mapping[str, str]], Client],
+    ) -> None:
+        self._calls, self._inference, self._who = calls, inference, who
 
     def app(self) -> Starlette:
         model = "/v2/models/{model}"
@@ -56,6 +64,10 @@ class HttpApp:
                 ]
         return Starlette(routes=routes)
 
+    def _client(self, request: Request) -> Client:
+        """Who asks. Health alone is told without a key; see `Keys.client`."""
+        return self._who(request.headers)
+
     async def _live(self, _: Request) -> Response:
         return Response()
 
@@ -66,19 +78,24 @@ class HttpApp:
         ready = self._calls.model_ready(request.path_params["model"])
         return Response(status_code=200 if ready else 400)
 
-    async def _server(self, _: Request) -> Response:
+    async def _server(self, request: Request) -> Response:
+        self._client(request)
         return json_response(await self._calls.server_metadata())
 
     async def _metadata(self, request: Request) -> Response:
+        self._client(request)
         return json_response(await self._calls.model_metadata(*model_of(request)))
 
     async def _config(self, request: Request) -> Response:
+        self._client(request)
         return json_response((await self._calls.model_config(*model_of(request))).config)
 
     async def _statistics(self, request: Request) -> Response:
-        return json_response(await self._calls.statistics(*model_of(request)))
+        client = self._client(request)
+        return json_response(await self._calls.statistics(*model_of(request), client))
 
     async def _index(self, request: Request) -> Response:
+        self._client(request)
         models = self._calls.repository_index(ready=False).models
         return Response(
             msgspec.json.encode([values_of(model) for model in models]), 200, None, JSON

@@ -58,7 +58,7 @@ class Router:
         listen = config.listen
         self.grpc = GrpcServer(config, front, calls)
         self.http = HttpServer(
-            HttpApp(calls, HttpInference(config.http, front, self.admission)).app(),
+            HttpApp(calls, HttpInference(config.http, front, self.admission), keys.client).app(),
             config.http,
             listen.host,
             listen.http_port,

@@ -8,10 +8,11 @@ import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.routing import Edit, NoWorkerAvailable
+from maskserve_router.admission import Client
 from maskserve_router.edit_call import PUBLIC, UnknownModel
 from maskserve_router.failures import Failure, NotSupported
 from maskserve_router.pool import Pool
-from maskserve_router.statistics import summed
+from maskserve_router.statistics import served_by, summed
 
 _TIMEOUT_S = 5.0
 # What ends at a host, or is an operator's.
@@ -48,10 +49,16 @@ class ServerCalls:
         request = pb.ModelConfigRequest(name=name, version=version)
         return pb.ModelConfigResponse.FromString(await self._ask("ModelConfig", request))
 
-    async def statistics(self, name: str, version: str) -> pb.ModelStatisticsResponse:
-        """Summed over the workers; of one model, or of all with an empty name."""
+    async def statistics(
+        self, name: str, version: str, client: Client
+    ) -> pb.ModelStatisticsResponse:
+        """Summed over the workers; of one model, or of all with an empty name. A client that is no
+        admin gets what this router has answered it.
+        """
         if name:
             _known(name)
+        if not client.admin:
+            return served_by(client, [name] if name else sorted(PUBLIC))
         request = pb.ModelStatisticsRequest(name=name, version=version).SerializeToString()
         answers = await asyncio.gather(
             *(w.upstream.call("ModelStatistics", request, _TIMEOUT_S) for w in self._pool.up()),

@@ -1,4 +1,4 @@
-"""Statistics of several workers as those of one server."""
+"""Statistics of several workers as those of one server, and of one client alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from google.protobuf.message import Message
 from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_router.admission import Client, Served
 
 _LATEST = ("last_inference",)
 
@@ -28,6 +30,20 @@ def summed(
                 total = sums.setdefault(key, pb.ModelStatistics(name=key[0], version=key[1]))
                 _add(total, one)
     return pb.ModelStatisticsResponse(model_stats=[sums[key] for key in sorted(sums)])
+
+
+def served_by(client: Client, names: Iterable[str]) -> pb.ModelStatisticsResponse:
+    """What a router has answered one client, as a server's statistics of these models."""
+    told = pb.ModelStatisticsResponse()
+    for name in names:
+        book = client.served.get(name, Served())
+        one = told.model_stats.add(name=name, version="1")
+        one.inference_count = one.execution_count = book.succeeded
+        one.inference_stats.success.count = book.succeeded
+        one.inference_stats.success.ns = book.succeeded_ns
+        one.inference_stats.fail.count = book.failed
+        one.inference_stats.fail.ns = book.failed_ns
+    return told
 
 
 def _add(into: Message, more: Message) -> None:

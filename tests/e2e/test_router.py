@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import http.client
 import json
 import os
@@ -12,17 +13,19 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tritonclient.grpc as grpc_sync
 import tritonclient.grpc.aio as grpc_aio
 import tritonclient.http.aio as http_aio
 
 from maskserve_client import Client
-from maskserve_core.errors import TemplateNotFound
+from maskserve_core.errors import Cancelled, InvalidRequest, TemplateNotFound
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.cluster.faults import Cluster, faults, try_fault
 from maskserve_harness.cluster.judged_load import known_edits
@@ -372,6 +375,163 @@ def test_our_client_and_command_line(router: RouterSite, tmp_path: Path) -> None
         client.control("evict", template_id=name)
         with pytest.raises(TemplateNotFound):
             client.edit(None, encode(blob_mask(64, 64)), "x", template_id=name)
+
+
+# Clients that are told apart by keys.
+
+
+@pytest.fixture
+def keyed(workers: list[Worker], tmp_path: Path) -> Iterator[RouterSite]:
+    keys = [
+        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "admin": name == "ops"}
+        for name in ("ann", "bob", "ops")
+    ]
+    with RouterSite([worker.grpc_url for worker in workers], tmp_path, {"keys": keys}) as site:
+        yield site
+
+
+def held_by(site: RouterSite, key: str) -> Client:
+    return Client(site.grpc_url, headers={"x-api-key": key})
+
+
+def ids(status: dict[str, Any]) -> set[str]:
+    listed = [status, *status["workers"].values()]
+    return {
+        row["request_id"]
+        for one in listed
+        for rows in ("running", "waiting")
+        for row in one.get(rows, ())
+    }
+
+
+def test_edits_belong_to_the_key_that_sent_them(keyed: RouterSite) -> None:
+    picture, mask = encode(scene(64, 64)), encode(blob_mask(64, 64))
+    with held_by(keyed, "ann") as ann, held_by(keyed, "bob") as bob, held_by(keyed, "ops") as ops:
+
+        def long_edit(client: Client) -> str:
+            try:
+                client.edit(picture, mask, "a star", request_id="mine", cache="off", **LONG)
+            except Cancelled:
+                return "cancelled"
+            return "done"
+
+        with ThreadPoolExecutor(2) as pool:
+            # Both may use the same name at the same time.
+            of_ann, of_bob = pool.submit(long_edit, ann), pool.submit(long_edit, bob)
+            both = "both edits run"
+            eventually(both, lambda: len(ids(ops.control("status"))) == 2)
+            assert ids(ann.control("status")) == ids(bob.control("status")) == {"mine"}
+            scoped = ids(ops.control("status"))
+            assert all(name.endswith("!mine") for name in scoped)
+            for client in (ann, bob):  # nobody else's can be named
+                refused = [name for name in scoped if not _may_name(client, name)]
+                assert len(refused) == 1
+            assert bob.cancel("mine")
+            assert of_bob.result(timeout=30) == "cancelled"
+            # Its worker may know it a moment longer; then there is none that bob could end.
+            eventually("bob has none", lambda: not bob.cancel("mine"))
+            assert not of_ann.done()
+            (left,) = ids(ops.control("status"))
+            assert ops.cancel(left)  # an admin ends anybody's
+            assert of_ann.result(timeout=30) == "cancelled"
+        result = ann.edit(picture, mask, "a star", request_id="mine", num_inference_steps=1)
+        assert result.meta["request_id"] == "mine"
+
+
+def _may_name(client: Client, name: str) -> bool:
+    """Whether the client may name edits of this name's scope."""
+    with suppress(InvalidRequest):
+        client.cancel(f"{name.partition('!')[0]}!no-such-edit")
+        return True
+    return False
+
+
+def test_templates_belong_to_the_key_that_registered_them(keyed: RouterSite) -> None:
+    mask = encode(blob_mask(64, 64))
+    with held_by(keyed, "ann") as ann, held_by(keyed, "bob") as bob, held_by(keyed, "ops") as ops:
+
+        def seen_by(client: Client) -> set[str]:
+            return {t["template_id"] for t in client.control("templates")["templates"]}
+
+        def edited_by(client: Client, name: str) -> None:
+            client.edit(None, mask, "a star", template_id=name, num_inference_steps=1)
+
+        own = ann.register(encode(scene(64, 64, seed=11)))
+        assert own in seen_by(ann)
+        assert own in seen_by(ops)
+        assert own not in seen_by(bob)
+        edited_by(ann, own)
+        with pytest.raises(TemplateNotFound):
+            edited_by(bob, own)
+        for op in ("prime", "pin", "unpin", "evict"):
+            with pytest.raises(TemplateNotFound):
+                bob.control(op, template_id=own)
+        assert ann.control("pin", template_id=own)["pinned"]
+        # Who registers the same picture has it, too; one's evict is not the other's.
+        assert bob.register(encode(scene(64, 64, seed=11))) == own
+        ann.control("evict", template_id=own)
+        assert own not in seen_by(ann)
+        edited_by(bob, own)
+        bob.control("evict", template_id=own)
+        assert own not in seen_by(ops)
+
+        shared = ann.register(encode(scene(64, 64, seed=12)), shared=True)
+        edited_by(bob, shared)
+        with pytest.raises(TemplateNotFound):
+            bob.control("evict", template_id=shared)
+        ops.control("evict", template_id=shared)
+        with pytest.raises(TemplateNotFound):
+            edited_by(ann, shared)
+
+
+def test_what_answers_without_a_key(keyed: RouterSite) -> None:
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/edit/ready"):
+        assert get(keyed.http_url, path)[0] == 200
+    for path in ("/v2", "/v2/models/edit", "/v2/models/edit/config", "/v2/models/stats"):
+        assert get(keyed.http_url, path)[0] == 401
+    with grpc_sync.InferenceServerClient(keyed.grpc_url) as anybody:
+        assert anybody.is_server_live()
+        assert anybody.is_server_ready()
+        assert anybody.is_model_ready("edit")
+        for call in (
+            anybody.get_server_metadata,
+            lambda: anybody.get_model_metadata("edit"),
+            lambda: anybody.get_model_config("edit"),
+            anybody.get_inference_statistics,
+            anybody.get_model_repository_index,
+        ):
+            with pytest.raises(InferenceServerException, match="API key"):
+                call()
+        # Statistics are those of the key: what an admin's say of all is not told to a client.
+        with held_by(keyed, "ann") as ann:
+            ann.edit(encode(scene(64, 64)), encode(blob_mask(64, 64)), "x", num_inference_steps=1)
+
+        def counted(key: str) -> int:
+            told = anybody.get_inference_statistics("edit", headers={"x-api-key": key})
+            return int(told.model_stats[0].inference_count)
+
+        assert counted("ann") == 1
+        assert counted("bob") == 0
+        assert counted("ops") >= 1
+
+
+def test_the_command_line_sends_the_key(keyed: RouterSite, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "maskserve_client.cli", "status", "--url", keyed.grpc_url]
+
+    def status(*more: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *more],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    assert status().returncode == 2
+    assert "API key" in status().stderr
+    assert status("--key", "ann").returncode == 0
+    assert status(MASKSERVE_KEY="ann").returncode == 0
 
 
 # Hostile clients.

@@ -65,7 +65,7 @@ class FakeWorker:
     cached_only: list[str] = field(default_factory=list)
     """Templates that were seen in edits and never registered."""
 
-    def get(self, template_id: str) -> bytes | None:
+    def get(self, template_id: str, scope: str = "") -> bytes | None:
         return self.templates.get(template_id)
 
 

@@ -140,7 +140,12 @@ def test_register_list_evict(api: FakeTriton, control: WorkerControl) -> None:
     assert (kept["width"], kept["height"]) == (7, 5)
     name = kept["template_id"]
     listed = {t["template_id"]: t for t in ask(api, control, {"op": "templates"})["templates"]}
-    assert listed[name] == {"template_id": name, "registered": True, "entries": []}
+    assert listed[name] == {
+        "template_id": name,
+        "registered": True,
+        "owners": [],
+        "entries": [],
+    }
     assert listed["f" * 32]["registered"] is False
     assert listed["f" * 32]["entries"] == [{"bytes": 10, "tier": "device"}]
     gone = ask(api, control, {"op": "evict", "template_id": name})

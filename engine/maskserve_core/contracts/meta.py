@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maskserve_core.contracts.request import EditRequest
+from maskserve_core.contracts.scopes import name_of
 from maskserve_core.errors import MaskserveError
 
 STAGES = ("preprocess", "encode", "prepare", "queue", "denoise", "decode", "postprocess")
@@ -17,7 +18,8 @@ TIMINGS = (*STAGES, "load_stall")
 
 def event_meta(event: str, step: int, steps: int, request_id: str) -> bytes:
     """META of a `progress` or `preview` event."""
-    return _dump({"event": event, "step": step, "steps": steps, "request_id": request_id})
+    name = name_of(request_id)
+    return _dump({"event": event, "step": step, "steps": steps, "request_id": name})
 
 
 def failed_meta(error: MaskserveError, request_id: str) -> bytes:
@@ -49,7 +51,7 @@ def final_meta(
     timings = {**request.timings_ms, **taken_ms, **engine.get("timings_ms", {})}
     values = {
         "event": "final",
-        "request_id": request.request_id,
+        "request_id": name_of(request.request_id),
         "seed": request.seed,
         "worker": worker,
         "model": model,

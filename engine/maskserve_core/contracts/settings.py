@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from maskserve_core.contracts.keys import TEMPLATE_ID
+from maskserve_core.contracts.scopes import SCOPE
 from maskserve_core.errors import InvalidRequest
 
 MASK_MODES = ("auto", "white", "alpha")
@@ -25,7 +26,8 @@ MAX_RING = 64
 """Tokens: the whole of a 1024x1024 picture's grid from anywhere in it."""
 MAX_THRESHOLD = 10.0
 """Of relative changes of a first block; beyond 1 nearly every step is left out."""
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_REQUEST_ID = re.compile(rf"({SCOPE.pattern}!)?[A-Za-z0-9._:/-]{{1,128}}")
+"""A router's scope (`scopes`), then the client's own name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ _CHECKS: dict[str, Check] = {
     "template_id": _string(TEMPLATE_ID, 64, "16 to 64 lower-case hexadecimal digits"),
     "deadline_ms": _integer(1, MAX_DEADLINE_MS),
     "priority": _integer(*PRIORITIES),
-    "request_id": _string(_REQUEST_ID, 128, "1 to 128 letters, digits, or any of . _ : / -"),
+    "request_id": _string(_REQUEST_ID, 161, "1 to 128 letters, digits, or any of . _ : / -"),
 }
 
 

@@ -18,6 +18,7 @@ from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.contracts.request import AcceptedEdit, EditRequest
+from maskserve_core.contracts.scopes import scope_of
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
@@ -37,8 +38,10 @@ DECODED_PIXELS = 1_500_000
 of decoding them again; of larger ones, edits that wait for a row would hold too much memory.
 """
 
-FindTemplate = Callable[[str], bytes | None]
-"""Reads the encoded image that was registered under an id; None when the id names nothing."""
+FindTemplate = Callable[[str, str], bytes | None]
+"""Reads the encoded image that was registered under an id, as a client of some scope may see it;
+None when the id names nothing, or nothing of that client's.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +209,8 @@ def _source(
                 "SETTINGS.template_id", "is not the digest of IMAGE", f"{found}, or IMAGE empty"
             )
         return source, found
-    kept = find_template(named) if find_template is not None else None
+    scope = scope_of(settings.request_id or "")
+    kept = find_template(named, scope) if find_template is not None else None
     if kept is None:
         raise TemplateNotFound(f"SETTINGS.template_id: {named} is not registered here")
     return decode_image(kept, "IMAGE", config.limits), named

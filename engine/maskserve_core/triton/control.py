@@ -16,6 +16,7 @@ from typing import Any
 from maskserve_core.config import Config, ConfigError, templates_folder
 from maskserve_core.contracts.facts import load_facts
 from maskserve_core.contracts.keys import TEMPLATE_ID, template_id
+from maskserve_core.contracts.scopes import NO_SCOPE, SCOPE, SHARED
 from maskserve_core.contracts.settings import no_duplicates
 from maskserve_core.errors import (
     EngineFailed,
@@ -50,6 +51,8 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "evict": ("template_id",),
     "drain": (),
 }
+SCOPED = ("templates", "register", "prime", "pin", "unpin", "evict")
+"""They may have a `scope` (`contracts.scopes`): what a client of that scope may see and do."""
 _OF_FILES = ("status", "drain")
 _ENCODING = ("register", "prime")
 _ENCODE_S = 60.0
@@ -63,8 +66,10 @@ _MAX_STRUCTURE = 64
 _operation_object = no_duplicates("OP")
 
 
-def parse_operation(raw: bytes) -> dict[str, str]:
+def parse_operation(raw: bytes) -> dict[str, Any]:
     """Check the OP tensor's bytes.
+
+    All values are strings, but for `shared` of `register`: true, if it is for every client.
 
     Raises:
         InvalidRequest: naming `OP` or `OP.<key>`.
@@ -88,11 +93,16 @@ def parse_operation(raw: bytes) -> dict[str, str]:
         shown = "is missing" if name is None else f"{str(name)[:40]!r} is not known"
         raise InvalidRequest("OP.op", shown, ", ".join(OPERATIONS))
     wanted = OPERATIONS[name]
-    unknown = sorted(set(values) - {"op", *wanted})
+    optional = (*(("scope",) if name in SCOPED else ()), *(("shared",) * (name == "register")))
+    unknown = sorted(set(values) - {"op", *wanted, *optional})
     if unknown:
-        raise InvalidRequest(
-            f"OP.{unknown[0][:40]}", f"is not a key of {name}", ", ".join(("op", *wanted))
-        )
+        accepted = ", ".join(("op", *wanted, *optional))
+        raise InvalidRequest(f"OP.{unknown[0][:40]}", f"is not a key of {name}", accepted)
+    scope = values.get("scope", NO_SCOPE)
+    if not isinstance(scope, str) or (scope and SCOPE.fullmatch(scope) is None):
+        raise InvalidRequest("OP.scope", "has another form", "up to 32 of a-z and 0-9")
+    if not isinstance(values.get("shared", False), bool):
+        raise InvalidRequest("OP.shared", "is not a boolean", "true or false")
     for key in wanted:
         if not isinstance(values.get(key), str) or not values[key]:
             problem = "is missing" if key not in values else "is not a non-empty string"
@@ -127,7 +137,7 @@ class WorkerControl:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _with_files(self, operation: dict[str, str]) -> dict[str, Any]:
+    def _with_files(self, operation: dict[str, Any]) -> dict[str, Any]:
         match operation["op"]:
             case "status":
                 return self._read_status()
@@ -136,23 +146,22 @@ class WorkerControl:
                 return {"draining": True, "in_flight": self._admission.in_flight()}
         raise AssertionError(operation)
 
-    def _asking(self, operation: dict[str, str]) -> dict[str, Any]:
+    def _asking(self, operation: dict[str, Any]) -> dict[str, Any]:
         """An operation with a part in another process; blocks."""
         match operation["op"]:
             case "cancel":
                 found = cancel_edit(self._config.runtime_dir, operation["request_id"])
                 return {"cancelled": found}
             case "templates":
-                held = ask_denoiser(self._api, {"op": "templates"})["templates"]
-                return {"templates": _merged(self._templates.ids(), held)}
+                return {"templates": self._list(operation.get("scope", NO_SCOPE))}
             case "register":
-                return self._register(operation["image"])
+                return self._register(operation)
             case "prime":
-                return self._prime(_checked_id(operation["template_id"]))
+                return self._prime(self._named(operation))
             case "pin" | "unpin":
-                return self._pin(operation["op"], _checked_id(operation["template_id"]))
+                return self._pin(operation["op"], self._named(operation))
             case "evict":
-                return self._evict(_checked_id(operation["template_id"]))
+                return self._evict(self._named(operation), operation.get("scope", NO_SCOPE))
             case _:
                 return ask_denoiser(self._api, operation)
 
@@ -173,10 +182,47 @@ class WorkerControl:
             "in_flight": self._admission.in_flight(),
         }
 
-    def _register(self, image: str) -> dict[str, Any]:
-        decoded = decode_image(image.encode("utf-8", "replace"), "OP.image", self._config.limits)
+    def _named(self, operation: dict[str, Any]) -> str:
+        """The template that an operation names, if its client may see it.
+
+        Raises:
+            InvalidRequest: it is no id.
+            TemplateNotFound: it is another client's.
+        """
+        name = operation["template_id"]
+        if TEMPLATE_ID.fullmatch(name) is None:
+            raise InvalidRequest(
+                "OP.template_id", "has another form", "16 to 64 lower-case hexadecimal digits"
+            )
+        if not self._templates.shows(name, operation.get("scope", NO_SCOPE)):
+            raise TemplateNotFound(f"OP.template_id: {name} is not known here")
+        return str(name)
+
+    def _list(self, scope: str) -> list[dict[str, Any]]:
+        """Templates by id: whether an image is registered, by whom, and what is cached of each."""
+        registered = self._templates.ids()
+        entries: dict[str, list[dict[str, Any]]] = {name: [] for name in registered}
+        for entry in ask_denoiser(self._api, {"op": "templates"})["templates"]:
+            rest = {key: value for key, value in entry.items() if key != "template_id"}
+            entries.setdefault(entry["template_id"], []).append(rest)
+        return [
+            {
+                "template_id": name,
+                "registered": name in registered,
+                "owners": self._templates.owners(name),
+                "entries": found,
+            }
+            for name, found in sorted(entries.items())
+            if self._templates.shows(name, scope)
+        ]
+
+    def _register(self, operation: dict[str, Any]) -> dict[str, Any]:
+        image = operation["image"].encode("utf-8", "replace")
+        decoded = decode_image(image, "OP.image", self._config.limits)
         name = template_id(decoded.pixels)
-        self._templates.put(name, decoded.encoded)
+        scope, shared = operation.get("scope", NO_SCOPE), operation.get("shared", False)
+        owners = [*([scope] if scope else ()), *([SHARED] if shared else ())]
+        self._templates.put(name, decoded.encoded, owners)
         height, width = decoded.size
         # An image is registered to be edited more than once: its activations are worth having.
         # It is registered all the same if they cannot be had now.
@@ -211,15 +257,23 @@ class WorkerControl:
             raise TemplateNotFound(f"OP.template_id: {name} is not known here")
         return {"template_id": name, "pinned": op == "pin"}
 
-    def _evict(self, name: str) -> dict[str, Any]:
-        """Forget a template: the registered image and what is cached of it."""
+    def _evict(self, name: str, scope: str) -> dict[str, Any]:
+        """Forget a template: the registered image and what is cached of it. A client's own wish
+        ends nobody else's: it stays for as long as another has registered it.
+        """
+        if scope:
+            left = self._templates.disown(name, scope)
+            if left is None:
+                raise TemplateNotFound(f"OP.template_id: {name} was not registered with this key")
+            if [owner for owner in left if owner != SHARED]:
+                return {"template_id": name, "registered": False, "freed_bytes": 0}
         registered = self._templates.remove(name)
         freed = ask_denoiser(self._api, {"op": "evict", "template_id": name})["freed_bytes"]
         if not registered and not freed:
             raise TemplateNotFound(f"OP.template_id: {name} is not known here")
         return {"template_id": name, "registered": False, "freed_bytes": freed}
 
-    def _with_denoiser(self, operation: dict[str, str], answer: Answer) -> None:
+    def _with_denoiser(self, operation: dict[str, Any], answer: Answer) -> None:
         def ask() -> None:
             try:
                 if not answer.done:  # else the client was told that nothing has been done
@@ -239,26 +293,6 @@ class WorkerControl:
         timer.daemon = True
         timer.start()
         self._pool.submit(ask)
-
-
-def _checked_id(name: str) -> str:
-    if TEMPLATE_ID.fullmatch(name) is None:
-        raise InvalidRequest(
-            "OP.template_id", "has another form", "16 to 64 lower-case hexadecimal digits"
-        )
-    return name
-
-
-def _merged(registered: list[str], held: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Templates by id: whether an image is registered, and what is cached of each."""
-    entries: dict[str, list[dict[str, Any]]] = {name: [] for name in registered}
-    for entry in held:
-        rest = {key: value for key, value in entry.items() if key != "template_id"}
-        entries.setdefault(entry["template_id"], []).append(rest)
-    return [
-        {"template_id": name, "registered": name in registered, "entries": found}
-        for name, found in sorted(entries.items())
-    ]
 
 
 def _reply(answer: Answer, result: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from maskserve_core.contracts.scopes import name_of
 from maskserve_core.errors import InvalidRequest, Overloaded
 from maskserve_core.worker.ticket import Decision, Run, Ticket
 
@@ -109,7 +110,9 @@ class StepScheduler:
             raise Overloaded("the worker is draining; send the edit to another or try again later")
         if ticket.request_id in self._held:
             raise InvalidRequest(
-                "SETTINGS.request_id", f"{ticket.request_id!r} is still being served", "a new id"
+                "SETTINGS.request_id",
+                f"{name_of(ticket.request_id)!r} is still being served",
+                "a new id",
             )
         queue = self._background_waiting if ticket.background else self._live_waiting
         if len(queue) >= self.max_waiting:

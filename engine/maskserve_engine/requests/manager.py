@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from maskserve_core.config import Config, model_name
+from maskserve_core.contracts.scopes import name_of
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -241,7 +242,9 @@ class RequestManager:
     def _check_id(self, edit: RequestState) -> None:
         if edit.request_id in self.edits:
             raise InvalidRequest(
-                "SETTINGS.request_id", f"{edit.request_id!r} is still being served", "a new id"
+                "SETTINGS.request_id",
+                f"{name_of(edit.request_id)!r} is still being served",
+                "a new id",
             )
 
     def _resume(self, edit: RequestState) -> None:
