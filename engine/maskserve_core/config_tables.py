@@ -72,6 +72,13 @@ class ModelConfig:
     mask_ring: int = option(
         1, "Default tokens round the mask that a cached edit computes too.", low=0, high=64
     )
+    outside_noise: str = option(
+        "template",
+        "Noise outside the mask where the model has Inpaint semantics: `template` (the same for "
+        "every edit of a picture, so that cached and dense edits agree) or `edit` (diffusers' own, "
+        "from the edit's seed). Under the mask it is always the edit's.",
+        of=("template", "edit"),
+    )
     first_block_threshold: float = option(
         0.0,
         "Default change of what the first block adds below which a step leaves the other blocks "

@@ -49,7 +49,7 @@ def diffusers_edit(
     ).images
 
 
-def diffusers_latents(pipeline: Any, case: Case) -> NDArray[np.float32]:
+def diffusers_latents(pipeline: Any, case: Case, **asked: Any) -> NDArray[np.float32]:
     """[C, h, w] of the tiny model's Flux pipeline, before they are decoded."""
     tokens = diffusers_edit(
         pipeline,
@@ -60,6 +60,7 @@ def diffusers_latents(pipeline: Any, case: Case) -> NDArray[np.float32]:
         case.seed,
         max_sequence_length=16,
         output_type="latent",
+        **asked,
     )
     factor = pipeline.vae_scale_factor
     latents: torch.Tensor = pipeline._unpack_latents(tokens, *case.mask.shape, factor)

@@ -24,7 +24,7 @@ class Model:
         cls = FluxFillPipeline if semantics == "fill" else FluxInpaintPipeline
         self.pipeline: Any = cls.from_pretrained(folder)
         self.pipeline.set_progress_bar_config(disable=True)
-        config = config_of(folder)
+        config = config_of(folder, model={"outside_noise": "edit"})
         self.encoder, self.adapter = load_encoder(config), load_adapter(config)
 
     def case(self, rng: np.random.Generator) -> Case:

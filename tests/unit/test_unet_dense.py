@@ -30,7 +30,7 @@ class Model:
         self.pipeline.set_progress_bar_config(disable=True)
         self.default = self.pipeline.scheduler
         self.encoder = load_encoder(config_of(folder))
-        adapter = load_adapter(config_of(folder))
+        adapter = load_adapter(config_of(folder, model={"outside_noise": "edit"}))
         assert isinstance(adapter, UnetAdapter)
         self.adapter = adapter
 
@@ -39,7 +39,12 @@ class Model:
         self.pipeline.scheduler = sampler
         old = self.adapter
         self.adapter = UnetAdapter(
-            old.facts, old.model, sampler, old.vae_scale, exact_vae=old.exact_vae
+            old.facts,
+            old.model,
+            sampler,
+            old.vae_scale,
+            exact_vae=old.exact_vae,
+            outside_noise="edit",
         )
 
     def oracle(self, case: Case) -> NDArray[np.float32]:

@@ -49,6 +49,11 @@ class EditRequest:
     """Digest of the source's pixels at model resolution; entries are keyed on it."""
     timings_ms: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def template_noise_seed(self) -> int:
+        """Of the noise that all edits of these pixels share."""
+        return int((self.pixels_id or self.template_id)[:12], 16)
+
     def to_json(self) -> bytes:
         return _encode(self)
 

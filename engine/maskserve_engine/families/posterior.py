@@ -37,3 +37,21 @@ class Posterior:
 def draw(shape: torch.Size, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Normal noise [C, h, w] as diffusers' randn_tensor draws it for a batch of one."""
     return torch.randn((1, *shape), generator=generator, dtype=dtype)[0]
+
+
+def template_noise(shape: torch.Size, seed: int, dtype: torch.dtype) -> Tensor:
+    """[C, h, w] the noise that all edits of a template share."""
+    return draw(shape, torch.Generator("cpu").manual_seed(seed), dtype)
+
+
+def noise_outside(noise: Tensor, mask: Tensor, seed: int) -> Tensor:
+    """An edit's noise under its mask, the template's elsewhere.
+
+    So a base model's dense rows see the same picture round the mask as its cached rows do.
+
+    Args:
+        noise: [C, h, w] the edit's.
+        mask: [1, h, w] of latents, 1 = edit.
+        seed: of the template's noise.
+    """
+    return torch.where(mask > 0, noise, template_noise(noise.shape, seed, noise.dtype))

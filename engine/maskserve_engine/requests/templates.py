@@ -203,8 +203,8 @@ class TemplateCache:
         ).digest()
 
     def noise_seed(self, job: EditJob) -> int:
-        """Seed of the template's own noise: a function of its pixels."""
-        return int((job.request.pixels_id or job.request.template_id)[:12], 16)
+        """Seed of the template's own noise."""
+        return job.request.template_noise_seed
 
     def serves(self, job: EditJob, mask_ratio: float) -> bool:
         """Whether rows of the edit may read or make entries.

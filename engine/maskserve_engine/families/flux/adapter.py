@@ -43,6 +43,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         vae_scale: the VAE's scaling_factor.
         compiled: whether segments of blocks are compiled (`compiled`); takes its time.
         placed_bytes: `[cache] placed_bytes`.
+        outside_noise: `[model] outside_noise`.
     """
 
     anchor_tolerance = 1.0
@@ -59,6 +60,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         *,
         compiled: bool = False,
         placed_bytes: int = 0,
+        outside_noise: str = "template",
     ) -> None:
         check_sampler(sampler)
         self.facts, self.model, self.sampler = facts, model, sampler
@@ -70,7 +72,12 @@ class FluxAdapter(Stepping[Row, Weights]):
         super().__init__(Batch, self.weights)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         self._preparation = Preparation(
-            facts, sampler, vae_shift=vae_shift, vae_scale=vae_scale, dtype=self.dtype
+            facts,
+            sampler,
+            vae_shift=vae_shift,
+            vae_scale=vae_scale,
+            dtype=self.dtype,
+            outside_noise=outside_noise,
         )
         self._cis = lru_cache(maxsize=64)(self._make_cis)
         self.work = lru_cache(maxsize=64)(self._make_work)
@@ -92,6 +99,7 @@ class FluxAdapter(Stepping[Row, Weights]):
             float(vae.get("scaling_factor", 1.0)),
             compiled=config.model.compile,
             placed_bytes=config.cache.placed_bytes,
+            outside_noise=config.model.outside_noise,
         )
 
     def steps(self, job: EditJob) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maskserve_engine.families.flux.latents import PATCH, pack_latents
 from maskserve_engine.families.flux.schedule import Schedule
-from maskserve_engine.families.posterior import Posterior, draw
+from maskserve_engine.families.posterior import Posterior, draw, noise_outside, template_noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ def start_fill(
     generator: torch.Generator,
 ) -> Start:
     """FluxFillPipeline's preparation; draws image sample, noise, masked-image sample, in order."""
-    latents, _, _ = _noised(image, schedule, generator)
+    clean = image.sample(generator)
+    latents = _mixed(clean, draw(clean.shape, generator, clean.dtype), schedule)
     mask = torch.from_numpy(edit_mask > 127).float()
     condition = torch.cat(
         (pack_latents(masked.sample(generator)), packed_mask(mask, factor, latents.dtype)), dim=1
@@ -85,24 +86,35 @@ def start_inpaint(
     factor: int,
     schedule: Schedule,
     generator: torch.Generator,
+    outside_seed: int | None,
 ) -> Start:
-    """FluxInpaintPipeline's preparation; the masked image that it encodes is never used."""
-    latents, clean, noise = _noised(image, schedule, generator)
+    """FluxInpaintPipeline's preparation; the masked image that it encodes is never used.
+
+    Args:
+        image: of the source.
+        edit_mask: [H, W], above 127 = edit.
+        factor: pixels per latent side.
+        schedule: the row's.
+        generator: of the edit's seed.
+        outside_seed: of the noise outside the mask; None: it is the edit's, too.
+    """
+    clean = image.sample(generator)
+    noise = draw(clean.shape, generator, clean.dtype)
     mask = torch.from_numpy(edit_mask > 127).float()[None, None]
-    mask = F.interpolate(mask, size=latents.shape[1:])[0].to(latents.dtype)
+    mask = F.interpolate(mask, size=clean.shape[1:])[0].to(clean.dtype)
+    if outside_seed is not None:
+        noise = noise_outside(noise, mask, outside_seed)
+    latents = _mixed(clean, noise, schedule)
     blend = Blend(
         pack_latents(mask.expand_as(latents).contiguous()), pack_latents(clean), pack_latents(noise)
     )
     return Start(pack_latents(latents), None, blend)
 
 
-def _noised(
-    image: Posterior, schedule: Schedule, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    clean = image.sample(generator)
-    noise = draw(clean.shape, generator, clean.dtype)
+def _mixed(clean: Tensor, noise: Tensor, schedule: Schedule) -> Tensor:
+    """Latents before the first step."""
     sigma = schedule.sigmas[0].to(clean.dtype)
-    return sigma * noise + (1.0 - sigma) * clean, clean, noise
+    return sigma * noise + (1.0 - sigma) * clean
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,5 +167,5 @@ class TemplateInputs:
 def template_inputs(image: Posterior, noise_seed: int) -> TemplateInputs:
     """Not `filled` yet; equal for every edit of the same pixels and noise seed."""
     clean = image.mode()
-    noise = draw(clean.shape, torch.Generator("cpu").manual_seed(noise_seed), clean.dtype)
+    noise = template_noise(clean.shape, noise_seed, clean.dtype)
     return TemplateInputs(pack_latents(clean), pack_latents(noise), None)

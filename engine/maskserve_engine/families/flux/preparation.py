@@ -50,6 +50,7 @@ class Preparation:
         vae_shift: the VAE's shift_factor.
         vae_scale: the VAE's scaling_factor.
         dtype: of the model.
+        outside_noise: `[model] outside_noise`.
     """
 
     def __init__(
@@ -60,9 +61,11 @@ class Preparation:
         vae_shift: float,
         vae_scale: float,
         dtype: torch.dtype,
+        outside_noise: str,
     ) -> None:
         self._facts, self._sampler = facts, sampler
         self._vae_shift, self._vae_scale, self._dtype = vae_shift, vae_scale, dtype
+        self._shares_noise = outside_noise == "template"
 
     def prepared(self, job: EditJob) -> Prepared:
         """The job's own, if it has been prepared; else without `template`."""
@@ -110,7 +113,8 @@ class Preparation:
         if self._facts.semantics == "fill":
             masked = self._posterior(job.masked_moments)
             return start_fill(image, masked, job.edit_mask, factor, schedule, generator)
-        return start_inpaint(image, job.edit_mask, factor, schedule, generator)
+        seed = job.request.template_noise_seed if self._shares_noise else None
+        return start_inpaint(image, job.edit_mask, factor, schedule, generator, seed)
 
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
         return Posterior(moments, self._vae_shift, self._vae_scale, self._dtype)

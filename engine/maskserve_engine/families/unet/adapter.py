@@ -40,6 +40,7 @@ class UnetAdapter(Stepping[Row, Any]):
         own_entries: whether the second pass of guided steps has entries of its own, where they
             would differ (`[cache] cfg_entries`).
         halo: `[cache] conv_halo`.
+        outside_noise: `[model] outside_noise`.
     """
 
     anchor_tolerance = 1.0
@@ -56,6 +57,7 @@ class UnetAdapter(Stepping[Row, Any]):
         exact_vae: bool,
         own_entries: bool = False,
         halo: int = 0,
+        outside_noise: str = "template",
     ) -> None:
         check_sampler(sampler)
         super().__init__(Batch, model)
@@ -77,6 +79,7 @@ class UnetAdapter(Stepping[Row, Any]):
             dtype=self.dtype,
             levels=len(model.down_blocks),
             halo=halo,
+            outside_noise=outside_noise,
         )
 
     @classmethod
@@ -100,6 +103,7 @@ class UnetAdapter(Stepping[Row, Any]):
             exact_vae=facts.micro_conditioning and bool(vae.get("force_upcast", True)),
             own_entries=config.cache.cfg_entries == "own",
             halo=config.cache.conv_halo,
+            outside_noise=config.model.outside_noise,
         )
 
     def steps(self, job: EditJob) -> int:

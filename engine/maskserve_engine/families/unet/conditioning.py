@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.families.posterior import Posterior, draw
+from maskserve_engine.families.posterior import Posterior, draw, noise_outside, template_noise
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 
 
@@ -52,6 +52,7 @@ def start_row(
     sampler: Sampler,
     generator: torch.Generator,
     dtype: torch.dtype,
+    outside_seed: int | None,
 ) -> Start:
     """The preparation of StableDiffusionInpaintPipeline and StableDiffusionXLInpaintPipeline.
 
@@ -65,14 +66,17 @@ def start_row(
         sampler: the row's.
         generator: of the edit's seed.
         dtype: of the model.
+        outside_seed: of the noise outside the mask; None: it is the edit's, too.
     """
     clean = None
     if masked is None or not sampler.whole:
         clean = image.sample(generator).to(dtype)
     noise = draw(image.mean.shape, generator, dtype)
-    latents = sampler.start(None if clean is None else clean[None], noise[None])[0]
     mask = torch.from_numpy(edit_mask > 127).float()[None, None]
     mask = F.interpolate(mask, size=noise.shape[1:])[0].to(dtype)
+    if outside_seed is not None:
+        noise = noise_outside(noise, mask, outside_seed)
+    latents = sampler.start(None if clean is None else clean[None], noise[None])[0]
     if masked is None:
         assert clean is not None
         return Start(latents, None, Blend(mask, clean, noise))
@@ -121,6 +125,6 @@ def template_inputs(
 ) -> TemplateInputs:
     """The template's inputs; equal for every edit of the same pixels and noise seed."""
     clean = image.mode().to(dtype)
-    noise = draw(clean.shape, torch.Generator("cpu").manual_seed(noise_seed), dtype)
+    noise = template_noise(clean.shape, noise_seed, dtype)
     condition = torch.cat((torch.zeros_like(clean[:1]), clean)) if fill else None
     return TemplateInputs(clean, noise, condition, levels)

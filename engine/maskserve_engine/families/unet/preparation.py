@@ -48,6 +48,7 @@ class Preparation:
         dtype: of the model.
         levels: of the UNet.
         halo: `[cache] conv_halo`.
+        outside_noise: `[model] outside_noise`.
     """
 
     def __init__(
@@ -60,10 +61,12 @@ class Preparation:
         dtype: torch.dtype,
         levels: int,
         halo: int,
+        outside_noise: str,
     ) -> None:
         self._facts, self._sampler = facts, sampler
         self._vae_scale, self._vae_dtype, self._dtype = vae_scale, vae_dtype, dtype
         self._levels, self._halo = levels, halo
+        self._shares_noise = outside_noise == "template" and facts.semantics == "inpaint"
         self.noise_levels = NoiseLevels(sampler)
         self.timesteps = lru_cache(maxsize=256)(self._make_timesteps)
 
@@ -138,7 +141,8 @@ class Preparation:
         generator = torch.Generator("cpu").manual_seed(job.request.seed)
         masked = self._posterior(job.masked_moments) if self._fill else None
         image, sampler = self._posterior(job.moments), self.sampler(job)
-        return start_row(image, masked, job.edit_mask, sampler, generator, self._dtype)
+        seed = job.request.template_noise_seed if self._shares_noise else None
+        return start_row(image, masked, job.edit_mask, sampler, generator, self._dtype, seed)
 
     @property
     def _fill(self) -> bool:

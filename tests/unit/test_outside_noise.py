@@ -1,0 +1,117 @@
+"""Base models: an edit's noise is its own under the mask and its template's elsewhere (design §4).
+
+The oracle is diffusers' pipeline, given that noise as `latents`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    FluxInpaintPipeline,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionXLInpaintPipeline,
+)
+
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance, unet_case
+from tests.fakes.pipelines import diffusers_edit, diffusers_latents
+from tests.fakes.tiny_unet import VARIANTS
+
+BASE_UNETS = [name for name in VARIANTS if "base" in name]
+
+
+def _drawn(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn((1, *shape), generator=generator)
+
+
+def _wanted(job: Any, channels: int) -> torch.Tensor:
+    """[1, C, h, w], said again by itself: the image's sample is drawn before the noise."""
+    shape = (channels, *job.moments.shape[1:])
+    own = torch.Generator("cpu").manual_seed(job.request.seed)
+    _drawn(own, shape)
+    noise = _drawn(own, shape)
+    seed = int(job.request.pixels_id[:12], 16)
+    outside = _drawn(torch.Generator("cpu").manual_seed(seed), shape)
+    side = job.edit_mask.shape[0] // shape[1]
+    under = torch.from_numpy(job.edit_mask[::side, ::side] > 127)
+    return torch.where(under, noise, outside)
+
+
+def _alone(adapter: Any, row: Any) -> Any:
+    while row.step < row.steps:
+        adapter.step([row], None)
+    return row.result().array()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_flux_row_equals_the_pipeline_given_its_noise(tiny_inpaint: Path, seed: int) -> None:
+    pipeline: Any = FluxInpaintPipeline.from_pretrained(tiny_inpaint)
+    pipeline.set_progress_bar_config(disable=True)
+    encoder, adapter = load_encoder(config_of(tiny_inpaint)), load_adapter(config_of(tiny_inpaint))
+    rng = np.random.default_rng(7000 + seed)
+    case = random_case(rng, strength=1.0, **(guided(rng) if seed % 2 else {}))
+    job = encode_case(encoder, case, "r")
+    noise = _wanted(job, job.moments.shape[0] // 2)
+    expected = diffusers_latents(pipeline, case, latents=noise)
+    row = adapter.dense_row(job)
+    assert np.abs(_alone(adapter, row) - expected).max() <= tolerance(expected)
+    assert np.abs(diffusers_latents(pipeline, case) - expected).max() > tolerance(expected)
+
+
+@pytest.mark.parametrize("variant", BASE_UNETS)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_unet_row_equals_the_pipeline_given_its_noise(
+    tiny_unets: dict[str, Path], variant: str, seed: int
+) -> None:
+    folder = tiny_unets[variant]
+    xl = (folder / "text_encoder_2").exists()
+    pipeline: Any = (
+        StableDiffusionXLInpaintPipeline.from_pretrained(folder)
+        if xl
+        else StableDiffusionInpaintPipeline.from_pretrained(folder, safety_checker=None)
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    encoder, adapter = load_encoder(config_of(folder)), load_adapter(config_of(folder))
+    case = unet_case(np.random.default_rng(7100 + seed), strength=1.0)
+    job = encode_case(encoder, case, "r")
+    noise = _wanted(job, job.moments.shape[0] // 2)
+    given = diffusers_edit(
+        pipeline, case.pixels, case.mask, case.prompt, case.settings, case.seed,
+        output_type="latent", latents=noise,
+    )  # fmt: skip
+    expected = given[0].numpy()
+    row = adapter.dense_row(job)
+    assert np.abs(_alone(adapter, row) - expected).max() <= tolerance(expected)
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+def test_rows_dense_and_cached_have_one_noise_outside_the_mask(
+    tiny_inpaint: Path, strength: float
+) -> None:
+    config = config_of(tiny_inpaint)
+    encoder, adapter = load_encoder(config), load_adapter(config)
+    case = random_case(np.random.default_rng(7200), strength=strength, num_inference_steps=5)
+    job = encode_case(encoder, case, "r")
+    other = replace(job, request=replace(job.request, seed=job.request.seed + 1))
+    first, second = (adapter.dense_row(each) for each in (job, other))
+    cached = adapter.cached_row(job, job.request.template_noise_seed)
+    index, blend = cached.inactive.index, first.blend
+    assert torch.equal(blend.noise[index], cached.inactive.template.noise)
+    under = blend.mask > 0
+    assert torch.equal(blend.noise[~under], second.blend.noise[~under])
+    assert not torch.equal(blend.noise[under], second.blend.noise[under])
+
+
+def test_a_setting_names_the_pipelines_own_noise(tiny_inpaint: Path) -> None:
+    config = config_of(tiny_inpaint, model={"outside_noise": "edit"})
+    encoder, adapter = load_encoder(config), load_adapter(config)
+    job = encode_case(encoder, random_case(np.random.default_rng(7300)), "r")
+    other = replace(job, request=replace(job.request, seed=job.request.seed + 1))
+    first, second = (adapter.dense_row(each).blend for each in (job, other))
+    assert not torch.equal(first.noise[first.mask == 0], second.noise[second.mask == 0])
