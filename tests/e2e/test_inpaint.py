@@ -44,7 +44,10 @@ ASKED = (
 
 @pytest.fixture(scope="module")
 def client(tiny_inpaint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grpc]:
+    config = tmp_path_factory.mktemp("inpaint") / "worker.toml"
+    config.write_text('[model]\noutside_noise = "edit"  # as the pipeline draws it\n')
     options = ServeOptions(
+        config=config,
         model=str(tiny_inpaint),
         base_port=free_base_port(),
         log_dir=tmp_path_factory.mktemp("inpaint-logs"),

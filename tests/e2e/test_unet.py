@@ -69,7 +69,10 @@ def served(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
     folder = tiny_unets[request.param]
+    config = tmp_path_factory.mktemp("unet") / "worker.toml"
+    config.write_text('[model]\noutside_noise = "edit"  # as the pipeline draws it\n')
     options = ServeOptions(
+        config=config,
         model=str(folder),
         base_port=free_base_port(),
         log_dir=tmp_path_factory.mktemp("unet-logs"),

@@ -29,7 +29,7 @@ class Place:
     dtype: str
 
     def ours(self, case: Case) -> NDArray[np.float32]:
-        where = {"device": str(self.device), "dtype": self.dtype}
+        where = {"device": str(self.device), "dtype": self.dtype, "outside_noise": "edit"}
         config = config_of(self.folder, model=where)
         adapter = load_adapter(config)
         row = adapter.dense_row(encode_case(load_encoder(config), case, "it"))

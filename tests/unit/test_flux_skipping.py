@@ -44,7 +44,7 @@ def encoder(folder: Path) -> Encoder:
 
 @pytest.fixture(scope="module")
 def adapter(folder: Path) -> FluxAdapter:
-    adapter = load_adapter(config_of(folder))
+    adapter = load_adapter(config_of(folder, model={"outside_noise": "edit"}))
     assert isinstance(adapter, FluxAdapter)
     return adapter
 
