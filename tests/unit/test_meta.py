@@ -13,7 +13,11 @@ from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import EngineFailed
 
-NAMES = st.text(max_size=40) | st.just('"decode":0.0') | st.just('x","postprocess":0.0,"y":"')
+NAMES = (
+    st.text(st.characters(exclude_characters="!", exclude_categories=["Cs"]), max_size=40)
+    | st.just('"decode":0.0')
+    | st.just('x","postprocess":0.0,"y":"')
+)
 
 
 def request(name: str) -> EditRequest:
@@ -39,3 +43,9 @@ def test_a_final_event_takes_the_times_of_the_models_after_the_denoiser(
 def test_other_events_stay_as_they_are(name: str) -> None:
     for meta in (event_meta("preview", 1, 4, name), failed_meta(EngineFailed(name), name)):
         assert with_timing(meta, "decode", 1.0) == meta
+
+
+def test_a_routers_scope_is_not_told() -> None:
+    progress = json.loads(event_meta("progress", 1, 2, "k3f0!my-edit"))
+    assert progress["request_id"] == "my-edit"
+    assert json.loads(event_meta("progress", 1, 2, "my-edit"))["request_id"] == "my-edit"

@@ -260,7 +260,6 @@ class RequestState:
         return {
             "event": "final",
             "step": self.work.steps,
-            "request_id": request.request_id,
             "seed": request.seed,
             "worker": worker,
             "model": model,
