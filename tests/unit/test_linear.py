@@ -1,19 +1,25 @@
-"""Products of every form against dense ones on random numbers, by themselves and in FLUX."""
+"""Products of every form against dense ones on random numbers: by themselves, in FLUX, in UNets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from maskserve_engine.families.flux.batch import Batch
 from maskserve_engine.families.flux.compiled import compile_segments
 from maskserve_engine.families.flux.forward import forward
 from maskserve_engine.families.flux.weights import Weights
+from maskserve_engine.families.unet.forward import Packed as UnetPacked
+from maskserve_engine.families.unet.forward import forward as unet_forward
+from maskserve_engine.families.unet.rows import Guidance, Prompt
+from maskserve_engine.families.unet.weights import UnetWeights
 from maskserve_engine.layers.attention import spans
 from maskserve_engine.layers.linear import (
     JoinedLinear,
@@ -24,7 +30,9 @@ from maskserve_engine.layers.linear import (
     Update,
     linear,
 )
+from maskserve_harness.benchmarks.models import SD21
 from maskserve_harness.benchmarks.step_rig import Bench
+from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
 
 KINDS = ("kv", "project", "dense")
 BLOCKS = (2, 2)
@@ -157,37 +165,52 @@ def outputs(bench: Bench, weights: Weights, chosen: Sequence[int], kind: str) ->
     return list(out.split(batch.packed.layout.narrow.image_stream.lengths))
 
 
+class RowAdapters:
+    """Random adapters of each row for all products of a model: some, several or none."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[list[Adapter]]] = {}
+
+    def added(self, rows: Sequence[int]) -> Callable[[str, Linear], Linear]:
+        """Products that add to each packed part what the row of this number has."""
+
+        def change(name: str, own: Linear) -> Linear:
+            assert isinstance(own, PlainLinear)
+            size = own.weight.shape[1], own.weight.shape[0]
+            self.of[name] = [
+                [adapter(*size, 0.3)],
+                [adapter(*size, -0.2), adapter(*size, 0.1)],
+                [],
+                [adapter(*size, 0.2)],
+            ]
+            updates = list(map(Update.sum_of, self.of[name]))
+            return LowRank(own, tuple([updates[row] for row in rows]))
+
+        return change
+
+    def merged(self, row: int) -> Callable[[str, Linear], Linear]:
+        """Products of a model that has this row's adapters in its weights."""
+
+        def change(name: str, own: Linear) -> Linear:
+            assert isinstance(own, PlainLinear)
+            return PlainLinear(merged(own.weight, self.of[name][row]), own.bias)
+
+        return change
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_with_adapters_of_their_own_share_a_batch(bench: Bench, kind: str) -> None:
     """Each as it is by itself on a model that has its adapters in its weights."""
-    adapters: dict[str, list[list[Adapter]]] = {}
-
-    def adapted(name: str, own: Linear) -> Linear:
-        assert isinstance(own, PlainLinear)
-        size = own.weight.shape[1], own.weight.shape[0]
-        adapters[name] = [
-            [adapter(*size, 0.3)],
-            [adapter(*size, -0.2), adapter(*size, 0.1)],
-            [],
-            [adapter(*size, 0.2)],
-        ]
-        return LowRank(own, tuple(map(Update.sum_of, adapters[name])))
-
-    weights = bench.weights.with_linears(adapted)
-    together = outputs(bench, weights, range(len(RATIOS)), kind)
-
-    for row, found in enumerate(together):
-
-        def fused(name: str, own: Linear, row: int = row) -> Linear:
-            assert isinstance(own, PlainLinear)
-            return PlainLinear(merged(own.weight, adapters[name][row]), own.bias)
-
-        [alone] = outputs(bench, bench.weights.with_linears(fused), [row], kind)
+    adapters, every = RowAdapters(), range(len(RATIOS))
+    weights = bench.weights.with_linears(adapters.added(every))
+    for row, found in enumerate(outputs(bench, weights, every, kind)):
+        own = bench.weights.with_linears(adapters.merged(row))
+        [alone] = outputs(bench, own, [row], kind)
         torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-3)
-        if adapters["proj_out"][row]:
+        if adapters.of["proj_out"][row]:
             [without] = outputs(bench, bench.weights, [row], kind)
             assert (found - without).abs().max() > 0.01
-    assert len(adapters) == 3 + 10 * BLOCKS[0] + 3 * BLOCKS[1]
+    assert len(adapters.of) == 3 + 10 * BLOCKS[0] + 3 * BLOCKS[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -215,3 +238,91 @@ def test_what_is_not_plain_runs_uncompiled(bench: Bench, caplog: pytest.LogCaptu
     assert other.segments is None
     assert compile_segments(other) is None
     assert "form of a library" in caplog.text or "uncompiled" in caplog.text
+
+
+UNET: dict[str, Any] = {
+    **SD21,
+    "sample_size": 16,
+    "block_out_channels": (32, 64),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "attention_head_dim": (2, 4),
+    "cross_attention_dim": 16,
+    "norm_num_groups": 8,
+    "layers_per_block": 2,
+}
+STACKS = 2 + 1 + 3
+UNET_RATIOS = (None, 0.2, 0.4, 0.1)
+GUIDED = (True, False, False, True)
+UNET_KINDS = [("kv", 0), ("project", 0), ("dense", 0), ("kv", 1)]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["linear", "convolution"])
+def unet(request: pytest.FixtureRequest) -> Any:
+    """How a stack's tokens come from its feature map, and go back."""
+    config = {**UNET, "use_linear_projection": request.param}
+    return UNet2DConditionModel(**config).eval().requires_grad_(False)
+
+
+def unet_bench(unet: Any, halo: int) -> UnetBench:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(UNETS, "small", UNET)
+        made = UnetBench("small", torch.float32, torch.device("cpu"), "model", halo, unet)
+    made.fill_entry("both")
+    return made
+
+
+def unet_answers(
+    made: UnetBench, weights: UnetWeights, chosen: Sequence[int], kind: str
+) -> list[Tensor]:
+    """[passes, C, h, w] of each chosen row; rows with a tile are the last."""
+    torch.manual_seed(7)
+    rows = [made.row(ratio, seed) for seed, ratio in enumerate(UNET_RATIOS)]
+    for row, guided in zip(rows, GUIDED, strict=True):
+        if guided:
+            row.guidance = Guidance(Prompt(torch.randn_like(row.prompt.text), None), 3.0)
+    passes = [rows[i].passes() for i in chosen]
+    samples = [rows[i].sample() for i, own in zip(chosen, passes, strict=True) for _ in own]
+    packed = UnetPacked([x for own in passes for x in own], (16, 16), 2, torch.device("cpu"))
+    timesteps = torch.full([len(samples)], 300.0)
+    out = unet_forward(weights, packed, torch.stack(samples), timesteps, [kind] * made.blocks)
+    return list(out.split([len(own) for own in passes]))
+
+
+@pytest.mark.parametrize(("kind", "halo"), UNET_KINDS)
+def test_unet_rows_with_adapters_of_their_own_share_a_batch(
+    unet: Any, kind: str, halo: int
+) -> None:
+    """Both passes of a row have its adapters, and no other row's."""
+    made, adapters, every = unet_bench(unet, halo), RowAdapters(), range(len(GUIDED))
+    weights = UnetWeights.of(unet)
+    rows = [row for row in every for _ in range(1 + GUIDED[row])]
+    together = weights.with_linears(adapters.added(rows))
+    for row, found in enumerate(unet_answers(made, together, every, kind)):
+        assert len(found) == 1 + GUIDED[row]
+        own = weights.with_linears(adapters.merged(row))
+        [alone] = unet_answers(made, own, [row], kind)
+        torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-3)
+        [without] = unet_answers(made, weights, [row], kind)
+        changed = any(each[row] for each in adapters.of.values())
+        assert ((found - without).abs().amax((1, 2, 3)) > 0.01).tolist() == [changed] * len(found)
+    assert len(adapters.of) == STACKS * (2 + 10)
+
+
+@pytest.mark.parametrize(("kind", "halo"), UNET_KINDS)
+def test_unet_blocks_of_a_librarys_layers_compute_the_same(kind: str, halo: int) -> None:
+    """A model whose layers a library has quantised, and one with the weights they stand for."""
+    quantised, dense = (UNet2DConditionModel(**UNET).eval().requires_grad_(False) for _ in "ab")
+    dense.load_state_dict(quantised.state_dict())
+    for name, layer in list(quantised.named_modules()):
+        if "attentions" in name and type(layer) is nn.Linear:
+            own = Int8Linear(layer)
+            quantised.set_submodule(name, own)
+            dense.get_submodule(name).weight.copy_(own.dense)
+    every = range(len(GUIDED))
+    weights = UnetWeights.of(quantised)
+    assert isinstance(weights.up_blocks[1][0].transformer_blocks[0].down, ModuleLinear)
+    made = unet_bench(dense, halo)
+    found = unet_answers(made, weights, every, kind)
+    for one, other in zip(found, unet_answers(made, made.weights, every, kind), strict=True):
+        torch.testing.assert_close(one, other)

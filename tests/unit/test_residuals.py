@@ -17,6 +17,7 @@ from maskserve_engine.families.flux.forward import forward
 from maskserve_engine.families.unet.forward import Packed as UnetPacked
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.forward import forward as unet_forward
+from maskserve_engine.families.unet.weights import UnetWeights
 from maskserve_harness.benchmarks.step_rig import Bench
 
 BLOCKS = (3, 4)
@@ -172,7 +173,7 @@ def test_a_unet_row_equals_diffusers_with_additional_residuals(unet: Any) -> Non
             PassInput(states, None, residuals=own) for states, own in zip(text, given, strict=True)
         ]
         packed = UnetPacked(passes, (16, 16), 2, sample.device)
-        return unet_forward(unet, packed, sample, timesteps)
+        return unet_forward(UnetWeights.of(unet), packed, sample, timesteps)
 
     two = [Given({i: each[row] for i, each in enumerate(residuals)}) for row in range(2)]
     found, plain = run([two[0], None, two[1]]), run([None] * 3)

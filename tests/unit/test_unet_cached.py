@@ -87,7 +87,7 @@ def outputs(
     packed = Packed(passes, (height, width), len(adapter.model.down_blocks), sample.device)
     timesteps = torch.tensor([row.timestep for row in rows])
     with torch.inference_mode():
-        return forward(adapter.model, packed, sample, timesteps, kinds)
+        return forward(adapter.weights, packed, sample, timesteps, kinds)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -256,7 +256,7 @@ def test_own_entries_hold_what_each_pass_would_have_been(
             packed = Packed(each.passes(), (12, 10), len(adapter.model.down_blocks), sample.device)
             with torch.inference_mode():
                 answers.append(
-                    forward(adapter.model, packed, sample, torch.tensor([at.anchor.timestep] * 2),
+                    forward(adapter.weights, packed, sample, torch.tensor([at.anchor.timestep] * 2),
                             ("kv",) * adapter.blocks)
                 )  # fmt: skip
         difference = (answers[0] - answers[1]).abs().amax(dim=(1, 2, 3))

@@ -192,7 +192,7 @@ def test_on_the_priming_inputs_every_tile_equals_dense(
     for each in (passes, dense):
         packed = Packed(each, size, depth, sample.device)
         with torch.inference_mode():
-            answers.append(forward(tiles.model, packed, sample, when, ("kv",) * tiles.blocks))
+            answers.append(forward(tiles.weights, packed, sample, when, ("kv",) * tiles.blocks))
     for found, expected, box in zip(*answers, boxes, strict=True):
         at = (slice(None), *(box or ()))
         assert (found - expected)[at].abs().max() <= tolerance(expected.numpy())

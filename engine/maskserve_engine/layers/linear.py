@@ -1,8 +1,9 @@
 """Products of packed tokens with a layer's weights, whatever form these have.
 
-Nothing else that computes a step of FLUX reads a layer's weights. A batch tells each product where
-its rows lie, so that a product may treat every row differently (`LowRank`). Another form of
-weights, or one device's share of them, is another class with the methods of `Linear`.
+Nothing else that computes a step of FLUX, or of the transformer blocks of a UNet, reads a layer's
+weights. A batch tells each product where its rows lie (in a UNet: its passes), so that a product
+may treat every row differently (`LowRank`). Another form of weights, or one device's share of
+them, is another class with the methods of `Linear`.
 """
 
 from __future__ import annotations
@@ -146,9 +147,11 @@ class LowRank:
         of_rows = zip(self.updates, rows, strict=True)
         # Rows side by side with the same update share its products.
         for update, spans in groupby(of_rows, key=lambda each: each[0]):
-            if update is not None:
-                (begin, end), *others = [span for _, span in spans]
-                own = slice(begin, others[-1][1] if others else end)
+            (begin, end), *others = [span for _, span in spans]
+            if others:
+                _, end = others[-1]
+            if update is not None and begin < end:
+                own = slice(begin, end)
                 out[..., own, :] += F.linear(F.linear(x[..., own, :], update.down), update.up)
         return out
 

@@ -26,6 +26,7 @@ from maskserve_engine.families.unet.forward import added_embedding
 from maskserve_engine.families.unet.rows import Inactive, Prompt, UnetRow
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.tokens import ActiveTokens
+from maskserve_engine.families.unet.weights import UnetWeights
 from maskserve_harness.benchmarks.models import SD21, SDXL
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.benchmarks.timing import Timer
@@ -58,6 +59,7 @@ class UnetBench:
         self.device, self.dtype, self.format = device, dtype, format
         config = UNETS[preset]
         self.model = model or build_unet(preset, dtype, device)
+        self.weights = UnetWeights.of(self.model)
         self.side = int(config["sample_size"])
         self.work = unet_work(config, self.side, self.side, guidance=False, halo=halo)
         self.blocks = len(self.work.blocks)
@@ -133,7 +135,7 @@ class UnetBench:
             for row in rows:
                 row.step = 0
             self.batch = Batch.of(rows, self.batch)
-            self.batch.step(self.model, (kind,) * self.blocks)
+            self.batch.step(self.weights, (kind,) * self.blocks)
 
     def convolutions_ms(self, timer: Timer, rows: Sequence[UnetRow], kind: str) -> float:
         """What of a step is spent in convolutions."""

@@ -24,11 +24,12 @@ from maskserve_engine.families.unet.forward import added_embedding
 from maskserve_engine.families.unet.preparation import Preparation
 from maskserve_engine.families.unet.rows import Guidance, Inactive, Prompt, UnetPrimingRow, UnetRow
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, check_sampler, load_sampler
+from maskserve_engine.families.unet.weights import UnetWeights
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.stages.loader import held_bytes, load_part
 
 
-class UnetAdapter(Stepping[Row, Any]):
+class UnetAdapter(Stepping[Row, UnetWeights]):
     """Rows of edits over one UNet2DConditionModel.
 
     Args:
@@ -60,7 +61,8 @@ class UnetAdapter(Stepping[Row, Any]):
         outside_noise: str = "template",
     ) -> None:
         check_sampler(sampler)
-        super().__init__(Batch, model)
+        self.weights = UnetWeights.of(model)
+        super().__init__(Batch, self.weights)
         self.facts, self.model, self.sampler = facts, model, sampler
         self.vae_scale, self.exact_vae = vae_scale, exact_vae
         self.device: torch.device = model.device

@@ -11,11 +11,12 @@ from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.unet.forward import Packed, forward
 from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
+from maskserve_engine.families.unet.weights import UnetWeights
 
 Row = UnetRow | UnetPrimingRow
 
 
-class Batch(KeptBatch[Row, Any]):
+class Batch(KeptBatch[Row, UnetWeights]):
     """Rows of one latent shape, stepped by a UNet2DConditionModel."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -36,7 +37,7 @@ class Batch(KeptBatch[Row, Any]):
     def holds(self, rows: Sequence[Row]) -> bool:
         return super().holds(rows) and 0 <= rows[0].step - self._begin < len(self._by_step)
 
-    def step(self, model: Any, kinds: Sequence[str]) -> None:
+    def step(self, model: UnetWeights, kinds: Sequence[str]) -> None:
         samples = [row.sample() for row in self._order]
         sample = torch.stack(
             [each for each, count in zip(samples, self._passes, strict=True) for _ in range(count)]

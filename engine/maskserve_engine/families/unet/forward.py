@@ -20,6 +20,7 @@ from maskserve_engine.families.unet.moments import Moments
 from maskserve_engine.families.unet.stack import Rest, Stack, Text
 from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids
+from maskserve_engine.families.unet.weights import StackWeights, Stage, UnetWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Packed:
         given = tuple(each.residuals for each in passes)
         self.residuals = given if any(given) else ()
         """Per pass; nothing where no pass has any."""
-        self.text = Text(torch.cat([each.text for each in passes]))
+        self.text = Text([each.text for each in passes])
         lengths = [len(each.text) for each in passes]
         added = [each.added for each in passes if each.added is not None]
         self.added = torch.stack(added) if added else None
@@ -102,7 +103,7 @@ def added_embedding(model: Any, pooled: Tensor, time_ids: Tensor) -> Tensor:
 
 
 def forward(
-    model: Any,
+    weights: UnetWeights,
     packed: Packed,
     sample: Tensor,
     timesteps: Tensor,
@@ -112,7 +113,7 @@ def forward(
     """The model's output for every pass.
 
     Args:
-        model: UNet2DConditionModel.
+        weights: the model's, or others in their place.
         packed: the passes.
         sample: [P, in_channels, h, w].
         timesteps: [P], float32.
@@ -123,14 +124,15 @@ def forward(
     Returns:
         [P, out_channels, h, w]
     """
+    model = weights.model
     embedding = model.time_embedding(model.time_proj(timesteps).to(sample.dtype))
     if packed.added is not None:
         embedding = embedding + packed.added
     walk = _Walk(packed, kinds, captures, embedding, model.conv_norm_out.num_groups)
     x = walk.enter(model.conv_in, sample)
     skips = [walk.with_residuals(0, x)]
-    for stage in model.down_blocks:
-        for resnet, stack in _layers(stage):
+    for stage, stacks in zip(model.down_blocks, weights.down_blocks, strict=True):
+        for resnet, stack in _layers(stage, stacks):
             x = walk.layer(resnet, stack, x)
             skips.append(walk.with_residuals(len(skips), x))
         for sampler in stage.downsamplers or ():
@@ -138,21 +140,20 @@ def forward(
             skips.append(walk.with_residuals(len(skips), x))
     first, *others = model.mid_block.resnets
     x = walk.resnet(first, x)
-    for stack, resnet in zip(model.mid_block.attentions, others, strict=True):
+    for stack, resnet in zip(weights.mid_block, others, strict=True):
         x = walk.resnet(resnet, walk.stack(stack, x))
     x = walk.with_residuals(len(skips), x)
-    for stage in model.up_blocks:
-        for resnet, stack in _layers(stage):
+    for stage, stacks in zip(model.up_blocks, weights.up_blocks, strict=True):
+        for resnet, stack in _layers(stage, stacks):
             x = walk.layer(resnet, stack, walk.joined(x, skips.pop()))
         for sampler in stage.upsamplers or ():
             x = walk.up(sampler, x)
     return walk.leave(model, x)
 
 
-def _layers(stage: Any) -> list[tuple[Any, Any]]:
+def _layers(stage: Any, stacks: Stage) -> list[tuple[Any, StackWeights | None]]:
     """ResNets of a stage, each with the stack behind it or None."""
-    stacks = getattr(stage, "attentions", None) or [None] * len(stage.resnets)
-    return list(zip(stage.resnets, stacks, strict=True))
+    return list(zip(stage.resnets, stacks or [None] * len(stage.resnets), strict=True))
 
 
 Maps = list[Tensor]
@@ -182,7 +183,7 @@ class _Walk:
     def enter(self, conv: Any, sample: Tensor) -> Maps:
         return [canvas.enter(conv, sample[canvas.passes]) for canvas in self.canvases]
 
-    def layer(self, resnet: Any, stack: Any, x: Maps) -> Maps:
+    def layer(self, resnet: Any, stack: StackWeights | None, x: Maps) -> Maps:
         x = self.resnet(resnet, x)
         return x if stack is None else self.stack(stack, x)
 
@@ -197,13 +198,13 @@ class _Walk:
             x = [module.conv_shortcut(each) for each in x]
         return [(a + b) / module.output_scale_factor for a, b in zip(x, h, strict=True)]
 
-    def stack(self, module: Any, x: Maps) -> Maps:
+    def stack(self, weights: StackWeights, x: Maps) -> Maps:
         """A Transformer2DModel."""
         packed, site = self.packed, self._site(x)
         run = Stack(packed.levels[self.level], packed.text, packed.rests, self.captures, self.kinds)
-        normed = (c.norm(site, module.norm, own) for c, own in zip(self.canvases, x, strict=True))
-        x = run.run(module, self.block, x, normed)
-        self.block += len(module.transformer_blocks)
+        normed = (c.norm(site, weights.norm, own) for c, own in zip(self.canvases, x, strict=True))
+        x = run.run(weights, self.block, x, normed, [canvas.passes for canvas in self.canvases])
+        self.block += len(weights.transformer_blocks)
         return x
 
     def down(self, sampler: Any, x: Maps) -> Maps:

@@ -1,4 +1,4 @@
-"""One stack (Transformer2DModel) of the UNet over computed tokens, with the real modules' weights.
+"""One stack (Transformer2DModel) of the UNet over computed tokens, with the real model's weights.
 
 GroupNorm, proj_in, proj_out and the residual run on all positions, or on those of a row's tile;
 between them the blocks compute active tokens only (design §4, "Cached row"):
@@ -11,14 +11,16 @@ between them the blocks compute active tokens only (design §4, "Cached row"):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.families.unet.levels import Level, Sparse
-from maskserve_engine.layers.attention import Segments, attention
+from maskserve_engine.families.unet.weights import AttentionWeights, BlockWeights, StackWeights
+from maskserve_engine.layers.attention import Segments, Span, attention, spans
 
 
 class Rest(Protocol):
@@ -51,28 +53,30 @@ class Text:
 
     These are the same at every step, so each block projects them once for as long as the batch
     holds.
+
+    Args:
+        states: [T_i, width] of each pass.
     """
 
-    def __init__(self, states: Tensor) -> None:
-        self.states = states
+    def __init__(self, states: Sequence[Tensor]) -> None:
+        self.states = torch.cat(list(states))
+        self.spans = spans([len(each) for each in states])
+        """Of each pass."""
         self._projected: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def keys_values(self, number: int, attn: Any) -> tuple[Tensor, Tensor]:
+    def keys_values(self, number: int, attn: AttentionWeights) -> tuple[Tensor, Tensor]:
         """[T, heads, head_dim] each, for block `number` and its cross-attention."""
         if number not in self._projected:
-            self._projected[number] = (
-                _heads(attn.to_k(self.states), attn),
-                _heads(attn.to_v(self.states), attn),
-            )
+            self._projected[number] = _keys_values(attn, self.states, self.spans)
         return self._projected[number]
 
 
-Fill = Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]
+Fill = Callable[[BlockWeights, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Completes a self-attention's computed keys and values by those of the other tokens."""
 
 
 def transformer_block(
-    block: Any,
+    block: BlockWeights,
     number: int,
     tokens: Tensor,
     own: Segments,
@@ -84,7 +88,7 @@ def transformer_block(
     """A BasicTransformerBlock over packed tokens.
 
     Args:
-        block: the real module.
+        block: its weights.
         number: of the block in the UNet.
         tokens: [n, width] computed tokens.
         own: of self-attention, whose keys are complete.
@@ -93,24 +97,30 @@ def transformer_block(
         fill: None where all tokens are computed.
         see: is shown the computed keys and values; None: nobody is.
     """
+    passes = own.q_spans
     normed, attn = block.norm1(tokens), block.attn1
-    keys, values = _heads(attn.to_k(normed), attn), _heads(attn.to_v(normed), attn)
+    keys, values = _keys_values(attn, normed, passes)
     if see is not None:
         see(keys, values)
     if fill is not None:
         keys, values = fill(block, keys, values)
-    mixed = attention(_heads(attn.to_q(normed), attn), keys, values, own)
-    tokens = tokens + attn.to_out[0](mixed.flatten(1))
+    mixed = attention(attn.heads(attn.to_q(normed, passes)), keys, values, own)
+    tokens = tokens + attn.to_out(mixed.flatten(1), passes)
 
     attn = block.attn2
-    query = _heads(attn.to_q(block.norm2(tokens)), attn)
+    query = attn.heads(attn.to_q(block.norm2(tokens), passes))
     mixed = attention(query, *text.keys_values(number, attn), cross)
-    tokens = tokens + attn.to_out[0](mixed.flatten(1))
-    return tokens + block.ff(block.norm3(tokens))
+    tokens = tokens + attn.to_out(mixed.flatten(1), passes)
+
+    hidden, gates = block.up(block.norm3(tokens), passes).chunk(2, dim=1)
+    return tokens + block.down(hidden * F.gelu(gates), passes)
 
 
-def _heads(x: Tensor, attn: Any) -> Tensor:
-    return x.unflatten(1, (attn.heads, -1))
+def _keys_values(
+    attn: AttentionWeights, x: Tensor, passes: Sequence[Span]
+) -> tuple[Tensor, Tensor]:
+    """[n, heads, head_dim] each of tokens [n, width]."""
+    return attn.heads(attn.to_k(x, passes)), attn.heads(attn.to_v(x, passes))
 
 
 class Stack:
@@ -138,28 +148,44 @@ class Stack:
         self.left: Tensor | None = None  # the inactive tokens at the next block's input, at hand
 
     def run(
-        self, module: Any, first: int, x: Sequence[Tensor], normed: Iterable[Tensor]
+        self,
+        weights: StackWeights,
+        first: int,
+        x: Sequence[Tensor],
+        normed: Iterable[Tensor],
+        passes: Sequence[slice],
     ) -> list[Tensor]:
-        """The Transformer2DModel `module`, whose first block has the number `first`.
+        """The stack whose first block has the number `first`.
 
         Args:
-            module: the real one.
+            weights: its own.
             first: number of a block in the UNet.
             x: [p, C, h, w] of some passes each.
-            normed: the same behind the module's norm.
+            normed: the same behind the stack's norm.
+            passes: which ones.
         """
-        parts = [_project_in(module, each) for each in normed]
+        at = [self._spans(each, own) for each, own in zip(x, passes, strict=True)]
+        parts = [
+            weights.proj_in(each.permute(0, 2, 3, 1).flatten(0, 2), own)
+            for each, own in zip(normed, at, strict=True)
+        ]
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
-        for number, block in enumerate(module.transformer_blocks, start=first):
+        for number, block in enumerate(weights.transformer_blocks, start=first):
             tokens = self._block(block, number, tokens)
         tokens = self._end(number, tokens)
-        out = tokens.split([len(part) for part in parts])
-        return [
-            each + _project_out(module, own.unflatten(0, (each.shape[0], *each.shape[2:])))
-            for each, own in zip(x, out, strict=True)
-        ]
+        out = []
+        for each, own, part in zip(x, at, tokens.split([len(part) for part in parts]), strict=True):
+            back = weights.proj_out(part, own).unflatten(0, (each.shape[0], *each.shape[2:]))
+            out.append(each + back.permute(0, 3, 1, 2))
+        return out
 
-    def _block(self, block: Any, number: int, tokens: Tensor) -> Tensor:
+    def _spans(self, x: Tensor, passes: slice) -> tuple[Span, ...]:
+        """Of every pass, where it lies among the tokens of these alone; the others are empty."""
+        lengths = [0] * len(self.rests)
+        lengths[passes] = [x.shape[2] * x.shape[3]] * len(x)
+        return spans(lengths)
+
+    def _block(self, block: BlockWeights, number: int, tokens: Tensor) -> Tensor:
         fill = None
         if self.level.sparse is not None:
             tokens = self._widen_or_narrow(number, tokens)
@@ -215,11 +241,10 @@ class Stack:
             return None
         sparse, project = self.sparse, self.kinds[number] == "project"
 
-        def fill(block: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        def fill(block: BlockWeights, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             if project:
-                attn = block.attn1
                 normed = block.norm1(self._inactive(number, keys.flatten(1)))
-                more = _heads(attn.to_k(normed), attn), _heads(attn.to_v(normed), attn)
+                more = _keys_values(block.attn1, normed, sparse.keys.rest_spans)
             else:
                 more = self._loaded(number, keys)
             return sparse.keys.join(keys, more[0]), sparse.keys.join(values, more[1])
@@ -262,17 +287,3 @@ class Stack:
         if self.sparse is None:
             return tokens
         return self.sparse.there.join(tokens, self._restored_ends(number, tokens))
-
-
-def _project_in(module: Any, x: Tensor) -> Tensor:
-    """[p, C, h, w] behind the norm as tokens [p · h · w, width]."""
-    if module.use_linear_projection:
-        return module.proj_in(x.permute(0, 2, 3, 1).flatten(0, 2))
-    return module.proj_in(x).permute(0, 2, 3, 1).flatten(0, 2)
-
-
-def _project_out(module: Any, tokens: Tensor) -> Tensor:
-    """[p, h, w, width] as [p, C, h, w]."""
-    if module.use_linear_projection:
-        return module.proj_out(tokens).permute(0, 3, 1, 2)
-    return module.proj_out(tokens.permute(0, 3, 1, 2))
