@@ -136,6 +136,17 @@ class Http(Table, frozen=True):
     """Connections at a time; one more is closed."""
 
 
+class Grpc(Table, frozen=True):
+    """`[grpc]`: bounds on calls of the clients' gRPC port."""
+
+    max_calls: Count = 1152
+    """Calls open at a time. Beyond, the longest silent one gives way to another client's."""
+    calls_per_client: Count = 640
+    """Of one client: the holder of a key, or without one an address."""
+    silence_s: Seconds = 300.0
+    """A call that sends nothing for so long, with nothing under way for it, is ended."""
+
+
 class Key(Table, frozen=True):
     """`[[keys]]`: an API key. Without any, every client is let in."""
 
@@ -160,6 +171,7 @@ class RouterConfig(Table, frozen=True):
     admission: AdmissionBounds = AdmissionBounds()
     faults: Faults = Faults()
     http: Http = Http()
+    grpc: Grpc = Grpc()
     keys: tuple[Key, ...] = ()
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()

@@ -13,18 +13,45 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.errors import MaskserveError
+from maskserve_core.contracts.scopes import NO_SCOPE
+from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_router.admission import Client
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import parse_request
-from maskserve_router.failures import Failure, grpc_status, guarded, retry_after, text_of
+from maskserve_router.failures import (
+    Failure,
+    NotSupported,
+    grpc_status,
+    guarded,
+    retry_after,
+    text_of,
+)
 from maskserve_router.front import Front
+from maskserve_router.open_calls import OpenCall, OpenCalls
 from maskserve_router.server_calls import ServerCalls, operators_only, shared_memory_refused
 from maskserve_router.upstream import SERVICE
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-_SPARE_CALLS = 64
-"""Calls beside edits that may be under way."""
+_Answers: TypeAlias = "asyncio.Queue[bytes | MaskserveError | None]"
+"""Of a stream: its messages, and at the end None or what the router ended it for."""
+_OPEN = frozenset(
+    (
+        *(
+            f"/{SERVICE}/{name}"
+            for name in (
+                "ServerLive",
+                "ServerReady",
+                "ModelReady",
+                "SystemSharedMemoryStatus",
+                "SystemSharedMemoryUnregister",
+                "CudaSharedMemoryStatus",
+                "CudaSharedMemoryUnregister",
+            )
+        ),
+        "/grpc.health.v1.Health/Check",
+    )
+)
+"""Calls that need no key."""
 _PER_STREAM = 64
 """Edits of one stream that may be under way; further ones are not read."""
 
@@ -32,7 +59,9 @@ _PER_STREAM = 64
 class GrpcServer:
     """Serves one address."""
 
-    def __init__(self, config: RouterConfig, front: Front, calls: ServerCalls) -> None:
+    def __init__(
+        self, config: RouterConfig, front: Front, calls: ServerCalls, open_calls: OpenCalls
+    ) -> None:
         self._front, self._calls = front, calls
         self._server = grpc.aio.server(
             options=(
@@ -41,7 +70,7 @@ class GrpcServer:
                 ("grpc.max_metadata_size", config.http.max_header_bytes),
                 ("grpc.so_reuseport", 0),
             ),
-            maximum_concurrent_rpcs=config.admission.max_edits + _SPARE_CALLS,
+            interceptors=(_Gate(front.client, open_calls),),
         )
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, self._handlers()),)
@@ -119,7 +148,7 @@ class GrpcServer:
             "ModelStatistics": (pb.ModelStatisticsRequest, statistics),
             "RepositoryIndex": (pb.RepositoryIndexRequest, index),
         }
-        # To everybody: health, and what says nothing of anybody.
+        # To everybody (`_OPEN`): health, and what says nothing of anybody.
         told: dict[str, tuple[type[Message], Callable[[Any], Awaitable[Message]]]] = {
             "ServerLive": (pb.ServerLiveRequest, live),
             "ServerReady": (pb.ServerReadyRequest, ready),
@@ -170,37 +199,34 @@ class GrpcServer:
         except Exception as error:
             await _abort(context, guarded("", error))
 
-    async def _stream(
-        self, requests: AsyncIterator[bytes], context: Context
-    ) -> AsyncGenerator[bytes, None]:
-        answers: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=_PER_STREAM)
+    async def _stream(self, requests: OpenCall, context: Context) -> AsyncGenerator[bytes, None]:
+        answers: _Answers = asyncio.Queue(maxsize=_PER_STREAM)
         reader = asyncio.create_task(self._serve_all(requests, context, answers))
         try:
             while (answer := await answers.get()) is not None:
+                if isinstance(answer, MaskserveError):
+                    raise answer
                 yield answer
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    async def _serve_all(
-        self,
-        requests: AsyncIterator[bytes],
-        context: Context,
-        answers: asyncio.Queue[bytes | None],
-    ) -> None:
+    async def _serve_all(self, requests: OpenCall, context: Context, answers: _Answers) -> None:
         """Each request of the stream for itself, until the client has sent its last."""
         places = asyncio.Semaphore(_PER_STREAM)
         tasks: set[asyncio.Task[None]] = set()
 
         async def serve(raw: bytes) -> None:
-            async with aclosing(self._events(raw, context)) as events:
-                async for event in events:
-                    await answers.put(event)
+            with requests.working():
+                async with aclosing(self._events(raw, context)) as events:
+                    async for event in events:
+                        await answers.put(event)
 
         def done(task: asyncio.Task[None]) -> None:
             tasks.discard(task)
             places.release()
 
+        ended_for: MaskserveError | None = None
         try:
             async for raw in requests:
                 await places.acquire()
@@ -208,11 +234,13 @@ class GrpcServer:
                 tasks.add(task)
                 task.add_done_callback(done)
             await asyncio.gather(*tasks)
+        except MaskserveError as error:
+            ended_for = error
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        await answers.put(None)
+        await answers.put(ended_for)
 
     async def _events(self, raw: bytes, context: Context) -> AsyncGenerator[bytes, None]:
         """The messages that answer one request of a stream; an error is one of them."""
@@ -229,6 +257,62 @@ class GrpcServer:
             yield _stream_error(message, error)
         except Exception as error:
             yield _stream_error(message, guarded("", error))
+
+
+class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Lets a call in when it begins, before any of its messages: by its key and its client's share.
+
+    To the protocol a unary call is a stream of one message. Served as one, it is here that its
+    message is waited for, so that a client which never sends it holds no more than it may.
+    """
+
+    def __init__(self, who: Callable[[Mapping[str, str]], Client], open_calls: OpenCalls) -> None:
+        self._who, self._open_calls = who, open_calls
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[Any], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        is_open = handler_call_details.method in _OPEN
+
+        async def serve(
+            requests: AsyncIterator[Any], context: Context
+        ) -> AsyncGenerator[Any, None]:
+            try:
+                with self._open_calls.enter(self._client(context, is_open), requests) as call:
+                    if handler.stream_stream is not None:
+                        async with aclosing(handler.stream_stream(call, context)) as answers:
+                            async for answer in answers:
+                                yield answer
+                    elif handler.unary_unary is not None:
+                        request = await anext(call)
+                        with call.working():
+                            yield await handler.unary_unary(request, context)
+                    else:
+                        raise NotSupported("call", "is not served")
+            except (MaskserveError, Failure) as error:
+                await _abort(context, error)
+            except StopAsyncIteration:
+                await _abort(context, InvalidRequest("call", "has no message", "one"))
+
+        return grpc.stream_stream_rpc_method_handler(
+            serve, handler.request_deserializer, handler.response_serializer
+        )
+
+    def _client(self, context: Context, is_open: bool) -> str:
+        """Whose call it is: the key's, or the address' where none is needed.
+
+        Raises:
+            Unauthorized: a key is needed, and this is none.
+        """
+        client = None if is_open else self._who(_headers(context))
+        if client is None or client.scope == NO_SCOPE:
+            return str(context.peer()).rpartition(":")[0]
+        return f"key {client.name}"
 
 
 class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]

@@ -20,6 +20,7 @@ from maskserve_router.http_app import HttpApp
 from maskserve_router.http_inference import HttpInference
 from maskserve_router.http_server import HttpServer
 from maskserve_router.metrics import Metrics
+from maskserve_router.open_calls import OpenCalls
 from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
 from maskserve_router.server_calls import ServerCalls
@@ -56,7 +57,7 @@ class Router:
         front = Front(keys, self._dispatcher, control, self.metrics, self._tracing)
         calls = ServerCalls(self.pool)
         listen = config.listen
-        self.grpc = GrpcServer(config, front, calls)
+        self.grpc = GrpcServer(config, front, calls, OpenCalls(config.grpc, self.metrics))
         self.http = HttpServer(
             HttpApp(calls, HttpInference(config.http, front, self.admission), keys.client).app(),
             config.http,
