@@ -61,11 +61,12 @@ class ModelConfig:
         low=1,
         high=4096,
     )
-    num_inference_steps: int = option(28, "Default steps.", low=1, high=1000)
+    num_inference_steps: int = option(
+        0, "Default steps; 0: those of the model's pipeline in diffusers.", low=0, high=1000
+    )
     guidance_scale: float = option(
         0.0,
-        "Default guidance; 0: 30 where it is embedded (FLUX), 7.5 where it is classifier-free "
-        "(UNets).",
+        "Default guidance; 0: that of the model's pipeline in diffusers.",
         low=0.0,
         high=1000.0,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from maskserve_core.config import Config, cores
-from maskserve_core.contracts.facts import anchor_stride
+from maskserve_core.models.facts import anchor_stride
 from maskserve_core.planning.cost_model import CostModel, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat
 from maskserve_engine.cache.folder_tier import FolderTier
@@ -53,7 +53,7 @@ def sized(config: Config, adapter: Adapter, costs: CostModel) -> tuple[Kinds, Te
     kinds = choose_kinds(cache.entry_kind, work, fmt, costs, text, halves)
     tokens = (side // facts.token_pixels) ** 2
     stride = anchor_stride(cache.stride, facts)
-    anchors = adapter.anchors(tokens, model.num_inference_steps, stride)
+    anchors = adapter.anchors(tokens, facts.steps_default(model.num_inference_steps), stride)
     return kinds, template_size(work, kinds, fmt, len(anchors), side, halves)
 
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 
 from maskserve_core.config import Config, ConfigError, beside_denoiser
-from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.memory_table import MemoryTable
+from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork
 from maskserve_core.worker.liveness import signed_in
 from maskserve_engine.cache.sizing import TemplateSize
@@ -39,7 +39,7 @@ def memory_table(config: Config, adapter: Adapter, size: TemplateSize) -> Memory
     device = device_of(config)
     total, free = device_memory(device)
     step = step_bytes(config, adapter) + size.anchor_bytes
-    if config.cache.enabled and adapter.facts.family == "flux":
+    if config.cache.enabled and adapter.facts.keeps_decoded:
         step += config.cache.placed_bytes
     here: dict[Stage, int] = {}
     coming = step
@@ -78,8 +78,7 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
     """
     facts = adapter.facts
     side = facts.native_resolution // facts.vae_scale_factor
-    twice = facts.guidance == "cfg" or facts.true_cfg
-    passes = config.engine.max_rows * (2 if twice else 1)
+    passes = config.engine.max_rows * (2 if facts.two_passes else 1)
     text = facts.text_tokens(config.model.max_sequence_length)
     return peak_values(adapter.work(side, side), passes, text) * dtype_of(config).itemsize
 
@@ -101,10 +100,9 @@ def image_bytes(config: Config, stage: Stage, facts: ModelFacts) -> int:
     of full resolution, where a ResNet holds what its level and it itself were given and three
     tensors of its output's size.
     """
-    path = Path(config.model.path) / "vae" / "config.json"
-    if not path.is_file():
+    channels = facts.latents.widths
+    if not channels:
         return 0
-    channels: list[int] = json.loads(path.read_text(encoding="utf-8"))["block_out_channels"]
     last, before = channels[0], channels[min(1, len(channels) - 1)]
     held = 5 * last if stage == "encoder" else before + max(2 * before, 3 * last)
     return (held + _PICTURE) * facts.native_resolution**2 * dtype_of(config).itemsize

@@ -33,7 +33,7 @@ class PriceList:
             fmt=entry_format(config),
             text=facts.text_tokens(config.model.max_sequence_length),
             anchors=anchors,
-            steps_per_anchor=config.model.num_inference_steps / anchors,
+            steps_per_anchor=facts.steps_default(config.model.num_inference_steps) / anchors,
             halves=adapter.entry_halves,
         )
         self._made, self._pricing = costs.sequence, self._priced(costs.model)

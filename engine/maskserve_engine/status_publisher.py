@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from maskserve_core.config import Config, model_name
-from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.status_record import Served, State
+from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.worker.status import StatusWriter, WorkerStatus
 from maskserve_engine.price_list import PriceList
@@ -74,7 +74,7 @@ class StatusPublisher:
             served=Served(
                 native_resolution=facts.native_resolution,
                 token_pixels=facts.token_pixels,
-                num_inference_steps=config.model.num_inference_steps,
+                num_inference_steps=facts.steps_default(config.model.num_inference_steps),
                 cache=config.cache.enabled,
                 dense_above_ratio=config.cache.dense_above_ratio,
                 mask_ring=config.model.mask_ring,

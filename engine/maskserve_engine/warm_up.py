@@ -43,7 +43,9 @@ def warm_up(
 
 
 def _primed(config: Config, adapter: Adapter, job: EditJob, kinds: Kinds) -> AnchorEntry:
-    anchors = adapter.anchors(adapter.tokens(job).total, config.model.num_inference_steps, 1)
+    anchors = adapter.anchors(
+        adapter.tokens(job).total, adapter.facts.steps_default(config.model.num_inference_steps), 1
+    )
     row = adapter.priming_row(
         job, anchors[:1], job.conditioning, 0, kinds, config.cache.entry_format
     )
@@ -84,7 +86,7 @@ def _blank(config: Config, adapter: Adapter) -> EditJob:
     moments = np.zeros((2 * facts.latent_channels, latents, latents), np.float32)
     prompt = adapter.blank_prompt(facts.text_tokens(model.max_sequence_length))
     settings = EditSettings(
-        num_inference_steps=model.num_inference_steps,
+        num_inference_steps=facts.steps_default(model.num_inference_steps),
         guidance_scale=facts.guidance_default(model.guidance_scale),
         mask_ring=model.mask_ring,
     )

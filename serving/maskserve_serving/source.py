@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import ConfigError
-from maskserve_core.contracts.facts import load_facts
+from maskserve_core.models.registry import load_facts
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import with_values
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from diffusers import StableDiffusionInpaintPipeline
 
-from maskserve_core.contracts.facts import load_facts
+from maskserve_core.models.registry import load_facts
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
 from tests.fakes.jobs import Case, config_of, encode_case

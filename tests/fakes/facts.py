@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.models.facts import ALL_STEPS, EditDefaults, LatentSpace, ModelFacts
 
 FILL_FACTS = ModelFacts(
     family="flux",
     semantics="fill",
-    vae_scale_factor=4,
-    latent_channels=4,
+    latents=LatentSpace(pixels=4, channels=4),
     patch=2,
     native_resolution=128,
     size_multiple=8,
     guidance="embedded",
+    defaults=EditDefaults(num_inference_steps=28, guidance_scale=30.0),
+    stride=ALL_STEPS,
+    skips_steps=True,
     true_cfg=False,
     denoiser={},
 )

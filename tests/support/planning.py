@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
+from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.cost_model import CostModel, Line, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
-from maskserve_core.planning.flops_flux import flux_work
 from maskserve_core.planning.step_costs import NO_RESTORE, StepCosts, step_costs
 from maskserve_harness.benchmarks.models import FLUX_DEV
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.entry_key import Anchor
-from maskserve_core.planning.flops_flux import flux_work
+from maskserve_core.models.flux import flux_work
 from maskserve_core.triton.metric_table import (
     ENDS,
     ENGINE_METRICS,

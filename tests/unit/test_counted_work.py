@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.flops import ModelWork
-from maskserve_core.planning.flops_flux import flux_work
 from maskserve_engine.cache.movers import HostMover
 from maskserve_engine.counted_work import CountedWork
 from maskserve_engine.families.registry import load_encoder

@@ -13,9 +13,9 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from maskserve_core.models.flux import flux_work
+from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import KINDS
-from maskserve_core.planning.flops_flux import flux_work
-from maskserve_core.planning.flops_unet import unet_work
 from tests.support.flop_count import counted
 from tests.support.model_configs import TINY_FLUX, TINY_SDXL
 

@@ -15,6 +15,7 @@ from diffusers import AutoencoderKL
 
 from maskserve_client import commands
 from maskserve_core.contracts.memory_table import MemoryTable
+from maskserve_core.models.facts import latent_space
 from maskserve_core.worker.liveness import sign_in
 from maskserve_engine import memory
 from maskserve_engine.engine import Engine
@@ -210,6 +211,6 @@ def test_an_image_takes_no_more_than_was_counted(stage: memory.Stage, tmp_path: 
             else:
                 vae.decode(torch.empty(1, 16, 64, 64, dtype=torch.bfloat16))
     config = config_of(tmp_path, model={"dtype": "bfloat16"})
-    facts = replace(FILL_FACTS, native_resolution=512)
+    facts = replace(FILL_FACTS, native_resolution=512, latents=latent_space(tmp_path))
     counted = memory.image_bytes(config, stage, facts)
     assert 0.95 * counted <= live.peak <= counted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from maskserve_core.planning.flops_flux import flux_work
+from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.plan_cache import PlanCache, plan_totals
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.step_costs import StepCosts

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maskserve_core.models.flux import flux_work
+from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.cost_model import CostModel, Line
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_core.planning.flops import KINDS
-from maskserve_core.planning.flops_flux import flux_work
-from maskserve_core.planning.flops_unet import unet_work
 from maskserve_core.planning.planner import TOLERANCE, plan
 from maskserve_core.planning.step_costs import StepCosts, step_costs
 from maskserve_core.planning.two_stream import (

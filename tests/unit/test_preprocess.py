@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from maskserve_core.config import Config
 from maskserve_core.config_tables import CacheConfig, LimitsConfig, ModelConfig
-from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.request import AcceptedEdit, EditRequest
 from maskserve_core.contracts.settings import EditSettings, parse_settings
@@ -26,6 +25,8 @@ from maskserve_core.imaging import preprocess
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.imaging.postprocess import source_and_weights
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.models import unet
+from maskserve_core.models.facts import ModelFacts
 from maskserve_core.worker.templates import TemplateFolder
 from tests.fakes.corpus.settings import good_settings
 from tests.fakes.facts import FILL_FACTS
@@ -88,7 +89,8 @@ def test_guidance_that_nobody_names_is_what_the_models_kind_of_it_needs(
 ) -> None:
     config = replace(CONFIG, model=replace(CONFIG.model, guidance_scale=configured))
     for guidance, scale in (("embedded", embedded), ("cfg", classifier_free)):
-        facts = replace(FILL_FACTS, guidance=guidance)
+        own = FILL_FACTS.defaults if guidance == "embedded" else unet.DEFAULTS
+        facts = replace(FILL_FACTS, guidance=guidance, defaults=own)
         assert prepare(facts, config, SETTINGS=b"").request.settings.guidance_scale == scale
 
 
@@ -181,7 +183,7 @@ def test_the_corpus_starts_from_a_request_that_works() -> None:
         ({"true_cfg": True}, {}, {"negative_prompt": "blur"}, "negative_prompt"),
         ({"true_cfg": True}, {}, {"negative_prompt": "", "true_cfg_scale": 1}, "negative_prompt"),
         ({"true_cfg": True}, {}, {"true_cfg_scale": 1.5}, "true_cfg_scale"),
-        ({"family": "unet"}, {}, {"first_block_threshold": 0.1}, "first_block_threshold"),
+        ({"skips_steps": False}, {}, {"first_block_threshold": 0.1}, "first_block_threshold"),
         ({}, {}, {"first_block_threshold": 0.1, "reproducible": True}, "first_block_threshold"),
         ({}, {}, {"model": "demo2"}, "model"),
         ({}, {"limits": LimitsConfig(max_steps=9)}, {"num_inference_steps": 10}, "num_infer"),

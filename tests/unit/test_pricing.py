@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from maskserve_core.models.flux import flux_work
+from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.cost_model import CostModel, Line
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, entry_bytes
 from maskserve_core.planning.flops import RowTokens
-from maskserve_core.planning.flops_flux import flux_work
-from maskserve_core.planning.flops_unet import unet_work
 from maskserve_core.routing import Pricing
 from maskserve_core.routing.estimate import pricing_of
 from maskserve_harness.benchmarks.models import SD21, SDXL

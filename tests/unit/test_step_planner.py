@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.cost_model import CostModel, Line
 from maskserve_core.planning.flops import RowTokens
-from maskserve_core.planning.flops_flux import flux_work
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.cache.loader import Load
 from maskserve_engine.cache.movers import Arrival

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_core.contracts.facts import load_facts
+from maskserve_core.models.registry import load_facts
 
 
 @pytest.mark.parametrize("semantics", ["fill", "inpaint"])

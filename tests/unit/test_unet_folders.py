@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from maskserve_core.config import ConfigError
-from maskserve_core.contracts.facts import load_facts
+from maskserve_core.models.registry import load_facts
 from maskserve_engine.families.registry import load_adapter
 from tests.fakes.jobs import config_of
 from tests.fakes.tiny_unet import TEXT_LENGTH

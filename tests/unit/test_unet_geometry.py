@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from maskserve_core.imaging.tokens import active_tokens_per_level
+from maskserve_core.models.unet import level_sizes, unet_work
 from maskserve_core.planning.entry_bytes import FORMATS, map_bytes, tile_bytes
-from maskserve_core.planning.flops_unet import level_sizes, unet_work
 from maskserve_engine.families.unet.moments import Moments, normalise
 from maskserve_engine.families.unet.tile import Box, Frame, tile_of
 from maskserve_harness.benchmarks.models import SD21, SDXL

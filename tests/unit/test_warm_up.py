@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.facts import load_facts
+from maskserve_core.models.registry import load_facts
 from maskserve_engine.engine import Engine
 from maskserve_engine.families import registry
 from maskserve_engine.stages import loader

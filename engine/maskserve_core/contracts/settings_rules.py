@@ -12,10 +12,10 @@ import uuid
 from dataclasses import replace
 
 from maskserve_core.config import Config, model_name
-from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.models.facts import ModelFacts
 
 _SEED_BITS = 32
 """Drawn seeds are short enough to read out, and exact in clients whose numbers are doubles."""
@@ -122,7 +122,7 @@ def _check_true_cfg(settings: EditSettings, facts: ModelFacts, config: Config) -
 
 
 def _check_steps(settings: EditSettings, facts: ModelFacts, config: Config) -> None:
-    steps = _steps(settings, config)
+    steps = _steps(settings, facts, config)
     least, most = facts.least_steps, config.limits.max_steps
     if not least <= steps <= most:
         raise InvalidRequest("SETTINGS.num_inference_steps", f"is {steps}", f"{least} to {most}")
@@ -137,19 +137,17 @@ def _check_steps(settings: EditSettings, facts: ModelFacts, config: Config) -> N
 def _check_skipping(settings: EditSettings, facts: ModelFacts) -> None:
     if not settings.first_block_threshold:
         return
-    if facts.family != "flux":
-        raise InvalidRequest(
-            "SETTINGS.first_block_threshold", "is a setting of FLUX models, not of this UNet", "0"
-        )
+    if not facts.skips_steps:
+        raise InvalidRequest("SETTINGS.first_block_threshold", "is no setting of this model", "0")
     if settings.reproducible:  # which steps are skipped depends on rounding, and so on the batch
         raise InvalidRequest(
             "SETTINGS.first_block_threshold", "does not go with SETTINGS.reproducible", "0"
         )
 
 
-def _steps(settings: EditSettings, config: Config) -> int:
+def _steps(settings: EditSettings, facts: ModelFacts, config: Config) -> int:
     given = settings.num_inference_steps
-    return config.model.num_inference_steps if given is None else given
+    return facts.steps_default(config.model.num_inference_steps) if given is None else given
 
 
 def _guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> float:
@@ -195,7 +193,7 @@ def with_defaults(settings: EditSettings, facts: ModelFacts, config: Config) -> 
     return replace(
         settings,
         negative_prompt=negative,
-        num_inference_steps=_steps(settings, config),
+        num_inference_steps=_steps(settings, facts, config),
         guidance_scale=guidance,
         mask_ring=config.model.mask_ring if settings.mask_ring is None else settings.mask_ring,
         first_block_threshold=threshold,

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from PIL import Image
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.contracts.request import AcceptedEdit, EditRequest
@@ -32,6 +31,7 @@ from maskserve_core.imaging.images import (
 )
 from maskserve_core.imaging.masks import build_masks
 from maskserve_core.imaging.png import encode_png
+from maskserve_core.models.facts import ModelFacts
 
 DECODED_PIXELS = 1_500_000
 """Sources of up to so many pixels travel to postprocess decoded. That takes a fraction of the time

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from maskserve_core.config import Config, ConfigError, templates_folder
-from maskserve_core.contracts.facts import load_facts
 from maskserve_core.contracts.keys import TEMPLATE_ID, template_id
 from maskserve_core.contracts.scopes import NO_SCOPE, SCOPE, SHARED
 from maskserve_core.contracts.settings import no_duplicates
@@ -27,6 +26,7 @@ from maskserve_core.errors import (
 )
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.imaging.preprocess import prepare_template
+from maskserve_core.models.registry import load_facts
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.cancels import cancel_edit
 from maskserve_core.triton.pipeline import ask_denoiser, encode_template

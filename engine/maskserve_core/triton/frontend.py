@@ -20,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.contracts.tensors import PICTURES
 from maskserve_core.errors import EngineFailed, Overloaded, guarded
+from maskserve_core.models.facts import ModelFacts
 from maskserve_core.triton.acks import AckSender
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.call import Call, Calls, bounded

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from maskserve_core.contracts.entry_key import Anchor
-from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.planning.two_stream import Plan
 from maskserve_engine.batch.stepping import Row

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.job import Conditioning
 from maskserve_engine.stages.encoded import Encoded
 from maskserve_engine.stages.loader import load_part, load_plain

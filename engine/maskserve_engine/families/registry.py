@@ -1,4 +1,4 @@
-"""The registry of model families: facts in (`contracts/facts.py`), the three stages out.
+"""The registry of model families: facts in (core `models/`), the three stages out.
 
 A family is what a model folder names. Its entry says how its encoder, denoiser and decoder are
 loaded; nothing else in the engine or the models knows which family is served.
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.facts import ModelFacts, load_facts
+from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.registry import load_facts
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.stages.decode import Decoder

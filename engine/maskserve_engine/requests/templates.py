@@ -13,7 +13,7 @@ from typing import Literal
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.entry_key import Anchor, TemplateKey, nearest_anchor
-from maskserve_core.contracts.facts import anchor_stride
+from maskserve_core.models.facts import anchor_stride
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import Store
@@ -168,7 +168,7 @@ class TemplateCache:
     ) -> None:
         self.config, self.adapter, self.store = config.cache, adapter, store
         self.model_revision, self.dtype = model_revision, dtype
-        self.default_steps = config.model.num_inference_steps
+        self.default_steps = adapter.facts.steps_default(config.model.num_inference_steps)
         self.kinds = kinds
         self._kept = ",".join("+".join(sorted(kept)) for kept in kinds)
         """The kinds as the key says them."""

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.models.facts import LatentSpace, ModelFacts
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.loader import load_part
 
@@ -17,11 +17,11 @@ from maskserve_engine.stages.loader import load_part
 class Decoder:
     """The VAE's decoder."""
 
-    def __init__(self, vae: Any) -> None:
-        self.vae = vae
+    def __init__(self, vae: Any, latents: LatentSpace) -> None:
+        self.vae, self.latents = vae, latents
 
     @classmethod
-    def load(cls, _: ModelFacts, config: Config) -> Decoder:
+    def load(cls, facts: ModelFacts, config: Config) -> Decoder:
         """Raises ConfigError when the VAE cannot be loaded."""
         from diffusers import AutoencoderKL
 
@@ -29,13 +29,13 @@ class Decoder:
         vae = load_part(config, "vae", AutoencoderKL)
         if vae.dtype == torch.float16 and vae.config.force_upcast:
             vae = vae.float()  # in half precision it overflows, as its folder says
-        return cls(vae)
+        return cls(vae, facts.latents)
 
     def decode(self, latents: NDArray[np.float32]) -> NDArray[np.uint8]:
         """[C, h, w] latents as the sampler leaves them → [H, W, 3] pixels."""
-        config = self.vae.config
+        space = self.latents
         with torch.inference_mode():
             x = torch.from_numpy(latents)[None].to(self.vae.device, self.vae.dtype)
-            image = self.vae.decode(x / config.scaling_factor + (config.shift_factor or 0.0))[0][0]
+            image = self.vae.decode(x / space.scale + space.shift)[0][0]
             image = (image * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0).float().cpu().numpy()
         return (image * 255).round().astype(np.uint8)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.models.facts import ModelFacts
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 """Where NVIDIA's driver lists its devices."""

@@ -15,9 +15,9 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
 from maskserve_core.contracts.entry_key import anchor_steps
+from maskserve_core.models.flux import flux_work
+from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
-from maskserve_core.planning.flops_flux import flux_work
-from maskserve_core.planning.flops_unet import unet_work
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_harness.benchmarks.models import (
     FLUX_DEV,
@@ -30,7 +30,7 @@ from maskserve_harness.benchmarks.models import (
 KINDS = ("kv", "h")
 SHOWN = ("bfloat16", "int8", "int4")
 STRIDE = 7
-"""Of UNets, where `[cache] stride` does not say (`contracts/facts.anchor_stride`)."""
+"""Of UNets, where `[cache] stride` does not say (`models/facts.anchor_stride`)."""
 
 
 def flux_dev() -> FluxAdapter:

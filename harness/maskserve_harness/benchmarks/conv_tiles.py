@@ -24,9 +24,9 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
+from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes, map_bytes
 from maskserve_core.planning.flops import ModelWork
-from maskserve_core.planning.flops_unet import unet_work
 from maskserve_harness.benchmarks.models import SD21, SDXL
 
 TEXT = 77

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskserve_core.config import Config, beside_denoiser
-from maskserve_core.contracts.facts import load_facts
 from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.models.registry import load_facts
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.models import flux, unet
+from maskserve_core.models.facts import ALL_STEPS, LatentSpace, ModelFacts
 
 FLUX_DEV: dict[str, Any] = {
     "num_attention_heads": 24,
@@ -32,12 +33,15 @@ FLUX_DEV_SAMPLER: dict[str, Any] = {
 FLUX_DEV_FACTS = ModelFacts(
     family="flux",
     semantics="inpaint",
-    vae_scale_factor=8,
-    latent_channels=16,
+    latents=LatentSpace(pixels=8, channels=16, shift=0.1159, scale=0.3611),
     patch=2,
     native_resolution=1024,
     size_multiple=16,
     guidance="embedded",
+    defaults=flux.DEFAULTS["inpaint"],
+    stride=7,
+    skips_steps=True,
+    keeps_decoded=True,
     true_cfg=True,
     denoiser=FLUX_DEV,
 )
@@ -46,6 +50,8 @@ FLUX_DEV_FACTS = ModelFacts(
 FLUX_FILL_FACTS = replace(
     FLUX_DEV_FACTS,
     semantics="fill",
+    defaults=flux.DEFAULTS["fill"],
+    stride=ALL_STEPS,
     true_cfg=False,
     denoiser={**FLUX_DEV, "in_channels": 384, "out_channels": 64},
 )
@@ -86,12 +92,13 @@ SD21: dict[str, Any] = {
 SDXL_FACTS = ModelFacts(
     family="unet",
     semantics="inpaint",
-    vae_scale_factor=8,
-    latent_channels=4,
+    latents=LatentSpace(pixels=8, channels=4, scale=0.13025),
     patch=1,
     native_resolution=1024,
     size_multiple=8,
     guidance="cfg",
+    defaults=unet.DEFAULTS,
+    stride=7,
     true_cfg=False,
     denoiser=SDXL,
     strength_rounds_up=False,
@@ -100,5 +107,11 @@ SDXL_FACTS = ModelFacts(
 )
 """What is read from the folder of SDXL base."""
 
-SD21_FACTS = replace(SDXL_FACTS, native_resolution=768, denoiser=SD21, zeros_for_empty_prompt=False)
+SD21_FACTS = replace(
+    SDXL_FACTS,
+    native_resolution=768,
+    denoiser=SD21,
+    latents=LatentSpace(pixels=8, channels=4, scale=0.18215),
+    zeros_for_empty_prompt=False,
+)
 """What is read from the folder of Stable Diffusion 2.1."""

@@ -39,10 +39,10 @@ import tritonclient.grpc as triton_grpc
 
 from maskserve_core.config import Config, cores
 from maskserve_core.config_file import config_of
-from maskserve_core.contracts.facts import load_facts
 from maskserve_core.contracts.status_record import State
 from maskserve_core.imaging.images import encode_image
-from maskserve_core.planning.flops_flux import flux_work
+from maskserve_core.models.flux import flux_work
+from maskserve_core.models.registry import load_facts
 from maskserve_engine.families.flux import batch as batch_module
 from maskserve_engine.families.flux import forward as forward_module
 from maskserve_harness.benchmarks.admission import measure_admission

@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.cost_model import CostModel, Line, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_core.planning.flops import RowTokens, flop_limit
-from maskserve_core.planning.flops_flux import flux_work
 from maskserve_core.planning.plan_cache import PlanCache, plan_totals
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.step_costs import StepCosts, step_costs

@@ -11,7 +11,7 @@ import torch
 
 from maskserve_core.config_tables import CacheConfig
 from maskserve_core.contracts.entry_key import Anchor
-from maskserve_core.planning.flops_flux import flux_work
+from maskserve_core.models.flux import flux_work
 from maskserve_engine.cache.codec import encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
 from maskserve_engine.cache.selection import Selection

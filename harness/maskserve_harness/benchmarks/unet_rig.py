@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from diffusers import DDIMScheduler, UNet2DConditionModel
 
 from maskserve_core.contracts.entry_key import Anchor
-from maskserve_core.planning.flops_unet import unet_work
+from maskserve_core.models.unet import unet_work
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.codec import encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, replace
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.facts import ALL_STEPS, ModelFacts, anchor_stride
+from maskserve_core.models.facts import ALL_STEPS, ModelFacts, anchor_stride
+from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.planning.flops import ModelWork, RowTokens
-from maskserve_core.planning.flops_flux import flux_work
 from maskserve_harness.benchmarks.models import FLUX_DEV
 
 FLUX_STEPS = 28

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 
 from maskserve_core.config_file import config_of
 from maskserve_core.contracts.entry_key import anchor_steps
-from maskserve_core.contracts.facts import ALL_STEPS, load_facts
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.models.facts import ALL_STEPS
+from maskserve_core.models.registry import load_facts
 from maskserve_engine.cache.codec import Coded, encode
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.families.registry import load_decoder, load_encoder

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from maskserve_core.config_tables import CacheConfig, ModelConfig
 from maskserve_core.contracts.entry_key import anchor_steps
-from maskserve_core.contracts.facts import ModelFacts, anchor_stride
+from maskserve_core.models.facts import ModelFacts, anchor_stride
+from maskserve_core.models.registry import counted_work
 from maskserve_core.planning.cost_model import CostModel, Line, estimate
 from maskserve_core.planning.entry_bytes import (
     FORMATS,
@@ -17,8 +17,6 @@ from maskserve_core.planning.entry_bytes import (
     tile_bytes,
 )
 from maskserve_core.planning.flops import Floats, ModelWork, RowTokens
-from maskserve_core.planning.flops_flux import flux_work
-from maskserve_core.planning.flops_unet import unet_work
 from maskserve_core.planning.planner import plan
 from maskserve_core.planning.step_costs import step_costs
 from maskserve_core.planning.two_stream import evaluate
@@ -28,7 +26,6 @@ from maskserve_harness.benchmarks.models import FLUX_FILL_FACTS, SD21_FACTS, SDX
 
 MODELS = {"flux": FLUX_FILL_FACTS, "sdxl": SDXL_FACTS, "sd21": SD21_FACTS}
 """FLUX.1 Fill dev, SDXL base and Stable Diffusion 2.1, each at its native size."""
-_WORK: dict[str, Callable[..., ModelWork]] = {"flux": flux_work, "unet": unet_work}
 _CACHE = CacheConfig()
 STEPS = 28
 """Of the schedule that templates are primed for."""
@@ -67,8 +64,7 @@ class Hardware:
     def __post_init__(self) -> None:
         facts = self.facts
         side = facts.native_resolution // facts.vae_scale_factor
-        tiles = {"halo": self.halo} if self.halo else {}  # FLUX takes none
-        work = _WORK[facts.family](facts.denoiser, side, side, **tiles)
+        work = counted_work(facts, side, side, halo=self.halo)
         stride = anchor_stride(self.stride, facts)
         anchors = len(anchor_steps([1.0 - i / STEPS for i in range(STEPS)], stride))
         costs = self._costs(work)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import Config, cores
-from maskserve_core.contracts.facts import anchor_stride, load_facts
+from maskserve_core.models.facts import anchor_stride
+from maskserve_core.models.registry import counted_work, load_facts
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
-from maskserve_core.planning.flops_flux import flux_work
 from maskserve_harness.soaking.judge import (
     WARM_UP_SHARE,
     Bar,
@@ -140,9 +140,9 @@ def template_bytes(config: Config) -> int:
         from maskserve_engine.stages.loader import dtype_of  # torch is needed for nothing else
 
         stored = str(dtype_of(config)).removeprefix("torch.")
-    work = flux_work(facts.denoiser, side, side)
+    work = counted_work(facts, side, side)
     stride = anchor_stride(config.cache.stride, facts)
-    anchors = math.ceil(config.model.num_inference_steps / stride)
+    anchors = math.ceil(facts.steps_default(config.model.num_inference_steps) / stride)
     return int(anchors * entry_bytes(work, config.cache.entry_kind, FORMATS[stored]))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.facts import load_facts
+from maskserve_core.models.registry import load_facts
 from maskserve_core.triton.frontend import EditFront
 from maskserve_core.triton.worker_model import WorkerModel
 

@@ -5,9 +5,9 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import Config, templates_folder
-from maskserve_core.contracts.facts import load_facts
 from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.imaging.preprocess import prepare_edit
+from maskserve_core.models.registry import load_facts
 from maskserve_core.triton.sync_execute import respond
 from maskserve_core.triton.tensor_io import read_bytes
 from maskserve_core.triton.tracing import make_tracer

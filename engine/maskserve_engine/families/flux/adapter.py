@@ -13,10 +13,10 @@ from torch import Tensor
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.entry_key import Anchor, anchor_steps, cover
-from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.contracts.settings_rules import steps_run
+from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
-from maskserve_core.planning.flops_flux import flux_work
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.flux.batch import Batch, Row
@@ -86,17 +86,16 @@ class FluxAdapter(Stepping[Row, Weights]):
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> FluxAdapter:
         """Raises ConfigError when a part is missing or unreadable."""
-        from diffusers import AutoencoderKL, FluxTransformer2DModel
+        from diffusers import FluxTransformer2DModel
 
         if config.cache.conv_halo:
             raise ConfigError("[cache] conv_halo: a setting of UNets; use 0")
-        vae = AutoencoderKL.load_config(f"{config.model.path}/vae")
         return cls(
             facts,
             load_part(config, "transformer", FluxTransformer2DModel),
             load_sampler(config),
-            float(vae.get("shift_factor") or 0.0),
-            float(vae.get("scaling_factor", 1.0)),
+            facts.latents.shift,
+            facts.latents.scale,
             compiled=config.model.compile,
             placed_bytes=config.cache.placed_bytes,
             outside_noise=config.model.outside_noise,

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maskserve_core.contracts.facts import ModelFacts
 from maskserve_core.imaging.tokens import TokenIds, active_tokens
+from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.conditioning import (
     Inputs,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_core.planning.flops_flux import STEPS_AHEAD
+from maskserve_core.models.flux import STEPS_AHEAD
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.layers.linear import Linear

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.entry_key import Anchor, anchor_steps
-from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import ModelWork, Totals
-from maskserve_core.planning.flops_unet import unet_work
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.unet.batch import Batch, Row
@@ -101,7 +101,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             facts,
             load_part(config, "unet", UNet2DConditionModel),
             load_sampler(config, facts),
-            float(vae.get("scaling_factor", 0.18215)),
+            facts.latents.scale,
             exact_vae=facts.micro_conditioning and bool(vae.get("force_upcast", True)),
             own_entries=config.cache.cfg_entries == "own",
             halo=config.cache.conv_halo,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
 from maskserve_engine.job import Conditioning
 from maskserve_engine.stages.cpu_threads import limit_threads

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskserve_core.planning.flops_unet import level_sizes
+from maskserve_core.models.unet import level_sizes
 from maskserve_engine.batch.residuals import Residuals
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import Recorder

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.contracts.facts import ModelFacts
+from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork
 from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.families.unet.conditioning import (

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskserve_core.imaging.tokens import active_tokens_per_level
+from maskserve_core.models.unet import level_sizes
 from maskserve_core.planning.flops import ModelWork, RowTokens
-from maskserve_core.planning.flops_unet import level_sizes
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.unet.tile import Ids, Tile, tile_of
 

@@ -1,4 +1,5 @@
-"""Counted work of a UNet2DConditionModel as SDXL and Stable Diffusion 2.1 configure it.
+"""Stable Diffusion and SDXL: their pipelines, defaults, what a folder says, and the counted work of
+a UNet2DConditionModel as they configure it.
 
 Only the stacks (Transformer2DModels) are sparse: convolutions, ResNets, proj_in and proj_out run
 on all positions of every row (design §4, "Cached row"), or with a halo on all of a tile. What runs
@@ -8,9 +9,28 @@ between two stacks is one fixed amount, which is where the load stream gets ahea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from maskserve_core.config import ConfigError
+from maskserve_core.models.facts import EditDefaults, ModelFacts, latent_space, read_json
 from maskserve_core.planning.flops import BlockWork, FeatureMap, FixedWork, ModelWork
+
+PIPELINES = dict.fromkeys(
+    (
+        "StableDiffusionPipeline",
+        "StableDiffusionImg2ImgPipeline",
+        "StableDiffusionInpaintPipeline",
+        "StableDiffusionXLPipeline",
+        "StableDiffusionXLImg2ImgPipeline",
+        "StableDiffusionXLInpaintPipeline",
+    ),
+    "",
+)
+"""A UNet's channels say which semantics it has, whatever pipeline it was saved from."""
+DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=7.5)
+"""Those of StableDiffusionInpaintPipeline and StableDiffusionXLInpaintPipeline."""
+_STRIDE = 7
 
 _DOWN = ("CrossAttnDownBlock2D", "DownBlock2D")
 _UP = ("CrossAttnUpBlock2D", "UpBlock2D")
@@ -227,3 +247,62 @@ def unet_work(
         # Keys and values of the prompt, kept in every block for as long as the batch holds.
         peak_text=float(sum(2 * block.width for block in walk.blocks)),
     )
+
+
+def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
+    """The facts of a Stable Diffusion folder; ConfigError if it is not served."""
+    index, unet = read_json(folder / "model_index.json"), read_json(folder / "unet" / "config.json")
+    latents = latent_space(folder)
+    try:
+        check_unet(unet)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"[model] path: unet/config.json: {error}") from error
+    xl = unet.get("addition_embed_type") == "text_time"
+    scale, channels = latents.pixels, latents.channels
+    semantics = {channels: "inpaint", 2 * channels + 1: "fill"}.get(int(unet["in_channels"]))
+    if semantics is None or int(unet["out_channels"]) != channels:
+        raise ConfigError(
+            f"[model] path: the UNet takes {unet['in_channels']} channels and gives "
+            f"{unet['out_channels']}; with a VAE of {channels} served: {channels} (base) or "
+            f"{2 * channels + 1} (inpainting) to {channels}"
+        )
+    parts = ["scheduler", "text_encoder", "tokenizer"]
+    if xl:
+        parts += ["text_encoder_2", "tokenizer_2"]
+    for part in parts:
+        if not (folder / part).is_dir():
+            raise ConfigError(f"[model] path: {folder} has no folder {part!r}")
+    encoders = [part for part in parts if part.startswith("text_encoder")]
+    given = sum(int(read_json(folder / part / "config.json")["hidden_size"]) for part in encoders)
+    if given != unet["cross_attention_dim"]:
+        raise ConfigError(
+            f"[model] path: the UNet takes text {unet['cross_attention_dim']} wide and "
+            f"{' and '.join(encoders)} give {given}"
+        )
+    length = read_json(folder / "tokenizer" / "tokenizer_config.json").get("model_max_length")
+    if not isinstance(length, int) or not 1 <= length <= 4096:
+        raise ConfigError(
+            f"[model] path: tokenizer/tokenizer_config.json: model_max_length: {length!r} is not "
+            "a number of tokens; served: 1 to 4096"
+        )
+    return ModelFacts(
+        family="unet",
+        semantics=semantics,
+        latents=latents,
+        patch=1,
+        native_resolution=native_resolution or int(unet["sample_size"]) * scale,
+        size_multiple=scale,
+        guidance="cfg",
+        defaults=DEFAULTS,
+        stride=_STRIDE,
+        true_cfg=False,
+        denoiser=unet,
+        strength_rounds_up=False,
+        zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", xl)),
+        tokenizer_length=length,
+    )
+
+
+def count(config: dict[str, Any], height: int, width: int, halo: int) -> ModelWork:
+    """As `unet_work`, with classifier-free guidance."""
+    return unet_work(config, height, width, halo=halo)

@@ -1,10 +1,39 @@
-"""Counted work of a FluxTransformer2DModel."""
+"""FLUX.1 (dev, schnell, Fill): its pipelines, their defaults, what a folder says, counted work."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from maskserve_core.models.facts import (
+    ALL_STEPS,
+    EditDefaults,
+    ModelFacts,
+    latent_space,
+    read_json,
+)
 from maskserve_core.planning.flops import BlockWork, FixedWork, ModelWork
+
+PIPELINES = {
+    "FluxFillPipeline": "fill",
+    "FluxInpaintPipeline": "inpaint",
+    # Text-to-image pipelines are served with the inpainting semantics of their family, as
+    # diffusers' own FluxInpaintPipeline.from_pretrained does.
+    "FluxPipeline": "inpaint",
+    "FluxImg2ImgPipeline": "inpaint",
+}
+"""By the class in model_index.json: the semantics that is served."""
+DEFAULTS = {
+    "fill": EditDefaults(num_inference_steps=50, guidance_scale=30.0),
+    "inpaint": EditDefaults(num_inference_steps=28, guidance_scale=7.0),
+}
+"""Those of FluxFillPipeline and FluxInpaintPipeline."""
+_FEW_STEPS = 4
+"""Of FLUX.1-schnell, which is distilled to as many: no pipeline's signature says so. Each has an
+anchor of its own."""
+_STRIDES = {"fill": ALL_STEPS, "inpaint": 7}
+"""FLUX Fill sees the picture round the mask in extra channels, at every step. To others it is
+noised like the rest and its activations change with the noise."""
 
 STEPS_AHEAD = 8
 """Steps for which a FLUX batch has its shifts, scales and gates computed at once."""
@@ -74,3 +103,43 @@ def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
 def _mlp(inputs: int, width: int) -> float:
     """FLOPs of a two-layer embedder, inputs → width → width."""
     return 2.0 * inputs * width + 2.0 * width * width
+
+
+def read(folder: Path, semantics: str, native_resolution: int) -> ModelFacts:
+    """The facts of a FLUX folder; ConfigError if a part of it cannot be read."""
+    latents = latent_space(folder)
+    vae = read_json(folder / "vae" / "config.json")
+    sampler = read_json(folder / "scheduler" / "scheduler_config.json")
+    transformer = read_json(folder / "transformer" / "config.json")
+    patch, embedded = 2, bool(transformer.get("guidance_embeds", False))
+    # Base models without a guidance input are distilled to few steps.
+    distilled = semantics == "inpaint" and not embedded
+    own = DEFAULTS[semantics]
+    defaults = EditDefaults(
+        num_inference_steps=_FEW_STEPS if distilled else own.num_inference_steps,
+        guidance_scale=own.guidance_scale if embedded else 0.0,
+    )
+    return ModelFacts(
+        family="flux",
+        semantics=semantics,
+        latents=latents,
+        patch=patch,
+        # diffusers' Flux pipelines assume 128 latents a side unless the model says otherwise.
+        native_resolution=native_resolution or int(vae.get("sample_size") or 128 * latents.pixels),
+        size_multiple=latents.pixels * patch,
+        guidance="embedded" if embedded else "none",
+        defaults=defaults,
+        stride=1 if distilled else _STRIDES[semantics],
+        true_cfg=semantics == "inpaint",
+        denoiser=transformer,
+        skips_steps=True,
+        keeps_decoded=True,
+        least_steps=2 if sampler.get("shift_terminal") else 1,
+    )
+
+
+def count(config: dict[str, Any], height: int, width: int, halo: int) -> ModelWork:
+    """As `flux_work`; ValueError where a halo is given, as there are no convolutions."""
+    if halo:
+        raise ValueError("halo: a setting of UNets")
+    return flux_work(config, height, width)

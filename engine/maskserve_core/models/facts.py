@@ -1,0 +1,157 @@
+"""What is known of a served model, whatever its family: sizes, capabilities, defaults.
+
+Preprocess, the router and the planner need these, not weights. Each family's module reads them
+from a model folder's JSON; nothing here knows a family.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from maskserve_core.config import ConfigError
+
+Guidance = Literal["embedded", "cfg", "none"]
+"""`embedded`: an input of the model; `cfg`: classifier-free, each step above 1 runs the model a
+second time with the negative prompt; `none`: the model has no such thing.
+"""
+
+ALL_STEPS = 1000
+"""A stride as long as any schedule."""
+
+
+@dataclass(frozen=True, slots=True)
+class EditDefaults:
+    """What an edit takes that names nothing and whose worker's configuration names nothing."""
+
+    num_inference_steps: int
+    guidance_scale: float
+    """0 where the model has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpace:
+    """Latents as the denoiser takes them: (VAE's - shift) * scale."""
+
+    pixels: int
+    """Per latent, along one side."""
+    channels: int
+    shift: float = 0.0
+    scale: float = 1.0
+    widths: tuple[int, ...] = ()
+    """Channels of the VAE's layers, from full resolution down."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Sizes and capabilities of one served model."""
+
+    family: str
+    """Key of the engine's adapter registry."""
+    semantics: str
+    """`fill`: mask and masked image are model inputs; `inpaint`: latents are blended."""
+    latents: LatentSpace
+    """What the VAE makes of a picture."""
+    patch: int
+    """Latents per token, along one side."""
+    native_resolution: int
+    """Side of the square whose area bounds the model's input, in pixels."""
+    size_multiple: int
+    """Sides of the model's input are multiples of it, in pixels."""
+    guidance: Guidance
+    """What `guidance_scale` is."""
+    defaults: EditDefaults
+    """Of the pipeline whose semantics are served."""
+    stride: int
+    """Steps of the priming schedule that may share an anchor (docs/adr/0007)."""
+    true_cfg: bool
+    """Whether `true_cfg_scale` is served: a second pass, beside embedded guidance."""
+    denoiser: dict[str, Any]
+    """The transformer's or UNet's config.json, for FLOP counting."""
+    skips_steps: bool = False
+    """Whether `first_block_threshold` is served."""
+    keeps_decoded: bool = False
+    """Whether rows keep decoded keys and values from step to step (`[cache] placed_bytes`)."""
+    strength_rounds_up: bool = True
+    """Whether a part of a step that `strength` leaves is run, by the pipeline's own rule."""
+    zeros_for_empty_prompt: bool = False
+    """Whether an empty negative prompt is zeros instead of its encoding (SDXL)."""
+    tokenizer_length: int | None = None
+    """Tokens that a prompt always has, where the tokenizer says so (UNets: 77)."""
+    least_steps: int = 1
+    """Fewer are refused: the sampler's stretch to `shift_terminal` divides 0 by 0 at one step."""
+
+    def text_tokens(self, configured: int) -> int:
+        """Text tokens of a prompt, given `[model] max_sequence_length`."""
+        return self.tokenizer_length or configured
+
+    def guidance_default(self, configured: float) -> float:
+        """The scale of an edit that names none, given `[model] guidance_scale`."""
+        return configured or self.defaults.guidance_scale
+
+    def steps_default(self, configured: int) -> int:
+        """The steps of an edit that names none, given `[model] num_inference_steps`."""
+        return configured or self.defaults.num_inference_steps
+
+    @property
+    def vae_scale_factor(self) -> int:
+        """Pixels per latent, along one side."""
+        return self.latents.pixels
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latents that are denoised."""
+        return self.latents.channels
+
+    @property
+    def two_passes(self) -> bool:
+        """Whether an edit may run the model twice a step, with a negative prompt."""
+        return self.guidance == "cfg" or self.true_cfg
+
+    @property
+    def token_pixels(self) -> int:
+        """Pixels per token along one side, at the finest level."""
+        return self.vae_scale_factor * self.patch
+
+    @property
+    def micro_conditioning(self) -> bool:
+        """Whether the model takes sizes and a pooled prompt beside the prompt (SDXL)."""
+        return self.denoiser.get("addition_embed_type") == "text_time"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model folder; ConfigError if it is none."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"[model] path: cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"[model] path: {path} is not valid JSON") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"[model] path: {path} is not a JSON object")
+    return loaded
+
+
+def latent_space(folder: Path) -> LatentSpace:
+    """What vae/config.json says; what it leaves out is as in AutoencoderKL."""
+    vae = read_json(folder / "vae" / "config.json")
+    widths = tuple(int(width) for width in vae["block_out_channels"])
+    return LatentSpace(
+        pixels=2 ** (len(widths) - 1),
+        channels=int(vae["latent_channels"]),
+        shift=float(vae.get("shift_factor") or 0.0),
+        scale=float(vae.get("scaling_factor", 0.18215)),
+        widths=widths,
+    )
+
+
+def anchor_stride(configured: int, facts: ModelFacts) -> int:
+    """Steps that share an anchor (docs/adr/0007).
+
+    Args:
+        configured: `[cache] stride`; 0: what the model needs.
+        facts: of the model.
+    """
+    return configured or facts.stride

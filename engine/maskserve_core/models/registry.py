@@ -1,0 +1,61 @@
+"""The model families that are served. The family is read from the folder, never from a name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from maskserve_core.config import ConfigError
+from maskserve_core.models import flux, unet
+from maskserve_core.models.facts import ModelFacts, read_json
+from maskserve_core.planning.flops import ModelWork
+
+
+class Family(Protocol):
+    """What a family's module has."""
+
+    PIPELINES: dict[str, str]
+    """By the class in model_index.json: the semantics, as ModelFacts has it, or empty."""
+
+    def read(self, folder: Path, semantics: str, native_resolution: int, /) -> ModelFacts:
+        """The facts of a folder; `native_resolution` 0: what the folder says."""
+
+    def count(self, config: dict[str, Any], height: int, width: int, halo: int, /) -> ModelWork:
+        """The work of its denoiser, as `counted_work`."""
+
+
+FAMILIES: dict[str, Family] = {"flux": flux, "unet": unet}
+"""By the name in ModelFacts.family, which the engine's adapters have, too."""
+
+
+def load_facts(folder: str | Path, native_resolution: int = 0) -> ModelFacts:
+    """Read a diffusers-format folder.
+
+    Args:
+        folder: local folder with `model_index.json`.
+        native_resolution: overrides what the model says, in pixels; 0 does not.
+
+    Raises:
+        ConfigError: not a model folder, or a family that is not served.
+    """
+    folder = Path(folder)
+    if not (folder / "model_index.json").is_file():
+        raise ConfigError(f"[model] path: {folder} is not a model folder (no model_index.json)")
+    pipeline = read_json(folder / "model_index.json").get("_class_name")
+    for family in FAMILIES.values():
+        if pipeline in family.PIPELINES:
+            return family.read(folder, family.PIPELINES[pipeline], native_resolution)
+    served = ", ".join(name for family in FAMILIES.values() for name in family.PIPELINES)
+    raise ConfigError(f"[model] path: {pipeline} is not served; served: {served}")
+
+
+def counted_work(facts: ModelFacts, height: int, width: int, *, halo: int = 0) -> ModelWork:
+    """A model's work on one picture.
+
+    Args:
+        facts: of the model.
+        height: latent rows (pixels / VAE scale).
+        width: latent columns.
+        halo: as `ModelWork.halo`; 0 for families without convolutions.
+    """
+    return FAMILIES[facts.family].count(facts.denoiser, height, width, halo)

@@ -1,0 +1,73 @@
+"""What core knows of the families is what diffusers' own pipelines and the folders say."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+from diffusers import AutoencoderKL
+
+from maskserve_core.models import flux, unet
+from maskserve_core.models.facts import EditDefaults
+from maskserve_core.models.registry import FAMILIES, load_facts
+from maskserve_engine.families.registry import FAMILIES as ENGINE_FAMILIES
+
+
+def own(pipeline: str) -> EditDefaults:
+    parameters = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
+    return EditDefaults(
+        parameters["num_inference_steps"].default, parameters["guidance_scale"].default
+    )
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "defaults"),
+    [
+        ("FluxFillPipeline", flux.DEFAULTS["fill"]),
+        ("FluxInpaintPipeline", flux.DEFAULTS["inpaint"]),
+        ("StableDiffusionInpaintPipeline", unet.DEFAULTS),
+        ("StableDiffusionXLInpaintPipeline", unet.DEFAULTS),
+    ],
+)
+def test_defaults_are_those_of_the_pipeline(pipeline: str, defaults: EditDefaults) -> None:
+    assert own(pipeline) == defaults
+
+
+def test_every_pipeline_is_one_of_diffusers_and_belongs_to_one_family() -> None:
+    names = [name for family in FAMILIES.values() for name in family.PIPELINES]
+    assert len(set(names)) == len(names)
+    assert all(hasattr(diffusers, name) for name in names)
+    assert set(FAMILIES) == set(ENGINE_FAMILIES)
+
+
+def changed(folder: Path, to: Path, part: str, **values: Any) -> Path:
+    """A copy of a folder, one JSON of which says something else."""
+    made = Path(shutil.copytree(folder, to / "model"))
+    path = made / part
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return made
+
+
+@pytest.mark.parametrize(("embedded", "steps", "guidance"), [(True, 28, 7.0), (False, 4, 0.0)])
+def test_a_flux_base_model_has_the_inpaint_pipelines_defaults_and_schnell_its_four_steps(
+    tiny_inpaint: Path, tmp_path: Path, embedded: bool, steps: int, guidance: float
+) -> None:
+    folder = changed(tiny_inpaint, tmp_path, "transformer/config.json", guidance_embeds=embedded)
+    facts = load_facts(folder)
+    assert (facts.steps_default(0), facts.guidance_default(0.0)) == (steps, guidance)
+    assert (facts.steps_default(9), facts.guidance_default(2.5)) == (9, 2.5)
+
+
+def test_the_latent_space_is_the_vaes(tiny_fill: Path, tiny_unets: dict[str, Path]) -> None:
+    for folder in (tiny_fill, *tiny_unets.values()):
+        vae, space = AutoencoderKL.from_pretrained(folder / "vae"), load_facts(folder).latents
+        config = vae.config
+        assert space.scale == config.scaling_factor
+        assert space.shift == (config.shift_factor or 0.0)
+        assert space.channels == config.latent_channels
+        assert space.pixels == 2 ** (len(config.block_out_channels) - 1)
