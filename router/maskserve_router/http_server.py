@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from maskserve_router.config import Http
+from maskserve_router.half_close import HalfClose
 
 _KEEP_ALIVE_S = 75
 
@@ -23,7 +23,7 @@ def bounded_protocol(bounds: Http) -> type[Protocol]:
     its body in too many chunks.
     """
 
-    class BoundedProtocol(HttpToolsProtocol):
+    class BoundedProtocol(HalfClose):
         _timer: TimerHandle | None = None
         _header_bytes = 0
         _chunks = 0
