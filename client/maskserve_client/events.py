@@ -36,6 +36,8 @@ class Progress:
     step: int
     steps: int
     """Model calls of the whole edit."""
+    restarts: int = 0
+    """Times that the edit began anew, because its worker failed and a router sent it to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Preview:
     step: int
     steps: int
     image: Image.Image
+    restarts: int = 0
+    """As of Progress."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,11 +169,13 @@ def _json(raw: bytes) -> dict[str, Any]:
 def _event(response: service_pb2.ModelInferResponse) -> Event:
     outputs = _outputs(response)
     meta = _json(outputs.get("META", b""))
+    restarts = int(meta.get("restarts", 0))
     match meta.get("event"):
         case "progress":
-            return Progress(int(meta["step"]), int(meta["steps"]))
+            return Progress(int(meta["step"]), int(meta["steps"]), restarts)
         case "preview":
-            return Preview(int(meta["step"]), int(meta["steps"]), _picture(outputs).image)
+            image = _picture(outputs).image
+            return Preview(int(meta["step"]), int(meta["steps"]), image, restarts)
         case "final":
             picture = _picture(outputs)
             return Final(EditResult(picture.image, picture.encoded, meta))

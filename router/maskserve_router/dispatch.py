@@ -5,7 +5,7 @@ worker failed it.
     measure  the mask says how much work it is
     place    wait for the worker that will be done first
     send     the request as it came, its SETTINGS with seed and request id
-    retry    on another worker, the same edit, within the budget
+    retry    on another worker, the same edit, within the budget; a stream's progress begins anew
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ class Dispatcher:
                 except Failure as error:
                     failure = error
                     avoid |= {epoch}
-                    if begun or not self._helps(failure, avoid, retried):
+                    if not self._helps(failure, avoid, retried):
                         raise
+                    call.restarts += begun
                     if failure.blame in (Blame.WORKER, Blame.UNKNOWN):
                         retried = True
                         held.enter_context(self._budget.spend())

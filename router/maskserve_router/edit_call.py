@@ -52,6 +52,8 @@ class EditCall:
     worker: str = ""
     """Where it was last sent."""
     tries: int = 0
+    restarts: int = 0
+    """Tries that failed after the client had seen events of them."""
     cancelled: bool = False
     """By its id: it is not sent any more."""
 

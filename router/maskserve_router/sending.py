@@ -13,7 +13,7 @@ import msgspec
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.errors import EngineFailed
+from maskserve_core.errors import EngineFailed, MaskserveError
 from maskserve_router.edit_call import EditCall
 from maskserve_router.failures import Failure
 from maskserve_router.worker import Sent
@@ -21,13 +21,14 @@ from maskserve_router.worker import Sent
 Send: TypeAlias = Callable[[Sent, EditCall], AsyncIterator[bytes]]
 
 
-class _Final(msgspec.Struct):
+class _Meta(msgspec.Struct):
     """Of an answer's META, what the router learns from."""
 
+    event: str = ""
     template_id: str = ""
 
 
-_read_meta = msgspec.json.Decoder(_Final).decode
+_read_meta = msgspec.json.Decoder(_Meta).decode
 
 
 async def unary(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
@@ -65,29 +66,62 @@ def _not_an_answer(sent: Sent) -> Failure:
 
 
 async def streamed(sent: Sent, call: EditCall) -> AsyncIterator[bytes]:
-    """Send the one request of a stream; the worker's messages as they come."""
+    """Send the one request of a stream; the worker's messages as they come.
+
+    Behind a final event nothing is a failure: the client has its answer, and no second one follows.
+    """
     under_way = sent.worker.upstream.stream(call.encoded(), call.left(), call.metadata)
     sent.cancel = under_way.cancel
-    came = False
-    with _failures(sent):
-        try:
-            async for message in under_way:
-                try:
-                    told = pb.ModelStreamInferResponse.FromString(message)
-                except DecodeError:
-                    raise _not_an_answer(sent) from None
-                if told.error_message:
-                    raise Failure(grpc.StatusCode.UNKNOWN, told.error_message, message)
-                if told.infer_response.outputs and not _is_whole(told.infer_response, call):
-                    raise _not_an_answer(sent)
-                came = came or bool(told.infer_response.outputs)
-                yield message
-        finally:
-            under_way.cancel()
-        if not came:
-            raise Failure(
-                grpc.StatusCode.UNAVAILABLE, "[ENGINE_FAILED] the stream ended before the answer"
-            )
+    answered = False
+    try:
+        with _failures(sent):
+            try:
+                async for message in under_way:
+                    message, is_answer = _checked(message, sent, call)
+                    answered = answered or is_answer
+                    yield message
+            finally:
+                under_way.cancel()
+    except (Failure, MaskserveError):
+        if not answered:
+            raise
+    if not answered:
+        raise Failure(
+            grpc.StatusCode.UNAVAILABLE, "[ENGINE_FAILED] the stream ended before the answer"
+        )
+
+
+def _checked(message: bytes, sent: Sent, call: EditCall) -> tuple[bytes, bool]:
+    """A message of a stream as the client gets it, and whether it is the answer.
+
+    Raises:
+        Failure: it is an error, or nothing that a worker may say.
+    """
+    try:
+        told = pb.ModelStreamInferResponse.FromString(message)
+    except DecodeError:
+        raise _not_an_answer(sent) from None
+    if told.error_message:
+        raise Failure(grpc.StatusCode.UNKNOWN, told.error_message, message)
+    response = told.infer_response
+    if not response.outputs:
+        return message, False
+    if not _is_whole(response, call):
+        raise _not_an_answer(sent)
+    place = next((i for i, tensor in enumerate(response.outputs) if tensor.name == "META"), None)
+    if place is None:  # not asked for, so that no event can be told from the last one
+        return message, True
+    raw = response.raw_output_contents[place]
+    try:
+        event = _read_meta(raw[4:]).event
+        if call.restarts:
+            meta = {**msgspec.json.decode(raw[4:]), "restarts": call.restarts}
+            value = msgspec.json.encode(meta)
+            response.raw_output_contents[place] = len(value).to_bytes(4, "little") + value
+            message = told.SerializeToString()
+    except msgspec.MsgspecError:
+        raise _not_an_answer(sent) from None
+    return message, event not in ("progress", "preview")
 
 
 @contextmanager

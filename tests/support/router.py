@@ -32,6 +32,12 @@ class Faulty(EmulatedWorker):
         self.text = "[ENGINE_FAILED] the process of its denoiser has died"
         self.instead: bytes | None = None
         """What it answers edits with in place of a picture."""
+        self.progress = 0
+        """Events that it sends before the answer of a stream, or before it fails it."""
+        self.hangs_up = 0
+        """Streams that it ends without an error in place of the answer."""
+        self.fails_answered = False
+        """Ends streams by an error behind their answer."""
         self.seen: list[dict[str, Any]] = []
         self.headers: list[dict[str, Any]] = []
         self._awake = asyncio.Event()
@@ -72,6 +78,29 @@ class Faulty(EmulatedWorker):
         answer = await super()._infer(raw, context)
         await self._awake.wait()
         return answer
+
+    async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for raw in requests:
+            for step in range(1, self.progress + 1):
+                meta = {"event": "progress", "step": step, "steps": self.progress}
+                yield _event({"IMAGE": b"", "META": json.dumps(meta).encode()})
+            if self.hangs_up:
+                self.hangs_up -= 1
+                return
+            answer = pb.ModelInferResponse.FromString(await self._infer(raw, context))
+            yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+            if self.fails_answered:
+                await context.abort(self.status, self.text)
+
+
+def _event(outputs: dict[str, bytes]) -> bytes:
+    response = pb.ModelStreamInferResponse()
+    for name, value in outputs.items():
+        response.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1])
+        raw = len(value).to_bytes(4, "little") + value
+        response.infer_response.raw_output_contents.append(raw)
+    encoded: bytes = response.SerializeToString()
+    return encoded
 
 
 @asynccontextmanager
