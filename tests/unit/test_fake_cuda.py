@@ -173,7 +173,7 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
         times = StepTimes(costs, handle._loader, counters, observed)
         with cuda.watch() as log:
             for number in range(3):
-                took = executor.step(StepInput(number, ("edit",), reads, plan=plan))
+                took = executor.step(StepInput(number, ("edit",), reads=reads, plan=plan))
                 times.add(TakenStep(took.span, took.stalls, None, plan.latency, 1, ()))
             times.book()
             assert (counters["steps_total"], counters["step_seconds_total"]) == (3, 0.0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.scopes import name_of
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.planning.flops import Totals
 from maskserve_core.worker.ticket import Ticket
@@ -260,6 +261,7 @@ class RequestState:
         return {
             "event": "final",
             "step": self.work.steps,
+            "request_id": name_of(request.request_id),
             "seed": request.seed,
             "worker": worker,
             "model": model,
