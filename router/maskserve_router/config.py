@@ -68,6 +68,8 @@ class Workers(Table, frozen=True):
     """A status that takes longer is a miss."""
     misses: Count = 2
     """So many misses in a row, and the worker is down: what it held is sent to another."""
+    missed_bytes: Bytes = 256 * MIB
+    """Images of templates registered while a worker was down, kept until it has them, too."""
 
 
 class Routing(Table, frozen=True):

@@ -18,6 +18,7 @@ from maskserve_router.admission import Client
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import read_input, request_id_of
 from maskserve_router.failures import Blame, Failure, NotSupported
+from maskserve_router.missed_operations import MissedOperations, refused
 from maskserve_router.pool import Pool
 from maskserve_router.predictions import Predictions
 from maskserve_router.worker import Worker
@@ -35,6 +36,7 @@ class Control:
     ) -> None:
         self._name, self._pool, self._dispatcher = name, pool, dispatcher
         self._predictions = predictions
+        self.missed = MissedOperations(pool, pool.config.workers.missed_bytes, _ask)
 
     async def infer(self, message: pb.ModelInferRequest, client: Client) -> bytes:
         """The answer to a request of the model `control`.
@@ -77,12 +79,15 @@ class Control:
                 return await self._cancel(operation["request_id"], client)
             case "templates":
                 merged = merged_templates(await self._everywhere(operation))
-                if not client.admin:  # whose else a template is, is theirs
-                    for template in merged:
+                for template in merged:
+                    template["pending"] = self.missed.pending(template["template_id"])
+                    if not client.admin:  # whose else a template is, is theirs
                         template["owners"] = []
                 return {"templates": merged}
             case "heartbeat":
                 return {"workers": await self._everywhere(operation)}
+            case "register" | "evict":
+                return await self._on_all(operation)
         answers = await self._everywhere(operation)
         first = next(iter(answers.values()))
         return {**first, "workers": sorted(answers)}
@@ -98,8 +103,25 @@ class Control:
         answers = await self._everywhere({"op": "cancel", "request_id": request_id})
         return {"cancelled": any(answer.get("cancelled") for answer in answers.values())}
 
+    async def _on_all(self, operation: dict[str, Any]) -> dict[str, Any]:
+        """Done by the workers that answer; the others are brought it when they are back."""
+        done, failed = await self._outcomes(operation)
+        first = next(iter(done.values()))
+        heard = {*done, *(address for address, failure in failed.items() if refused(failure))}
+        missed_by = self._pool.workers.keys() - heard
+        name = first.get("template_id", "")
+        pending = self.missed.keep(operation, name, missed_by)
+        return {**first, "workers": sorted(done), "pending": pending}
+
     async def _everywhere(self, operation: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Worker -> its answer, of those that did it.
+        """Worker -> its answer, of those that did it; raises as `_outcomes`."""
+        done, _ = await self._outcomes(operation)
+        return done
+
+    async def _outcomes(
+        self, operation: dict[str, Any]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, Failure]]:
+        """Worker -> its answer, of those that did it, and worker -> its failure, of the others.
 
         Raises:
             Failure: what a worker said, if none did it; a worker that was in order first.
@@ -111,17 +133,17 @@ class Control:
             *(_ask(worker, operation) for worker in workers), return_exceptions=True
         )
         done: dict[str, dict[str, Any]] = {}
-        failed: list[Failure] = []
+        failed: dict[str, Failure] = {}
         for worker, answer in zip(workers, answers, strict=True):
             if isinstance(answer, Failure):
-                failed.append(answer)
+                failed[worker.address] = answer
             elif isinstance(answer, BaseException):
                 raise answer
             else:
                 done[worker.address] = answer
         if not done:
-            raise min(failed, key=lambda failure: failure.blame is Blame.WORKER)
-        return done
+            raise min(failed.values(), key=lambda failure: failure.blame is Blame.WORKER)
+        return done, failed
 
 
 async def _ask(worker: Worker, operation: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +243,7 @@ def _status(worker: Worker) -> dict[str, Any]:
 
 
 def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Templates of all workers by id, with the workers that have each."""
+    """Templates of all workers by id, with the workers that have each one's image."""
     merged: dict[str, dict[str, Any]] = {}
     for address, answer in answers.items():
         for template in answer["templates"]:
@@ -239,5 +261,6 @@ def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, An
             into["registered"] |= template["registered"]
             into["owners"] = sorted({*into["owners"], *template.get("owners", ())})
             into["entries"] += [{**entry, "worker": address} for entry in template["entries"]]
-            into["workers"].append(address)
+            if template["registered"]:
+                into["workers"].append(address)
     return [merged[name] for name in sorted(merged)]

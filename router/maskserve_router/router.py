@@ -42,7 +42,7 @@ class Router:
     ) -> None:
         self._config, self._read_config = config, read_config or (lambda: config)
         self.metrics = Metrics()
-        self.pool = Pool(config, lambda: self.pending.dispatch())
+        self.pool = Pool(config, self._workers_changed)
         self.pending = PendingQueue(
             self.pool,
             make_policy(config.routing.policy),
@@ -52,7 +52,9 @@ class Router:
         self.admission = Admission(config.admission, self.metrics)
         self._dispatcher = Dispatcher(config, self.pool, self.pending, self.admission, self.metrics)
         self._tracing = Tracing(config)
-        control = Control(config.name, self.pool, self._dispatcher, self.metrics.predictions)
+        self._control = control = Control(
+            config.name, self.pool, self._dispatcher, self.metrics.predictions
+        )
         keys = Keys(config.keys, config.admission.max_edits)
         front = Front(keys, self._dispatcher, control, self.metrics, self._tracing)
         calls = ServerCalls(self.pool)
@@ -92,6 +94,10 @@ class Router:
     ) -> None:
         await self.stop()
 
+    def _workers_changed(self) -> None:
+        self.pending.dispatch()
+        self._control.missed.bring()
+
     async def reload(self) -> None:
         """Take on the workers that the configuration names now.
 
@@ -109,6 +115,7 @@ class Router:
         await self.grpc.stop(1.0)
         await self.http.stop()
         await self.admin.stop()
+        await self._control.missed.close()
         await self.pool.close()
         self._dispatcher.close()
         self._tracing.close()

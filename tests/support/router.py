@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,6 +33,17 @@ class Faulty(EmulatedWorker):
         self.text = "[ENGINE_FAILED] the process of its denoiser has died"
         self.instead: bytes | None = None
         """What it answers edits with in place of a picture."""
+        self.silent = False
+        """Answers no status, as if it were down."""
+        self.templates: dict[str, dict[str, Any]] = {}
+        """Registrations by template."""
+        self.holds_registrations = asyncio.Event()
+        """They wait until it is set."""
+        self.holds_registrations.set()
+        self.registering = 0
+        """Registrations that have come."""
+        self.refuses: grpc.StatusCode | None = None
+        """How it fails registrations."""
         self.progress = 0
         """Events that it sends before the answer of a stream, or before it fails it."""
         self.hangs_up = 0
@@ -63,9 +75,31 @@ class Faulty(EmulatedWorker):
         """Ids of the edits that run or wait here."""
         return set(self._edits)
 
+    def _told(self, operation: dict[str, Any]) -> bytes:
+        match operation:
+            case {"op": "status"} if self.silent:
+                return b""
+            case {"op": "register", "image": image}:
+                name = hashlib.sha256(image.encode()).hexdigest()[:32]
+                self.templates[name] = operation
+                return json.dumps({"template_id": name}).encode()
+            case {"op": "evict", "template_id": name}:
+                self.templates.pop(name, None)
+                return json.dumps({"template_id": name}).encode()
+            case {"op": "templates"}:
+                names = sorted(self.templates)
+                listed = [{"template_id": n, "registered": True, "entries": []} for n in names]
+                return json.dumps({"templates": listed}).encode()
+        return super()._told(operation)
+
     async def _infer(self, raw: bytes, context: Any) -> bytes:
         await self._awake.wait()
         message = pb.ModelInferRequest.FromString(raw)
+        if b'"register"' in message.raw_input_contents[0]:
+            self.registering += 1
+            await self.holds_registrations.wait()
+            if self.refuses is not None:
+                await context.abort(self.refuses, "not now")
         if message.model_name != "control":
             self.headers.append(dict(context.invocation_metadata()))
             self.seen.append(json.loads(message.raw_input_contents[3][4:]))

@@ -1,0 +1,98 @@
+"""Templates that are registered or evicted while a worker is down."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_router.router import Router
+from tests.support.router import Faulty, calling, cluster, control_request, until
+
+
+async def told(router: Router, op: str, **fields: str) -> dict[str, Any]:
+    async with calling(router) as call:
+        answer = pb.ModelInferResponse.FromString(await call(control_request(op, **fields)))
+    result: dict[str, Any] = json.loads(answer.raw_output_contents[0][4:])
+    return result
+
+
+async def _goes_down(router: Router, worker: Faulty) -> None:
+    worker.silent = True
+    await until("it is down", lambda: not router.pool.workers[worker.address].up)
+
+
+async def test_a_template_registered_while_a_worker_is_down_reaches_it():
+    async with cluster() as (router, (first, second)):
+        await _goes_down(router, second)
+        answer = await told(router, "register", image="a picture")
+        assert answer["workers"] == [first.address]
+        assert answer["pending"] == [second.address]
+        (listed,) = (await told(router, "templates"))["templates"]
+        assert (listed["workers"], listed["pending"]) == ([first.address], [second.address])
+        second.silent = False
+        await until("it has the template", lambda: second.templates == first.templates)
+        (listed,) = (await told(router, "templates"))["templates"]
+        assert (listed["workers"], listed["pending"]) == (
+            sorted((first.address, second.address)),
+            [],
+        )
+
+
+async def test_what_was_evicted_meanwhile_is_gone_everywhere():
+    async with cluster() as (router, (first, second)):
+        kept = (await told(router, "register", image="there before"))["template_id"]
+        await _goes_down(router, second)
+        new = (await told(router, "register", image="evicted again"))["template_id"]
+        for name in (kept, new):
+            assert (await told(router, "evict", template_id=name))["pending"] == [second.address]
+        await told(router, "register", image="another")
+        second.silent = False
+        await until("it has the other alone", lambda: second.templates == first.templates)
+        assert len(second.templates) == 1
+
+
+async def test_an_eviction_that_meets_a_registration_on_its_way_wins():
+    async with cluster() as (router, (_, second)):
+        await _goes_down(router, second)
+        name = (await told(router, "register", image="a picture"))["template_id"]
+        second.holds_registrations.clear()
+        second.silent = False
+        await until("it is on its way", lambda: second.registering == 1)
+        assert second.address in (await told(router, "evict", template_id=name))["pending"]
+        second.holds_registrations.set()
+        await until("all is brought", lambda: not router._control.missed._kept)
+        assert not second.templates
+
+
+async def test_images_are_kept_within_a_bound_and_the_answer_says_which_are_not():
+    async with cluster() as (router, (_, second)):
+        router._control.missed._max_bytes = 25
+        await _goes_down(router, second)
+        assert (await told(router, "register", image="a" * 20))["pending"] == [second.address]
+        assert (await told(router, "register", image="b" * 20))["pending"] == []
+        second.silent = False
+        await until("it has what was kept", lambda: len(second.templates) == 1)
+        assert (await told(router, "register", image="b" * 20))["pending"] == []
+        assert len(second.templates) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "again"),
+    [(grpc.StatusCode.INTERNAL, True), (grpc.StatusCode.INVALID_ARGUMENT, False)],
+)
+async def test_a_worker_that_fails_is_tried_again_and_one_that_refuses_is_not(
+    status: grpc.StatusCode, again: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("maskserve_router.missed_operations._AGAIN_S", 0.05)
+    async with cluster() as (router, (first, second)):
+        second.refuses = status
+        answer = await told(router, "register", image="a picture")
+        assert answer["workers"] == [first.address]
+        assert answer["pending"] == ([second.address] if again else [])
+        second.refuses = None
+        if again:
+            await until("it has the template", lambda: second.templates == first.templates)
