@@ -16,6 +16,7 @@ import msgspec
 from tqdm import tqdm
 
 from maskserve_client.client import Client
+from maskserve_client.errors import ServerUnavailable
 from maskserve_client.events import EditResult, Final, Preview, Progress
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.meta import STAGES
@@ -174,12 +175,22 @@ def _umask() -> int:
 
 
 def status(options: argparse.Namespace) -> None:
-    """`maskserve status`."""
+    """`maskserve status`.
+
+    Raises:
+        ServerUnavailable: it was told, and no worker is alive.
+    """
     with _connected(options) as client:
         values = client.control("status")
     if options.json:
         print(json.dumps(values))
-        return
+    else:
+        _show_status(values)
+    if not values.get("alive", True):
+        raise ServerUnavailable(f"{values.get('worker')}: no worker is alive")
+
+
+def _show_status(values: dict[str, Any]) -> None:
     workers = values.get("workers")
     if workers is None:
         _show_worker(str(values.get("worker")), values)

@@ -165,7 +165,12 @@ class CacheConfig:
     host_bytes: int = option(
         0, "Bytes of the host tier; 0: half of what is free there.", low=0, high=2**50
     )
-    disk_dir: str = option("", "Folder of the disk tier; empty: no such tier.")
+    disk_dir: str = option(
+        "",
+        "Folder of the disk tier; empty: no such tier. Where the file does not name it, "
+        "`maskserve serve` takes `entries` in the user's cache folder (`--entries DIR`: another, "
+        "`--entries ''`: none).",
+    )
     disk_bytes: int = option(
         0, "Bytes of the disk tier; 0: half of what is free there.", low=0, high=2**53
     )

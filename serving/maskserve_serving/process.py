@@ -179,14 +179,19 @@ class Process(ABC):
         self.kill()
 
     def end_within(self, limit_s: float) -> bool:
-        """Tell it to end; whether it did."""
+        """Tell it to end; whether it did, or has nothing more to do."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                return False
+            end = time.monotonic() + limit_s
+            while self._process.poll() is None and not self.closed():
+                if time.monotonic() > end:
+                    return False
+                time.sleep(0.02)
         return True
+
+    def closed(self) -> bool:
+        """Whether all that it had to finish after SIGTERM is done, though it has not ended yet."""
+        return False
 
     def kill(self) -> None:
         """End it and what it started at once, and clean up; for any thread."""

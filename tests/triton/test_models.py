@@ -24,6 +24,7 @@ from maskserve_core.contracts.tensors import CONTRACTS, Tensor
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.triton.tensor_io import read_elements, tensor
+from maskserve_core.worker.liveness import signed_in
 from maskserve_serving.files import dump_toml
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse
 
@@ -192,3 +193,21 @@ def test_late_models_return_nothing_from_execute(
     request = api.request(OP=b"{", IMAGE=b"", MASK=b"", PROMPT=b"", SETTINGS=b"{")
     assert model.execute([request]) is None
     assert "is not valid JSON" in request.sender.wait().error().message()
+
+
+def test_a_model_is_on_the_list_until_it_has_let_go_of_all(
+    load: Callable[[str], Any], worker: Config
+) -> None:
+    """The supervisor ends a worker once no model is on the list."""
+    model = load("postprocess")
+    close, listed = model.close, []
+
+    def closing() -> None:
+        listed.append(signed_in(worker.runtime_dir))
+        close()
+
+    model.close = closing
+    model.finalize()
+    assert [name for name, _ in listed[0]] == ["postprocess"]
+    assert signed_in(worker.runtime_dir) == []
+    model.close = close

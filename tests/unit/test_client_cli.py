@@ -25,7 +25,7 @@ from maskserve_client.cli import main, parser
 from maskserve_client.commands import write_whole
 from maskserve_core.contracts.keys import template_id
 from tests.fakes.pictures import blob_mask, encode, scene
-from tests.fakes.triton_server import PAINT, FakeServer, FakeWorker
+from tests.fakes.triton_server import PAINT, STATUS, FakeServer, FakeWorker
 
 SIZE = (40, 56)
 SOURCE, MASK = scene(*SIZE), blob_mask(*SIZE)
@@ -120,6 +120,17 @@ def test_the_url_comes_from_the_environment(
     monkeypatch.setenv("MASKSERVE_URL", worker.url)
     assert main(["status"]) == 0
     assert "fake-0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_status_without_a_live_worker_is_told_and_fails(
+    worker: FakeWorker, capsys: Capture, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    monkeypatch.setitem(STATUS, "alive", False)
+    assert main(["status", "--url", worker.url, *more]) == 3
+    told = capsys.readouterr()
+    assert "fake-0" in told.out
+    assert "no worker is alive" in told.err
 
 
 def test_status_tells_rows_and_tiers(worker: FakeWorker, capsys: Capture) -> None:

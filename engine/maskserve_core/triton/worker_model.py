@@ -34,5 +34,9 @@ class WorkerModel(ABC):
         sign_in(self._config.runtime_dir, self.name)
 
     def finalize(self) -> None:
-        sign_out(self._config.runtime_dir, self.name)
-        self.close()
+        try:
+            self.close()
+        finally:
+            # Now there is nothing more to do here, and who waits for that need not wait for this
+            # interpreter to take itself apart.
+            sign_out(self._config.runtime_dir, self.name)

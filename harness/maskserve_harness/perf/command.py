@@ -187,7 +187,10 @@ def check_numbers(options: argparse.Namespace) -> None:
 def warm(worker: Server, edits: list[Edit], options: argparse.Namespace) -> None:
     count = len(edits) if options.warmup is None else options.warmup
     if count:
-        print(f"warming up; edits: {count}", flush=True)
+        print(
+            f"warming up with {count} edits (--warmup); a run measures {options.requests}",
+            flush=True,
+        )
         worker.warm([edits[i % len(edits)] for i in range(count)])
 
 
