@@ -30,10 +30,10 @@ class Velocities:
         self.last = torch.empty(0)
         self.timesteps: list[float] = []
 
-    def __call__(self, weights: Any, packed: Any, timesteps: Any, kinds: Any) -> torch.Tensor:
+    def __call__(self, model: Any, packed: Any, kinds: Any) -> torch.Tensor:
         tokens = packed.tokens
         self.last = torch.randn(len(tokens), CHANNELS).to(tokens.dtype)
-        self.timesteps = timesteps.tolist()
+        self.timesteps = model.vectors.tolist()
         return self.last.clone()
 
 

@@ -15,12 +15,12 @@ from diffusers import FluxTransformer2DModel
 
 from maskserve_core.planning.cost_model import estimate
 from maskserve_core.worker.observations import Observations
+from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.movers import Arrival
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.device_clock import Span, mark
 from maskserve_engine.executor import Read, StepInput
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.forward import Packed

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from maskserve_core.config import Config
+from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.inputs import Packed
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.forward import forward
+from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.latents import pack_latents
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
@@ -98,7 +99,7 @@ def outputs_of(
     timesteps = torch.tensor([row.walk(row.step)[0].timestep for row in rows])
     emb = embed(adapter.weights, timesteps[None], packed.pooled, packed.guidance)
     [step] = vectors(adapter.weights, emb)
-    output = forward(adapter.weights, packed, step, kinds)
+    output = forward(FluxStep(adapter.weights, step), packed, kinds)
     return [output[begin:end] for begin, end in packed.layout.narrow.image_stream.spans]
 
 

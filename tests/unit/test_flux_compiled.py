@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from maskserve_engine.batch.forward import forward
 from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.compiled import CompiledSegments, compile_segments
-from maskserve_engine.families.flux.forward import forward
 from maskserve_harness.benchmarks.step_rig import Bench
 
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ def outputs(
         torch.manual_seed(len(ratios))
         batch = Batch.of([bench.row(ratio, seed) for seed, ratio in enumerate(ratios)], None)
         weights = replace(bench.weights, segments=segments)
-        return forward(weights, batch.packed, batch._vectors_of(weights, 0), kinds)
+        return forward(FluxStep(weights, batch._vectors_of(weights, 0)), batch.packed, kinds)
 
 
 def test_one_graph_of_each_half_serves_all_blocks_rows_and_plans() -> None:

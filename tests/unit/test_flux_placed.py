@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_engine.families.flux import forward as forward_module
+from maskserve_engine.batch import forward as forward_module
 from maskserve_engine.families.flux.batch import Batch
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.flux.weights import Weights

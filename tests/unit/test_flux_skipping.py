@@ -13,11 +13,11 @@ import pytest
 from numpy.typing import NDArray
 
 from maskserve_core.config import ConfigError
+from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxRow
-from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
+from maskserve_engine.batch.forward import forward
 from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.compiled import compile_segments
-from maskserve_engine.families.flux.forward import forward
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.families.unet.forward import Packed as UnetPacked
 from maskserve_engine.families.unet.forward import forward as unet_forward
@@ -161,7 +162,9 @@ def outputs(bench: Bench, weights: Weights, chosen: Sequence[int], kind: str) ->
     torch.manual_seed(7)
     rows = [bench.row(ratio, seed) for seed, ratio in enumerate(RATIOS)]
     batch = Batch.of([rows[i] for i in chosen], None)
-    out = forward(weights, batch.packed, batch._vectors_of(weights, 0), [kind] * sum(BLOCKS))
+    out = forward(
+        FluxStep(weights, batch._vectors_of(weights, 0)), batch.packed, [kind] * sum(BLOCKS)
+    )
     return list(out.split(batch.packed.layout.narrow.image_stream.lengths))
 
 

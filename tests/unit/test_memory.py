@@ -18,9 +18,9 @@ from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.models.facts import latent_space
 from maskserve_core.worker.liveness import sign_in
 from maskserve_engine import memory
+from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.flux.encode import FluxEncoder
-from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.layers import kernels
 from maskserve_harness.benchmarks.fake_cuda import FakeCuda
@@ -157,11 +157,15 @@ def test_a_flux_step_holds_no_more_than_was_counted(
     counted = 2 * memory.peak_values(bench.work, passes, bench.text) + entry
     assert live.peak <= counted
     if case.ratios[0] is None:
-        assert live.peak >= 0.65 * counted, "counted far too much"
+        # What is counted is what plain operations hold.
+        least = 0.45 if with_kernels else 0.65
+        assert live.peak >= least * counted, "counted far too much"
 
 
 def test_rows_that_may_skip_steps_hold_the_most() -> None:
-    """In float32, on a CPU: the rule reads what was computed."""
+    """In float32, on a CPU: the rule reads what was computed. (Counted is half precision, where
+    norms hold queries and keys in float32 besides.)
+    """
     bench = Bench("small", None, torch.float32, torch.device("cpu"), "int8")
     rows = [bench.row(None, seed) for seed in range(2)]
     for row in rows:
@@ -170,7 +174,7 @@ def test_rows_that_may_skip_steps_hold_the_most() -> None:
         for _ in range(2):
             bench.step(rows, "kv")
     counted = 4 * memory.peak_values(bench.work, len(rows), bench.text)
-    assert 0.9 * counted <= live.peak <= counted
+    assert 0.7 * counted <= live.peak <= counted
 
 
 @pytest.mark.parametrize("masks", [(0.1,), (0.2, 0.5)])

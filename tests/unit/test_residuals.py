@@ -11,9 +11,10 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
+from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.inputs import Packed
 from maskserve_engine.families.flux.batch import Batch
-from maskserve_engine.families.flux.forward import forward
+from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.unet.forward import Packed as UnetPacked
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.forward import forward as unet_forward
@@ -55,7 +56,7 @@ def rows(bench: Bench, ratios: tuple[float | None, ...], seed: int) -> list[Any]
 
 def outputs(bench: Bench, made: list[Any], kinds: list[str]) -> list[Tensor]:
     batch = Batch.of(made, None)
-    out = forward(bench.weights, batch.packed, batch._vectors_of(bench.weights, 0), kinds)
+    out = forward(FluxStep(bench.weights, batch._vectors_of(bench.weights, 0)), batch.packed, kinds)
     return list(out.split(batch.packed.layout.narrow.image_stream.lengths))
 
 

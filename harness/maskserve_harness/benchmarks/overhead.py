@@ -43,8 +43,9 @@ from maskserve_core.contracts.status_record import State
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.registry import load_facts
+from maskserve_engine.batch import forward as forward_module
 from maskserve_engine.families.flux import batch as batch_module
-from maskserve_engine.families.flux import forward as forward_module
+from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_harness.benchmarks.admission import measure_admission
 from maskserve_harness.benchmarks.direct import Direct, Edit
 from maskserve_harness.benchmarks.path import measure_path, timed
@@ -103,13 +104,14 @@ class Clock:
 
 def model_clock() -> Clock:
     """Of what FluxTransformer2DModel.forward calls: timestep and prompt embedded, first layer
-    (`State.__init__`), blocks, text and image joined for the single blocks and taken apart, last
-    layer.
+    (`State.__init__`), blocks and their attention, text and image joined for the single blocks and
+    taken apart, last layer.
     """
     state = forward_module.State
     return Clock(
         *((batch_module, name) for name in ("embed", "vectors")),
-        *((forward_module, name) for name in ("double_block", "single_block", "last_layer")),
+        *((FluxStep, name) for name in ("pre", "post", "last")),
+        (forward_module, "_attend"),
         *((state, name) for name in ("__init__", "join_streams", "computed_image")),
     )
 

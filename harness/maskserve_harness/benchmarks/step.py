@@ -40,7 +40,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from maskserve_core.config_tables import ENTRY_FORMATS, CacheConfig
-from maskserve_engine.families.flux import forward as forward_module
+from maskserve_engine.batch import forward as forward_module
+from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.compiled import compile_segments
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
@@ -60,7 +61,8 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) ->
     loading and decoding entries, packing, embedders, final layer, sampler.
     """
     spent = {"blocks": 0.0, "fill": 0.0}
-    originals = (forward_module.double_block, forward_module.single_block)  # type: ignore[attr-defined]
+    parts = (FluxStep, "pre"), (FluxStep, "post"), (forward_module, "_attend")
+    originals = [getattr(owner, name) for owner, name in parts]
     original_fill = forward_module.State.fill
 
     def timed(function: Any) -> Any:
@@ -71,8 +73,8 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) ->
 
         return call
 
-    def fill(state: Any, index: int, block: Any) -> Any:
-        inner = original_fill(state, index, block)
+    def fill(state: Any, index: int) -> Any:
+        inner = original_fill(state, index)
         if inner is None or state.kinds[index] == "project":  # projecting is the model's own work
             return inner
 
@@ -83,13 +85,14 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) ->
 
         return call
 
-    forward_module.double_block = timed(originals[0])  # type: ignore[attr-defined]
-    forward_module.single_block = timed(originals[1])  # type: ignore[attr-defined]
+    for (owner, name), original in zip(parts, originals, strict=True):
+        setattr(owner, name, timed(original))
     forward_module.State.fill = fill  # type: ignore[method-assign, assignment]
     try:
         whole = timer.ms(partial(bench.step, rows, kind))
     finally:
-        forward_module.double_block, forward_module.single_block = originals  # type: ignore[attr-defined]
+        for (owner, name), original in zip(parts, originals, strict=True):
+            setattr(owner, name, original)
         forward_module.State.fill = original_fill  # type: ignore[method-assign]
     return whole - spent["blocks"] + spent["fill"]
 

@@ -17,11 +17,11 @@ from maskserve_core.contracts.entry_key import anchor_steps
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.tokens import active_tokens
 from maskserve_core.models.registry import load_facts
+from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.codec import Coded, encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxRow
-from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import job_of, request_of

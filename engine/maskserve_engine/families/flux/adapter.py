@@ -17,6 +17,7 @@ from maskserve_core.contracts.settings_rules import steps_run
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
+from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.flux.batch import Batch, Row
@@ -25,7 +26,6 @@ from maskserve_engine.families.flux.conditioning import Inputs, Prompt, Template
 from maskserve_engine.families.flux.preparation import Preparation, grid_of
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import check_sampler, load_sampler, make_schedule
-from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.stages.cpu_threads import one_cpu_thread

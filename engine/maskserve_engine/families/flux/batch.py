@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.inputs import Packed
+from maskserve_engine.batch.skipping import Skipper, forward_skipping
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.families.flux.forward import forward
+from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
-from maskserve_engine.families.flux.skipping import Skipper, forward_skipping
 from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
@@ -59,7 +60,7 @@ class Batch(KeptBatch[Row, Weights]):
 
     def step(self, model: Weights, kinds: Sequence[str]) -> None:
         at = self.rows[0].step - self._begin
-        inputs = model, self.packed, self._vectors_of(model, at), kinds
+        inputs = FluxStep(model, self._vectors_of(model, at)), self.packed, kinds
         velocity = forward_skipping(*inputs, self._skippers) if self._skippers else forward(*inputs)
         if self._guided:
             self._guide(velocity)

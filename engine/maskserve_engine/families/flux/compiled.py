@@ -135,7 +135,7 @@ def _after_single(
 
 
 class CompiledSegments:
-    """Compiled segments; each takes what `blocks.double_block` and `single_block` take.
+    """Compiled segments; what they take is `weights.Segments`'.
 
     Args:
         backend: of torch.compile.

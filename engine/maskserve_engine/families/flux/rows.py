@@ -11,6 +11,7 @@ from torch import Tensor
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.batch.inputs import RowInput
 from maskserve_engine.batch.residuals import Residuals
+from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.handle import Handle
@@ -18,7 +19,6 @@ from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.conditioning import Blend, TemplateInputs
 from maskserve_engine.families.flux.latents import unpack_latents
 from maskserve_engine.families.flux.schedule import Schedule, Walk
-from maskserve_engine.families.flux.skipping import FirstBlockCache
 from maskserve_engine.layers.scatter_kv import Source
 
 

@@ -1,50 +1,164 @@
-"""FluxTransformer2DModel over any mix of rows: dense, cached and priming."""
+"""A multimodal diffusion transformer over any mix of packed rows: dense, cached and priming.
+
+A model gives what is before and after attention in its blocks (`Transformer`). Attention is the
+same for all, and so is what stands in for a cached row's inactive tokens there: they enter as keys
+only (FlashPS §3.1, Fig. 5 and 7).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from maskserve_engine.batch.inputs import Packed
 from maskserve_engine.batch.packing import Packing, Stream
-from maskserve_engine.families.flux.blocks import (
-    CaptureKeys,
-    FillRest,
-    double_block,
-    last_layer,
-    project_kv,
-    single_block,
-)
-from maskserve_engine.families.flux.vectors import Vectors
-from maskserve_engine.families.flux.weights import Double, Single, Weights
+from maskserve_engine.layers.attention import Span, attention
 from maskserve_engine.layers.scatter_kv import Source, scatter_kv
 
 
-def forward(
-    weights: Weights,
-    packed: Packed,
-    vectors: Vectors,
-    kinds: Sequence[str] = (),
-) -> Tensor:
+class Transformer(Protocol):
+    """A model at one step: its weights, and what timestep and prompt do to each packed row.
+
+    Blocks are numbered in the order they run. The first ones have two streams, text and image
+    tokens; the others have one of both, in row order, which is in the place of the image stream
+    while the text stream goes unread.
+    """
+
+    @property
+    def block_count(self) -> int: ...
+
+    @property
+    def two_streams(self) -> int:
+        """Blocks that have two streams."""
+        ...
+
+    @property
+    def resident_bytes(self) -> int:
+        """That all blocks' keys and values of a batch may take to stay in place (`ResidentKV`)."""
+        ...
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """The same for some of the packed rows."""
+        ...
+
+    def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
+        """[N, width] image tokens at the first block, from [N, in_channels]."""
+        ...
+
+    def pre(
+        self, number: int, text: Tensor, image: Tensor, packing: Packing, cis: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
+        """What of a block is before attention.
+
+        Args:
+            number: of the block.
+            text: [N_text, width], text stream.
+            image: [N_image, width], image stream; or [N, width] in row order.
+            packing: where the rows lie.
+            cis: [N, head_dim / 2] complex rotary factors in row order.
+
+        Returns:
+            queries and keys, rotated, [N, 2, heads, head_dim]; values [N, heads, head_dim], which
+            nobody reads once attention has; and whatever `post` needs of it. All in row order.
+        """
+        ...
+
+    def post(
+        self,
+        number: int,
+        text: Tensor,
+        image: Tensor,
+        attended: Tensor,
+        kept: Any,
+        packing: Packing,
+    ) -> tuple[Tensor, Tensor]:
+        """What is after attention: the streams behind the block.
+
+        Args:
+            number: of the block.
+            text: as `pre` had it.
+            image: likewise.
+            attended: [N, width] what attention has found, in row order.
+            kept: what `pre` has left.
+            packing: where the rows lie.
+        """
+        ...
+
+    def project(
+        self, number: int, hidden: Tensor, stream: Stream, cis: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of inactive image tokens from their hidden states (FlashPS Fig. 5).
+
+        Args:
+            number: of the block.
+            hidden: [M, width] at the block's input, packed by row.
+            stream: where the rows lie in `hidden`.
+            cis: [M, head_dim / 2] complex rotary factors.
+
+        Returns:
+            keys (after norm and rotary embedding) and values, [M, heads, head_dim].
+        """
+        ...
+
+    def last(self, image: Tensor, stream: Stream) -> Tensor:
+        """[N, out_channels] what is behind the blocks, of image tokens [N, width]."""
+        ...
+
+
+CaptureKeys = Callable[[Tensor, Tensor], None]
+"""Sees keys (after norm and rotary embedding) and values in row order."""
+
+
+class FillRest(Protocol):
+    """Adds keys and values of the inactive tokens."""
+
+    def __call__(self, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        """[keys, heads, head_dim] of all rows' tokens, from those [N, heads, head_dim] of the
+        computed ones.
+        """
+        ...
+
+
+def forward(model: Transformer, packed: Packed, kinds: Sequence[str] = ()) -> Tensor:
     """The model's output for the computed image tokens of every row.
 
     Args:
-        weights: of a FluxTransformer2DModel.
+        model: at this step.
         packed: any mix of rows; those with `rest` are cached rows.
-        vectors: of this step.
-        kinds: `dense`, `project` or `kv` per block, double blocks first, for all cached rows of
-            the step; not read when there are none. `project` and `dense` take the inactive hidden
-            states from the model's start or the dense block before them, else from an entry.
+        kinds: `dense`, `project` or `kv` per block, for all cached rows of the step; not read when
+            there are none. `project` and `dense` take the inactive hidden states from the model's
+            start or the dense block before them, else from an entry.
 
     Returns:
         [N, out_channels] in the order of `packed.tokens`.
     """
-    state = State(weights, packed, vectors, kinds)
-    state.run(0, len(weights.blocks))
-    return last_layer(weights, state.computed_image(), vectors.last, state.stream)
+    state = State(model, packed, kinds)
+    state.run(0, model.block_count)
+    return model.last(state.computed_image(), state.stream)
+
+
+def _attend(
+    qk: Tensor,
+    v: Tensor,
+    packing: Packing,
+    fill: FillRest | None,
+    capture: CaptureKeys | None,
+) -> Tensor:
+    """Attention of the computed tokens, in row order, over all of each row's keys: [N, width].
+
+    `qk` [N, 2, heads, head_dim] are queries and keys, rotated.
+    """
+    q, k = qk.unbind(1)
+    if capture is not None:
+        capture(k, v)
+    if fill is None:
+        return attention(q, k, v, packing.computed).flatten(1)
+    keys, values = fill(k, v, packing)
+    return attention(q, keys, values, packing.all_keys).flatten(1)
 
 
 class State:
@@ -52,24 +166,23 @@ class State:
 
     def __init__(
         self,
-        weights: Weights,
+        model: Transformer,
         packed: Packed,
-        vectors: Vectors,
         kinds: Sequence[str],
         streams: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        self.weights, self.packed, self.vectors, self.kinds = weights, packed, vectors, kinds
+        self.model, self.packed, self.kinds = model, packed, kinds
         self.layout, self.rest_cis = packed.layout, packed.rest_cis
         self.cached = packed.rest_cis is not None
         self.wide = not self.cached  # without cached rows both packings are the same
         self.packing: Packing = self.layout.narrow
         self.cis = packed.cis
         self.carried: tuple[int, Tensor] | None = None
-        self.joined = False  # double blocks: two streams; single blocks: one in row order
+        self.joined = False  # one stream in row order, no longer two
         packed.resident_kv.keep_for([rest.entry for rest in packed.rests if rest is not None])
         self.text, self.image = streams or (
             packed.text,
-            weights.x_embedder(packed.tokens, self.stream.spans),
+            model.embed(packed.tokens, self.stream.spans),
         )
 
     @property
@@ -78,24 +191,21 @@ class State:
         return self.layout.narrow.image_stream
 
     def run(self, begin: int, end: int) -> None:
-        """Blocks `begin` to `end`, double blocks first."""
-        segments = self.weights.segments
-        for index, block in enumerate(self.weights.blocks[begin:end], start=begin):
-            if isinstance(block, Single) and not self.joined:
+        """Blocks `begin` to `end`."""
+        for number in range(begin, end):
+            if number >= self.model.two_streams and not self.joined:
                 self.join_streams()
-            fill, capture = self.enter(index, block)
-            if isinstance(block, Single):
-                vectors = self.vectors.of(index)
-                self.image = single_block(
-                    block, self.image, vectors, self.packing, self.cis, fill, capture, segments
-                )
-            else:
-                both, streams = self.vectors.double[index], (self.text, self.image)
-                self.text, self.image = double_block(
-                    block, *streams, both, self.packing, self.cis, fill, capture, segments
-                )
+            self.text, self.image = self._block(number)
             if self.packed.residuals:
-                self._add_residuals(index)
+                self._add_residuals(number)
+
+    def _block(self, number: int) -> tuple[Tensor, Tensor]:
+        """The streams behind a block; what it had between is let go."""
+        fill, capture = self.enter(number)
+        qk, v, kept = self.model.pre(number, self.text, self.image, self.packing, self.cis)
+        attended = _attend(qk, v, self.packing, fill, capture)
+        del qk, v  # the values may hold all that their product made, seven widths of each token
+        return self.model.post(number, self.text, self.image, attended, kept, self.packing)
 
     def _add_residuals(self, index: int) -> None:
         """To each row's computed image tokens: in any packing, the first ones of its image."""
@@ -118,15 +228,13 @@ class State:
         text = self.text if self.joined else of(packing.text_stream, self.text)
         image = of(packing.row_stream if self.joined else packing.image_stream, self.image)
         packed = Packed([self.packed.rows[row] for row in rows])
-        part = State(self.weights, packed, self.vectors.take(rows), self.kinds, (text, image))
+        part = State(self.model.take(rows), packed, self.kinds, (text, image))
         part.joined = self.joined
         if part.cached and self.wide:
             part.wide, part.packing, part.cis = True, part.layout.wide, packed.wide_cis
         return part
 
-    def enter(
-        self, index: int, block: Double | Single
-    ) -> tuple[FillRest | None, CaptureKeys | None]:
+    def enter(self, index: int) -> tuple[FillRest | None, CaptureKeys | None]:
         """Bring the inactive tokens in or drop them, as the block's kind asks.
 
         Returns:
@@ -135,7 +243,7 @@ class State:
         fill = None
         if self.cached:
             self._widen_or_narrow(index)
-            fill = self.fill(index, block)
+            fill = self.fill(index)
         return fill, self.capture(index) if self.packed.primes else None
 
     def _widen_or_narrow(self, index: int) -> None:
@@ -156,7 +264,7 @@ class State:
         """[m, width] the inactive tokens at the block's input: at hand, or restored."""
         if index == 0:
             tokens = torch.cat([rest.tokens() for rest in self.packed.rests if rest is not None])
-            return self.weights.x_embedder(tokens, self.layout.rest_stream.spans)
+            return self.model.embed(tokens, self.layout.rest_stream.spans)
         if self.carried is not None and self.carried[0] == index:
             return self.carried[1]
         assert self.rest_cis is not None
@@ -167,39 +275,28 @@ class State:
     def _sources(self, index: int, part: str) -> list[Source | None]:
         return [None if rest is None else rest.source(index, part) for rest in self.packed.rests]
 
-    def fill(self, index: int, block: Double | Single) -> FillRest | None:
+    def fill(self, index: int) -> FillRest | None:
         """How the block's inactive keys come about; None when none are missing."""
         kind = self.kinds[index]
         if kind == "dense":
             return None
-        return (
-            partial(self._project, index, block)
-            if kind == "project"
-            else partial(self._load, index)
-        )
+        return partial(self._project if kind == "project" else self._load, index)
 
     def _load(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         both = self.packed.resident_kv.get(index)
         if both is None:
             both = packing.all_keys_like(k), packing.all_keys_like(v)
             scatter_kv(self._sources(index, "kv"), both, packing.slots)
-            room = self.weights.resident_bytes // len(self.weights.blocks)
+            room = self.model.resident_bytes // self.model.block_count
             self.packed.resident_kv.keep(index, both, room)
         for computed, keys in zip((k, v), both, strict=True):
             packing.scatter_computed(computed, keys)
         return both
 
-    def _project(
-        self, index: int, block: Double | Single, k: Tensor, v: Tensor, packing: Packing
-    ) -> tuple[Tensor, Tensor]:
+    def _project(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         assert self.rest_cis is not None
-        rest = project_kv(
-            block,
-            self._hidden(index),
-            self.vectors.of(index),
-            self.layout.rest_stream,
-            self.rest_cis,
-        )
+        hidden, stream = self._hidden(index), self.layout.rest_stream
+        rest = self.model.project(index, hidden, stream, self.rest_cis)
         both = packing.all_keys_like(k), packing.all_keys_like(v)
         for computed, inactive, keys in zip((k, v), rest, both, strict=True):
             packing.scatter_computed(computed, keys)
@@ -229,7 +326,7 @@ class State:
         return keys_values
 
     def join_streams(self) -> None:
-        """From double to single blocks: both streams into row order."""
+        """Both streams into row order."""
         self.image = self.packing.rows_from(self.text, self.image)
         self.joined = True
 

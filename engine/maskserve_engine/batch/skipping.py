@@ -14,11 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from maskserve_engine.batch.forward import State, Transformer
 from maskserve_engine.batch.inputs import Packed
-from maskserve_engine.families.flux.blocks import last_layer
-from maskserve_engine.families.flux.forward import State
-from maskserve_engine.families.flux.vectors import Vectors
-from maskserve_engine.families.flux.weights import Weights
 
 
 @dataclass(slots=True, eq=False)
@@ -54,14 +51,13 @@ class Skipper(NamedTuple):
 
 
 def forward_skipping(
-    weights: Weights,
+    model: Transformer,
     packed: Packed,
-    vectors: Vectors,
     kinds: Sequence[str],
     skippers: Sequence[Skipper],
 ) -> Tensor:
     """As `forward`, but `skippers` leave all blocks but the first out where little has changed."""
-    state = State(weights, packed, vectors, kinds)
+    state = State(model, packed, kinds)
     before, lengths = state.image, state.stream.lengths
     state.run(0, 1)
     first = state.computed_image()
@@ -80,7 +76,7 @@ def forward_skipping(
         else:
             each.cache.heads = [heads[i].clone() for i in each.passes]
             each.cache.tails = [done[i] - firsts[i] for i in each.passes]
-    return last_layer(weights, image, vectors.last, state.stream)
+    return model.last(image, state.stream)
 
 
 def _finish(state: State, firsts: Sequence[Tensor], skipping: Sequence[Skipper]) -> list[Tensor]:
@@ -98,6 +94,6 @@ def _finish(state: State, firsts: Sequence[Tensor], skipping: Sequence[Skipper])
     ended: dict[int, Tensor] = {i: firsts[i] + tail for i, tail in tails.items()}
     if going:
         part = state.part(going) if tails else state
-        part.run(1, len(part.weights.blocks))
+        part.run(1, part.model.block_count)
         ended |= zip(going, part.computed_image().split(part.stream.lengths), strict=True)
     return [ended[i] for i in range(len(firsts))]
