@@ -19,13 +19,19 @@ _KEEP_ALIVE_S = 75
 
 
 def bounded_protocol(bounds: Http) -> type[Protocol]:
-    """Uvicorn's protocol, which ends a connection that sends its headers slowly, or too many, or
-    its body in too many chunks.
+    """Uvicorn's protocol, which ends a connection that sends its headers slowly, or too many of
+    them or of trailers, or its body in too many chunks, or much behind a request that is not
+    answered yet (ADR 0022).
     """
 
     class BoundedProtocol(HalfClose):
         _timer: TimerHandle | None = None
-        _header_bytes = 0
+        _head_bytes = 0
+        """Of the request line, headers and trailers of the message that is being read."""
+        _unparsed_bytes = 0
+        """Since the parser last came upon something whole: it keeps a part until it is."""
+        _behind_bytes = 0
+        """Since a request came while another is under way."""
         _chunks = 0
 
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
@@ -37,13 +43,35 @@ def bounded_protocol(bounds: Http) -> type[Protocol]:
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            if self._timer is not None:
-                self._header_bytes += len(data)
-            elif self.timeout_keep_alive_task is not None:
+            if self._timer is None and self.timeout_keep_alive_task is not None:
                 self._expect_headers()
+            self._unparsed_bytes += len(data)
+            self._behind_bytes = self._behind_bytes + len(data) if self.pipeline else 0
             super().data_received(data)
-            if self._timer is not None and self._header_bytes > bounds.max_header_bytes:
+            if self.transport.is_closing():
+                return
+            if self._unparsed_bytes > bounds.max_header_bytes:
                 self.send_400_response("The headers are too long.")
+            elif self._behind_bytes > bounds.max_header_bytes:
+                self.transport.close()
+
+        def on_message_begin(self) -> None:
+            self._head_bytes = 0
+            super().on_message_begin()
+
+        def on_url(self, url: bytes) -> None:
+            self._count(len(url))
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._count(len(name) + len(value) + len(": \r\n"))
+            super().on_header(name, value)
+
+        def _count(self, size: int) -> None:
+            self._unparsed_bytes = 0
+            self._head_bytes += size
+            if self._head_bytes > bounds.max_header_bytes:
+                raise ValueError("too long")  # the parser stops, and uvicorn answers 400
 
         def on_headers_complete(self) -> None:
             self._headers_came()
@@ -51,6 +79,7 @@ def bounded_protocol(bounds: Http) -> type[Protocol]:
             super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
+            self._unparsed_bytes = 0
             self._chunks += 1
             if self._chunks > bounds.max_chunks:
                 if not self.transport.is_closing():
@@ -59,7 +88,6 @@ def bounded_protocol(bounds: Http) -> type[Protocol]:
             super().on_body(body)
 
         def _expect_headers(self) -> None:
-            self._header_bytes = 0
             self._timer = self.loop.call_later(bounds.header_timeout_s, self._too_slow)
 
         def _headers_came(self) -> None:

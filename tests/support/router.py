@@ -188,3 +188,26 @@ def control_request(op: str, **fields: str) -> bytes:
     message.raw_input_contents.append(len(value).to_bytes(4, "little") + value)
     encoded: bytes = message.SerializeToString()
     return encoded
+
+
+def http_edit(path: str = "/v2/models/edit/infer", version: str = "1.1") -> bytes:
+    """An edit as an HTTP client sends it."""
+    message = pb.ModelInferRequest.FromString(edit())
+    inputs = [
+        {
+            "name": tensor.name,
+            "datatype": "BYTES",
+            "shape": [1],
+            "parameters": {"binary_data_size": len(raw)},
+        }
+        for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True)
+    ]
+    head = json.dumps({"inputs": inputs}).encode()
+    body = head + b"".join(message.raw_input_contents)
+    lines = (
+        f"POST {path} HTTP/{version}",
+        "Host: x",
+        f"Content-Length: {len(body)}",
+        f"Inference-Header-Content-Length: {len(head)}",
+    )
+    return "\r\n".join((*lines, "", "")).encode() + body

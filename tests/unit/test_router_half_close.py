@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from typing import Any
 
 import pytest
-from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_router.router import Router
-from tests.support.router import FAST, cluster, edit, until
-
-
-def _request(path: str = "/v2/models/edit/infer", version: str = "1.1") -> bytes:
-    message = pb.ModelInferRequest.FromString(edit())
-    inputs = [
-        {
-            "name": tensor.name,
-            "datatype": "BYTES",
-            "shape": [1],
-            "parameters": {"binary_data_size": len(raw)},
-        }
-        for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True)
-    ]
-    head = json.dumps({"inputs": inputs}).encode()
-    body = head + b"".join(message.raw_input_contents)
-    lines = (
-        f"POST {path} HTTP/{version}",
-        "Host: x",
-        f"Content-Length: {len(body)}",
-        f"Inference-Header-Content-Length: {len(head)}",
-    )
-    return "\r\n".join((*lines, "", "")).encode() + body
+from tests.support.router import FAST, cluster, http_edit, until
 
 
 async def _asked(router: Router, request: bytes) -> tuple[asyncio.StreamReader, Any]:
@@ -48,7 +24,7 @@ async def _asked(router: Router, request: bytes) -> tuple[asyncio.StreamReader, 
 async def test_a_client_that_shuts_its_sending_side_gets_its_answer(version: str):
     async with cluster(FAST, ("flux",)) as (router, workers):
         workers[0].hold()
-        reader, writer = await _asked(router, _request(version=version))
+        reader, writer = await _asked(router, http_edit(version=version))
         writer.write_eof()
         await asyncio.sleep(1.3)
         workers[0].let_go()
@@ -63,7 +39,7 @@ async def test_a_client_that_shuts_its_sending_side_gets_its_answer(version: str
 async def test_requests_in_a_row_are_all_answered():
     async with cluster(FAST, ("flux",)) as (router, workers):
         workers[0].hold()
-        reader, writer = await _asked(router, _request() * 3)
+        reader, writer = await _asked(router, http_edit() * 3)
         writer.write_eof()
         await asyncio.sleep(0.2)
         workers[0].let_go()
@@ -76,7 +52,7 @@ async def test_requests_in_a_row_are_all_answered():
 async def test_a_client_that_has_left_cancels_its_edit(first: str):
     async with cluster(FAST, ("flux",)) as (router, workers):
         workers[0].hold()
-        _, writer = await _asked(router, _request())
+        _, writer = await _asked(router, http_edit())
         if first == "half-closes and leaves":
             writer.write_eof()
             await asyncio.sleep(0.2)
@@ -91,7 +67,7 @@ async def test_a_client_that_has_left_cancels_its_edit(first: str):
 async def test_a_client_that_shuts_its_sending_side_amid_its_request_has_left():
     async with cluster(FAST, ("flux",)) as (router, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", router.http.port)
-        writer.write(_request()[:-1])
+        writer.write(http_edit()[:-1])
         writer.write_eof()
         assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()

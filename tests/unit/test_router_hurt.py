@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -16,7 +18,7 @@ from maskserve_core.errors import InvalidRequest
 from maskserve_router.edit_call import check_request
 from maskserve_router.failures import Blame, Failure
 from maskserve_router.worker import read_status
-from tests.support.router import calling, cluster, control_request, edit, until
+from tests.support.router import FAST, calling, cluster, control_request, edit, http_edit, until
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -192,3 +194,55 @@ async def test_an_answer_without_its_outputs_is_a_failure_of_the_worker(answer: 
                 told = pb.ModelInferResponse.FromString(await call(edit()))
                 assert {output.name for output in told.outputs} == {"IMAGE", "META"}
         assert len(workers[1].seen) == 4
+
+
+HEAD = b"POST /v2/models/edit/infer HTTP/1.1\r\nHost: x\r\n"
+
+
+async def _sent(port: int, parts: list[bytes], limit: int = 2**20) -> tuple[bytes, int]:
+    """What a connection answers to these parts, and how many bytes it took of them."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    taken = 0
+    with suppress(ConnectionError):
+        for part in parts:
+            writer.write(part)
+            await asyncio.wait_for(writer.drain(), 10)
+            taken += len(part)
+            await asyncio.sleep(0)
+        answer = await asyncio.wait_for(reader.read(limit), 10)
+        writer.close()
+        return answer, taken
+    writer.close()
+    return b"", taken
+
+
+async def test_a_lone_header_over_the_bound_is_refused_also_when_it_comes_at_once():
+    async with cluster() as (router, _):
+        head = b"GET /readyz HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 100_000 + b"\r\n\r\n"
+        answer, _ = await _sent(router.http.port, [head])
+        assert answer.startswith(b"HTTP/1.1 400")
+        fine = b"GET /readyz HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 30_000 + b"\r\n"
+        answer, _ = await _sent(router.http.port, [fine + b"Connection: close\r\n\r\n"])
+        assert answer.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("line", [b"X-Trailer: " + b"a" * 1000 + b"\r\n", b"a" * 1000])
+async def test_trailers_are_bounded_like_headers(line: bytes):
+    """Many of them, or one without an end."""
+    async with cluster() as (router, _):
+        body = b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+        answer, taken = await _sent(router.http.port, [HEAD + body] + [line] * 20_000)
+        assert taken < 8 * 2**20  # what the kernel's buffers hold
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+
+
+async def test_what_comes_behind_a_request_under_way_is_bounded():
+    async with cluster(hardware=FAST) as (router, workers):
+        workers[0].hold()
+        workers[1].hold()
+        behind = HEAD + b"Content-Length: 80000000\r\n\r\n "
+        parts = [http_edit(), behind, *([b" " * 2**16] * 600)]
+        _, taken = await _sent(router.http.port, parts)
+        assert taken < 16 * 2**20
+        for worker in workers:
+            worker.let_go()
