@@ -1,0 +1,9 @@
+#!/usr/bin/env python3
+"""Train a LoRA of the demo model, or judge one."""
+
+import sys
+
+from maskserve_harness.demo_model.lora_training import main
+
+if __name__ == "__main__":
+    sys.exit(main())
