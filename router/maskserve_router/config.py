@@ -78,7 +78,7 @@ class Routing(Table, frozen=True):
     policy: str = "mask_aware"
     """`mask_aware`, `least_requests`, `least_tokens` or `round_robin`."""
     default_model: str = ""
-    """Served to edits that name no model, where the workers serve several."""
+    """Served to edits that name no model; empty: what more than half of the workers serve."""
     remembered_images: Count = 65_536
     """Images whose template is remembered, so that the next edit finds the worker that has it."""
     decoding_threads: Annotated[int, Meta(ge=1, le=64)] = 2

@@ -166,16 +166,21 @@ class Dispatcher:
         return await self._measure.edit(call.image, call.mask, call.settings, served, model)
 
     def _model(self, asked: str | None) -> str:
-        """The model that is to run the edit."""
+        """The model that is to run the edit: as asked, as configured, or what most workers serve,
+        so that a single one which names another model confuses nobody.
+        """
         models = self._pool.models()
         chosen = asked or self._config.routing.default_model
-        if not chosen and len(models) > 1:
+        if not chosen and models:
+            common, workers = models.most_common(1)[0]
+            chosen = common if 2 * workers > models.total() else ""
+        if not chosen and models:
             raise InvalidRequest(
                 "SETTINGS.model", "is needed where several are served", ", ".join(sorted(models))
             )
         if chosen and models and chosen not in models:
             raise InvalidRequest("SETTINGS.model", "is not served here", ", ".join(sorted(models)))
-        return chosen or next(iter(models), "")
+        return chosen
 
     def _check_deadline(self, call: EditCall, edit: Edit) -> None:
         """Refuse at once what would not be done in time.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import grpc
@@ -53,9 +54,9 @@ class Pool:
         self.config = config
         await self._resolve()
 
-    def models(self) -> set[str]:
-        """Models that workers serve, as far as they have said."""
-        return {worker.model for worker in self.workers.values() if worker.model}
+    def models(self) -> Counter[str]:
+        """Models that workers serve, as far as they have said, and how many serve each."""
+        return Counter(worker.model for worker in self.workers.values() if worker.model)
 
     def ready(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.ready]

@@ -108,6 +108,10 @@ async def test_the_model_that_settings_name_chooses_among_workers():
             await call(edit(model="three"))
         with pytest.raises(grpc.aio.AioRpcError, match=r"SETTINGS\.model: is needed"):
             await call(edit())
+    async with cluster(models=("one", "odd", "one")) as (router, workers), calling(router) as call:
+        for _ in range(3):
+            await call(edit())
+        assert not workers[1].seen
     routing = {"default_model": "one"}
     running = cluster(models=("one", "two"), routing=routing)
     async with running as (router, workers), calling(router) as call:
