@@ -117,6 +117,9 @@ class Faults(Table, frozen=True):
     """The longest that a worker is ejected at a time."""
     max_ejected_share: Share = 0.5
     """Share of the workers that may be ejected at a time."""
+    unlisted_s: Seconds = 120.0
+    """An edit that its worker's records do not list for so long (they list those that its engine
+    has) is tried on another worker."""
     drain_grace_s: Seconds = 60.0
     """Time that accepted edits have when the router stops."""
 

@@ -199,7 +199,7 @@ class Dispatcher:
         if soonest > left * self._config.admission.deadline_slack:
             self._metrics.rejections.labels("deadline").inc()
             raise RetryLater(
-                f"SETTINGS.deadline_ms: the edit would take about {soonest:.1f} s, and "
+                f"{call.deadline_name}: the edit would take about {soonest:.1f} s, and "
                 f"{max(left, 0):.1f} s are left",
                 soonest - left,
             )

@@ -27,7 +27,7 @@ _SEED_BITS = 32
 _DECLARED = {
     tensor.name: (tensor.dtype, tensor.dims) for name in PUBLIC for tensor in CONTRACTS[name].inputs
 }
-_VERSIONS = ("", "1", "-1")
+VERSIONS = ("", "1", "-1")
 """What Triton takes for the one version of a model: none, its number, and "the latest"."""
 
 
@@ -69,6 +69,18 @@ class EditCall:
             if asked_us > 0:
                 limits.append(asked_us / 1e6)
         return self.arrival + min(limits) if limits else None
+
+    @property
+    def deadline_name(self) -> str:
+        """What the client gave, or what of it is nearest."""
+        given = {"the call's own timeout": self.timeout}
+        if self.settings is not None and self.settings.deadline_ms is not None:
+            given["SETTINGS.deadline_ms"] = self.settings.deadline_ms / 1e3
+        if "timeout" in self.message.parameters:
+            asked_us = self.message.parameters["timeout"].int64_param
+            given["parameter timeout"] = asked_us / 1e6 if asked_us > 0 else None
+        limits = {name: seconds for name, seconds in given.items() if seconds is not None}
+        return min(limits, key=limits.__getitem__)
 
     def left(self) -> float | None:
         """Seconds that the client still waits; None: for as long as it takes."""
@@ -112,7 +124,7 @@ def check_request(message: pb.ModelInferRequest) -> None:
     """
     if message.model_name not in PUBLIC:
         raise UnknownModel(message.model_name)
-    if message.model_version not in _VERSIONS:
+    if message.model_version not in VERSIONS:
         raise UnknownModel(message.model_name, message.model_version)
     if any("classification" in output.parameters for output in message.outputs):
         # TRITON-2.51: it ends with SIGFPE when it is asked to classify text.

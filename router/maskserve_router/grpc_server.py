@@ -105,7 +105,7 @@ class GrpcServer:
             return pb.ServerReadyResponse(ready=calls.ready())
 
         async def model_ready(request: pb.ModelReadyRequest) -> Message:
-            return pb.ModelReadyResponse(ready=calls.model_ready(request.name))
+            return pb.ModelReadyResponse(ready=calls.model_ready(request.name, request.version))
 
         async def server_metadata(_: pb.ServerMetadataRequest, _by: Client) -> Message:
             return await calls.server_metadata()

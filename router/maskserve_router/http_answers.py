@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 from google.protobuf.message import Message
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -31,6 +32,14 @@ def answering(handler: Handler) -> Handler:
             return error_response(guarded("", error))
 
     return answer
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (no such path, no such method) as JSON, like all others."""
+    assert isinstance(error, HTTPException)
+    told = f"{error.detail}: {request.method} {request.url.path}"
+    body = msgspec.json.encode({"error": told[:300]})
+    return Response(body, error.status_code, error.headers, JSON)
 
 
 def error_response(error: MaskserveError | Failure) -> Response:

@@ -10,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from maskserve_core.errors import InvalidRequest
 from maskserve_router.admission import Client
-from maskserve_router.http_answers import JSON, Handler, answering, json_response
+from maskserve_router.http_answers import JSON, Handler, answering, json_response, refused
 from maskserve_router.http_inference import HttpInference, model_of
 from maskserve_router.json_values import values_of
 from maskserve_router.server_calls import ServerCalls, operators_only, shared_memory_refused
@@ -40,7 +41,7 @@ class HttpApp:
             _get("/v2/health/ready", self._ready),
             _get("/v2/models/stats", self._statistics),
             _post("/v2/repository/index", self._index),
-            _any("/v2/repository/{rest:path}", self._operators),
+            _post("/v2/repository/models/{rest:path}", self._operators),
             _any("/v2/trace/{rest:path}", self._operators),
             _any("/v2/logging", self._operators),
         ]
@@ -62,7 +63,13 @@ class HttpApp:
                     _post(f"/v2/{kind}{region}/unregister", self._unregistered),
                     _post(f"/v2/{kind}{region}/register", self._register),
                 ]
-        return Starlette(routes=routes)
+        for route in routes:  # Triton answers HEAD with 405
+            if route.methods is not None:
+                route.methods.discard("HEAD")
+        app = Starlette(routes=routes, exception_handlers={404: refused, 405: refused})
+        # A redirect would name the address that the client gave as its Host.
+        app.router.redirect_slashes = False
+        return app
 
     def _client(self, request: Request) -> Client:
         """Who asks. Health alone is told without a key; see `Keys.client`."""
@@ -75,7 +82,7 @@ class HttpApp:
         return Response(status_code=200 if self._calls.ready() else 503)
 
     async def _model_ready(self, request: Request) -> Response:
-        ready = self._calls.model_ready(request.path_params["model"])
+        ready = self._calls.model_ready(*model_of(request))
         return Response(status_code=200 if ready else 400)
 
     async def _server(self, request: Request) -> Response:
@@ -96,7 +103,8 @@ class HttpApp:
 
     async def _index(self, request: Request) -> Response:
         self._client(request)
-        models = self._calls.repository_index(ready=False).models
+        asked = _index_of(await self._inference.body(request))
+        models = self._calls.repository_index(ready=asked.ready).models
         return Response(
             msgspec.json.encode([values_of(model) for model in models]), 200, None, JSON
         )
@@ -112,6 +120,19 @@ class HttpApp:
 
     async def _operators(self, request: Request) -> Response:
         raise operators_only(request.url.path)
+
+
+class _Index(msgspec.Struct):
+    """The body of a request for the repository's index."""
+
+    ready: bool = False
+
+
+def _index_of(body: bytes) -> _Index:
+    try:
+        return msgspec.json.decode(body or b"{}", type=_Index)
+    except msgspec.MsgspecError:
+        raise InvalidRequest("body", "is no JSON object", 'nothing, or {"ready": true}') from None
 
 
 def _get(path: str, handler: Handler) -> Route:

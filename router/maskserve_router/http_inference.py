@@ -71,6 +71,11 @@ class HttpInference:
         events = self._server_sent(first, answers)
         return StreamingResponse(events, media_type="text/event-stream; charset=utf-8")
 
+    async def body(self, request: Request) -> bytes:
+        """The body of a request without tensors; raises as `read_body`."""
+        with ExitStack() as held:
+            return await self._body(request, held)
+
     async def _body(self, request: Request, held: ExitStack) -> bytes:
         """The body, of a client that may call: who may not is told so before it is read.
 

@@ -140,7 +140,8 @@ class PendingQueue:
         chosen = self._policy.choose(edit, views, now)
         self._decided(time.perf_counter() - begin)
         worker: Worker = self._pool.workers[chosen]
-        sent = Sent(waiting.request_id, edit, worker, now, worker.predict(edit, now))
+        predicted = worker.predict(edit, now)
+        sent = Sent(waiting.request_id, edit, worker, now, predicted, listed_at=now)
         worker.add(sent)
         worker.breaker.sent(waiting.request_id)
         return sent

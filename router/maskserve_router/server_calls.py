@@ -7,9 +7,10 @@ import asyncio
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
+from maskserve_core.errors import InvalidRequest
 from maskserve_core.routing import Edit, NoWorkerAvailable
 from maskserve_router.admission import Client
-from maskserve_router.edit_call import PUBLIC, UnknownModel
+from maskserve_router.edit_call import PUBLIC, VERSIONS, UnknownModel
 from maskserve_router.failures import Failure, NotSupported
 from maskserve_router.pool import Pool
 from maskserve_router.statistics import served_by, summed
@@ -29,8 +30,8 @@ class ServerCalls:
         """Whether there is a worker that takes edits."""
         return bool(self._pool.ready())
 
-    def model_ready(self, name: str) -> bool:
-        return name in PUBLIC and self.ready()
+    def model_ready(self, name: str, version: str) -> bool:
+        return name in PUBLIC and version in VERSIONS and self.ready()
 
     async def server_metadata(self) -> pb.ServerMetadataResponse:
         """A worker's, without the extensions that are not served here."""
@@ -40,12 +41,12 @@ class ServerCalls:
         return pb.ServerMetadataResponse(name=told.name, version=told.version, extensions=kept)
 
     async def model_metadata(self, name: str, version: str) -> pb.ModelMetadataResponse:
-        _known(name)
+        _known(name, version)
         request = pb.ModelMetadataRequest(name=name, version=version)
         return pb.ModelMetadataResponse.FromString(await self._ask("ModelMetadata", request))
 
     async def model_config(self, name: str, version: str) -> pb.ModelConfigResponse:
-        _known(name)
+        _known(name, version)
         request = pb.ModelConfigRequest(name=name, version=version)
         return pb.ModelConfigResponse.FromString(await self._ask("ModelConfig", request))
 
@@ -55,8 +56,10 @@ class ServerCalls:
         """Summed over the workers; of one model, or of all with an empty name. A client that is no
         admin gets what this router has answered it.
         """
+        if version not in VERSIONS:  # here Triton says 400, elsewhere 404
+            raise InvalidRequest("model_version", f"there is no version {version[:20]!r}", "1")
         if name:
-            _known(name)
+            _known(name, version)
         if not client.admin:
             return served_by(client, [name] if name else sorted(PUBLIC))
         request = pb.ModelStatisticsRequest(name=name, version=version).SerializeToString()
@@ -97,9 +100,11 @@ class ServerCalls:
         raise NoWorkerAvailable(Edit(1, 1, 1), [])
 
 
-def _known(name: str) -> None:
+def _known(name: str, version: str) -> None:
     if name not in PUBLIC:
         raise UnknownModel(name)
+    if version not in VERSIONS:
+        raise UnknownModel(name, version)
 
 
 def shared_memory_refused() -> NotSupported:

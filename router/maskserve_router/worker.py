@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import grpc
 import msgspec
 from msgspec import structs
 
@@ -106,6 +107,8 @@ class Sent:
     predicted: Prediction
     seen: bool = False
     """A record has listed it."""
+    listed_at: float = 0.0
+    """When one did last; at first, when it was sent."""
     cancel: Callable[[], object] | None = None
     """Ends the call that it waits in."""
     ended_for: MaskserveError | Failure | None = None
@@ -183,8 +186,12 @@ class Worker:
         self.status, self.as_of = status, now - status.told_age_s
         self._answered.clear()
         listed = {row.request_id for row in (*status.running, *status.waiting)}
-        for name, sent in self.sent.items():
-            sent.seen = sent.seen or name in listed
+        for name, sent in list(self.sent.items()):
+            if name in listed:
+                sent.seen, sent.listed_at = True, now
+            elif now - sent.listed_at > self.config.faults.unlisted_s:
+                told = f"[ENGINE_FAILED] worker {self.address} does nothing about the edit"
+                sent.end(Failure(grpc.StatusCode.UNAVAILABLE, told))
         self._view = None
 
     def predict(self, edit: Edit, now: float) -> Prediction:

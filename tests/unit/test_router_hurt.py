@@ -246,3 +246,54 @@ async def test_what_comes_behind_a_request_under_way_is_bounded():
         assert taken < 16 * 2**20
         for worker in workers:
             worker.let_go()
+
+
+async def test_a_worker_that_tells_its_status_and_does_nothing_loses_its_edits():
+    faults = {"unlisted_s": 0.3}
+    async with cluster(hardware=FAST, faults=faults) as (router, workers), calling(router) as call:
+        workers[0].hold()
+        workers[1].hold()
+        edits = [asyncio.ensure_future(call(edit())) for _ in range(2)]
+        await until("both have one", lambda: all(worker.seen for worker in workers))
+        workers[1].let_go()
+        await asyncio.wait_for(asyncio.gather(*edits), 10)
+        assert len(workers[1].seen) == 2
+        workers[0].let_go()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v2/models/edit/versions/1/ready", 200),
+        ("GET", "/v2/models/edit/versions/7/ready", 400),
+        ("GET", "/v2/models/edit/versions/7/stats", 400),
+        ("GET", "/v2/models/edit/versions/7", 404),
+        ("GET", "/v2/models/edit/versions/7/config", 404),
+        ("GET", "/v2/repository/index", 405),
+        ("POST", "/v2/repository/index", 200),
+        ("HEAD", "/v2/health/live", 405),
+        ("GET", "/v2/models/edit/", 404),
+        ("GET", "/no/such/path", 404),
+        ("DELETE", "/v2", 405),
+    ],
+)
+async def test_paths_answer_as_tritons(method: str, path: str, status: int):
+    async with cluster() as (router, _):
+        url = f"http://127.0.0.1:{router.http.port}"
+        async with (
+            aiohttp.ClientSession(url) as session,
+            session.request(method, path, allow_redirects=False) as answer,
+        ):
+            assert answer.status == status
+            if status >= 400 and method != "HEAD" and not path.endswith("ready"):
+                told = (await answer.json())["error"]
+                assert "TEMPLATE_NOT_FOUND" not in told
+
+
+async def test_the_index_takes_json_or_nothing():
+    async with cluster() as (router, _):
+        url = f"http://127.0.0.1:{router.http.port}"
+        async with aiohttp.ClientSession(url) as session:
+            for body, status in ((b"", 200), (b'{"ready": true}', 200), (b"{", 400), (b"[]", 400)):
+                async with session.post("/v2/repository/index", data=body) as answer:
+                    assert answer.status == status, body
