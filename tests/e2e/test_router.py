@@ -377,6 +377,30 @@ def test_our_client_and_command_line(router: RouterSite, tmp_path: Path) -> None
             client.edit(None, encode(blob_mask(64, 64)), "x", template_id=name)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v2/models/edit/versions/1/ready",
+        "/v2/models/edit/versions/7",
+        "/v2/models/edit/versions/7/config",
+        "/v2/models/edit/versions/7/ready",
+        "/v2/models/edit/versions/7/stats",
+        "/v2/models/edit/",
+        "/v2/repository/index",
+        "/no/such/path",
+    ],
+)
+def test_paths_answer_as_one_tritons(router: RouterSite, workers: list[Worker], path: str) -> None:
+    def status(url: str, method: str) -> int:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        with closing(connection):
+            connection.request(method, path)
+            return connection.getresponse().status
+
+    for method in ("GET", "HEAD", "DELETE"):
+        assert status(router.http_url, method) == status(workers[0].http_url, method), method
+
+
 # Clients that are told apart by keys.
 
 
