@@ -131,7 +131,7 @@ class _Index(msgspec.Struct):
 def _index_of(body: bytes) -> _Index:
     try:
         return msgspec.json.decode(body or b"{}", type=_Index)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         raise InvalidRequest("body", "is no JSON object", 'nothing, or {"ready": true}') from None
 
 

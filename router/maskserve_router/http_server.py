@@ -16,12 +16,14 @@ from maskserve_router.config import Http
 from maskserve_router.half_close import HalfClose
 
 _KEEP_ALIVE_S = 75
+_MAX_PIPELINED = 32
+"""Requests that wait behind one under way. Few clients send any, and each holds an object or ten."""
 
 
 def bounded_protocol(bounds: Http) -> type[Protocol]:
     """Uvicorn's protocol, which ends a connection that sends its headers slowly, or too many of
-    them or of trailers, or its body in too many chunks, or much behind a request that is not
-    answered yet (ADR 0022).
+    them or of trailers, or its body in too many chunks, or much or many behind a request that is
+    not answered yet (ADR 0022).
     """
 
     class BoundedProtocol(HalfClose):
@@ -57,6 +59,9 @@ def bounded_protocol(bounds: Http) -> type[Protocol]:
 
         def on_message_begin(self) -> None:
             self._head_bytes = 0
+            if len(self.pipeline) >= _MAX_PIPELINED:
+                self.transport.abort()
+                raise ValueError("too many requests wait behind one")  # the parser stops
             super().on_message_begin()
 
         def on_url(self, url: bytes) -> None:

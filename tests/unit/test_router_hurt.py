@@ -248,6 +248,21 @@ async def test_what_comes_behind_a_request_under_way_is_bounded():
             worker.let_go()
 
 
+async def test_requests_behind_one_under_way_are_bounded_in_number():
+    """Small ones, which come in one piece."""
+    small = b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with cluster(hardware=FAST) as (router, workers):
+        for worker in workers:
+            worker.hold()
+        answer, _ = await _sent(router.http.port, [http_edit() + small * 500])
+        assert answer == b""
+        await until("the edit is let go", lambda: router.admission.edits == 0)
+        for worker in workers:
+            worker.let_go()
+        answer, _ = await _sent(router.http.port, [small * 20])
+        assert answer.startswith(b"HTTP/1.1 200")
+
+
 async def test_a_worker_that_tells_its_status_and_does_nothing_loses_its_edits():
     faults = {"unlisted_s": 0.3}
     async with cluster(hardware=FAST, faults=faults) as (router, workers), calling(router) as call:
@@ -290,10 +305,13 @@ async def test_paths_answer_as_tritons(method: str, path: str, status: int):
                 assert "TEMPLATE_NOT_FOUND" not in told
 
 
+DEEP = b'{"x":' + b"[" * 100_000
+
+
 async def test_the_index_takes_json_or_nothing():
     async with cluster() as (router, _):
         url = f"http://127.0.0.1:{router.http.port}"
         async with aiohttp.ClientSession(url) as session:
-            for body, status in ((b"", 200), (b'{"ready": true}', 200), (b"{", 400), (b"[]", 400)):
+            for body, status in ((b"", 200), (b'{"ready": true}', 200), (b"{", 400), (b"[]", 400), (DEEP, 400)):
                 async with session.post("/v2/repository/index", data=body) as answer:
                     assert answer.status == status, body
