@@ -17,7 +17,7 @@ from maskserve_router.half_close import HalfClose
 
 _KEEP_ALIVE_S = 75
 _MAX_PIPELINED = 32
-"""Requests that wait behind one under way. Few clients send any, and each holds an object or ten."""
+"""Requests that wait behind one under way; few clients send any."""
 
 
 def bounded_protocol(bounds: Http) -> type[Protocol]:

@@ -312,6 +312,7 @@ async def test_the_index_takes_json_or_nothing():
     async with cluster() as (router, _):
         url = f"http://127.0.0.1:{router.http.port}"
         async with aiohttp.ClientSession(url) as session:
-            for body, status in ((b"", 200), (b'{"ready": true}', 200), (b"{", 400), (b"[]", 400), (DEEP, 400)):
+            fine = (b"", b'{"ready": true}')
+            for body in (*fine, b"{", b"[]", DEEP):
                 async with session.post("/v2/repository/index", data=body) as answer:
-                    assert answer.status == status, body
+                    assert answer.status == (200 if body in fine else 400), body[:20]
