@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from starlette.applications import Starlette
@@ -26,8 +26,10 @@ class HttpApp:
         calls: ServerCalls,
         inference: HttpInference,
         who: Callable[[Mapping[str, str]], Client],
+        more: Sequence[Route] = (),
     ) -> None:
         self._calls, self._inference, self._who = calls, inference, who
+        self._more = more
 
     def app(self) -> Starlette:
         model = "/v2/models/{model}"
@@ -66,6 +68,7 @@ class HttpApp:
         for route in routes:  # Triton answers HEAD with 405
             if route.methods is not None:
                 route.methods.discard("HEAD")
+        routes += self._more
         app = Starlette(routes=routes, exception_handlers={404: refused, 405: refused})
         # A redirect would name the address that the client gave as its Host.
         app.router.redirect_slashes = False

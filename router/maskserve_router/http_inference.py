@@ -50,7 +50,7 @@ class HttpInference:
             del body
             check_request(message)
             work = self._front.infer(message, size, _headers(request), None, "http")
-            answer = await _while_connected(request, work)
+            answer = await while_connected(request, work)
             content, head = infer_response(answer, wanted)
             headers = {} if head is None else {_HEADER_LENGTH: str(head)}
             kind = JSON if head is None else "application/octet-stream"
@@ -60,14 +60,14 @@ class HttpInference:
         with ExitStack() as held:
             message, size = await self._generation(request, held)
             work = self._only_answer(message, size, _headers(request))
-            return Response(await _while_connected(request, work), media_type=JSON)
+            return Response(await while_connected(request, work), media_type=JSON)
 
     async def generate_stream(self, request: Request) -> Response:
         with ExitStack() as held:
             message, size = await self._generation(request, held)
         answers = self._answers(message, size, _headers(request))
         # As with Triton, an error that comes before all else is the status of the answer.
-        first = await _while_connected(request, _first_of(answers))
+        first = await while_connected(request, first_of(answers))
         events = self._server_sent(first, answers)
         return StreamingResponse(events, media_type="text/event-stream; charset=utf-8")
 
@@ -142,9 +142,7 @@ class HttpInference:
                     yield response
 
 
-async def _first_of(
-    answers: AsyncGenerator[pb.ModelInferResponse, None],
-) -> pb.ModelInferResponse:
+async def first_of(answers: AsyncGenerator[T, None]) -> T:
     """The first answer; the generator is closed if there is none.
 
     Raises:
@@ -159,7 +157,7 @@ async def _first_of(
         raise
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """What `work` gives; it is cancelled when the client leaves.
 
     Raises:

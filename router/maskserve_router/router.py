@@ -21,6 +21,9 @@ from maskserve_router.http_inference import HttpInference
 from maskserve_router.http_server import HttpServer
 from maskserve_router.metrics import Metrics
 from maskserve_router.open_calls import OpenCalls
+from maskserve_router.openai.edits import ImageEdits
+from maskserve_router.openai.routes import openai_routes
+from maskserve_router.openai.templates import Templates
 from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
 from maskserve_router.server_calls import ServerCalls
@@ -60,8 +63,11 @@ class Router:
         calls = ServerCalls(self.pool)
         listen = config.listen
         self.grpc = GrpcServer(config, front, calls, OpenCalls(config.grpc, self.metrics))
+        edits = ImageEdits(config.http, config.limits, front, self.admission, self.pool)
+        templates = Templates(config.http, front, control, self.admission)
+        inference = HttpInference(config.http, front, self.admission)
         self.http = HttpServer(
-            HttpApp(calls, HttpInference(config.http, front, self.admission), keys.client).app(),
+            HttpApp(calls, inference, keys.client, openai_routes(edits, templates)).app(),
             config.http,
             listen.host,
             listen.http_port,

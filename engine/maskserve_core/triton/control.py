@@ -53,6 +53,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
 }
 SCOPED = ("templates", "register", "prime", "pin", "unpin", "evict")
 """They may have a `scope` (`contracts.scopes`): what a client of that scope may see and do."""
+_FLAGS = ("shared", "prime")
 _OF_FILES = ("status", "drain")
 _ENCODING = ("register", "prime")
 _ENCODE_S = 60.0
@@ -69,7 +70,8 @@ _operation_object = no_duplicates("OP")
 def parse_operation(raw: bytes) -> dict[str, Any]:
     """Check the OP tensor's bytes.
 
-    All values are strings, but for `shared` of `register`: true, if it is for every client.
+    All values are strings, but for those of `register` that are booleans: `shared`, if it is for
+    every client, and `prime`, false if it is to be primed when it is edited.
 
     Raises:
         InvalidRequest: naming `OP` or `OP.<key>`.
@@ -93,7 +95,8 @@ def parse_operation(raw: bytes) -> dict[str, Any]:
         shown = "is missing" if name is None else f"{str(name)[:40]!r} is not known"
         raise InvalidRequest("OP.op", shown, ", ".join(OPERATIONS))
     wanted = OPERATIONS[name]
-    optional = (*(("scope",) if name in SCOPED else ()), *(("shared",) * (name == "register")))
+    flags = _FLAGS if name == "register" else ()
+    optional = (*(("scope",) if name in SCOPED else ()), *flags)
     unknown = sorted(set(values) - {"op", *wanted, *optional})
     if unknown:
         accepted = ", ".join(("op", *wanted, *optional))
@@ -101,8 +104,9 @@ def parse_operation(raw: bytes) -> dict[str, Any]:
     scope = values.get("scope", NO_SCOPE)
     if not isinstance(scope, str) or (scope and SCOPE.fullmatch(scope) is None):
         raise InvalidRequest("OP.scope", "has another form", "up to 32 of a-z and 0-9")
-    if not isinstance(values.get("shared", False), bool):
-        raise InvalidRequest("OP.shared", "is not a boolean", "true or false")
+    for flag in flags:
+        if not isinstance(values.get(flag, False), bool):
+            raise InvalidRequest(f"OP.{flag}", "is not a boolean", "true or false")
     for key in wanted:
         if not isinstance(values.get(key), str) or not values[key]:
             problem = "is missing" if key not in values else "is not a non-empty string"
@@ -224,6 +228,9 @@ class WorkerControl:
         owners = [*([scope] if scope else ()), *([SHARED] if shared else ())]
         self._templates.put(name, decoded.encoded, owners)
         height, width = decoded.size
+        size = {"width": width, "height": height}
+        if not operation.get("prime", True):
+            return {**size, "template_id": name, "state": "absent"}
         # An image is registered to be edited more than once: its activations are worth having.
         # It is registered all the same if they cannot be had now.
         try:
@@ -231,7 +238,7 @@ class WorkerControl:
         except (MaskserveError, ConfigError) as error:
             log.warning("template %s is registered but not primed: %s", name, error)
             primed = {"template_id": name, "state": "absent"}
-        return {"width": width, "height": height, **primed}
+        return {**size, **primed}
 
     def _prime(self, name: str) -> dict[str, Any]:
         """Have a registered template primed in the background."""

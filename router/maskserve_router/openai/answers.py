@@ -1,0 +1,163 @@
+"""Answers in the forms that OpenAI's clients read: errors, pictures, events of a stream."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+from PIL import Image
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from maskserve_core.errors import InvalidRequest, MaskserveError, split_code
+from maskserve_router.failures import (
+    Failure,
+    Unauthorized,
+    guarded,
+    http_status,
+    retry_after,
+    text_of,
+)
+from maskserve_router.http_answers import JSON
+from maskserve_router.openai.form import Fields
+
+_FIELD = re.compile(r"(?:SETTINGS\.|OP\.)?(?P<name>[A-Za-z_][A-Za-z0-9_.\[\]]*): ")
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+Handler: TypeAlias = Callable[[Request, str], Awaitable[Response]]
+"""Of a request and its id."""
+
+
+class ModelNotFound(InvalidRequest):
+    """No worker serves a model of that name."""
+
+    def __init__(self, name: str, served: Sequence[str]) -> None:
+        super().__init__("model", f"{name[:60]!r} is not served here", ", ".join(served))
+
+
+def status_of(error: MaskserveError | Failure) -> int:
+    return 404 if isinstance(error, ModelNotFound) else http_status(error)
+
+
+def error_body(error: MaskserveError | Failure) -> dict[str, Any]:
+    """OpenAI's error object; `param` is the field that the message names."""
+    code, text = split_code(text_of(error))
+    field = _FIELD.match(text)
+    param = field["name"] if field else None
+    if param is not None and param.isupper():
+        param = param.lower()
+    if isinstance(error, ModelNotFound):
+        code = "model_not_found"
+    elif isinstance(error, Unauthorized):
+        code, param = "invalid_api_key", None
+    status = status_of(error)
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    told = {"message": text, "type": kind, "param": param, "code": code.lower()}
+    return {"error": told}
+
+
+def error_answer(error: MaskserveError | Failure, request_id: str) -> Response:
+    seconds = retry_after(error)
+    headers = {} if seconds is None else {"retry-after": str(seconds)}
+    return json_answer(error_body(error), request_id, status_of(error), headers)
+
+
+def json_answer(
+    body: Any, request_id: str, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    named = {"x-request-id": request_id, **(headers or {})}
+    return Response(msgspec.json.encode(body), status, named, JSON)
+
+
+def answering(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """`handler`, given the request's id, with its errors in OpenAI's form."""
+
+    async def answer(request: Request) -> Response:
+        request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+        try:
+            return await handler(request, request_id)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except (MaskserveError, Failure) as error:
+            return error_answer(error, _sendable(request_id))
+        except Exception as error:
+            return error_answer(guarded(_sendable(request_id), error), _sendable(request_id))
+
+    return answer
+
+
+def _sendable(request_id: str) -> str:
+    """An id that a client gave, as a header of the answer."""
+    return "".join(c for c in request_id[:128] if c.isascii() and c.isprintable())
+
+
+def images_body(asked: Fields, pictures: Sequence[tuple[bytes, dict[str, Any]]]) -> dict[str, Any]:
+    """The answer to an edit: pictures with the META of each."""
+    return {
+        "created": int(time.time()),
+        "background": "opaque",
+        "output_format": asked.output_format,
+        "size": size_of(pictures[0][0]),
+        "data": [{"b64_json": text_of_picture(picture)} for picture, _ in pictures],
+        "usage": _usage([meta for _, meta in pictures]),
+        "maskserve": [meta for _, meta in pictures],
+    }
+
+
+def partial_event(asked: Fields, picture: bytes, index: int) -> bytes:
+    """A preview on its way."""
+    more = {"partial_image_index": index}
+    return _event("image_edit.partial_image", asked, picture, more)
+
+
+def completed_event(asked: Fields, picture: bytes, meta: dict[str, Any]) -> bytes:
+    more = {"usage": _usage([meta]), "maskserve": [meta]}
+    return _event("image_edit.completed", asked, picture, more)
+
+
+def error_event(error: MaskserveError | Failure) -> bytes:
+    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(error_body(error))
+
+
+def _event(name: str, asked: Fields, picture: bytes, more: Mapping[str, Any]) -> bytes:
+    body = {
+        "type": name,
+        "b64_json": text_of_picture(picture),
+        "created_at": int(time.time()),
+        "size": size_of(picture),
+        "quality": "auto",
+        "background": "opaque",
+        "output_format": asked.output_format,
+        **more,
+    }
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(body))
+
+
+def text_of_picture(picture: bytes) -> str:
+    return base64.b64encode(picture).decode()
+
+
+def size_of(picture: bytes) -> str:
+    """WIDTHxHEIGHT of a picture that a worker has made."""
+    with Image.open(io.BytesIO(picture)) as opened:
+        return f"{opened.width}x{opened.height}"
+
+
+def _usage(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Image tokens: those of the image, and those that the mask covers. Text is not counted."""
+    image = sum(int(meta.get("total_tokens", 0)) for meta in metas)
+    made = sum(int(meta.get("active_tokens", 0)) for meta in metas)
+    return {
+        "input_tokens": image,
+        "input_tokens_details": {"image_tokens": image, "text_tokens": 0},
+        "output_tokens": made,
+        "output_tokens_details": {"image_tokens": made, "text_tokens": 0},
+        "total_tokens": image + made,
+    }

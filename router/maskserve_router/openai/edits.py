@@ -1,0 +1,222 @@
+"""`/v1/images/edits` and `/v1/models`: OpenAI's API in front of the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from typing import Any, TypeAlias
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from tritonclient.grpc import service_pb2 as pb
+
+from maskserve_core.config_tables import LimitsConfig
+from maskserve_core.contracts.settings_rules import steps_run
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
+from maskserve_core.imaging.images import read_size
+from maskserve_router.admission import Admission
+from maskserve_router.config import Http
+from maskserve_router.failures import Failure, text_of
+from maskserve_router.front import Front
+from maskserve_router.http_body import read_body
+from maskserve_router.http_inference import first_of, while_connected
+from maskserve_router.openai.answers import (
+    ModelNotFound,
+    completed_event,
+    error_event,
+    images_body,
+    json_answer,
+    partial_event,
+)
+from maskserve_router.openai.form import EditForm, read_form
+from maskserve_router.pool import Pool
+
+_DRAWN_SEED_BITS = 32
+_OWNER = "maskserve"
+Picture: TypeAlias = tuple[bytes, dict[str, Any]]
+"""A picture's file and its META."""
+
+
+class ImageEdits:
+    """Handlers of edits and of what models there are."""
+
+    def __init__(
+        self, bounds: Http, limits: LimitsConfig, front: Front, admission: Admission, pool: Pool
+    ) -> None:
+        self._bounds, self._limits, self._front = bounds, limits, front
+        self._admission, self._pool = admission, pool
+
+    async def edit(self, request: Request, request_id: str) -> Response:
+        headers = dict(request.headers.items())
+        self._front.client(headers)  # who may not call is told so before the body is read
+        with ExitStack() as held:
+            body = await read_body(request, self._bounds, self._admission, held)
+            form = await read_form(request.headers, body)
+            size = len(body)
+            del body
+            self._check(form)
+            if form.fields.stream:
+                return await self._stream(request, form, size, headers, request_id)
+            pictures = await while_connected(
+                request, self._pictures(form, size, headers, request_id)
+            )
+            return json_answer(images_body(form.fields, pictures), request_id)
+
+    async def models(self, request: Request, request_id: str) -> Response:
+        self._front.client(request.headers)
+        listed = [_model(name) for name in self._served()]
+        return json_answer({"object": "list", "data": listed}, request_id)
+
+    async def model(self, request: Request, request_id: str) -> Response:
+        self._front.client(request.headers)
+        name = request.path_params["model"]
+        if name not in self._served():
+            raise ModelNotFound(name, self._served())
+        return json_answer(_model(name), request_id)
+
+    def _served(self) -> list[str]:
+        """Names of the models that workers serve now."""
+        return sorted({worker.status.model for worker in self._pool.up() if worker.status})
+
+    def _check(self, form: EditForm) -> None:
+        """Refuse what no worker is to be asked.
+
+        Raises:
+            InvalidRequest: naming the field.
+        """
+        model, size = form.fields.model, form.fields.size
+        if model is not None and model not in self._served():
+            raise ModelNotFound(model, self._served())
+        if size != "auto":
+            height, width = read_size(form.image or form.mask or b"", "image", self._limits)
+            if size != f"{width}x{height}":
+                raise InvalidRequest("size", f"is {size[:20]}", f"auto, {width}x{height}")
+
+    async def _pictures(
+        self, form: EditForm, size: int, headers: dict[str, str], request_id: str
+    ) -> list[Picture]:
+        """`n` edits, side by side, which differ in their seeds; none is left when one fails."""
+        seed = form.settings.get("seed")
+        first = secrets.randbits(_DRAWN_SEED_BITS) if seed is None else seed
+
+        async def one(number: int) -> Picture:
+            name = request_id if form.fields.n == 1 else f"{request_id}-{number}"
+            own = first + number if isinstance(first, int) else first
+            message = _message("edit", form, {"seed": own, "request_id": name})
+            raw = await self._front.infer(message, size, headers, None, "openai")
+            return _picture(pb.ModelInferResponse.FromString(raw))
+
+        tasks = [asyncio.create_task(one(number)) for number in range(form.fields.n)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except (MaskserveError, Failure) as error:
+            raise _told(form, error) from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stream(
+        self, request: Request, form: EditForm, size: int, headers: dict[str, str], request_id: str
+    ) -> Response:
+        asked: dict[str, Any] = {"request_id": request_id}
+        if form.fields.partial_images:
+            asked["preview_every"] = self._preview_every(form)
+        message = _message("edit_stream", form, asked)
+        events = self._events(form, message, size, headers)
+        # An error that comes before all else is the status of the answer.
+        first = await while_connected(request, first_of(events))
+        return StreamingResponse(
+            self._sent(form, first, events),
+            media_type="text/event-stream; charset=utf-8",
+            headers={"x-request-id": request_id},
+        )
+
+    async def _sent(
+        self, form: EditForm, first: Picture, rest: AsyncGenerator[Picture, None]
+    ) -> AsyncGenerator[bytes, None]:
+        sent = 0
+        try:
+            async with aclosing(rest) as events:
+                picture, meta = first
+                while meta.get("event") == "preview":
+                    if sent < form.fields.partial_images:
+                        yield partial_event(form.fields, picture, sent)
+                        sent += 1
+                    picture, meta = await anext(events)
+                yield completed_event(form.fields, picture, meta)
+        except StopAsyncIteration:
+            yield error_event(EngineFailed("the stream ended before the answer"))
+        except (MaskserveError, Failure) as error:
+            yield error_event(_told(form, error))
+
+    async def _events(
+        self, form: EditForm, message: pb.ModelInferRequest, size: int, headers: dict[str, str]
+    ) -> AsyncGenerator[Picture, None]:
+        """Previews and the final picture, each with its META."""
+        try:
+            stream = self._front.stream(message, size, headers, None, "openai")
+            async with aclosing(stream) as answers:
+                async for raw in answers:
+                    response = pb.ModelStreamInferResponse.FromString(raw).infer_response
+                    if response.outputs:
+                        yield _picture(response)
+        except (MaskserveError, Failure) as error:
+            raise _told(form, error) from None
+
+    def _preview_every(self, form: EditForm) -> int:
+        """Steps between previews, so that as many as are asked for come before the end."""
+        served = [w.status.served for w in self._pool.up() if w.status and w.status.served]
+        steps = form.settings.get("num_inference_steps")
+        strength = form.settings.get("strength", 1.0)
+        if not isinstance(steps, int):
+            steps = min((each.num_inference_steps for each in served), default=1)
+        if isinstance(strength, int | float) and 0 < strength < 1:
+            steps = steps_run(steps, strength)
+        return min(max(1, steps // (form.fields.partial_images + 1)), 1000)
+
+
+def _message(model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRequest:
+    """The request to a worker; `own` are settings that are not the client's."""
+    alpha = {} if "mask_mode" in form.settings else {"mask_mode": "alpha"}
+    fields = {"model": form.fields.model, "output_format": form.fields.output_format}
+    settings = {**alpha, **form.settings, **fields, **own, "output_encoding": "raw"}
+    inputs = {
+        "IMAGE": form.image,
+        "MASK": form.image if form.mask is None else form.mask,
+        "PROMPT": form.fields.prompt.encode(),
+        "SETTINGS": msgspec.json.encode(settings),
+    }
+    message = pb.ModelInferRequest(model_name=model)
+    for name, value in inputs.items():
+        message.inputs.add(name=name, datatype="BYTES", shape=[1])
+        message.raw_input_contents.append(len(value).to_bytes(4, "little") + value)
+    return message
+
+
+def _picture(response: pb.ModelInferResponse) -> Picture:
+    outputs = zip(response.outputs, response.raw_output_contents, strict=True)
+    found = {tensor.name: raw[4:] for tensor, raw in outputs}
+    return found["IMAGE"], msgspec.json.decode(found["META"], type=dict[str, Any])
+
+
+def _told(form: EditForm, error: MaskserveError | Failure) -> MaskserveError | Failure:
+    """The error in the words of this API: who sent no mask is not told of one's channels."""
+    if form.mask is None and "MASK" in text_of(error):
+        return InvalidRequest(
+            "mask",
+            "is missing, and the image has no fully transparent pixels",
+            "a PNG of the image's size, transparent (alpha 0) where to edit",
+        )
+    if "MASK has no alpha channel" in text_of(error):
+        return InvalidRequest(
+            "mask", "has no alpha channel", "transparent pixels where to edit, or mask_mode: white"
+        )
+    return error
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": _OWNER}

@@ -1,0 +1,225 @@
+"""Requests for image edits as OpenAI's API has them: a multipart form, or JSON with data URLs.
+
+What no worker can do is refused by the field's name. Fields that are settings of an edit and none
+of OpenAI's (`seed`, `num_inference_steps`, `template_id`, …) go into SETTINGS, where a worker
+checks them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.errors import InvalidRequest
+
+_MAX_FIELDS = 64
+_MAX_FILES = 18
+_MAX_TEXT = 256 * 1024
+"""Bytes of a field that is no file."""
+_OWN = ("model", "output_format", "output_encoding", "progress", "preview_every", "request_id")
+"""Settings that follow from OpenAI's own fields, or from how the answer travels."""
+EXTENSIONS = frozenset(f.name for f in fields(EditSettings)) - frozenset(_OWN)
+_TEXT = frozenset(("negative_prompt", "mask_mode", "cache", "template_id", "adapters"))
+"""Settings that are text, whatever they look like; others are read as JSON."""
+
+
+class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenAI's fields of an edit, but for its pictures."""
+
+    prompt: Annotated[str, Meta(max_length=32_000)]
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=10)] = 1
+    size: str = "auto"
+    """`auto`, or WIDTHxHEIGHT of the image: an edit is as large as its image."""
+    quality: Literal["auto"] = "auto"
+    background: Literal["auto", "opaque"] = "auto"
+    input_fidelity: Literal["low", "high"] | None = None
+    """Both are kept: pixels outside the mask are the image's own."""
+    output_format: Literal["png", "jpeg", "webp"] = "png"
+    response_format: Literal["b64_json"] = "b64_json"
+    stream: bool = False
+    partial_images: Annotated[int, Meta(ge=0, le=3)] = 0
+    user: str | None = None
+    safety_identifier: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EditForm:
+    """One request."""
+
+    fields: Fields
+    image: bytes
+    """Empty where `settings` name a template."""
+    mask: bytes | None
+    settings: dict[str, Any]
+    """Of SETTINGS, as the client gave them."""
+
+
+async def read_form(headers: Headers, body: bytes) -> EditForm:
+    """The edit that a request asks for.
+
+    Args:
+        headers: of the request.
+        body: of the request.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        values, files = await read_multipart(headers, body)
+    elif kind == "application/json":
+        values, files = _read_json(body)
+    else:
+        raise InvalidRequest(
+            "Content-Type", f"is {kind[:60] or 'missing'}", "multipart/form-data, application/json"
+        )
+    images = files.pop("image", [])
+    masks = files.pop("mask", [])
+    if files:
+        raise InvalidRequest(next(iter(files))[:40], "is no picture of an edit", "image, mask")
+    asked = {name: values.pop(name) for name in list(values) if name in EXTENSIONS}
+    settings = {name: _setting(name, value) for name, value in asked.items()}
+    if len(images) > 1:
+        raise InvalidRequest("image", f"is given {len(images)} times", "one image")
+    if len(masks) > 1:
+        raise InvalidRequest("mask", f"is given {len(masks)} times", "one mask")
+    if not images and "template_id" not in settings:
+        raise InvalidRequest("image", "is missing", "a PNG, JPEG or WebP file, or template_id")
+    form = EditForm(
+        convert(values, Fields), images[0] if images else b"", masks[0] if masks else None, settings
+    )
+    if form.mask is None and not form.image:
+        raise InvalidRequest("mask", "is missing", "a PNG with transparent pixels where to edit")
+    if form.fields.partial_images and not form.fields.stream:
+        raise InvalidRequest("partial_images", "is given without stream", "0, or stream: true")
+    if form.fields.stream and form.fields.n > 1:
+        raise InvalidRequest("n", f"is {form.fields.n} in a stream", "1")
+    return form
+
+
+async def read_multipart(
+    headers: Headers, body: bytes
+) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    """Texts by name, each given once, and files by name; `image[]` counts as `image`.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+
+    async def once() -> AsyncGenerator[bytes, None]:
+        yield body
+
+    parser = _InMemory(
+        headers, once(), max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=_MAX_TEXT
+    )
+    try:
+        form = await parser.parse()
+    except (MultiPartException, KeyError, ValueError, LookupError) as error:
+        told = error.message if isinstance(error, MultiPartException) else "is no multipart form"
+        raise InvalidRequest("body", told[:200], "a multipart form") from None
+    values: dict[str, Any] = {}
+    files: dict[str, list[bytes]] = {}
+    try:
+        for key, value in form.multi_items():
+            name = key.removesuffix("[]")
+            if isinstance(value, UploadFile):
+                files.setdefault(name, []).append(await value.read())
+            elif name in ("image", "mask"):
+                raise InvalidRequest(name, "is text", "a file part (with a filename)")
+            elif name in values:
+                raise InvalidRequest(name[:40], "is given twice", "each field once")
+            else:
+                values[name] = value
+    finally:
+        await form.close()
+    return values, files
+
+
+class _InMemory(MultiPartParser):
+    """Files stay in memory: the body already is, and is counted."""
+
+    spool_max_size = 2**62
+
+
+def _read_json(body: bytes) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    try:
+        values = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        raise InvalidRequest("body", "is no JSON object", "a JSON object") from None
+    given = {name: value for name, value in values.items() if value is not None}
+    files: dict[str, list[bytes]] = {}
+    images = given.pop("images", [])
+    if not isinstance(images, list):
+        raise InvalidRequest("images", "is no list", '[{"image_url": "data:image/png;base64,…"}]')
+    if images:
+        files["image"] = [_picture(f"images[{i}]", image) for i, image in enumerate(images)]
+    if "mask" in given:
+        files["mask"] = [_picture("mask", given.pop("mask"))]
+    return given, files
+
+
+def _picture(name: str, told: Any) -> bytes:
+    """The bytes of a data URL. Nothing is ever fetched: a client could have the router ask hosts
+    that only the router reaches.
+    """
+    accepted = '{"image_url": "data:image/png;base64,…"}'
+    url = told.get("image_url") if isinstance(told, dict) else None
+    if not isinstance(url, str):
+        raise InvalidRequest(name, "has no image_url", accepted)
+    head, comma, text = url.partition(",")
+    if not (head.startswith("data:") and head.endswith(";base64") and comma):
+        raise InvalidRequest(f"{name}.image_url", "is not a data URL; none is fetched", accepted)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequest(f"{name}.image_url", "is not base64", accepted) from None
+
+
+def _setting(name: str, value: Any) -> Any:
+    """A setting's value; forms carry text alone."""
+    if not isinstance(value, str) or name in _TEXT:
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
+        return value  # its check says what is wrong with it
+
+
+_PLACE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<field>[^`]*)`)?")
+_NAMED = re.compile(r"Object (?P<what>missing required|contains unknown) field `(?P<field>[^`]*)`")
+
+
+def convert(values: Mapping[str, Any], into: type[Fields]) -> Fields:
+    """Fields of a form, checked.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    try:
+        return msgspec.convert(values, into, strict=False)
+    except msgspec.ValidationError as error:
+        named = _NAMED.match(str(error))
+        if named is not None and named["what"] == "missing required":
+            raise InvalidRequest(named["field"], "is missing") from None
+        if named is not None:
+            raise InvalidRequest(named["field"][:40], "is not supported") from None
+        place = _PLACE.fullmatch(str(error))
+        field = (place and place["field"]) or "body"
+        told = "".join(filter(str.isprintable, (place["what"] if place else "")[:200]))
+        raise InvalidRequest(field, told[:1].lower() + told[1:], _accepted(field)) from None
+
+
+def _accepted(field: str) -> str:
+    named = {"quality": "auto", "background": "auto, opaque", "response_format": "b64_json"}
+    return named.get(field, "")

@@ -1,0 +1,122 @@
+"""`/v1/templates`: source images that stay with the workers, so that edits need not upload them.
+
+A template belongs to the key that registered it (docs/router.md#keys).
+"""
+
+from __future__ import annotations
+
+import base64
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from maskserve_core.contracts.keys import TEMPLATE_ID
+from maskserve_core.errors import InvalidRequest, TemplateNotFound
+from maskserve_router.admission import Admission, Client
+from maskserve_router.config import Http
+from maskserve_router.control import Control
+from maskserve_router.front import Front
+from maskserve_router.http_body import read_body
+from maskserve_router.openai.answers import Handler, json_answer
+from maskserve_router.openai.form import read_multipart
+
+
+class Templates:
+    """Handlers: register, list, look at, prime, pin, unpin and delete."""
+
+    def __init__(self, bounds: Http, front: Front, control: Control, admission: Admission) -> None:
+        self._bounds, self._front, self._control = bounds, front, control
+        self._admission = admission
+
+    async def register(self, request: Request, request_id: str) -> Response:
+        """A multipart form: `image`, and `shared` (for every key) and `prime`, true or false."""
+        client = self._client(request)
+        with ExitStack() as held:
+            body = await read_body(request, self._bounds, self._admission, held)
+            values, files = await read_multipart(request.headers, body)
+            del body
+            images = files.pop("image", [])
+            if len(images) != 1 or files:
+                raise InvalidRequest("image", f"is given {len(images)} times", "one file")
+            asked = _Registration.of(values)
+            operation: dict[str, Any] = {
+                "op": "register",
+                "image": base64.b64encode(images[0]).decode(),
+            }
+            if asked.shared:
+                operation["shared"] = True
+            if not asked.prime:
+                operation["prime"] = False
+            done = await self._control.do(operation, client)
+        return json_answer({"id": done["template_id"], "object": "template", **done}, request_id)
+
+    async def all(self, request: Request, request_id: str) -> Response:
+        listed = await self._listed(self._client(request))
+        return json_answer({"object": "list", "data": listed}, request_id)
+
+    async def one(self, request: Request, request_id: str) -> Response:
+        name = _name(request)
+        for template in await self._listed(self._client(request)):
+            if template["id"] == name:
+                return json_answer(template, request_id)
+        raise TemplateNotFound(f"template_id: {name} is not known here")
+
+    def operation(self, op: str) -> Handler:
+        """The handler of `prime`, `pin` or `unpin`."""
+
+        async def operate(request: Request, request_id: str) -> Response:
+            operation = {"op": op, "template_id": _name(request)}
+            done = await self._control.do(operation, self._client(request))
+            told = {"id": done["template_id"], "object": "template", **done}
+            return json_answer(told, request_id)
+
+        return operate
+
+    async def delete(self, request: Request, request_id: str) -> Response:
+        operation = {"op": "evict", "template_id": _name(request)}
+        done = await self._control.do(operation, self._client(request))
+        told = {"id": done["template_id"], "object": "template.deleted", "deleted": True, **done}
+        return json_answer(told, request_id)
+
+    def _client(self, request: Request) -> Client:
+        return self._front.client(request.headers)
+
+    async def _listed(self, client: Client) -> list[dict[str, Any]]:
+        """Each with the bytes that its entries take, by tier."""
+        done = await self._control.do({"op": "templates"}, client)
+        listed = []
+        for template in done["templates"]:
+            sizes: dict[str, int] = {}
+            for entry in template["entries"]:
+                sizes[entry["tier"]] = sizes.get(entry["tier"], 0) + entry["bytes"]
+            name = template["template_id"]
+            listed.append({"id": name, "object": "template", "tier_bytes": sizes, **template})
+        return listed
+
+
+class _Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a registration says beside its image."""
+
+    shared: bool = False
+    prime: bool = True
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> _Registration:
+        try:
+            return msgspec.convert(values, cls, strict=False)
+        except msgspec.ValidationError:
+            raise InvalidRequest(
+                "form", "has fields of another form", "image, shared and prime (true or false)"
+            ) from None
+
+
+def _name(request: Request) -> str:
+    name: str = request.path_params["template_id"]
+    if TEMPLATE_ID.fullmatch(name) is None:
+        raise InvalidRequest(
+            "template_id", "has another form", "16 to 64 lower-case hexadecimal digits"
+        )
+    return name

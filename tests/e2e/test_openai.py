@@ -1,0 +1,238 @@
+"""OpenAI's own SDK, unmodified, before a router and a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import requests
+from PIL import Image
+
+from maskserve_harness.cluster.site import RouterSite
+from maskserve_serving.worker import Worker
+from tests.fakes.pictures import blob_mask, encode, scene
+from tests.support.calls import Grpc, edit_inputs, eventually, pixels
+
+KEYS = {"one": "key-of-one", "two": "key-of-two"}
+SIDE = 64
+STEPS = {"num_inference_steps": 3, "cache": "off"}
+
+
+@pytest.fixture(scope="module")
+def router(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterSite]:
+    folder = tmp_path_factory.mktemp("openai")
+    keys: Any = [
+        {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()}
+        for name, key in KEYS.items()
+    ]
+    with RouterSite([worker.grpc_url], folder, {"keys": keys}) as site:
+        yield site
+
+
+@pytest.fixture
+def client(router: RouterSite) -> Iterator[openai.OpenAI]:
+    with client_of(router, "one") as made:
+        yield made
+
+
+def client_of(router: RouterSite, name: str) -> openai.OpenAI:
+    url = f"http://{router.http_url}/v1"
+    return openai.OpenAI(base_url=url, api_key=KEYS[name], max_retries=0)
+
+
+def alpha_mask(selected: Any) -> bytes:
+    """A mask as OpenAI's API wants it: transparent where to edit."""
+    alpha = np.where(selected, 0, 255).astype(np.uint8)
+    grey = np.zeros_like(alpha)
+    return encode(Image.fromarray(np.dstack([grey, grey, grey, alpha]), "RGBA"))
+
+
+def pixels_of(answer: Any, number: int = 0) -> Any:
+    raw = base64.b64decode(answer.data[number].b64_json)
+    return np.asarray(Image.open(io.BytesIO(raw)).convert("RGB"))
+
+
+@pytest.fixture
+def files() -> dict[str, Any]:
+    """An image and its mask, as the SDK takes them."""
+    selected = blob_mask(SIDE, SIDE) > 0
+    return {
+        "image": ("a.png", encode(scene(SIDE, SIDE))),
+        "mask": ("m.png", alpha_mask(selected)),
+        "prompt": "a red star",
+    }
+
+
+def test_an_edit_is_what_a_worker_itself_answers(
+    client: openai.OpenAI, files: dict[str, Any], grpc: Grpc
+):
+    answer = client.images.edit(**files, size="64x64", extra_body={"seed": 5, **STEPS})
+    inputs = edit_inputs(
+        files["image"][1], files["mask"][1], prompt="a red star", seed=5, mask_mode="alpha", **STEPS
+    )
+    expected = pixels(grpc.edit(inputs)[0])
+    assert np.array_equal(pixels_of(answer), expected)
+    outside = blob_mask(SIDE, SIDE) == 0
+    assert np.array_equal(expected[outside], scene(SIDE, SIDE)[outside])
+    assert not np.array_equal(expected, scene(SIDE, SIDE))
+    assert (answer.size, answer.output_format) == ("64x64", "png")
+    assert answer.usage is not None
+    assert 0 < answer.usage.output_tokens < answer.usage.input_tokens
+    assert answer.model_extra is not None
+    assert answer.model_extra["maskserve"][0]["seed"] == 5
+
+
+def test_n_pictures_have_seeds_one_after_the_other(client: openai.OpenAI, files: dict[str, Any]):
+    answer = client.images.edit(**files, n=3, output_format="webp", extra_body={"seed": 5, **STEPS})
+    assert [meta["seed"] for meta in answer.model_extra["maskserve"]] == [5, 6, 7]
+    alone = client.images.edit(**files, extra_body={"seed": 6, **STEPS})
+    assert np.array_equal(pixels_of(answer, 1), pixels_of(alone))
+    assert not np.array_equal(pixels_of(answer, 0), pixels_of(answer, 1))
+
+
+def test_without_a_mask_the_images_own_alpha_is_it(client: openai.OpenAI, files: dict[str, Any]):
+    selected = blob_mask(SIDE, SIDE) > 0
+    alpha = np.where(selected, 0, 255).astype(np.uint8)
+    cut = encode(np.dstack([scene(SIDE, SIDE), alpha]))
+    more = {"seed": 5, **STEPS}
+    answer = client.images.edit(image=("a.png", cut), prompt="a red star", extra_body=more)
+    masked = client.images.edit(**{**files, "image": ("a.png", cut)}, extra_body=more)
+    assert np.array_equal(pixels_of(answer), pixels_of(masked))
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.images.edit(image=files["image"], prompt="x")
+    assert refused.value.param == "mask"
+    assert "is missing" in refused.value.message
+
+
+def test_a_stream_has_partial_images_and_the_picture(client: openai.OpenAI, files: dict[str, Any]):
+    more = {"seed": 5, "num_inference_steps": 6, "cache": "off"}
+    with client.images.edit(**files, stream=True, partial_images=2, extra_body=more) as events:
+        told = list(events)
+    assert [event.type for event in told] == [
+        "image_edit.partial_image",
+        "image_edit.partial_image",
+        "image_edit.completed",
+    ]
+    assert [event.partial_image_index for event in told[:2]] == [0, 1]
+    plain = client.images.edit(**files, extra_body=more)
+    assert told[-1].b64_json == plain.data[0].b64_json
+    assert told[-1].usage.output_tokens == plain.usage.output_tokens
+    with client.images.edit(**files, stream=True, extra_body=more) as events:
+        assert [event.type for event in events] == ["image_edit.completed"]
+
+
+async def test_the_asynchronous_sdk_gets_the_same(router: RouterSite, files: dict[str, Any]):
+    url, more = f"http://{router.http_url}/v1", {"seed": 5, **STEPS}
+    async with openai.AsyncOpenAI(base_url=url, api_key=KEYS["one"], max_retries=0) as client:
+        answers = await asyncio.gather(
+            *(client.images.edit(**files, extra_body=more) for _ in range(3))
+        )
+        events = await client.images.edit(**files, stream=True, extra_body=more)
+        last = [event async for event in events][-1]
+        named = {**files, "image": [files["image"]]}  # a list goes as image[]
+        listed = await client.images.edit(**named, extra_body=more)
+    assert {answer.data[0].b64_json for answer in (*answers, listed)} == {last.b64_json}
+
+
+def test_what_cannot_be_done_is_refused_in_openais_form(
+    client: openai.OpenAI, files: dict[str, Any]
+):
+    other = ("m.png", alpha_mask(blob_mask(32, 32) > 0))
+    opaque = ("m.png", encode(blob_mask(SIDE, SIDE)))
+    for changed, param, told in (
+        ({"mask": other}, "mask", "is 32x32"),
+        ({"mask": opaque}, "mask", "has no alpha channel"),
+        ({"mask": ("m.png", b"no picture")}, "mask", ""),
+        ({"size": "1024x1024"}, "size", "auto, 64x64"),
+        ({"quality": "high"}, "quality", "accepted: auto"),
+        ({"extra_body": {"num_inference_steps": 0}}, "num_inference_steps", "1 to 1000"),
+        ({"extra_body": {"negative_prompt": "x"}}, "negative_prompt", ""),
+        ({"extra_body": {"strenght": 0.5}}, "strenght", "not supported"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.images.edit(**{**files, **changed})
+        assert refused.value.param == param
+        assert refused.value.type == "invalid_request_error"
+        assert told in refused.value.message
+        assert refused.value.request_id
+    white = client.images.edit(**{**files, "mask": opaque}, extra_body={"mask_mode": "white"})
+    assert white.data
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.images.edit(**files, model="gpt-image-2")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="negative_prompt"):
+        client.images.edit(**files, stream=True, extra_body={"negative_prompt": "x"})
+
+
+def test_models_are_those_that_workers_serve(client: openai.OpenAI, files: dict[str, Any]):
+    (model,) = client.models.list().data
+    assert client.models.retrieve(model.id).id == model.id
+    assert client.images.edit(**files, model=model.id, extra_body=STEPS).data
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("no/such")
+
+
+def test_a_wrong_key_is_told_before_the_body_is_read(router: RouterSite, files: dict[str, Any]):
+    url = f"http://{router.http_url}/v1"
+    with openai.OpenAI(base_url=url, api_key="no", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError) as refused:
+            client.images.edit(**files)
+        assert refused.value.code == "invalid_api_key"
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+
+
+def test_a_template_is_registered_edited_without_its_image_and_deleted(
+    router: RouterSite, client: openai.OpenAI, files: dict[str, Any]
+):
+    url = f"http://{router.http_url}/v1/templates"
+    own = {"authorization": f"Bearer {KEYS['one']}"}
+    others = {"authorization": f"Bearer {KEYS['two']}"}
+
+    files["image"] = ("a.png", encode(scene(SIDE, SIDE, seed=9)))  # no other test's
+
+    def call(method: str, path: str = "", headers: Any = own, **more: Any) -> Any:
+        return requests.request(method, url + path, headers=headers, timeout=60, **more)
+
+    made = call("POST", files={"image": files["image"]}, data={"prime": "false"})
+    assert made.status_code == 200, made.text
+    name = made.json()["id"]
+    assert made.json()["state"] == "absent"
+    (listed,) = call("GET").json()["data"]
+    assert (listed["id"], listed["tier_bytes"]) == (name, {})
+    assert call("GET", headers=others).json()["data"] == []
+    assert call("GET", f"/{name}", headers=others).status_code == 404
+
+    more = {"seed": 5, **STEPS}
+    with_image = client.images.edit(**files, extra_body=more)
+    # The SDK insists on an image; the API does not.
+    sent = {
+        "prompt": "a red star",
+        "template_id": name,
+        "seed": "5",
+        "num_inference_steps": "3",
+        "cache": "off",
+    }
+    answer = call("POST", "/../images/edits", files={"mask": files["mask"]}, data=sent)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["data"][0]["b64_json"] == with_image.data[0].b64_json
+    refused = call("POST", "/../images/edits", others, files={"mask": files["mask"]}, data=sent)
+    assert refused.status_code == 404
+
+    assert call("POST", f"/{name}/prime").status_code == 200
+    primed = "the template's entries are there"
+    eventually(primed, lambda: call("GET", f"/{name}").json()["tier_bytes"])
+    assert call("POST", f"/{name}/pin").json()["pinned"] is True
+    assert call("POST", f"/{name}/unpin").json()["pinned"] is False
+    assert call("POST", f"/{name}/sell").status_code == 404
+    assert call("DELETE", "/no-template").status_code == 400
+    assert call("DELETE", f"/{name}", headers=others).status_code == 404
+    assert call("DELETE", f"/{name}").json()["deleted"] is True
+    assert call("GET").json()["data"] == []

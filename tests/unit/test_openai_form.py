@@ -1,0 +1,122 @@
+"""Forms of image edits: what is taken, what is refused and by which name."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.datastructures import Headers
+
+from maskserve_core.contracts.settings import parse_settings
+from maskserve_core.errors import InvalidRequest
+from maskserve_router.openai.form import EditForm, read_form
+
+BOUNDARY = "frontier"
+Part = tuple[str, bytes | str]
+PICTURE: Part = ("image", b"\x89PNG picture")
+
+
+def body_of(parts: list[Part]) -> bytes:
+    """A multipart form; bytes are files, text is text."""
+    lines = []
+    for name, value in parts:
+        file = '; filename="a.png"' if isinstance(value, bytes) else ""
+        head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'
+        raw = value if isinstance(value, bytes) else value.encode()
+        lines.append(head.encode() + raw + b"\r\n")
+    return b"".join(lines) + f"--{BOUNDARY}--\r\n".encode()
+
+
+async def form_of(*parts: Part) -> EditForm:
+    headers = Headers({"content-type": f"multipart/form-data; boundary={BOUNDARY}"})
+    return await read_form(headers, body_of([*parts]))
+
+
+async def json_form(**values: Any) -> EditForm:
+    body = json.dumps(values).encode()
+    return await read_form(Headers({"content-type": "application/json"}), body)
+
+
+async def test_openais_fields_and_ours_are_read():
+    form = await form_of(
+        PICTURE,
+        ("mask", b"mask"),
+        ("prompt", "a star"),
+        ("n", "2"),
+        ("seed", "7"),
+        ("num_inference_steps", "4"),
+        ("guidance_scale", "2.5"),
+        ("negative_prompt", "7"),
+        ("reproducible", "true"),
+        ("output_format", "webp"),
+        ("user", "somebody"),
+    )
+    assert (form.image, form.mask) == (PICTURE[1], b"mask")
+    assert (form.fields.prompt, form.fields.n, form.fields.output_format) == ("a star", 2, "webp")
+    asked = parse_settings(json.dumps(form.settings).encode())
+    assert (asked.seed, asked.num_inference_steps, asked.guidance_scale) == (7, 4, 2.5)
+    assert (asked.negative_prompt, asked.reproducible) == ("7", True)
+
+
+async def test_brackets_behind_image_are_the_list_of_images():
+    form = await form_of(("image[]", b"one"), ("prompt", ""))
+    assert form.image == b"one"
+    with pytest.raises(InvalidRequest, match="image: is given 2 times"):
+        await form_of(("image[]", b"one"), ("image[]", b"two"), ("prompt", ""))
+
+
+async def test_json_carries_data_urls_and_nothing_is_fetched():
+    url = "data:image/png;base64," + base64.b64encode(b"one").decode()
+    form = await json_form(prompt="x", images=[{"image_url": url}], mask=None, n=1, seed=5)
+    assert (form.image, form.mask, form.settings) == (b"one", None, {"seed": 5})
+    for refused in ("http://169.254.169.254/", "https://x/y.png", "file:///etc/passwd", "data:,x"):
+        with pytest.raises(InvalidRequest, match=r"images\[0\].image_url: is not a data URL"):
+            await json_form(prompt="x", images=[{"image_url": refused}])
+    with pytest.raises(InvalidRequest, match=r"images\[0\]: has no image_url"):
+        await json_form(prompt="x", images=[{"file_id": "file-1"}])
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ([("prompt", "x")], "image: is missing"),
+        ([PICTURE], "prompt: is missing"),
+        ([PICTURE, ("prompt", "x"), ("n", "11")], "n: expected"),
+        ([PICTURE, ("prompt", "x"), ("n", "many")], "n: expected"),
+        ([PICTURE, ("prompt", "x"), ("quality", "high")], "quality: .*accepted: auto"),
+        ([PICTURE, ("prompt", "x"), ("background", "transparent")], "background: .*opaque"),
+        ([PICTURE, ("prompt", "x"), ("response_format", "url")], "response_format: .*b64_json"),
+        ([PICTURE, ("prompt", "x"), ("markup", "x")], "markup: is not supported"),
+        ([PICTURE, ("prompt", "x"), ("output_compression", "50")], "output_compression: is not"),
+        ([PICTURE, ("prompt", "x"), ("partial_images", "2")], "partial_images: .*without stream"),
+        ([PICTURE, ("prompt", "x"), ("stream", "true"), ("n", "2")], "n: is 2 in a stream"),
+        ([PICTURE, ("prompt", "x"), ("prompt", "y")], "prompt: is given twice"),
+        ([("image", "text"), ("prompt", "x")], "image: is text"),
+        ([PICTURE, ("prompt", "x"), ("more", b"file")], "more: is no picture"),
+        ([PICTURE, ("prompt", "x" * 32_001)], "prompt: expected"),
+        ([("template_id", "0" * 32), ("prompt", "x")], "mask: is missing"),
+        ([PICTURE, ("prompt", "x"), *([("field", "x")] * 100)], "body: Too many fields"),
+        ([PICTURE, ("prompt", "x" * 300_000)], "body: .*maximum size"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_its_field(parts: list[Part], told: str):
+    with pytest.raises(InvalidRequest, match=told):
+        await form_of(*parts)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=400),
+    st.sampled_from(
+        [f"multipart/form-data; boundary={BOUNDARY}", "multipart/form-data", "application/json"]
+    ),
+    st.booleans(),
+)
+async def test_any_body_is_a_form_or_is_refused(raw: bytes, kind: str, framed: bool):
+    body = body_of([PICTURE, ("prompt", "x")]) if framed else b""
+    with pytest.raises(InvalidRequest):
+        await read_form(Headers({"content-type": kind}), raw + body[: len(raw)])
