@@ -5,6 +5,7 @@ from maskserve_client.client import Client
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.events import EditResult, Event, Final, Preview, Progress
 from maskserve_core.errors import (
+    AdapterNotFound,
     Cancelled,
     DeadlineExceeded,
     EngineFailed,
@@ -15,6 +16,7 @@ from maskserve_core.errors import (
 )
 
 __all__ = [
+    "AdapterNotFound",
     "AsyncClient",
     "Cancelled",
     "Client",

@@ -18,6 +18,7 @@ from maskserve_client.errors import ServerUnavailable
 from maskserve_client.wire import DEFAULT_URL
 from maskserve_core.contracts.settings import CACHE_MODES, MASK_MODES
 from maskserve_core.errors import (
+    AdapterNotFound,
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
@@ -42,7 +43,7 @@ exit codes:
 
 def exit_code(error: MaskserveError) -> int:
     """The exit code that tells a script what to do about `error`."""
-    if isinstance(error, InvalidRequest | TemplateNotFound):
+    if isinstance(error, InvalidRequest | TemplateNotFound | AdapterNotFound):
         return BAD_INPUT
     if isinstance(error, ServerUnavailable | Overloaded | DeadlineExceeded | Cancelled):
         return UNAVAILABLE

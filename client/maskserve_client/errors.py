@@ -13,6 +13,7 @@ import re
 import grpc
 
 from maskserve_core.errors import (
+    AdapterNotFound,
     Cancelled,
     DeadlineExceeded,
     EngineFailed,
@@ -25,7 +26,14 @@ from maskserve_core.errors import (
 
 _PLAIN: dict[str, type[MaskserveError]] = {
     kind.code: kind
-    for kind in (TemplateNotFound, Overloaded, DeadlineExceeded, Cancelled, EngineFailed)
+    for kind in (
+        TemplateNotFound,
+        AdapterNotFound,
+        Overloaded,
+        DeadlineExceeded,
+        Cancelled,
+        EngineFailed,
+    )
 }
 # What gRPC says of a server that listens and does not speak it, such as Triton's HTTP port.
 _NO_GRPC = re.compile("http1.x server|Failed parsing HTTP/2|failed to connect.*Socket closed")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from maskserve_core.config_tables import (
+    AdaptersConfig,
     CacheConfig,
     EngineConfig,
     LimitsConfig,
@@ -31,6 +32,7 @@ class Config:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     log: LogConfig = field(default_factory=LogConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     runtime_dir: str = option("", "Folder of the worker's status record; best in memory.")

@@ -256,6 +256,46 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptersConfig:
+    """`[adapters]`: the LoRAs that edits may name."""
+
+    store: str = option(
+        "",
+        "Where they are: a folder, or a URL as fsspec takes it (s3://bucket/folder). An adapter "
+        "NAME is the file NAME.safetensors, or NAME/pytorch_lora_weights.safetensors. Empty: "
+        "edits may name none.",
+    )
+    rescan_s: float = option(10.0, "How often the store is listed anew.", low=0.05, high=86400.0)
+    timeout_s: float = option(
+        20.0,
+        "Time in which the store answers one call, or brings the next 8 MiB of a file.",
+        low=0.05,
+        high=3600.0,
+    )
+    host_dir: str = option(
+        "",
+        "Folder of files ready for use, on a tmpfs that the host's workers share; empty: in the "
+        "runtime folder.",
+    )
+    host_bytes: int = option(2**32, "Bytes of that folder.", low=2**10, high=2**50)
+    disk_dir: str = option(
+        "", "Folder on a disk between the store and the host's memory; empty: no such tier."
+    )
+    disk_bytes: int = option(2**36, "Bytes of that folder.", low=2**10, high=2**53)
+    device_bytes: int = option(
+        2**31, "Bytes of adapters that stay on the denoiser's device.", low=2**10, high=2**50
+    )
+    max_bytes: int = option(2**30, "Largest file of an adapter.", low=2**10, high=2**40)
+    max_rank: int = option(256, "Largest rank of an adapter.", low=1, high=4096)
+    entries: str = option(
+        "own",
+        "Cached activations for edits with adapters: `own`, primed with the adapters; `base`, "
+        "those of the model without any.",
+        of=("own", "base"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """`[log]`: what a worker's own processes write down (docs/observability.md)."""
 

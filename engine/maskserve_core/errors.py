@@ -3,7 +3,9 @@
 MaskserveError
  ├── InvalidRequest     INVALID_REQUEST      the request can never succeed as it is
  ├── TemplateNotFound   TEMPLATE_NOT_FOUND   settings.template_id names nothing we keep
- ├── Overloaded         OVERLOADED           the queue is full or the worker is draining
+ ├── AdapterNotFound    ADAPTER_NOT_FOUND    settings.loras names nothing that the storage has
+ ├── Overloaded         OVERLOADED           the queue is full, the worker is draining, or the
+ │                                           adapters' storage does not answer
  ├── DeadlineExceeded   DEADLINE_EXCEEDED    settings.deadline_ms passed before the edit was done
  ├── Cancelled          CANCELLED            the client or an operator withdrew the edit
  └── EngineFailed       ENGINE_FAILED        the worker's fault; the same request may succeed again
@@ -58,6 +60,10 @@ class TemplateNotFound(MaskserveError):
     code = "TEMPLATE_NOT_FOUND"
 
 
+class AdapterNotFound(MaskserveError):
+    code = "ADAPTER_NOT_FOUND"
+
+
 class Overloaded(MaskserveError):
     code = "OVERLOADED"
 
@@ -77,6 +83,7 @@ class EngineFailed(MaskserveError):
 CODES = (
     InvalidRequest.code,
     TemplateNotFound.code,
+    AdapterNotFound.code,
     Overloaded.code,
     DeadlineExceeded.code,
     Cancelled.code,

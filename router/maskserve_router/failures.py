@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc
 
 from maskserve_core.errors import (
+    AdapterNotFound,
     Cancelled,
     DeadlineExceeded,
     EngineFailed,
@@ -85,7 +86,7 @@ class Failure(Exception):
     def blame(self) -> Blame:
         coded = f"[{self.code}]" in self.details
         match self.code:
-            case Overloaded.code | TemplateNotFound.code if coded:
+            case Overloaded.code | TemplateNotFound.code | AdapterNotFound.code if coded:
                 return Blame.REFUSED
             case Cancelled.code | DeadlineExceeded.code:
                 return Blame.CLIENT
@@ -108,6 +109,7 @@ _CODES = {
 _GRPC = {
     InvalidRequest.code: Status.INVALID_ARGUMENT,
     TemplateNotFound.code: Status.NOT_FOUND,
+    AdapterNotFound.code: Status.NOT_FOUND,
     Overloaded.code: Status.UNAVAILABLE,
     DeadlineExceeded.code: Status.DEADLINE_EXCEEDED,
     Cancelled.code: Status.CANCELLED,
@@ -116,6 +118,7 @@ _GRPC = {
 _HTTP = {
     InvalidRequest.code: 400,
     TemplateNotFound.code: 404,
+    AdapterNotFound.code: 404,
     Overloaded.code: 429,
     DeadlineExceeded.code: 504,
     Cancelled.code: 499,

@@ -140,6 +140,7 @@ def test_fronts_share_their_metrics(api: FakeTriton) -> None:
         ("ENGINE_FAILED", "failed"),
         ("INVALID_REQUEST", "refused"),
         ("TEMPLATE_NOT_FOUND", "refused"),
+        ("ADAPTER_NOT_FOUND", "refused"),
         ("OVERLOADED", "refused"),
     ],
 )

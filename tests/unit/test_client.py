@@ -21,6 +21,7 @@ from PIL import Image
 
 import maskserve_client
 from maskserve_client import (
+    AdapterNotFound,
     Cancelled,
     Client,
     DeadlineExceeded,
@@ -313,6 +314,7 @@ def test_grpcs_own_bound_on_calls_is_an_overload() -> None:
         ("[CANCELLED] by an operator", grpc.StatusCode.CANCELLED, Cancelled),
         ("[ENGINE_FAILED] no heartbeat", grpc.StatusCode.INTERNAL, EngineFailed),
         ("[TEMPLATE_NOT_FOUND] gone", grpc.StatusCode.NOT_FOUND, TemplateNotFound),
+        ("[ADAPTER_NOT_FOUND] gone", grpc.StatusCode.NOT_FOUND, AdapterNotFound),
         ("[INVALID_REQUEST] MASK: is bad", grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
         ("Stub process is not healthy.", grpc.StatusCode.INTERNAL, EngineFailed),
     ],

@@ -198,6 +198,7 @@ def test_a_worker_is_drained(worker: FakeWorker, capsys: Capture) -> None:
     [
         ("[INVALID_REQUEST] MASK: is bad", grpc.StatusCode.INVALID_ARGUMENT, 2),
         ("[TEMPLATE_NOT_FOUND] gone", grpc.StatusCode.NOT_FOUND, 2),
+        ("[ADAPTER_NOT_FOUND] gone", grpc.StatusCode.NOT_FOUND, 2),
         ("[OVERLOADED] full", grpc.StatusCode.UNAVAILABLE, 3),
         ("[DEADLINE_EXCEEDED] late", grpc.StatusCode.UNAVAILABLE, 3),
         ("[CANCELLED] by an operator", grpc.StatusCode.CANCELLED, 3),

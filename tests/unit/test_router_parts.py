@@ -193,6 +193,7 @@ def test_no_answers_make_a_prediction_negative(seed: int):
         (Status.INTERNAL, "[ENGINE_FAILED] a denoising step failed", Blame.WORKER),
         (Status.UNAVAILABLE, "in ensemble 'x', [OVERLOADED] draining", Blame.REFUSED),
         (Status.NOT_FOUND, "[TEMPLATE_NOT_FOUND] not here", Blame.REFUSED),
+        (Status.NOT_FOUND, "[ADAPTER_NOT_FOUND] not here", Blame.REFUSED),
         (Status.NOT_FOUND, "Request for unknown model", Blame.REQUEST),
         (Status.INVALID_ARGUMENT, "[INVALID_REQUEST] MASK: no", Blame.REQUEST),
         (Status.UNIMPLEMENTED, "decoupled", Blame.REQUEST),

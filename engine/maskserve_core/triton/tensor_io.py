@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from maskserve_core.contracts.tensors import Tensor, text
 from maskserve_core.errors import (
+    AdapterNotFound,
     Cancelled,
     DeadlineExceeded,
     EngineFailed,
@@ -31,6 +32,7 @@ log = logging.getLogger("maskserve")
 _TRITON_CODES = {
     InvalidRequest.code: "INVALID_ARG",
     TemplateNotFound.code: "NOT_FOUND",
+    AdapterNotFound.code: "NOT_FOUND",
     Overloaded.code: "UNAVAILABLE",
     DeadlineExceeded.code: "UNAVAILABLE",
     Cancelled.code: "CANCELLED",

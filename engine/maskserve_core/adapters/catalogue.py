@@ -1,0 +1,234 @@
+"""Which adapters there are, and what each is: kept in one file that a host's workers share.
+
+Listing thousands of adapters and reading their headers takes a storage seconds or minutes. So one
+process of the host does it for all, in the background, and each header is read once per version of
+its file. Looking up a name touches no storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from maskserve_core.adapters.base_layers import BaseLayers
+from maskserve_core.adapters.lora_header import BadAdapter, read_header
+from maskserve_core.adapters.storage import Storage, StorageFailed, Stored
+from maskserve_core.config import Config
+from maskserve_core.errors import AdapterNotFound, InvalidRequest, Overloaded
+
+log = logging.getLogger("maskserve")
+
+_SAVE_EVERY_S = 1.0
+_FORMAT = 1
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """An adapter as the storage has it."""
+
+    name: str
+    path: str
+    """In the storage."""
+    version: str
+    """32 hexadecimal digits, others after the file has been replaced. Names the adapter's bytes
+    before anybody has read them; their sha256 is known once they are on the host.
+    """
+    nbytes: int
+    rank: int = 0
+    """The largest of its layers'."""
+    parts: tuple[str, ...] = ()
+    """What it changes, of `lora_header.PARTS`."""
+    problem: str = ""
+    """Why it is not served; empty if it is."""
+
+    def check(self, field: str) -> None:
+        """Refuse one that is not served.
+
+        Raises:
+            InvalidRequest: naming `field`.
+        """
+        if self.problem:
+            raise InvalidRequest(field, f"adapter {self.name} {self.problem}")
+
+
+class _Page(msgspec.Struct, frozen=True):
+    """What the file holds."""
+
+    adapters: dict[str, Adapter]
+    whole: bool
+    """Whether the storage has been listed to its end."""
+    problem: str = ""
+    """Why it could not be listed the last time."""
+    format: int = _FORMAT
+
+
+class Catalogue:
+    """The adapters of `[adapters] store`.
+
+    Args:
+        config: of the worker.
+        folder: of the file, shared by processes that serve the same model.
+        storage: of the adapters.
+    """
+
+    def __init__(self, config: Config, folder: Path, storage: Storage) -> None:
+        self._config = config
+        self._storage = storage
+        asked = config.adapters
+        served = (config.model.path, asked.store, asked.max_bytes, asked.max_rank, asked.host_bytes)
+        name = hashlib.sha256(repr(served).encode()).hexdigest()[:16]
+        self._file = folder / f"catalogue-{name}.json"
+        self._page = _Page({}, whole=False)
+        self._read: tuple[int, int] | None = None
+        self._base: BaseLayers | None = None
+        self._base_read = False
+
+    def all(self) -> Mapping[str, Adapter]:
+        """By name, as of the last scan of any process."""
+        return self._current().adapters
+
+    @property
+    def problem(self) -> str:
+        """Why the storage could not be listed; empty if it could."""
+        return self._current().problem
+
+    def find(self, name: str, field: str = "SETTINGS.loras") -> Adapter:
+        """The adapter of this name; touches no storage.
+
+        Raises:
+            AdapterNotFound: there is none.
+            InvalidRequest: it is not served, or adapters are not.
+            Overloaded: the storage has not been listed yet, or does not answer.
+        """
+        if not self._config.adapters.store:
+            raise InvalidRequest(field, "adapters are not served here", "no adapters")
+        page = self._current()
+        found = page.adapters.get(name)
+        if found is None:
+            if page.problem:
+                raise Overloaded(f"{field}: the adapters' storage does not answer: {page.problem}")
+            if not page.whole:
+                raise Overloaded(f"{field}: the adapters' storage is still being listed")
+            raise AdapterNotFound(f"{field}: there is no adapter {name}")
+        found.check(field)
+        return found
+
+    def scan(self, *, at_once: bool = False, wait: bool = True) -> None:
+        """List the storage anew, unless another process has done so just now; blocks.
+
+        Args:
+            at_once: whether or not another has.
+            wait: for another process that is at it; else that is enough.
+        """
+        with self._locked(wait=wait) as held:
+            if not held:
+                return
+            if not at_once and time.time() - self._written_at() < self._config.adapters.rescan_s:
+                return
+            known = self._current().adapters
+            try:
+                files = self._storage.files()
+            except StorageFailed as error:
+                if not self._current().problem:
+                    log.warning("the adapters' storage cannot be listed: %s", error)
+                self._write(_Page(dict(known), self._current().whole, str(error)))
+                return
+            self._write_up(files, known)
+
+    def _write_up(self, files: Mapping[str, Stored], known: Mapping[str, Adapter]) -> None:
+        """Read the headers that are new, and keep what is known meanwhile."""
+        adapters = {
+            name: known[name]
+            for name, stored in files.items()
+            if name in known and known[name].version == stored.version
+        }
+        saved, problem = time.monotonic(), ""
+        for name, stored in files.items():
+            if name in adapters:
+                continue
+            try:
+                adapters[name] = self._described(stored)
+            except StorageFailed as error:
+                problem = f"{name}: {error}"
+                continue  # the next scan tries again
+            if time.monotonic() - saved > _SAVE_EVERY_S:
+                self._write(_Page({**adapters}, whole=False))
+                saved = time.monotonic()
+        self._write(_Page(adapters, whole=not problem, problem=problem))
+
+    def _described(self, stored: Stored) -> Adapter:
+        """What the header of a file says, or why it is refused."""
+        asked = self._config.adapters
+        plain = Adapter(stored.name, stored.path, stored.version, stored.nbytes)
+        try:
+            if stored.nbytes > asked.host_bytes:
+                raise BadAdapter(
+                    f"is {stored.nbytes} bytes long; [adapters] host_bytes is {asked.host_bytes}"
+                )
+            header = read_header(
+                lambda begin, end: self._storage.read(stored.path, begin, end),
+                stored.nbytes,
+                max_bytes=asked.max_bytes,
+                max_rank=asked.max_rank,
+            )
+            base = self._base_layers()
+            if base is not None:
+                base.check(header)
+        except BadAdapter as error:
+            return msgspec.structs.replace(plain, problem=str(error))
+        return msgspec.structs.replace(plain, rank=header.rank, parts=header.parts)
+
+    def _base_layers(self) -> BaseLayers | None:
+        if not self._base_read:
+            self._base = BaseLayers.of_folder(self._config.model.path)
+            self._base_read = True
+        return self._base
+
+    def _current(self) -> _Page:
+        """The file's page, read again if another process has written it."""
+        try:
+            about = self._file.stat()
+            read = (about.st_mtime_ns, about.st_ino)
+            if read != self._read:
+                page = _decode(self._file.read_bytes())
+                if page.format == _FORMAT:
+                    self._page, self._read = page, read
+        except FileNotFoundError:
+            pass
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("%s cannot be read: %s", self._file, error)
+        return self._page
+
+    def _written_at(self) -> float:
+        """Of the last scan; 0: there was none."""
+        try:
+            return self._file.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def _write(self, page: _Page) -> None:
+        aside = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+        aside.write_bytes(msgspec.json.encode(page))
+        aside.replace(self._file)
+
+    @contextlib.contextmanager
+    def _locked(self, *, wait: bool) -> Iterator[bool]:
+        """Whether this process is the one that scans."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.with_suffix(".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+
+_decode = msgspec.json.Decoder(_Page).decode

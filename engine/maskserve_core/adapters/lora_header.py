@@ -1,0 +1,281 @@
+"""What a LoRA file says of itself before any weight of it is read.
+
+Files are safetensors only: other formats may run code when they are read. A safetensors file
+begins with 8 bytes, the length of the JSON header behind them, which names each tensor with its
+dtype, shape and place.
+
+    module.lora_A.weight   A, [rank, in] or [rank, in, k, k]      also lora_down, lora.down
+    module.lora_B.weight   B, [out, rank] or [out, rank, 1, 1]    also lora_up, lora.up
+    module.alpha           scalar: the update is B A · alpha / rank; without it B A
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+MAX_HEADER_BYTES = 16 * 2**20
+"""A LoRA of a thousand layers has 300 KB."""
+FIRST_READ = 256 * 1024
+"""Bytes that hold most headers whole."""
+PARTS = ("denoiser", "text_encoder", "text_encoder_2")
+
+_ITEM_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
+_DOWN = re.compile(
+    r"(?P<module>.+?)(\.lora_A(\.default)?|\.lora\.down|\.lora_down|\.lora_linear_layer\.down"
+    r"|_lora\d?\.down)\.weight"
+)
+_UP = re.compile(
+    r"(?P<module>.+?)(\.lora_B(\.default)?|\.lora\.up|\.lora_up|\.lora_linear_layer\.up"
+    r"|_lora\d?\.up)\.weight"
+)
+_ALPHA = re.compile(r"(?P<module>.+?)\.(alpha|lora_alpha)")
+# Other kinds of adapters, by what their tensors' names hold.
+_OTHER_KINDS = {
+    "DoRA": re.compile(r"dora_scale|lora_magnitude_vector"),
+    "LoKr": re.compile(r"\.lokr_"),
+    "LoHa": re.compile(r"\.hada_"),
+    "OFT": re.compile(r"\.oft_|\.oft_blocks"),
+    "GLoRA": re.compile(r"\.[ab][12]\.weight$"),
+    "IA3": re.compile(r"\.on_input$"),
+    "Tucker-decomposed LoRA": re.compile(r"\.lora_mid\."),
+    "LoRA with biases": re.compile(r"\.(lora_[AB]|lora_down|lora_up|lora\.down|lora\.up)\.bias$"),
+    "textual inversion": re.compile(r"emb_params|string_to_param|^bundle_emb"),
+    "full difference of weights": re.compile(r"\.(diff|diff_b|set_weight)$"),
+    "LoRA with norms": re.compile(r"norm\w*\.(scale|weight|bias)$|\.[wb]_norm$"),
+}
+_PREFIXES = (
+    ("text_encoder_2", ("text_encoder_2.", "lora_te2_", "lora_te3_")),
+    ("text_encoder", ("text_encoder.", "lora_te_", "lora_te1_")),
+    (
+        "denoiser",
+        (
+            "base_model.model.transformer.",
+            "base_model.model.unet.",
+            "base_model.model.",
+            "transformer.",
+            "unet.",
+            "diffusion_model.",
+            "lora_transformer_",
+            "lora_unet_",
+        ),
+    ),
+)
+
+
+class BadAdapter(ValueError):
+    """A file that is not served as an adapter; the text is one sentence that says why."""
+
+
+class TensorPlace(NamedTuple):
+    """A tensor of a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """Of its bytes, in the file."""
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraHeader:
+    """The checked header of a LoRA file."""
+
+    layers: Mapping[tuple[str, str], Layer]
+    """By part (of PARTS) and the layer's name there, as the file spells it without its prefix."""
+    tensors: Mapping[str, TensorPlace]
+    nbytes: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """The largest of its layers'."""
+        return max(layer.rank for layer in self.layers.values())
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the model that it changes."""
+        changed = {part for part, _ in self.layers}
+        return tuple(part for part in PARTS if part in changed)
+
+
+class Layer(NamedTuple):
+    """What an adapter adds to one layer."""
+
+    rank: int
+    inputs: int
+    outputs: int
+    kernel: tuple[int, ...]
+    """Of a convolution: its sides; of a linear layer: ()."""
+
+
+def read_tensors(
+    read: Callable[[int, int], bytes], nbytes: int
+) -> tuple[dict[str, TensorPlace], dict[str, str]]:
+    """Tensors and metadata of a safetensors file.
+
+    Args:
+        read: gives the file's bytes [begin, end).
+        nbytes: of the file.
+
+    Raises:
+        BadAdapter: it is no safetensors file, or cut short.
+    """
+    head = read(0, min(FIRST_READ, nbytes))
+    if len(head) < 10:
+        raise BadAdapter(f"is {nbytes} bytes long, too short for a safetensors file")
+    length = int.from_bytes(head[:8], "little")
+    if length > MAX_HEADER_BYTES or head[8:9] != b"{":
+        raise BadAdapter("is no safetensors file; other formats are not read, as they may run code")
+    begin = 8 + length
+    if begin > nbytes:
+        raise BadAdapter("is cut short: its header is not whole")
+    if begin > len(head):
+        head += read(len(head), begin)
+    try:
+        named: dict[str, Any] = msgspec.json.decode(head[8:begin], type=dict[str, Any])
+        metadata = msgspec.convert(named.pop("__metadata__", {}), dict[str, str])
+        tensors = msgspec.convert(named, dict[str, _Declared])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadAdapter("is no safetensors file: its header cannot be read") from error
+    return {name: declared.placed(name, begin, nbytes) for name, declared in tensors.items()}, (
+        metadata
+    )
+
+
+class _Declared(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+    def placed(self, name: str, data: int, nbytes: int) -> TensorPlace:
+        first, last = self.data_offsets
+        size = _ITEM_BYTES.get(self.dtype)
+        if size is None:
+            raise BadAdapter(f"holds {_short(name)} in {self.dtype}; served: F16, BF16, F32")
+        if min(self.shape, default=0) < 0 or not 0 <= first <= last:
+            raise BadAdapter(f"is no safetensors file: {_short(name)} has no place in it")
+        if last - first != size * math.prod(self.shape):
+            raise BadAdapter(f"holds {_short(name)} in bytes that do not fit its shape")
+        if data + last > nbytes:
+            raise BadAdapter(f"is cut short: {_short(name)} is not whole")
+        return TensorPlace(self.dtype, self.shape, data + first, data + last)
+
+
+def read_header(
+    read: Callable[[int, int], bytes], nbytes: int, *, max_bytes: int, max_rank: int
+) -> LoraHeader:
+    """What a LoRA file changes, by its header alone.
+
+    Args:
+        read: gives the file's bytes [begin, end).
+        nbytes: of the file.
+        max_bytes: that it may have.
+        max_rank: that its layers may have.
+
+    Raises:
+        BadAdapter: it cannot be served.
+    """
+    if nbytes > max_bytes:
+        raise BadAdapter(f"is {nbytes} bytes long; at most {max_bytes} are served")
+    tensors, metadata = read_tensors(read, nbytes)
+    _refuse_other_kinds(tensors, metadata)
+    downs, ups, alphas = _by_module(tensors)
+    if not downs and not ups:
+        raise BadAdapter("holds no LoRA: no tensor is named like lora_A or lora_down")
+    for name in downs.keys() ^ ups.keys():
+        missing = "up" if name in downs else "down"
+        raise BadAdapter(f"is not whole: {_short(name)} has no {missing} matrix")
+    for name in alphas.keys() - downs.keys():
+        raise BadAdapter(f"holds an alpha for {_short(name)}, and no matrices")
+    layers = {}
+    for name, down in downs.items():
+        layer = _layer(name, down, ups[name])
+        if layer.rank > max_rank:
+            raise BadAdapter(f"has rank {layer.rank} in {_short(name)}; at most {max_rank} served")
+        if name in alphas and math.prod(alphas[name].shape) != 1:
+            raise BadAdapter(f"holds an alpha for {_short(name)} that is no single number")
+        layers[split_part(name)] = layer
+    return LoraHeader(layers, tensors, nbytes, metadata)
+
+
+def split_part(module: str) -> tuple[str, str]:
+    """The part (of PARTS) that a module of a LoRA file belongs to, and its name there."""
+    for part, prefixes in _PREFIXES:
+        for prefix in prefixes:
+            if module.startswith(prefix):
+                return part, module[len(prefix) :]
+    return "denoiser", module
+
+
+def check_values(data: npt.NDArray[np.uint8], tensors: Mapping[str, TensorPlace]) -> None:
+    """Refuse weights that are no finite numbers.
+
+    Args:
+        data: [bytes of the file], such as a memory map.
+        tensors: of its header.
+
+    Raises:
+        BadAdapter: naming the tensor.
+    """
+    for name, place in tensors.items():
+        raw = data[place.begin : place.end]
+        # A number is infinite or NaN if all bits of its exponent are set.
+        if place.dtype == "F32":
+            words, exponent = raw.view(np.uint32), 0x7F800000
+        else:
+            words = raw.view(np.uint16)
+            exponent = 0x7C00 if place.dtype == "F16" else 0x7F80
+        if bool(((words & exponent) == exponent).any()):
+            raise BadAdapter(f"holds NaN or infinity in {_short(name)}")
+
+
+def _refuse_other_kinds(tensors: Mapping[str, TensorPlace], metadata: Mapping[str, str]) -> None:
+    for kind, mark in _OTHER_KINDS.items():
+        for name in tensors:
+            if mark.search(name) is not None:
+                raise BadAdapter(f"is of a kind that is not served: {kind} ({_short(name)})")
+    if re.search(r"use_dora\"?: ?true", metadata.get("lora_adapter_metadata", "")):
+        raise BadAdapter("is of a kind that is not served: DoRA (its metadata says use_dora)")
+
+
+def _by_module(tensors: Mapping[str, TensorPlace]) -> tuple[dict[str, TensorPlace], ...]:
+    downs: dict[str, TensorPlace] = {}
+    ups: dict[str, TensorPlace] = {}
+    alphas: dict[str, TensorPlace] = {}
+    for name, place in tensors.items():
+        for form, found in ((_DOWN, downs), (_UP, ups), (_ALPHA, alphas)):
+            match = form.fullmatch(name)
+            if match is not None:
+                module = match["module"]
+                if module in found:
+                    raise BadAdapter(f"holds the matrices of {_short(module)} twice")
+                found[module] = place
+                break
+        else:
+            raise BadAdapter(f"holds {_short(name)}, which is no part of a LoRA")
+    return downs, ups, alphas
+
+
+def _layer(name: str, down: TensorPlace, up: TensorPlace) -> Layer:
+    """The update's form, if the matrices fit one another."""
+    if len(down.shape) != len(up.shape) or len(down.shape) not in (2, 4):
+        raise BadAdapter(f"has matrices of other forms in {_short(name)}: {down.shape}, {up.shape}")
+    rank, inputs, *kernel = down.shape
+    outputs, inner, *sides = up.shape
+    if min(down.shape) < 1 or min(up.shape) < 1 or inner != rank or any(n != 1 for n in sides):
+        raise BadAdapter(
+            f"has matrices that do not fit in {_short(name)}: {list(down.shape)}, {list(up.shape)}"
+        )
+    return Layer(rank, inputs, outputs, tuple(kernel))
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 80 else f"{name[:77]}..."
