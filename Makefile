@@ -54,14 +54,14 @@ check: $(STAMP) ## lint, format, types, imports, whether all extras install from
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy engine/maskserve_core engine/maskserve_engine router/maskserve_router \
-		client/maskserve_client serving/maskserve_serving harness/maskserve_harness scripts/*.py
+		client/maskserve_client serving/maskserve_serving harness/maskserve_harness scripts/*.py scripts/bench
 	# Triton wants a model.py in a folder of that number: each is a module `model` of its own.
 	for model in model_repository/*/1/model.py; do $(VENV)/bin/mypy $$model || exit 1; done
 	PYTHONPATH=engine:router:client:serving:harness $(VENV)/bin/lint-imports
 	$(PY) scripts/check_install.py
 
 bench: $(STAMP) ## what Triton adds to an edit
-	$(PY) scripts/bench_overhead.py
+	$(PY) scripts/bench overhead
 
 serve: $(STAMP) ## serve MODEL with WORKERS workers until Ctrl-C
 	$(VENV)/bin/maskserve serve --model $(MODEL) --workers $(WORKERS)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_harness.bench import COMMANDS
 from maskserve_harness.benchmarks.bytes_table import table, unet_table
 from maskserve_harness.faults.bars import missed_bars
 from maskserve_harness.faults.table import client_table, worker_table
@@ -62,6 +63,12 @@ def test_files_that_documents_name_are_there(text: Path) -> None:
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("text", TEXTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_benchmarks_that_documents_name_are_there(text: Path) -> None:
+    named = re.findall(r"scripts/bench ([a-z_]+)", text.read_text(encoding="utf-8"))
+    assert [name for name in named if name not in COMMANDS] == []
+
+
 def test_every_setting_is_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     names = [field.name for field in fields(EditSettings)]
@@ -69,7 +76,7 @@ def test_every_setting_is_in_the_readme() -> None:
 
 
 def test_the_tables_of_reliability_are_those_that_were_measured() -> None:
-    """Printed by `scripts/measure_faults.py --show`."""
+    """Printed by `scripts/bench measure_faults --show`."""
     report = json.loads((ROOT / "docs" / "benchmarks" / "faults.json").read_text(encoding="utf-8"))
     text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     assert worker_table(report["worker_faults"]) in text
@@ -79,7 +86,7 @@ def test_the_tables_of_reliability_are_those_that_were_measured() -> None:
 
 
 def test_the_table_of_bytes_is_what_the_engine_takes() -> None:
-    """Printed by `scripts/bytes_table.py`."""
+    """Printed by `scripts/bench bytes_table`."""
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert table(1024, 28, (1, 2, 4, 7, 14, 28)) in text
     assert unet_table(28) in text
@@ -90,7 +97,9 @@ def test_the_configuration_reference_is_that_of_the_code() -> None:
     subprocess.run([sys.executable, "scripts/config_reference.py", "--check"], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "script", sorted(filter(Path.is_file, (ROOT / "scripts").iterdir())), ids=lambda p: p.name
+)
 def test_scripts_are_entry_points_of_a_screen(script: Path) -> None:
     assert len(script.read_text(encoding="utf-8").splitlines()) <= 50
     assert script.stat().st_mode & 0o111, "it is started by its name"

@@ -1,6 +1,6 @@
 """Whatever dies, stops or fails: clients are told, and the worker returns without a human.
 
-The faults and what is measured of them are those of scripts/measure_faults.py.
+The faults and what is measured of them are those of scripts/bench measure_faults.
 """
 
 from __future__ import annotations

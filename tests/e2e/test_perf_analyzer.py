@@ -1,4 +1,4 @@
-"""scripts/perf_analyzer.py with the real tool against a real Triton, a few requests each."""
+"""scripts/bench perf_analyzer with the real tool against a real Triton, a few requests each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from maskserve_harness.perf.tool import NAME, find_tool
 from maskserve_serving.worker import Worker
 from tests.support.calls import Grpc, eventually
 
-SCRIPT = CHECKOUT / "scripts" / "perf_analyzer.py"
+SCRIPT = [sys.executable, str(CHECKOUT / "scripts" / "bench"), "perf_analyzer"]
 LATENCIES = {"mean", "p50", "p90", "p95", "p99"}
 REQUESTS = 6
 RATE = 2.0
@@ -36,7 +36,7 @@ def command(worker: Worker, *arguments: str) -> list[str]:
     http = worker.http_url.removeprefix("http://")
     where = ["--url", worker.grpc_url, "--http-url", http]
     edits = ["--size", "64", "--steps", "2", "--entries", "4", "--templates", "2", "--cache", "off"]
-    return [sys.executable, str(SCRIPT), *where, *edits, "--warmup", "1", *arguments]
+    return [*SCRIPT, *where, *edits, "--warmup", "1", *arguments]
 
 
 def edits_of(grpc: Grpc) -> int:

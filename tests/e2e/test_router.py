@@ -640,13 +640,13 @@ def test_perf_analyzer(router: RouterSite, tmp_path: Path) -> None:
         find_tool(None, CHECKOUT / ".cache" / "perf_analyzer")
     except PerfError as error:
         pytest.skip(str(error))
-    script = str(CHECKOUT / "scripts" / "perf_analyzer.py")
+    script = [sys.executable, str(CHECKOUT / "scripts" / "bench"), "perf_analyzer"]
     where = ["--url", router.grpc_url, "--http-url", router.http_url]
     edits = ["--size", "64", "--steps", "2", "--entries", "4", "--templates", "2", "--cache", "off"]
     load = ["--warmup", "1", "--request-rate", "2", "--requests", "6", "--progress"]
     results = tmp_path / "perf.json"
     ran = subprocess.run(
-        [sys.executable, script, *where, *edits, *load, "--json", str(results), "--hardware", "x"],
+        [*script, *where, *edits, *load, "--json", str(results), "--hardware", "x"],
         capture_output=True,
         text=True,
         timeout=180,

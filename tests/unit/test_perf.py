@@ -311,6 +311,6 @@ def test_without_a_package_index_nothing_is_left(
 def test_the_help_has_examples() -> None:
     from subprocess import run
 
-    script = str(ROOT / "scripts" / "perf_analyzer.py")
-    shown = run([sys.executable, script, "--help"], capture_output=True, text=True, check=True)
-    assert "python scripts/perf_analyzer.py --json" in shown.stdout
+    script = [sys.executable, str(ROOT / "scripts" / "bench"), "perf_analyzer"]
+    shown = run([*script, "--help"], capture_output=True, text=True, check=True)
+    assert "python scripts/bench perf_analyzer --json" in shown.stdout

@@ -1,4 +1,4 @@
-"""What bench_pipeline makes of its figures; the figures themselves are the machine's."""
+"""What `bench pipeline` makes of its figures; the figures themselves are the machine's."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_whole_blocks_move_what_the_mask_leaves_out_too() -> None:
 def test_a_page_says_which_command_wrote_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["scripts/x.py", "--out", "a b"])
+    monkeypatch.setattr(sys, "argv", ["scripts/bench x", "--out", "a b"])
     page = tmp_path / "page.md"
     write_page(page, "Title", "Text.\n", [[{"a": 1.23456, "b": "c"}]], tmp_path / "p.png")
     text = page.read_text(encoding="utf-8")
-    assert "`python scripts/x.py --out 'a b'`" in text
+    assert "`python scripts/bench x --out 'a b'`" in text
     assert "| a | b |\n| --- | --- |\n| 1.235 | c |" in text
     assert "![Title](p.png)" in text

@@ -3,7 +3,7 @@
 Counted from the model's configuration (planning/entry_bytes.py), which a test holds to what
 the engine stores, for the anchors that the engine takes.
 
-    python scripts/bytes_table.py
+    python scripts/bench bytes_table
 """
 
 from __future__ import annotations

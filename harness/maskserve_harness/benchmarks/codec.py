@@ -1,6 +1,6 @@
 """Time what one edit costs before and after the model: decode, masks, paste, encode.
 
-    python scripts/bench_codec.py --json
+    python scripts/bench codec --json
 
 CPU time of this thread, so that other work on the machine weighs less on the figures.
 

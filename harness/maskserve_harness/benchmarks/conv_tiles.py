@@ -1,7 +1,7 @@
 """What a UNet would gain by convolving tiles round the mask alone, with cached features outside.
 
 Counted from the true models' configurations, without weights; masks are squares, as in
-`bench_step`. A tile is the mask's bounding box at each level, widened by a halo:
+`bench step`. A tile is the mask's bounding box at each level, widened by a halo:
 
 - so many positions (`[cache] conv_halo`): what has spread farther is cut off;
 - `exact`: as far as the mask's change has spread by then, so that what the picture's convolutions
@@ -9,7 +9,7 @@ Counted from the true models' configurations, without weights; masks are squares
 
 Limits are dense FLOPs over cached ones, blocks run as `kv`.
 
-    python scripts/conv_tiles.py
+    python scripts/bench conv_tiles
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ Whether tests/gpu pass; steps of FLUX.1-dev's size (random weights) beside what 
 take at the device's published peak; what a step holds in memory beside what the memory table
 counts; and how fast entries reach the device.
 
-    python scripts/gpu/first_run.py --json docs/benchmarks/gpu-first-run.json
+    python scripts/bench first_run --json docs/benchmarks/gpu-first-run.json
 
 A rehearsal on any machine, which says nothing of a GPU:
 
-    python scripts/gpu/first_run.py --device cpu --preset demo --json rehearsal.json
+    python scripts/bench first_run --device cpu --preset demo --json rehearsal.json
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps, held = time_steps(bench, args.repeat), weigh_steps(bench)
     over = [each for each in held if each["held"] > each["counted"]]
     report = {
-        "command": " ".join(["scripts/gpu/first_run.py", *(argv or sys.argv[1:])]),
+        "command": " ".join(["scripts/bench first_run", *(argv or sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "hardware": hardware(device),
         "torch": torch.__version__,

@@ -3,13 +3,13 @@
 The engine's own code runs on tensors that have a device but no memory;
 `--write` puts the counts where tests/unit/test_fake_cuda.py holds later changes to them.
 
-    python scripts/kernel_table.py --write
+    python scripts/bench kernel_table --write
 
 `--bytes` prints what a step reads and writes in the device's memory instead, by group of
 operations, and `least`: weights and entries read once, inputs and outputs of products and
 attention. The rest is what a kernel that fused more would save.
 
-    python scripts/kernel_table.py --bytes
+    python scripts/bench kernel_table --bytes
 """
 
 from __future__ import annotations

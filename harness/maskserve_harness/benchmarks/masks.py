@@ -1,6 +1,6 @@
 """Time the way from a decoded mask to edit mask, active tokens and paste weights.
 
-    python scripts/bench_masks.py --json
+    python scripts/bench masks --json
 
 Reports the median and the worst of several masks: a blob as people draw, a photograph-like
 scatter over the whole image, and all white.

@@ -14,7 +14,7 @@ Three measurements with the demo model, dense rows (`cache: off`), and one witho
 4. admission: what an edit of FLUX.1 Fill at 1024x1024 takes of the engine's thread before its first
    step, which the steps of others wait for (`admission`); `--admission` measures nothing else.
 
-    python scripts/bench_overhead.py --json overhead.json
+    python scripts/bench overhead --json overhead.json
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def main() -> int:
     args = parser.parse_args()
     if any(name not in os.environ for name in TUNING):
         # Both sides of the comparison get what a worker has; it is read at the start only.
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**TUNING, **os.environ})
+        os.execve(sys.executable, sys.orig_argv, {**TUNING, **os.environ})
     tables = {"model": {"path": str(args.model), "torch_threads": args.threads}}
     report: dict[str, Any] = {
         "command": " ".join(sys.argv),

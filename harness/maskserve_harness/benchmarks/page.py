@@ -25,11 +25,10 @@ def write_page(
         tables: one after the other; a row names its columns.
         picture: in the page's folder.
     """
-    script = Path(sys.argv[0]).name
     parts = [
         f"# {title}",
         text.strip(),
-        f"`python scripts/{script} {shlex.join(sys.argv[1:])}`, {machine()}, CPU only, "
+        f"`python {sys.argv[0]} {shlex.join(sys.argv[1:])}`, {machine()}, CPU only, "
         f"{date.today().isoformat()}.",
         *(_table(rows) for rows in tables),
     ]

@@ -5,8 +5,8 @@ loader's thread sleeps for the time that is left. Ways are timed in turn, round 
 least of each is reported, because whatever else the machine does makes a step longer, never
 shorter. Predictions are made from compute steps timed at other mask ratios.
 
-    python scripts/bench_pipeline.py --json pipeline.json --plot pipeline.png [--emulate-ms 1200]
-    python scripts/bench_pipeline.py --tiers /var/tmp --mask-ratios 0.1
+    python scripts/bench pipeline --json pipeline.json --plot pipeline.png [--emulate-ms 1200]
+    python scripts/bench pipeline --tiers /var/tmp --mask-ratios 0.1
 
 With `--tiers` nothing is emulated: the first edit of a template that lies on the device, the host,
 a disk or nowhere, and what the ways of moving its tokens move and take.

@@ -1,6 +1,6 @@
 """What planning gains over realistic costs: a table, and a plot over mask ratios.
 
-    python scripts/plan_table.py --markdown build/plan_table.md --plot docs/images/plan_gain.png
+    python scripts/bench plan_table --markdown build/plan_table.md --plot docs/images/plan_gain.png
 
 Costs are the cost model's estimate of an H100 (half of the 16-bit peak) and three links; steps
 are steady, one row, 2 GB of prefetch. Nothing here was measured on a GPU.

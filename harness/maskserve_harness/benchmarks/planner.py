@@ -1,6 +1,6 @@
 """How long planning takes: FLUX.1 at 1024x1024, 57 blocks, 8 rows.
 
-    python scripts/bench_planner.py --json build/bench_planner.json
+    python scripts/bench planner --json build/bench_planner.json
 
 Draws row sets with a fixed seed, plans each from its rows (sums, costs, plan), and then lets row
 sets drift, one row leaving and one joining per step, through a plan cache. Prints medians and

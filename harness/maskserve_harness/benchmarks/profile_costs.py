@@ -4,7 +4,7 @@ Steps of dense, project and kv rows over batches and mask ratios against their c
 over sizes against their bytes, from memory, from a tmpfs and from a disk. The least of several
 times counts: whatever else the machine does makes a step longer, never shorter.
 
-    python scripts/profile_costs.py --preset small --json costs.json --plot costs.png
+    python scripts/bench profile_costs --preset small --json costs.json --plot costs.png
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time of one routing decision, per policy, cluster size and state.
 
-    python scripts/bench_routing.py --json routing.json
+    python scripts/bench routing --json routing.json
 
 Every decision sees views that no decision has seen before, so nothing is remembered between them.
 The views themselves are made outside the timing: a router makes one when a status record arrives.

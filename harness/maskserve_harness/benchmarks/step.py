@@ -6,7 +6,7 @@ is the counted FLOPs of the dense step over those of the cached one (planning/fl
 `of_limit` the share of it that was reached. `rest_ms` is what of a cached step is not spent in
 blocks: loading and decoding entries, packing, filling keys, embedders, final layer, sampler.
 
-    python scripts/bench_step.py --preset flux-1024 --blocks 1+1 --json step.json
+    python scripts/bench step --preset flux-1024 --blocks 1+1 --json step.json
 
 Steps are those of rows that go on: packed before they are timed, as a worker packs an edit's once.
 Every eighth step of a FLUX row computes the vectors of eight steps: `--steps 8` times eight in a

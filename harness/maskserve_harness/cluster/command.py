@@ -1,4 +1,4 @@
-"""`scripts/bench_router.py`: what a router costs, and what its choices are worth."""
+"""What a router adds to an edit, and how its policies balance workers in real time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> int:
         options.seed,
     )
     report: dict[str, Any] = {
-        "command": " ".join(["python", "scripts/bench_router.py", *sys.argv[1:]]),
+        "command": " ".join(["python", *sys.argv]),
         "hardware": machine(),
         "date": date.today().isoformat(),
     }

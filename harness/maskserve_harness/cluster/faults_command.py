@@ -1,4 +1,4 @@
-"""`scripts/measure_router_faults.py`: what becomes of edits when a cluster is harmed."""
+"""Do harm to two real workers behind a router and count what becomes of their edits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main() -> int:
         report = json.loads(options.show.read_text())
     else:
         report = {
-            "command": " ".join(["python", "scripts/measure_router_faults.py", *sys.argv[1:]]),
+            "command": " ".join(["python", *sys.argv]),
             "hardware": machine(),
             "date": date.today().isoformat(),
             "trials": [],

@@ -1,4 +1,4 @@
-"""`scripts/picture_cluster.py`: a cluster at work, as Prometheus and `maskserve status` show it.
+"""A cluster at work, drawn from what Prometheus has scraped of it.
 
 Two workers behind a router, as `maskserve serve --workers 2 --router` runs them. Clients come in
 three waves; in the middle of the second one a worker is killed, which the supervisor restarts.

@@ -1,7 +1,7 @@
 """Do harm to a real worker and measure what its clients see and how soon it is back.
 
-    python scripts/measure_faults.py --json docs/benchmarks/faults.json
-    python scripts/measure_faults.py --show docs/benchmarks/faults.json
+    python scripts/bench measure_faults --json docs/benchmarks/faults.json
+    python scripts/bench measure_faults --show docs/benchmarks/faults.json
 
 Starts a worker, then for each fault: five long edits (three gRPC, one HTTP, one stream), the
 fault, the clients' answers, the restart, the next edit that is done. At last the supervisor itself
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             report = measure(args)
         # A future's own is another than the builtin before Python 3.11.
         except (ServeError, TimeoutError, futures.TimeoutError) as error:
-            print(f"measure_faults.py: {error}", file=sys.stderr)
+            print(f"measure_faults: {error}", file=sys.stderr)
             return 1
     print(worker_table(report["worker_faults"]), client_table(report["client_faults"]), sep="\n\n")
     if args.json:
@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             harm.append(try_supervisor_kill(str(args.model), logs, args.side, args.steps).to_json())
             print(harm[-1], flush=True)
     return {
-        "command": " ".join(["scripts/measure_faults.py", *sys.argv[1:]]),
+        "command": " ".join(sys.argv),
         "date": time.strftime("%Y-%m-%d"),
         "hardware": machine(),
         "model": args.model.name,

@@ -1,8 +1,8 @@
 """Load a worker with perf_analyzer, Triton's own load generator: real pictures, Poisson arrivals.
 
-    python scripts/perf_analyzer.py --json perf.json
-    python scripts/perf_analyzer.py --front edit --protocol http --request-rate 0.5,1
-    python scripts/perf_analyzer.py --url localhost:9001 --concurrency 1,4,8 --size 256
+    python scripts/bench perf_analyzer --json perf.json
+    python scripts/bench perf_analyzer --front edit --protocol http --request-rate 0.5,1
+    python scripts/bench perf_analyzer --url localhost:9001 --concurrency 1,4,8 --size 256
 
 Measures `edit` over HTTP and gRPC and `edit_stream` over gRPC streaming, against a worker of its
 own or a running one, and prints a table. perf_analyzer is installed in .cache on first use.
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(options)
     except (PerfError, ServeError, OSError) as error:
-        print(f"perf_analyzer.py: {error}", file=sys.stderr)
+        print(f"perf_analyzer: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("perf_analyzer.py: interrupted; what it started is stopped", file=sys.stderr)
+        print("perf_analyzer: interrupted; what it started is stopped", file=sys.stderr)
         return 130
 
 
@@ -200,7 +200,7 @@ def describe(
     """What the results say of all runs together."""
     ratios = [edit.mask_ratio for edit in edits]
     return {
-        "command": " ".join(["scripts/perf_analyzer.py", *sys.argv[1:]]),
+        "command": " ".join(sys.argv),
         "date": time.strftime("%Y-%m-%d"),
         "hardware": options.hardware,
         "tool": tool.version,

@@ -5,14 +5,14 @@ FluxFillPipeline, by our dense rows, by cached rows, by the masked tokens alone 
 a crop, and by diffusers' FirstBlockCache at an equal saving. Writes JSON, a table, the error over
 the distance from the mask's rim, and a sheet of each class's worst edit.
 
-    python scripts/eval_quality.py --n 16 --json quality.json --sheet worst.png --rim rim.png
+    python scripts/bench eval_quality --n 16 --json quality.json --sheet worst.png --rim rim.png
 
 With --frontier kinds, formats, strides and rings of cached rows are compared, against our dense
 rows, and fidelity is plotted over bytes and FLOPs on FLUX.1-dev's grid. A model with Inpaint
 semantics (train_inpaint_model.py) is held against our dense rows, too; tests hold these to
 FluxInpaintPipeline.
 
-    python scripts/eval_quality.py --frontier --n 6 --steps 12 --json frontier.json --plots .
+    python scripts/bench eval_quality --frontier --n 6 --steps 12 --json frontier.json --plots .
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ diffusers' own pipeline. Guided edits read one set of entries, primed without a 
 passes; with `own prompts` each pass reads entries primed with its own prompt, which is what
 sharing costs at most. The naive rival reads the entries of another picture.
 
-    python scripts/eval_unet_quality.py --json docs/benchmarks/unet_quality.json
+    python scripts/bench eval_unet_quality --json docs/benchmarks/unet_quality.json
 """
 
 from __future__ import annotations

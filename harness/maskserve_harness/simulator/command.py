@@ -1,7 +1,7 @@
 """Simulate a cluster that serves masked edits, in virtual time.
 
-    python scripts/simulate_cluster.py --workers 8 --load 0.8 --mix public --json run.json
-    python scripts/simulate_cluster.py --bars --markdown bars.md --plot docs/images
+    python scripts/bench simulate_cluster --workers 8 --load 0.8 --mix public --json run.json
+    python scripts/bench simulate_cluster --bars --markdown bars.md --plot docs/images
 
 The production scheduler, planner, cost model and routing policies decide; only time, the network
 and the numbers of the device are made up. Equal arguments give equal output.

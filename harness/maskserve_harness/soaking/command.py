@@ -6,7 +6,7 @@ edits withdrawn in every way, bad input, operations. Every answer is checked. Me
 file handles, threads, rows, templates and pins are sampled; after the warm-up none may grow (memory
 by 2 % at most), and at the end nothing may be left in flight, running or pinned.
 
-    python scripts/soak.py --minutes 60 --out soak-output --json soak.json
+    python scripts/bench soak --minutes 60 --out soak-output --json soak.json
 
 Writes samples.jsonl, summary.json, soak.png, config.toml and the worker's log into the folder. The
 exit code is 0 if every bar holds, 1 if one is missed, 2 if the worker does not start. Ctrl-C ends

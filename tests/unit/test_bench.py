@@ -1,0 +1,43 @@
+"""`scripts/bench`: one entry to everything that measures."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from maskserve_harness.bench import COMMANDS
+from maskserve_harness.checkout import CHECKOUT
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    script = str(CHECKOUT / "scripts" / "bench")
+    return subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_list_has_a_line_for_each() -> None:
+    listed = bench("--list").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == list(COMMANDS)
+    assert all(len(line.split()) > 4 for line in listed), "each says what it measures"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_has_a_main(name: str) -> None:
+    assert callable(importlib.import_module(f"maskserve_harness.{COMMANDS[name]}").main)
+
+
+def test_a_command_has_its_own_flags() -> None:
+    told = bench("status", "--help")
+    assert told.returncode == 0
+    assert told.stdout.startswith("usage: bench status")
+
+
+def test_an_unknown_name_is_refused_by_name() -> None:
+    refused = bench("stepp")
+    assert refused.returncode == 2
+    assert "there is no 'stepp'" in refused.stderr
+    assert bench().returncode == 2
