@@ -228,7 +228,7 @@ def test_adapters_of_another_model_are_refused(name: str) -> None:
 def test_parts_that_the_model_has_not_are_refused() -> None:
     unet = BaseLayers.of_folder(DEMO_UNET)
     assert unet is not None
-    with pytest.raises(BadAdapter, match="has not"):
+    with pytest.raises(BadAdapter, match="text_encoder_2, which is not served"):
         unet.check(header_of(saved(lora(prefix="text_encoder_2."))))
     with pytest.raises(BadAdapter, match="has no layer"):
         unet.check(header_of(saved(lora())))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,13 +30,13 @@ PARTS = ("denoiser", "text_encoder", "text_encoder_2")
 _ITEM_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 _DOWN = re.compile(
     r"(?P<module>.+?)(\.lora_A(\.default)?|\.lora\.down|\.lora_down|\.lora_linear_layer\.down"
-    r"|_lora\d?\.down)\.weight"
+    r"|_lora\.down|(?<=_lora[12])\.down)\.weight"
 )
 _UP = re.compile(
     r"(?P<module>.+?)(\.lora_B(\.default)?|\.lora\.up|\.lora_up|\.lora_linear_layer\.up"
-    r"|_lora\d?\.up)\.weight"
+    r"|_lora\.up|(?<=_lora[12])\.up)\.weight"
 )
-_ALPHA = re.compile(r"(?P<module>.+?)\.(alpha|lora_alpha)")
+_ROLES = {"down": _DOWN, "up": _UP, "alpha": re.compile(r"(?P<module>.+?)\.(alpha|lora_alpha)")}
 # Other kinds of adapters, by what their tensors' names hold.
 _OTHER_KINDS = {
     "DoRA": re.compile(r"dora_scale|lora_magnitude_vector"),
@@ -90,6 +90,7 @@ class LoraHeader:
 
     layers: Mapping[tuple[str, str], Layer]
     """By part (of PARTS) and the layer's name there, as the file spells it without its prefix."""
+    names: Mapping[tuple[str, str], Names]
     tensors: Mapping[str, TensorPlace]
     nbytes: int
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -104,6 +105,14 @@ class LoraHeader:
         """The parts of the model that it changes."""
         changed = {part for part, _ in self.layers}
         return tuple(part for part in PARTS if part in changed)
+
+
+class Names(NamedTuple):
+    """Tensors of one layer's update; the alpha may be missing."""
+
+    down: str = ""
+    up: str = ""
+    alpha: str = ""
 
 
 class Layer(NamedTuple):
@@ -187,23 +196,51 @@ def read_header(
         raise BadAdapter(f"is {nbytes} bytes long; at most {max_bytes} are served")
     tensors, metadata = read_tensors(read, nbytes)
     _refuse_other_kinds(tensors, metadata)
-    downs, ups, alphas = _by_module(tensors)
-    if not downs and not ups:
-        raise BadAdapter("holds no LoRA: no tensor is named like lora_A or lora_down")
-    for name in downs.keys() ^ ups.keys():
-        missing = "up" if name in downs else "down"
-        raise BadAdapter(f"is not whole: {_short(name)} has no {missing} matrix")
-    for name in alphas.keys() - downs.keys():
-        raise BadAdapter(f"holds an alpha for {_short(name)}, and no matrices")
+    named = by_module(tensors)
     layers = {}
-    for name, down in downs.items():
-        layer = _layer(name, down, ups[name])
+    for (part, module), names in named.items():
+        layer = _layer(module, tensors[names.down].shape, tensors[names.up].shape)
         if layer.rank > max_rank:
-            raise BadAdapter(f"has rank {layer.rank} in {_short(name)}; at most {max_rank} served")
-        if name in alphas and math.prod(alphas[name].shape) != 1:
-            raise BadAdapter(f"holds an alpha for {_short(name)} that is no single number")
-        layers[split_part(name)] = layer
-    return LoraHeader(layers, tensors, nbytes, metadata)
+            raise BadAdapter(
+                f"has rank {layer.rank} in {_short(module)}; at most {max_rank} served"
+            )
+        if names.alpha and math.prod(tensors[names.alpha].shape) != 1:
+            raise BadAdapter(f"holds an alpha for {_short(module)} that is no single number")
+        layers[part, module] = layer
+    return LoraHeader(layers, named, tensors, nbytes, metadata)
+
+
+def by_module(tensors: Iterable[str]) -> dict[tuple[str, str], Names]:
+    """The tensors of each module that a LoRA file changes, by part and the module's name there.
+
+    Raises:
+        BadAdapter: a tensor is no part of a LoRA, or one is missing.
+    """
+    found: dict[str, Names] = {}
+    for name in tensors:
+        for role, form in _ROLES.items():
+            match = form.fullmatch(name)
+            if match is not None:
+                module = match["module"]
+                before = found.get(module, Names())
+                if getattr(before, role):
+                    raise BadAdapter(f"holds the matrices of {_short(module)} twice")
+                found[module] = before._replace(**{role: name})
+                break
+        else:
+            raise BadAdapter(f"holds {_short(name)}, which is no part of a LoRA")
+    if not found:
+        raise BadAdapter("holds no LoRA: no tensor is named like lora_A or lora_down")
+    for module, names in found.items():
+        if names.alpha and not names.down and not names.up:
+            raise BadAdapter(f"holds an alpha for {_short(module)}, and no matrices")
+        if not names.down or not names.up:
+            missing = "up" if names.down else "down"
+            raise BadAdapter(f"is not whole: {_short(module)} has no {missing} matrix")
+    parts = {split_part(module): names for module, names in found.items()}
+    if len(parts) != len(found):
+        raise BadAdapter("holds the matrices of one layer twice, under two spellings")
+    return parts
 
 
 def split_part(module: str) -> tuple[str, str]:
@@ -246,33 +283,15 @@ def _refuse_other_kinds(tensors: Mapping[str, TensorPlace], metadata: Mapping[st
         raise BadAdapter("is of a kind that is not served: DoRA (its metadata says use_dora)")
 
 
-def _by_module(tensors: Mapping[str, TensorPlace]) -> tuple[dict[str, TensorPlace], ...]:
-    downs: dict[str, TensorPlace] = {}
-    ups: dict[str, TensorPlace] = {}
-    alphas: dict[str, TensorPlace] = {}
-    for name, place in tensors.items():
-        for form, found in ((_DOWN, downs), (_UP, ups), (_ALPHA, alphas)):
-            match = form.fullmatch(name)
-            if match is not None:
-                module = match["module"]
-                if module in found:
-                    raise BadAdapter(f"holds the matrices of {_short(module)} twice")
-                found[module] = place
-                break
-        else:
-            raise BadAdapter(f"holds {_short(name)}, which is no part of a LoRA")
-    return downs, ups, alphas
-
-
-def _layer(name: str, down: TensorPlace, up: TensorPlace) -> Layer:
+def _layer(name: str, down: tuple[int, ...], up: tuple[int, ...]) -> Layer:
     """The update's form, if the matrices fit one another."""
-    if len(down.shape) != len(up.shape) or len(down.shape) not in (2, 4):
-        raise BadAdapter(f"has matrices of other forms in {_short(name)}: {down.shape}, {up.shape}")
-    rank, inputs, *kernel = down.shape
-    outputs, inner, *sides = up.shape
-    if min(down.shape) < 1 or min(up.shape) < 1 or inner != rank or any(n != 1 for n in sides):
+    if len(down) != len(up) or len(down) not in (2, 4):
+        raise BadAdapter(f"has matrices of other forms in {_short(name)}: {down}, {up}")
+    rank, inputs, *kernel = down
+    outputs, inner, *sides = up
+    if min(down) < 1 or min(up) < 1 or inner != rank or any(side != 1 for side in sides):
         raise BadAdapter(
-            f"has matrices that do not fit in {_short(name)}: {list(down.shape)}, {list(up.shape)}"
+            f"has matrices that do not fit in {_short(name)}: {list(down)}, {list(up)}"
         )
     return Layer(rank, inputs, outputs, tuple(kernel))
 

@@ -1,0 +1,1 @@
+"""LoRAs on their way into the model: reading their files, and the text encoders' part."""
