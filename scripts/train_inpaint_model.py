@@ -3,7 +3,7 @@
 
 import sys
 
-from maskserve_harness.quality.inpaint_training import main
+from maskserve_harness.training.inpaint import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from maskserve_harness.demo_model.attention import MatmulAttention
-from maskserve_harness.demo_model.hints import Hints, _mean, front_of
-from maskserve_harness.demo_model.text import WIDTH
-from maskserve_harness.demo_model.transformer import Batch, build_transformer, loss_of
+from maskserve_harness.training.attention import MatmulAttention
+from maskserve_harness.training.hints import Hints, _mean, front_of
+from maskserve_harness.training.text import WIDTH
+from maskserve_harness.training.transformer import Batch, build_transformer, loss_of
 
 CHANNELS, FACTOR, TOKENS, TEXT = 2, 4, 6, 3
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from maskserve_harness.demo_model.looks import LOOKS, edits_with, followed
-from maskserve_harness.demo_model.lora_training import ADAPTERS, share_followed
 from maskserve_harness.demo_model.scenes import held_out_edits
+from maskserve_harness.training.lora import ADAPTERS, share_followed
 
 
 @pytest.mark.parametrize("look", LOOKS)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_harness.demo_model.data import ASKED_COLOURS, ASKED_SHAPES, Part
-from maskserve_harness.demo_model.sampler import Sampler
-from maskserve_harness.demo_model.text import MAX_SEQUENCE_LENGTH
+from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH
+from maskserve_harness.training.data import ASKED_COLOURS, ASKED_SHAPES, Part
+from maskserve_harness.training.sampler import Sampler
 
 SIDE, WIDTH, PIXELS = 16, 4, 8
 SCENES = 30

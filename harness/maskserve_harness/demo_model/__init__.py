@@ -1,1 +1,1 @@
-"""The demo model: procedurally drawn scenes, their judge, and the training of a tiny FLUX Fill."""
+"""The demo model's pictures: drawn scenes and edits, and the judge of what came out."""

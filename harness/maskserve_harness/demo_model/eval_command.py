@@ -19,6 +19,7 @@ from maskserve_harness.demo_model.evaluation import (
     Result,
     continuation,
     draw_sheet,
+    reconstruction_psnr,
     run_edits,
     save_sheet,
     score,
@@ -27,7 +28,6 @@ from maskserve_harness.demo_model.evaluation import (
 from maskserve_harness.demo_model.relations import RELATIONS
 from maskserve_harness.demo_model.scenes import Edit, Picture
 from maskserve_harness.demo_model.structures import STRUCTURES
-from maskserve_harness.demo_model.vae import reconstruction_psnr
 
 
 def parse() -> argparse.Namespace:

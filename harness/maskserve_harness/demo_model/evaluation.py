@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import FluxFillPipeline
+from diffusers import AutoencoderKL, FluxFillPipeline
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from maskserve_harness.demo_model.judge import Verdict, judge
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
+from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH
 from maskserve_harness.demo_model.scenes import Edit, Picture, fill
-from maskserve_harness.demo_model.text import MAX_SEQUENCE_LENGTH
 
 _TILE_GAP = 4
 _CAPTION = 12  # pixels under a tile
@@ -190,3 +190,16 @@ def _outlined(edit: Edit) -> Picture:
     dotted = (ys + xs) % 6 < 3
     picture[ys[dotted], xs[dotted]] = 0
     return picture
+
+
+@torch.no_grad()
+def reconstruction_psnr(vae: AutoencoderKL, pictures: list[Picture]) -> list[float]:
+    """PSNR in dB of each picture after encoding and decoding."""
+    result = []
+    for picture in pictures:
+        pixels = torch.from_numpy(picture).permute(2, 0, 1)[None]
+        x = pixels.float().div_(127.5).sub_(1).to(vae.dtype)
+        y = vae.decode(vae.encode(x).latent_dist.mode()).sample.clamp(-1, 1)
+        mse = torch.nn.functional.mse_loss(y.float(), x.float()).item()
+        result.append(10 * float(np.log10(4 / max(mse, 1e-10))))
+    return result

@@ -8,6 +8,9 @@ import numpy as np
 
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 
+MAX_SEQUENCE_LENGTH: Final = 16
+"""Tokens of T5 that the demo model reads of a prompt."""
+
 TEMPLATES: Final = (
     "a {c} {s}",
     "{c} {s}",

@@ -18,10 +18,7 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_harness.demo_model.attention import MatmulAttention
-from maskserve_harness.demo_model.data import encode
 from maskserve_harness.demo_model.evaluation import run_edits
-from maskserve_harness.demo_model.export import STEPS
 from maskserve_harness.demo_model.looks import (
     LOOKS,
     colours_of,
@@ -30,11 +27,13 @@ from maskserve_harness.demo_model.looks import (
     followed,
 )
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
-from maskserve_harness.demo_model.prompts import TEMPLATES
+from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH, TEMPLATES
 from maskserve_harness.demo_model.scenes import Mask, Picture, finish, make_scene, to_bytes
-from maskserve_harness.demo_model.text import MAX_SEQUENCE_LENGTH
-from maskserve_harness.demo_model.transformer import Batch, loss_of, pack, pack_mask
-from maskserve_harness.demo_model.vae import to_tensor
+from maskserve_harness.training.attention import MatmulAttention
+from maskserve_harness.training.data import encode
+from maskserve_harness.training.export import STEPS
+from maskserve_harness.training.transformer import Batch, loss_of, pack, pack_mask
+from maskserve_harness.training.vae import to_tensor
 
 ADAPTERS: Final = CHECKOUT / "assets" / "adapters"
 _SIZES: Final = ((128, 128), (128, 128), (96, 160), (160, 96))

@@ -219,18 +219,6 @@ def normalise(vae: AutoencoderKL, samples: int = 256) -> None:
     print("latent std per channel", [round(float(s), 2) for s in spread], flush=True)
 
 
-@torch.no_grad()
-def reconstruction_psnr(vae: AutoencoderKL, pictures: list[Picture]) -> list[float]:
-    """PSNR in dB of each picture after encoding and decoding."""
-    result = []
-    for picture in pictures:
-        x = to_tensor([picture]).to(vae.dtype)
-        y = vae.decode(vae.encode(x).latent_dist.mode()).sample.clamp(-1, 1)
-        mse = nn.functional.mse_loss(y.float(), x.float()).item()
-        result.append(10 * float(np.log10(4 / max(mse, 1e-10))))
-    return result
-
-
 def _crops(resolution: int, side: int, batch: int, seed: int) -> Iterator[torch.Tensor]:
     rng = np.random.default_rng(seed)
     while True:

@@ -17,13 +17,14 @@ from diffusers import AutoencoderKL, FluxTransformer2DModel
 from diffusers.utils import logging
 
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_harness.demo_model import data
-from maskserve_harness.demo_model.export import assemble, export
-from maskserve_harness.demo_model.sampler import Sampler, encode_prompts
-from maskserve_harness.demo_model.text import MAX_SEQUENCE_LENGTH, train_text
-from maskserve_harness.demo_model.training import Plan, merged_ema, train
-from maskserve_harness.demo_model.transformer import build_transformer
-from maskserve_harness.demo_model.vae import build_vae, train_decoder
+from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH
+from maskserve_harness.training import data
+from maskserve_harness.training.export import assemble, export
+from maskserve_harness.training.loop import Plan, merged_ema, train
+from maskserve_harness.training.sampler import Sampler, encode_prompts
+from maskserve_harness.training.text import train_text
+from maskserve_harness.training.transformer import build_transformer
+from maskserve_harness.training.vae import build_vae, train_decoder
 
 
 def parse() -> argparse.Namespace:

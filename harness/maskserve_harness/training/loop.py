@@ -14,12 +14,12 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import nn
 
-from maskserve_harness.demo_model.attention import MatmulAttention
-from maskserve_harness.demo_model.data import KINDS
-from maskserve_harness.demo_model.exchange import Exchange
-from maskserve_harness.demo_model.hints import Hints, front_of
-from maskserve_harness.demo_model.sampler import Sampler
-from maskserve_harness.demo_model.transformer import loss_of, optimisers
+from maskserve_harness.training.attention import MatmulAttention
+from maskserve_harness.training.data import KINDS
+from maskserve_harness.training.exchange import Exchange
+from maskserve_harness.training.hints import Hints, front_of
+from maskserve_harness.training.sampler import Sampler
+from maskserve_harness.training.transformer import loss_of, optimisers
 
 TOKENS_PER_BATCH: Final = 3072  # image and text tokens together
 _WINDOWS: Final[tuple[int | None, ...]] = (6, 8, 11, None)  # tokens a side; None = whole picture

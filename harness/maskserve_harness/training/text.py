@@ -23,10 +23,15 @@ from transformers import (
 )
 
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
-from maskserve_harness.demo_model.prompts import SAME, first_phrase, phrase, words
+from maskserve_harness.demo_model.prompts import (
+    MAX_SEQUENCE_LENGTH,
+    SAME,
+    first_phrase,
+    phrase,
+    words,
+)
 
 WIDTH: Final = 64
-MAX_SEQUENCE_LENGTH: Final = 16
 _CLIP_LENGTH: Final = 77
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 
