@@ -17,7 +17,7 @@ from maskserve_engine.cache.codec import GROUP, encode
 from maskserve_engine.cache.entries import PARTS, AnchorEntry
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.families.registry import load_adapter, load_encoder
 from tests.fakes.jobs import config_of, tolerance
 from tests.support.engines import accept, edit, job, make_engine
 from tests.support.sink import Sink
@@ -122,6 +122,61 @@ def test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor(
                 for part in PARTS:
                     for x, y in zip(ours.part(part), lone.part(part), strict=True):
                         assert torch.allclose(x.data, y.data, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_edit_of_the_ratio_runs_dense_and_one_below_it_cached(
+    tiny_fill: Path, encoder: Encoder, seed: int
+) -> None:
+    rng = np.random.default_rng()
+    asked = job(encoder, int(rng.integers(2**31)), "first", cache="require")
+    counts = load_adapter(config_of(tiny_fill)).tokens(asked)
+    ratio = counts.active / counts.total
+    for limit, outcome in ((ratio, "off"), (float(np.nextafter(ratio, 1.0)), "hit")):
+        engine = make_engine(tiny_fill, encoder, dense_above_ratio=limit)
+        try:
+            assert edit(engine, asked).meta["cache"] == "hit"  # who insists is cached in any case
+            settings = replace(asked.request.settings, cache="auto")
+            request = replace(asked.request, request_id="second", settings=settings)
+            final = edit(engine, replace(asked, request=request))
+            assert final.meta["cache"] == outcome
+            assert final.meta["kinds"].keys() == {"kv" if outcome == "hit" else "dense"}
+        finally:
+            engine.close(10.0)
+
+
+def test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else(
+    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = job(encoder, 72, "one")
+    cache, request = engine.cache, first.request
+    key = cache.key_of(first)
+
+    def asked(**changes: Any) -> str:
+        return cache.key_of(replace(first, request=replace(request, **changes)))
+
+    def of_settings(**changes: Any) -> str:
+        return asked(settings=replace(request.settings, **changes))
+
+    conditioning = dict(first.conditioning)
+    conditioning["prompt_embeds"] = conditioning["prompt_embeds"][:-1]
+    others = [
+        asked(pixels_id="1" * 32),
+        of_settings(guidance_scale=9.0),
+        cache.key_of(replace(first, conditioning=conditioning)),
+    ]
+    of_worker = {"model_revision": "other", "dtype": "other", "_kept": "other"}
+    for name, value in of_worker.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, name, value)
+            others.append(cache.key_of(first))
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "config", replace(cache.config, entry_format="int4"))
+        others.append(cache.key_of(first))
+    assert len({key, *others}) == 1 + len(others)
+    assert asked(seed=request.seed + 1, request_id="two", prompt="another") == key
+    assert of_settings(num_inference_steps=9, mask_ring=3) == key
+    assert cache.key_of(replace(first, edit_mask=first.edit_mask[::-1])) == key
 
 
 def test_int4_is_off_by_half_a_step_at_most_and_by_nothing_in_the_mean() -> None:

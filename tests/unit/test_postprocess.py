@@ -75,6 +75,14 @@ def test_a_mask_of_one_pixel_changes_one_pixel(at: tuple[int, int]) -> None:
     check_outside(answer, source, mask)
 
 
+@pytest.mark.parametrize("output_format", ["png", "webp"])
+def test_holes_in_a_mask_stay_as_they_were(output_format: str) -> None:
+    mask = (np.random.default_rng().random((45, 61)) < 0.3).astype(np.uint8) * np.uint8(255)
+    source = scene(45, 61)
+    answer = finish(prepare(encode(source), mask, output_format=output_format), (250, 3, 120))
+    check_outside(answer, source, mask)
+
+
 def test_an_all_white_mask_keeps_nothing() -> None:
     mask = np.full((45, 61), 255, np.uint8)
     answer = finish(prepare(encode(scene(45, 61)), mask), (250, 3, 120))

@@ -1,0 +1,289 @@
+"""Whether the tests would notice: one-line mutations of the product, each killed by a test.
+
+Each mutation is made in a copy of the tree, where its test must pass before and fail after.
+A mutation that its test survives means that the test asserts too little; one whose line is not in
+its file any more, or whose test cannot run, is an error of this table.
+
+    scripts/mutants                 all of them
+    scripts/mutants ring paste      those whose names hold one of these words
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from maskserve_harness.checkout import CHECKOUT
+
+Verdict = Literal["killed", "survived", "broken"]
+
+_COPIED = ("engine", "router", "client", "serving", "harness", "scripts", "tests")
+_PASSED, _FAILED = 0, 1
+"""Exit codes of pytest; others say that nothing was judged."""
+_PATIENCE_S = 120.0
+"""A mutation may make its test hang: so it was noticed."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A line of the product made wrong."""
+
+    name: str
+    file: str
+    line: str
+    """The source text, once in its file, within one line."""
+    wrong: str
+    test: str
+    """The node id of what must fail."""
+
+
+_CORE, _ENGINE, _UNIT = "engine/maskserve_core", "engine/maskserve_engine", "tests/unit"
+_WAY = f"{_UNIT}/test_entry_way.py"
+
+MUTATIONS = (
+    # Which entry a row reads.
+    Mutation(
+        "shared loads ignore the template",
+        f"{_ENGINE}/cache/shared_loads.py",
+        'name = (key, anchor, b"" if whole else selection.digest)',
+        'name = ("", anchor, b"" if whole else selection.digest)',
+        f"{_WAY}::test_two_templates_with_one_mask_at_once_give_the_pixels_of_lone_runs",
+    ),
+    Mutation(
+        "entries one anchor late",
+        f"{_ENGINE}/requests/templates.py",
+        "else nearest_anchor(anchors, sigma, timestep, reach)",
+        "else nearest_anchor(anchors[1:], sigma, timestep, reach)",
+        f"{_WAY}::test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor",
+    ),
+    Mutation(
+        "entries one step late",
+        f"{_ENGINE}/cache/reader.py",
+        "        anchor = self.anchors[step]",
+        "        anchor = self.anchors[max(0, step - 1)]",
+        f"{_WAY}::test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor",
+    ),
+    Mutation(
+        "an anchor of any distance is near enough",
+        f"{_CORE}/contracts/entry_key.py",
+        "if distance <= tolerance and (",
+        "if distance <= 1.0 and (",
+        f"{_UNIT}/test_cache.py::test_the_nearest_anchor_within_tolerance",
+    ),
+    # What an entry is named by and made of.
+    Mutation(
+        "the key does not say the model's revision",
+        f"{_ENGINE}/requests/templates.py",
+        "model_revision=self.model_revision,",
+        'model_revision="",',
+        f"{_WAY}::test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else",
+    ),
+    Mutation(
+        "the template's noise is the edit's own",
+        f"{_ENGINE}/requests/templates.py",
+        "return job.request.template_noise_seed",
+        "return job.request.seed",
+        f"{_WAY}::test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else",
+    ),
+    Mutation(
+        "all templates have one noise",
+        f"{_ENGINE}/families/posterior.py",
+        'return draw(shape, torch.Generator("cpu").manual_seed(seed), dtype)',
+        'return draw(shape, torch.Generator("cpu").manual_seed(0), dtype)',
+        f"{_UNIT}/test_outside_noise.py::test_a_flux_row_equals_the_pipeline_given_its_noise",
+    ),
+    Mutation(
+        "int4 floors",
+        f"{_ENGINE}/cache/codec.py",
+        "steps = (grouped / groups.float()[:, :, None]).round_()",
+        "steps = (grouped / groups.float()[:, :, None]).floor_()",
+        f"{_WAY}::test_int4_is_off_by_half_a_step_at_most_and_by_nothing_in_the_mean",
+    ),
+    Mutation(
+        "a file's checksum is not looked at",
+        f"{_ENGINE}/cache/entry_file.py",
+        "    digest = xxhash.xxh3_128()",
+        '    return metadata.get("digest", "")',
+        f"{_UNIT}/test_store.py::test_a_damaged_file_is_dropped_counted_and_never_read",
+    ),
+    # Which edits are cached.
+    Mutation(
+        "dense_above_ratio is ignored",
+        f"{_ENGINE}/requests/templates.py",
+        'return cache == "require" or mask_ratio < self.config.dense_above_ratio',
+        "return True",
+        f"{_WAY}::test_an_edit_of_the_ratio_runs_dense_and_one_below_it_cached",
+    ),
+    Mutation(
+        "dense_steps is ignored",
+        f"{_ENGINE}/requests/templates.py",
+        "if step < self.config.dense_steps",
+        "if step < 0",
+        f"{_UNIT}/test_cache.py::test_first_steps_run_dense_where_the_configuration_says_so",
+    ),
+    Mutation(
+        "one-shot images are primed",
+        f"{_ENGINE}/requests/templates.py",
+        "_WORTH_PRIMING = 2",
+        "_WORTH_PRIMING = 1",
+        f"{_UNIT}/test_cache.py::test_a_template_is_primed_on_second_sight_and_hit_on_the_third",
+    ),
+    Mutation(
+        "the limit of drift is ignored",
+        f"{_ENGINE}/requests/audits.py",
+        "return held.largest if held is not None and held.largest > self._limit else None",
+        "return None",
+        f"{_UNIT}/test_audits.py::test_a_template_over_the_limit_runs_dense_and_says_so",
+    ),
+    # What a row computes.
+    Mutation(
+        "the ring is ignored",
+        f"{_CORE}/imaging/tokens.py",
+        "grid = grow(grid, ring, ring, axis)",
+        "grid = grow(grid, 0, 0, axis)",
+        f"{_UNIT}/test_masks.py::test_a_ring_adds_every_token_so_near_a_masked_one",
+    ),
+    Mutation(
+        "no keys of a row's inactive tokens are loaded",
+        f"{_ENGINE}/batch/forward.py",
+        'scatter_kv(self._sources(index, "kv"), both, packing.slots)',
+        "[each.zero_() for each in both]",
+        f"{_UNIT}/test_flux_cached.py::test_on_the_priming_inputs_any_mix_of_kinds_equals_dense",
+    ),
+    Mutation(
+        "base models have their own noise everywhere",
+        f"{_ENGINE}/families/posterior.py",
+        "return torch.where(mask > 0, noise, template_noise(noise.shape, seed, noise.dtype))",
+        "return noise",
+        f"{_UNIT}/test_outside_noise.py"
+        "::test_rows_dense_and_cached_have_one_noise_outside_the_mask",
+    ),
+    Mutation(
+        "guidance leads the other way",
+        f"{_ENGINE}/families/unet/rows.py",
+        "answer = away + self.guidance.scale * (answer - away)",
+        "answer = away - self.guidance.scale * (answer - away)",
+        f"{_UNIT}/test_unet_dense.py::test_a_dense_row_equals_the_pipeline",
+    ),
+    # What comes back.
+    Mutation(
+        "paste weights are one short of whole",
+        f"{_CORE}/imaging/masks.py",
+        "np.multiply(part, np.uint8(255), out=weights[box])",
+        "np.multiply(part, np.uint8(254), out=weights[box])",
+        f"{_UNIT}/test_masks.py::test_dilation_is_a_square_of_that_many_pixels",
+    ),
+    Mutation(
+        "the edit is pasted without its weights",
+        f"{_CORE}/imaging/postprocess.py",
+        "out.paste(edited, (left, top), mask=part)",
+        "out.paste(edited, (left, top))",
+        f"{_UNIT}/test_postprocess.py::test_holes_in_a_mask_stay_as_they_were",
+    ),
+    Mutation(
+        "tokens outside come back as they were left",
+        f"{_ENGINE}/families/flux/rows.py",
+        "tokens[self.inactive.index] = self.inactive.template.clean.to(computed.dtype)",
+        "tokens[self.inactive.index] = 0.0",
+        f"{_UNIT}/test_flux_cached.py::test_inactive_tokens_come_back_as_the_template",
+    ),
+)
+
+
+class Copy:
+    """A copy of the tree, in which a file can be made wrong for a while."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        ignored = shutil.ignore_patterns("__pycache__", ".*")
+        for name in _COPIED:
+            shutil.copytree(CHECKOUT / name, folder / name, ignore=ignored)
+        shutil.copy(CHECKOUT / "pyproject.toml", folder)
+        (folder / "assets").symlink_to(CHECKOUT / "assets")
+
+    @contextmanager
+    def with_mutation(self, mutation: Mutation) -> Iterator[None]:
+        """Raises ValueError: the line is not there, or more than once."""
+        path = self.folder / mutation.file
+        right = path.read_text(encoding="utf-8")
+        if right.count(mutation.line) != 1 or "\n" in mutation.line:
+            raise ValueError(f"{mutation.file} does not hold once: {mutation.line}")
+        path.write_text(right.replace(mutation.line, mutation.wrong), encoding="utf-8")
+        try:
+            yield
+        finally:
+            path.write_text(right, encoding="utf-8")
+
+    def test(self, *tests: str) -> tuple[int, str]:
+        """Exit code of pytest and what it printed; a test that takes too long has failed."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        # Bytecode is told apart by a file's size and second: a mutation might change neither.
+        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        try:
+            run = subprocess.run(
+                command, cwd=self.folder, env=environment, capture_output=True, text=True,
+                timeout=_PATIENCE_S * len(tests), check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return _FAILED, "took too long"
+        return run.returncode, run.stdout[-2000:] + run.stderr[-2000:]
+
+
+def judge(copy: Copy, mutation: Mutation) -> tuple[Verdict, str]:
+    """What became of a mutation, and what is to be said of it."""
+    try:
+        with copy.with_mutation(mutation):
+            code, said = copy.test(mutation.test)
+    except ValueError as error:
+        return "broken", str(error)
+    if code == _FAILED:
+        return "killed", mutation.test
+    if code == _PASSED:
+        return "survived", mutation.test
+    return "broken", f"{mutation.test} was not run:\n{said}"
+
+
+def run(mutations: Sequence[Mutation]) -> dict[str, Verdict]:
+    """Judges each in turn, and prints what became of it.
+
+    Raises:
+        RuntimeError: a test fails without any mutation, so that its failing would say nothing.
+    """
+    found: dict[str, Verdict] = {}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Copy(Path(folder))
+        code, said = copy.test(*dict.fromkeys(mutation.test for mutation in mutations))
+        if code != _PASSED:
+            raise RuntimeError(f"the tests do not pass as they are:\n{said}")
+        for mutation in mutations:
+            begin = time.perf_counter()
+            found[mutation.name], about = judge(copy, mutation)
+            seconds = time.perf_counter() - begin
+            print(
+                f"{found[mutation.name]:8} {seconds:5.1f} s  {mutation.name}: {about}", flush=True
+            )
+    return found
+
+
+def main() -> int:
+    """Exit code 0: every mutation was killed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("words", nargs="*", help="only mutations whose names hold one of these")
+    words = parser.parse_args().words
+    chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
+    if not chosen:
+        parser.error(f"no mutation's name holds any of: {', '.join(words)}")
+    found = run(chosen)
+    killed = sum(verdict == "killed" for verdict in found.values())
+    print(f"{killed} of {len(found)} killed")
+    return 0 if killed == len(found) else 1
