@@ -14,20 +14,9 @@ COMMANDS = {
     "gpu_estimate": "benchmarks.gpu_estimate",
     "first_run": "benchmarks.first_run",
     "overhead": "benchmarks.overhead",
-    "status": "benchmarks.status",
-    "codec": "benchmarks.codec",
-    "masks": "benchmarks.masks",
-    # Cached entries: their bytes, their way to the device, the plan.
     "bytes_table": "benchmarks.bytes_table",
-    "conv_tiles": "benchmarks.conv_tiles",
-    "pipeline": "benchmarks.pipeline",
-    "planner": "benchmarks.planner",
-    "plan_table": "benchmarks.plan_table",
-    "profile_costs": "benchmarks.profile_costs",
     # Many workers.
-    "router": "cluster.command",
-    "routing": "benchmarks.routing",
-    "picture_cluster": "cluster.picture",
+    "router": "cluster.added",
     "simulate_cluster": "simulator.command",
     # Load and harm.
     "perf_analyzer": "perf.command",

@@ -26,8 +26,8 @@ from maskserve_core.planning.two_stream import (
     period,
     run,
 )
-from maskserve_harness.benchmarks.algorithm_1 import algorithm_1
 from maskserve_harness.benchmarks.models import FLUX_DEV
+from tests.support.algorithm_1 import algorithm_1
 from tests.support.model_configs import TINY_SDXL
 from tests.support.planning import INF, costs_of, flux_costs, random_costs
 

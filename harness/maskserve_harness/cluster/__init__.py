@@ -1,1 +1,1 @@
-"""Measuring a router: workers whose steps take modelled time, load, and the comparison."""
+"""Measuring a router: workers whose steps take modelled time, and harm under load."""

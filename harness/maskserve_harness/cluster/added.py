@@ -1,5 +1,7 @@
 """What a router adds to an edit, and how many it passes on a second.
 
+    python scripts/bench router --json docs/benchmarks/router.json
+
 The worker answers at once, so nothing hides what the way costs. Calls go to the worker, through
 the router, and through a proxy that does nothing but pass bytes on by grpc.aio, in turn: whatever
 else the machine does, it does to all three. The proxy says what of the added time is gRPC's.
@@ -7,15 +9,21 @@ else the machine does, it does to all three. The proxy says what of the added ti
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import statistics
+import sys
 import time
 from contextlib import AsyncExitStack
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
-from maskserve_harness.cluster.fleet import proxy, router, workers
+from maskserve_harness.benchmarks.machine import machine
+from maskserve_harness.cluster.fleet import proxy, router, worker
 from maskserve_harness.cluster.requests import INFER, OPTIONS, edit_request, mask_of, picture
 
 SIZES = {"1 KB": 1000, "1.5 MB": 1_500_000}
@@ -29,14 +37,69 @@ _MASKS = 64
 """Different masks: about half of the calls have one that the router has not seen."""
 
 
+def main() -> int:
+    """Measure, tell, and hold the figures to the bars."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write all figures here")
+    add("--show", type=Path, metavar="FILE", help="print the table of a figures file; no run")
+    options = parser.parse_args()
+    if options.show:
+        print(table(json.loads(options.show.read_text())))
+        return 0
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "hardware": machine(),
+        "date": date.today().isoformat(),
+        **measure(),
+    }
+    missed = report["missed"] = bars(report)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(table(report), *(f"MISSED: {sentence}" for sentence in missed), sep="\n")
+    return 1 if missed else 0
+
+
+def bars(report: dict[str, Any]) -> list[str]:
+    """Sentences, one for each bar that the figures miss."""
+    missed = [
+        f"{size}: {figures['p50']:.1f} ms are added, above {BARS_MS[size]}"
+        for size, figures in report["added_ms"].items()
+        if figures["p50"] > BARS_MS[size]
+    ]
+    rate = report["requests_per_s"]["router"]
+    if rate < REQUESTS_PER_S:
+        missed.append(f"{rate:.0f} requests a second, below {REQUESTS_PER_S:.0f}")
+    return missed
+
+
+def table(report: dict[str, Any]) -> str:
+    """The figures as docs/benchmarks.md has them."""
+    lines = [
+        "| request and answer | direct | proxy | router | added by the router | bar |",
+        "|---|---|---|---|---|---|",
+    ]
+    for size, f in report["added_ms"].items():
+        lines.append(
+            f"| {size} (p50) | {f['direct_p50']:.2f} ms | {f['proxy_p50']:.2f} ms "
+            f"| {f['router_p50']:.2f} ms | **{f['p50']:.2f} ms** | {BARS_MS[size]:g} ms |"
+        )
+    rates = report["requests_per_s"]
+    lines.append(
+        f"| 1 KB, 16 at a time | {rates['direct']:.0f}/s | {rates['proxy']:.0f}/s "
+        f"| **{rates['router']:.0f}/s** | | {REQUESTS_PER_S:g}/s |"
+    )
+    return "\n".join(lines)
+
+
 def measure() -> dict[str, Any]:
     """Added milliseconds by size, and requests per second of the small ones."""
     added, rates = {}, {}
     for name, size in SIZES.items():
         with (
-            workers(1, None, answer_bytes=size) as (address,),
+            worker(answer_bytes=size) as address,
             proxy(address) as bare,
-            router([address]) as (url, _),
+            router(address) as url,
         ):
             requests = [
                 edit_request(picture(_SIDE, size), mask_of(100 + i, _SIDE), num_inference_steps=4)

@@ -1,4 +1,4 @@
-"""Processes of a router's benchmark: emulated workers, and the router in front of them."""
+"""Processes of the router's benchmark: an emulated worker, a router and a proxy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import grpc.aio
 
 from maskserve_harness.cluster.emulated import EmulatedWorker
 from maskserve_harness.cluster.requests import INFER, OPTIONS
-from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.config import router_config_of
 from maskserve_router.memory import keep_freed_memory
 from maskserve_router.router import Router
@@ -22,42 +21,28 @@ from maskserve_router.router import Router
 _START_S = 60.0
 
 
-def template_name(template: str) -> str:
-    """A template of the simulator's as the wire has names: hexadecimal digits."""
-    return f"{int(template[1:]):032x}"
-
-
 @contextmanager
-def workers(
-    count: int, hardware: Hardware | None, templates: int = 0, answer_bytes: int = 100
-) -> Iterator[list[str]]:
-    """Emulated workers in a process of their own; their addresses.
-
-    Args:
-        count: of them.
-        hardware: of each; None: edits are answered at once.
-        templates: whose entries each has in its host's memory.
-        answer_bytes: size of the picture that answers.
+def worker(answer_bytes: int) -> Iterator[str]:
+    """A worker in a process of its own that answers at once, with a picture of so many bytes; its
+    gRPC address.
     """
-    with _process(_serve_workers, count, hardware, templates, answer_bytes) as addresses:
-        yield addresses
+    with _process(_serve_worker, answer_bytes) as address:
+        yield address
 
 
 @contextmanager
-def router(addresses: list[str], policy: str = "mask_aware") -> Iterator[tuple[str, str]]:
-    """A router in a process of its own; its gRPC and HTTP addresses.
-
-    It sends edits on at once, as the simulator does, and refuses none.
+def router(address: str) -> Iterator[str]:
+    """A router in a process of its own in front of one worker, which refuses nothing; its gRPC
+    address.
     """
     tables = {
-        "workers": {"addresses": addresses},
+        "workers": {"addresses": [address]},
         "listen": {"http_port": 0, "grpc_port": 0, "admin_port": 0},
-        "routing": {"policy": policy},
         "admission": {"waiting_per_worker": 10**6, "max_edits": 10**6},
         "log": {"level": "WARNING"},
     }
-    with _process(_serve_router, tables) as urls:
-        yield urls
+    with _process(_serve_router, tables) as url:
+        yield url
 
 
 @contextmanager
@@ -81,15 +66,11 @@ def _process(serve: Callable[..., None], *arguments: Any) -> Iterator[Any]:
         process.join()
 
 
-def _serve_workers(
-    said: Queue[Any], count: int, hardware: Hardware | None, templates: int, answer_bytes: int
-) -> None:
+def _serve_worker(said: Queue[Any], answer_bytes: int) -> None:
     async def serve() -> None:
-        names = tuple(template_name(f"t{i}") for i in range(templates))
-        every = [EmulatedWorker(f"w{i:03}", hardware, names, answer_bytes) for i in range(count)]
-        for worker in every:
-            await worker.start()
-        said.put([worker.address for worker in every])
+        worker = EmulatedWorker("w000", None, answer_bytes=answer_bytes)
+        await worker.start()
+        said.put(worker.address)
         await asyncio.Event().wait()
 
     asyncio.run(serve())
@@ -99,7 +80,7 @@ def _serve_router(said: Queue[Any], tables: dict[str, Any]) -> None:
     async def serve() -> None:
         keep_freed_memory()  # as the command does
         async with Router(router_config_of(tables)) as router:
-            said.put((f"127.0.0.1:{router.grpc.port}", f"127.0.0.1:{router.http.port}"))
+            said.put(f"127.0.0.1:{router.grpc.port}")
             await asyncio.Event().wait()
 
     asyncio.run(serve())
