@@ -25,12 +25,11 @@ from maskserve_engine.layers.attention import spans
 from maskserve_engine.layers.linear import (
     JoinedLinear,
     Linear,
-    LowRank,
     ModuleLinear,
     PlainLinear,
-    Update,
     linear,
 )
+from maskserve_engine.layers.low_rank import LowRank, Part, Update, Updates
 from maskserve_harness.benchmarks.models import SD21
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
@@ -61,6 +60,10 @@ class Int8Linear(nn.Module):
 def adapter(inputs: int, outputs: int, scale: float) -> Adapter:
     rank = int(torch.randint(1, 5, ()))
     return torch.randn(rank, inputs) / inputs**0.5, torch.randn(outputs, rank) / rank**0.5, scale
+
+
+def updates_of(adapters: Sequence[Adapter]) -> Updates:
+    return tuple([(Update(a, (Part(b, 0, 0),)), scale) for a, b, scale in adapters])
 
 
 def merged(weight: Tensor, adapters: Sequence[Adapter]) -> Tensor:
@@ -128,8 +131,8 @@ def test_each_row_has_its_own_update(make: Callable[[nn.Linear], nn.Module]) -> 
         lengths = [int(n) for n in torch.randint(0, 6, (5,))]
         two = [adapter(8, 24, 0.7), adapter(8, 24, -1.3)]
         adapters = [two, two, [], [adapter(8, 24, 2.0)], two[:1]]
-        ours = [Update.sum_of(each) for each in adapters]
-        product = LowRank(linear(layer), (ours[0], *ours[:1], *ours[2:]))
+        ours = list(map(updates_of, adapters))
+        product = LowRank(linear(layer), (ours[0], ours[0], *ours[2:]))
         rows, x = spans(lengths), torch.randn(sum(lengths), 8)
         out, (first, last) = product(x, rows), columns()
         part = product.columns(first, last)(x, rows)
@@ -140,11 +143,6 @@ def test_each_row_has_its_own_update(make: Callable[[nn.Linear], nn.Module]) -> 
             torch.testing.assert_close(part[begin:end], out[begin:end, first:last])
         begin, end = rows[2]
         assert torch.equal(out[begin:end], linear(layer)(x)[begin:end])
-
-
-def test_updates_of_nothing_are_none() -> None:
-    assert Update.sum_of([]) is None
-    assert Update.sum_of([adapter(4, 4, 0.0), adapter(4, 4, 0.0)]) is None
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +184,7 @@ class RowAdapters:
                 [],
                 [adapter(*size, 0.2)],
             ]
-            updates = list(map(Update.sum_of, self.of[name]))
+            updates = list(map(updates_of, self.of[name]))
             return LowRank(own, tuple([updates[row] for row in rows]))
 
         return change
@@ -213,7 +211,8 @@ def test_rows_with_adapters_of_their_own_share_a_batch(bench: Bench, kind: str) 
         if adapters.of["proj_out"][row]:
             [without] = outputs(bench, bench.weights, [row], kind)
             assert (found - without).abs().max() > 0.01
-    assert len(adapters.of) == 3 + 10 * BLOCKS[0] + 3 * BLOCKS[1]
+    embedders = 2 * 2 + 2 * bool(bench.weights.time_text_embed.guidance_embedder)
+    assert len(adapters.of) == 4 + embedders + 10 * BLOCKS[0] + 3 * BLOCKS[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,6 +12,7 @@ import torch
 
 from maskserve_core.planning.two_stream import Plan
 from maskserve_engine.cache.handle import Handle
+from maskserve_engine.layers.low_rank import Adapters
 
 
 class Row(Protocol):
@@ -30,6 +31,8 @@ class ReadingRow(Row, Protocol):
 
     entry: Handle | None
     """None: the step computes all its tokens."""
+    adapters: Adapters
+    """That change what its steps compute; it may get others between two steps."""
 
 
 R = TypeVar("R", bound=ReadingRow)
@@ -46,6 +49,7 @@ class KeptBatch(ABC, Generic[R, M]):
     def __init__(self, rows: Sequence[R]) -> None:
         self.rows = tuple(rows)
         self._reads = tuple([row.entry is not None for row in rows])
+        self._adapters = tuple([row.adapters for row in rows])
 
     @classmethod
     def of(cls, rows: Sequence[R], last: Self | None) -> Self:
@@ -58,6 +62,7 @@ class KeptBatch(ABC, Generic[R, M]):
             len(rows) == len(self.rows)
             and all(map(is_, rows, self.rows))
             and self._reads == tuple([row.entry is not None for row in rows])
+            and self._adapters == tuple([row.adapters for row in rows])
         )
 
     @abstractmethod

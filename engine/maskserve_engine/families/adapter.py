@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +18,7 @@ from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
+from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet
 
 
 class EditRow(Row, Protocol):
@@ -144,6 +145,24 @@ class Adapter(Protocol):
             kinds: per block, what is kept for its inactive tokens: "h", "kv" or both. What the
                 model cannot do without (`end`) is kept besides.
             format: storage format.
+        """
+        ...
+
+    def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
+        """A LoRA on the model's device, from its factors by the diffusers model's layers.
+
+        Raises:
+            ValueError: it does not fit the model; in one sentence.
+        """
+        ...
+
+    def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
+        """Have a row's next steps computed with these adapters, and with no others.
+
+        Args:
+            row: between two steps.
+            job: that it was made of.
+            adapters: with their scales; none of these is 0.
         """
         ...
 

@@ -2,16 +2,15 @@
 
 Nothing else that computes a step of FLUX, or of the transformer blocks of a UNet, reads a layer's
 weights. A batch tells each product where its rows lie (in a UNet: its passes), so that a product
-may treat every row differently (`LowRank`). Another form of weights, or one device's share of
-them, is another class with the methods of `Linear`.
+may treat every row differently (`low_rank.LowRank`). Another form of weights, or one device's share
+of them, is another class with the methods of `Linear`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import groupby
-from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -100,64 +99,6 @@ class JoinedLinear:
                 chosen.append(part.columns(max(begin - first, 0), min(end, last) - first))
             first = last
         return JoinedLinear(tuple(chosen))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Update:
-    """What adapters add to a product: B(A x)."""
-
-    down: Tensor
-    """A, [rank, in]"""
-    up: Tensor
-    """B with its scale, [out, rank]"""
-
-    @classmethod
-    def sum_of(cls, adapters: Sequence[tuple[Tensor, Tensor, float]]) -> Self | None:
-        """Several adapters of a row as one: their ranks lie one beside the other.
-
-        Args:
-            adapters: A [rank, in], B [out, rank] and scale of each.
-
-        Returns:
-            None if nothing is added, as with scales of 0.
-        """
-        given = [(a, scale * b) for a, b, scale in adapters if scale]
-        if not given:
-            return None
-        return cls(torch.cat([a for a, _ in given]), torch.cat([b for _, b in given], dim=1))
-
-    def columns(self, begin: int, end: int) -> Update:
-        return Update(self.down, self.up[begin:end])
-
-
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """A product to which each packed row adds an update of its own; `base` is never written."""
-
-    base: Linear
-    updates: tuple[Update | None, ...]
-    """Of each row; None: it adds nothing, and its outputs are those of `base` bit for bit."""
-
-    @property
-    def out_features(self) -> int:
-        return self.base.out_features
-
-    def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
-        out = self.base(x, rows)
-        of_rows = zip(self.updates, rows, strict=True)
-        # Rows side by side with the same update share its products.
-        for update, spans in groupby(of_rows, key=lambda each: each[0]):
-            (begin, end), *others = [span for _, span in spans]
-            if others:
-                _, end = others[-1]
-            if update is not None and begin < end:
-                own = slice(begin, end)
-                out[..., own, :] += F.linear(F.linear(x[..., own, :], update.down), update.up)
-        return out
-
-    def columns(self, begin: int, end: int) -> LowRank:
-        own = [None if each is None else each.columns(begin, end) for each in self.updates]
-        return LowRank(self.base.columns(begin, end), tuple(own))
 
 
 def linear(*modules: Any) -> Linear:

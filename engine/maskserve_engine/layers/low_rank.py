@@ -1,18 +1,278 @@
-"""Low-rank updates that adapters (LoRA) add to a model's layers, each row its own."""
+"""Low-rank updates of single rows: LoRAs that share a batch, and a step, with other rows (Katz §3).
+
+    y = W x + Σ scale · B (A x)        on the tokens of the row that has the adapter
+
+Weights are never written, so any mix of adapters runs in one batch and nothing is to be undone.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maskserve_engine.layers.attention import Span
+from maskserve_engine.layers.linear import Linear
 
 
 class Factors(NamedTuple):
-    """What one adapter adds to one layer: up(down(x)), alpha / rank folded into `up`; the scale
-    that a user asks for is not in it.
-    """
+    """What an adapter's file holds for one layer of the model; alpha / rank is part of `up`."""
 
     down: Tensor
-    """[r, in]; of a convolution [r, in, kh, kw]"""
+    """A, [rank, in]; of a convolution [rank, in, kh, kw]"""
     up: Tensor
-    """[out, r]; of a convolution [out, r, 1, 1]"""
+    """B, [out, rank]; of a convolution [out, rank, 1, 1]"""
+
+
+class Part(NamedTuple):
+    """What is added to some of a product's outputs."""
+
+    up: Tensor
+    """B, [out, rank]"""
+    begin: int
+    """Of the outputs, the first one."""
+    rank_begin: int
+    """Of the rows of `Update.down`, the first one of its A."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """One adapter's part of a product; of joined layers each may have its own."""
+
+    down: Tensor
+    """[ranks, in] A of all parts, one below the other"""
+    parts: tuple[Part, ...]
+
+    def columns(self, begin: int, end: int) -> Update:
+        """For the product that computes outputs `begin` to `end` alone."""
+        chosen = []
+        for up, first, rank in self.parts:
+            low, high = max(begin, first), min(end, first + len(up))
+            if low < high:
+                chosen.append(Part(up[low - first : high - first], low - begin, rank))
+        return Update(self.down, tuple(chosen))
+
+    def add_to(self, out: Tensor, x: Tensor, scale: float) -> None:
+        """Add to `out` [..., n, out] what the adapter makes of `x` [..., n, in]."""
+        if not self.parts:
+            return
+        low = F.linear(x, self.down)
+        for up, begin, rank in self.parts:
+            own = low[..., rank : rank + up.shape[1]]
+            target = out[..., begin : begin + len(up)]
+            if target.dim() == 2:
+                target.addmm_(own, up.T, alpha=scale)
+            else:
+                target.add_(F.linear(own, up), alpha=scale)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConvUpdate:
+    """One adapter's part of a convolution."""
+
+    down: Tensor
+    """[rank, in, kh, kw]"""
+    up: Tensor
+    """[out, rank, 1, 1]"""
+
+
+ConvUpdates: TypeAlias = tuple[tuple[ConvUpdate, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankConv:
+    """A convolution to which each of some passes [p, C, h, w] adds updates of its own."""
+
+    base: nn.Conv2d
+    updates: tuple[ConvUpdates, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x)
+        return self._added(out, x, self.base.padding)
+
+    def valid(self, x: Tensor) -> Tensor:
+        """Where all that is read beyond the result is in `x`."""
+        own = self.base
+        return self._added(F.conv2d(x, own.weight, own.bias, own.stride), x, 0)
+
+    def _added(self, out: Tensor, x: Tensor, padding: Any) -> Tensor:
+        for number, updates in enumerate(self.updates):
+            one = slice(number, number + 1)
+            for update, scale in updates:
+                low = F.conv2d(x[one], update.down, None, self.base.stride, padding)
+                out[one].add_(F.conv2d(low, update.up), alpha=scale)
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRankSet:
+    """An adapter on the model's device: its updates by their places in a family's weights."""
+
+    updates: Mapping[str, Update]
+    convolutions: Mapping[str, ConvUpdate]
+    nbytes: int
+
+
+Adapters: TypeAlias = tuple[tuple[LowRankSet, float], ...]
+"""Of a row, each with its scale; none is 0."""
+
+Updates: TypeAlias = tuple[tuple[Update, float], ...]
+"""What a row adds to one product."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A product to which each packed row adds updates of its own; `base` is never written."""
+
+    base: Linear
+    updates: tuple[Updates, ...]
+    """Of each row; a row without any has the outputs of `base` bit for bit."""
+
+    @property
+    def out_features(self) -> int:
+        return self.base.out_features
+
+    def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
+        out = self.base(x, rows)
+        of_rows = zip(self.updates, rows, strict=True)
+        # Rows side by side with the same adapters share their products.
+        for updates, same in groupby(of_rows, key=lambda each: each[0]):
+            spans = [span for _, span in same]
+            begin, end = spans[0][0], spans[-1][1]
+            if begin < end:
+                for update, scale in updates:
+                    update.add_to(out[..., begin:end, :], x[..., begin:end, :], scale)
+        return out
+
+    def columns(self, begin: int, end: int) -> LowRank:
+        own = [tuple([(u.columns(begin, end), s) for u, s in each]) for each in self.updates]
+        return LowRank(self.base.columns(begin, end), tuple(own))
+
+    def take(self, rows: Sequence[int]) -> LowRank:
+        """For some of the packed rows."""
+        return LowRank(self.base, tuple([self.updates[row] for row in rows]))
+
+
+def low_rank(place: str, base: Linear, rows: Sequence[Adapters]) -> Linear:
+    """The product at a place of a family's weights, with what each packed row's adapters add."""
+    updates = updates_at(place, rows)
+    return LowRank(base, updates) if any(updates) else base
+
+
+def low_rank_conv(place: str, base: nn.Conv2d, passes: Sequence[Adapters]) -> LowRankConv | None:
+    """A convolution with what each pass's adapters add; None where they add nothing."""
+    updates = tuple(
+        [
+            tuple([(own.convolutions[place], s) for own, s in each if place in own.convolutions])
+            for each in passes
+        ]
+    )
+    return LowRankConv(base, updates) if any(updates) else None
+
+
+def updates_at(place: str, rows: Sequence[Adapters]) -> tuple[Updates, ...]:
+    """What each row adds at a place."""
+    return tuple(
+        [
+            tuple([(own.updates[place], scale) for own, scale in row if place in own.updates])
+            for row in rows
+        ]
+    )
+
+
+class Place(NamedTuple):
+    """Where a layer of the model lies in a family's weights."""
+
+    name: str
+    """Of the product, as `map_linears` has it, or of the layer itself."""
+    begin: int
+    """Of the product's outputs, the layer's first one."""
+    shape: tuple[int, ...]
+    """Of the layer's weight: [out, in], or [out, in, kh, kw]."""
+    convolves: bool = False
+    """Whether it is run over a feature map, and not over tokens."""
+
+
+def low_rank_set(
+    factors: Mapping[str, Factors],
+    places: Mapping[str, Place],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> LowRankSet:
+    """Put an adapter where a family's weights want it.
+
+    Args:
+        factors: by the layer's name in the diffusers model.
+        places: of all layers that an adapter may change.
+        device: to bring them to.
+        dtype: of the model.
+
+    Raises:
+        ValueError: a layer that is not there, or of another shape; in one sentence.
+    """
+    joined: dict[str, list[tuple[int, Factors]]] = {}
+    convolutions: dict[str, ConvUpdate] = {}
+    for name, given in factors.items():
+        place = places.get(name)
+        if place is None:
+            raise ValueError(f"changes {name[:80]!r}, which is no layer that an adapter may change")
+        _check_shape(name, given, place.shape)
+        down, up = (each.to(device, dtype) for each in given)
+        if place.convolves:
+            maps = (*down.shape, 1, 1)[:4], (*up.shape, 1, 1)[:4]
+            convolutions[place.name] = ConvUpdate(down.view(maps[0]), up.view(maps[1]))
+        else:  # of tokens, a 1x1 convolution too
+            flat = Factors(down.flatten(1), up.flatten(1))
+            joined.setdefault(place.name, []).append((place.begin, flat))
+    updates = {name: _joined(parts) for name, parts in joined.items()}
+    tensors = [u.down for u in updates.values()] + [
+        part.up for update in updates.values() for part in update.parts
+    ]
+    tensors += [each for conv in convolutions.values() for each in (conv.down, conv.up)]
+    return LowRankSet(updates, convolutions, sum(t.nbytes for t in tensors))
+
+
+def _check_shape(name: str, given: Factors, shape: tuple[int, ...]) -> None:
+    out, *inner = shape
+    rank = given.down.shape[0]
+    kernel = (1, 1) if len(inner) > 1 else ()
+    wanted = (rank, *inner), (out, rank, *kernel)
+    if (tuple(given.down.shape), tuple(given.up.shape)) == wanted:
+        return
+    flat = tuple(given.down.flatten(1).shape), tuple(given.up.flatten(1).shape)
+    if all(size == 1 for size in inner[1:]) and flat == ((rank, inner[0]), (out, rank)):
+        return  # either form of a 1x1 convolution
+    shown = " and ".join("x".join(map(str, each.shape)) for each in given)
+    raise ValueError(
+        f"has factors of {shown} for {name[:80]!r}, whose weight is {'x'.join(map(str, shape))}"
+    )
+
+
+def _joined(parts: Sequence[tuple[int, Factors]]) -> Update:
+    downs, found, rank = [], [], 0
+    for begin, (down, up) in parts:
+        downs.append(down)
+        found.append(Part(up, begin, rank))
+        rank += len(down)
+    return Update(downs[0] if len(downs) == 1 else torch.cat(downs), tuple(found))
+
+
+def is_layer(module: object) -> bool:
+    """Whether an adapter may change it: it has a weight of two or four dimensions."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() in (2, 4)
+
+
+def layer_shape(module: object) -> tuple[int, ...]:
+    """Of a layer's weight, also of one that a library has quantised."""
+    out, inner = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    if isinstance(out, int) and isinstance(inner, int):
+        return (out, inner)
+    weight = module.weight  # type: ignore[attr-defined]
+    assert isinstance(weight, Tensor)
+    return tuple(weight.shape)

@@ -153,6 +153,7 @@ class Bench:
             anchors=(self.entry.anchor,),
             sigmas=torch.tensor([self.entry.anchor.sigma], device=self.device),
             text=row.text,
+            embeds=row.text,
             pooled=row.pooled,
             guidance=row.guidance,
             cis=row.cis,

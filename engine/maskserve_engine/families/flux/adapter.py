@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -26,10 +26,19 @@ from maskserve_engine.families.flux.conditioning import Inputs, Prompt, Template
 from maskserve_engine.families.flux.preparation import Preparation, grid_of
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import check_sampler, load_sampler, make_schedule
-from maskserve_engine.families.flux.weights import Weights
+from maskserve_engine.families.flux.weights import Weights, places_of
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
+from maskserve_engine.layers.low_rank import (
+    Adapters,
+    Factors,
+    LowRankSet,
+    low_rank,
+    low_rank_set,
+)
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import held_bytes, load_part
+
+_CONTEXT = "context_embedder"
 
 
 class FluxAdapter(Stepping[Row, Weights]):
@@ -79,6 +88,7 @@ class FluxAdapter(Stepping[Row, Weights]):
             dtype=self.dtype,
             outside_noise=outside_noise,
         )
+        self._places = places_of(model)
         self._cis = lru_cache(maxsize=64)(self._make_cis)
         self.work = lru_cache(maxsize=64)(self._make_work)
         self.anchors = lru_cache(maxsize=64)(self._make_anchors)
@@ -190,13 +200,14 @@ class FluxAdapter(Stepping[Row, Weights]):
             own = self._preparation.template(job, noise_seed)
             there = (own, self._preparation.prompt(prompt), sigmas)
             template, inputs, sigmas = moved(there, self.device)
-            text = self.model.context_embedder(inputs.embeds)
+            text = self._text(inputs.embeds)
             return PrimingRow(
                 request_id=job.request.request_id,
                 template=self._filled(template),
                 anchors=tuple(anchors),
                 sigmas=sigmas,
                 text=text,
+                embeds=inputs.embeds,
                 pooled=inputs.pooled,
                 guidance=self._guidance(job),
                 cis=self._cis(*grid_of(job), len(text)),
@@ -204,9 +215,33 @@ class FluxAdapter(Stepping[Row, Weights]):
                 format=format,
             )
 
+    def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
+        with torch.inference_mode():
+            return low_rank_set(factors, self._places, self.device, self.dtype)
+
+    def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
+        both, row.adapters = (*row.adapters, *adapters), adapters
+        if not any(_CONTEXT in own.updates for own, _ in both):
+            return  # what the row keeps of its prompt is as it was
+        with torch.inference_mode():
+            if isinstance(row, PrimingRow):
+                row.text = self._text(row.embeds, adapters)
+                return
+            inputs = moved(self._preparation.prepared(job).inputs, self.device)
+            row.text = self._text(inputs.prompt.embeds, adapters)
+            if row.negative is not None:
+                assert inputs.negative is not None
+                negative = self._text(inputs.negative.embeds, adapters)
+                row.negative = replace(row.negative, text=negative)
+
+    def _text(self, embeds: Tensor, adapters: Adapters = ()) -> Tensor:
+        """[T, width] what the model's first layer makes of a prompt's states [T, in]."""
+        own = low_rank(_CONTEXT, self.weights.context_embedder, (adapters,))
+        return own(embeds, ((0, len(embeds)),))
+
     def _row(self, job: EditJob, inputs: Inputs) -> FluxRow:
         """A row that computes the tokens of `inputs`, which lie on the device."""
-        text, start = self.model.context_embedder(inputs.prompt.embeds), inputs.start
+        text, start = self._text(inputs.prompt.embeds), inputs.start
         grid = grid_of(job)
         threshold = job.request.settings.first_block_threshold
         return FluxRow(
@@ -236,7 +271,7 @@ class FluxAdapter(Stepping[Row, Weights]):
             return None
         scale = job.request.settings.true_cfg_scale
         assert scale is not None, "a negative prompt comes with its scale (validation)"
-        return Negative(self.model.context_embedder(prompt.embeds), prompt.pooled, scale)
+        return Negative(self._text(prompt.embeds), prompt.pooled, scale)
 
     def _make_cis(self, gh: int, gw: int, text: int) -> Tensor:
         """[T + gh·gw, head_dim / 2] rotary factors of text and image tokens."""

@@ -51,6 +51,9 @@ class Batch(KeptBatch[Row, Weights]):
         self.packed = Packed(inputs)
         self._stream = self.packed.layout.narrow.image_stream
         self._blends = any(row.blends for row in rows)
+        self._packed_adapters = (*self._adapters, *(self._adapters[i] for i, _ in self._guided))
+        self._weights: Weights | None = None
+        """The model's, with what the rows' adapters add to them."""
         self._vectors: tuple[Vectors, ...] = ()
         """Of `AHEAD` steps, the present one among them."""
         self._lay_out()
@@ -60,7 +63,10 @@ class Batch(KeptBatch[Row, Weights]):
 
     def step(self, model: Weights, kinds: Sequence[str]) -> None:
         at = self.rows[0].step - self._begin
-        inputs = FluxStep(model, self._vectors_of(model, at)), self.packed, kinds
+        if self._weights is None:
+            self._weights = model.with_adapters(self._packed_adapters)
+        weights = self._weights
+        inputs = FluxStep(weights, self._vectors_of(weights, at)), self.packed, kinds
         velocity = forward_skipping(*inputs, self._skippers) if self._skippers else forward(*inputs)
         if self._guided:
             self._guide(velocity)

@@ -95,7 +95,7 @@ class FluxStep:
         return self.weights.resident_bytes
 
     def take(self, rows: Sequence[int]) -> FluxStep:
-        return FluxStep(self.weights, self.vectors.take(rows))
+        return FluxStep(self.weights.take(rows), self.vectors.take(rows))
 
     def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
         return self.weights.x_embedder(tokens, rows)

@@ -19,6 +19,7 @@ from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.flux.conditioning import Blend, TemplateInputs
 from maskserve_engine.families.flux.latents import unpack_latents
 from maskserve_engine.families.flux.schedule import Schedule, Walk
+from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.layers.scatter_kv import Source
 
 
@@ -100,6 +101,7 @@ class FluxRow:
     first_block: FirstBlockCache | None = None
     """Of a row that may skip blocks."""
     residuals: Residuals | None = None
+    adapters: Adapters = ()
     inactive: Inactive | None = None
     """None for a dense row."""
     entry: Handle | None = None
@@ -221,6 +223,8 @@ class PrimingRow:
     sigmas: Tensor
     """[anchors] float32, theirs."""
     text: Tensor
+    embeds: Tensor
+    """[T, in] what `text` was made of."""
     pooled: Tensor
     guidance: float | None
     cis: Tensor
@@ -234,6 +238,7 @@ class PrimingRow:
     first_block: None = None
     entry: Handle | None = None
     """Always None: it computes every token."""
+    adapters: Adapters = ()
 
     @property
     def steps(self) -> int:

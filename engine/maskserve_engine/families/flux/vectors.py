@@ -15,7 +15,8 @@ from torch import Tensor
 
 from maskserve_core.models.flux import STEPS_AHEAD
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.families.flux.weights import Weights
+from maskserve_engine.families.flux.weights import TwoLayers, Weights
+from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.linear import Linear
 
 AHEAD = STEPS_AHEAD
@@ -60,15 +61,25 @@ def embed(weights: Weights, timesteps: Tensor, pooled: Tensor, guidance: Tensor 
         pooled: [R, pooled width]
         guidance: [R], times 1000; None for models without it.
     """
-    steps, rows = timesteps.shape
+    own, dtype = weights.time_text_embed, pooled.dtype
+    rows = [(row, row + 1) for row in range(len(pooled))]
     # The pipeline divides by 1000 in the latents' dtype and the model multiplies again.
-    times = timesteps.to(pooled.dtype).flatten() / 1000 * 1000
-    texts = pooled.repeat(steps, 1)
-    if guidance is None:
-        emb = weights.time_text_embed(times, texts)
-    else:
-        emb = weights.time_text_embed(times, guidance.repeat(steps), texts)
-    return F.silu(emb).view(steps, rows, -1)
+    times = timesteps.to(dtype) / 1000 * 1000
+
+    def projected(values: Tensor) -> Tensor:
+        return own.time_proj(values.flatten()).to(dtype).unflatten(0, values.shape)
+
+    emb = _between(own.timestep_embedder, projected(times), rows)
+    if guidance is not None:
+        assert own.guidance_embedder is not None
+        emb = emb + _between(own.guidance_embedder, projected(guidance.expand_as(times)), rows)
+    texts = pooled.repeat(len(times), 1).unflatten(0, times.shape)
+    return F.silu(emb + _between(own.text_embedder, texts, rows))
+
+
+def _between(layers: TwoLayers, x: Tensor, rows: Sequence[Span]) -> Tensor:
+    """[S, R, width] of [S, R, in]."""
+    return layers.linear_2(F.silu(layers.linear_1(x, rows)), rows)
 
 
 def vectors(weights: Weights, emb: Tensor) -> tuple[Vectors, ...]:

@@ -5,7 +5,7 @@ The model's own parameters become parts of the joined ones: nothing is held twic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,32 @@ from torch import Tensor
 
 from maskserve_engine.batch.packing import Packing
 from maskserve_engine.layers.linear import Linear, all_plain, linear, map_linears
+from maskserve_engine.layers.low_rank import (
+    Adapters,
+    LowRank,
+    Place,
+    is_layer,
+    layer_shape,
+    low_rank,
+)
+
+
+class TwoLayers(NamedTuple):
+    """A TimestepEmbedding, or the projection of the pooled prompt: SiLU between two products."""
+
+    linear_1: Linear
+    linear_2: Linear
+
+
+class TimeTextEmbed(NamedTuple):
+    """What makes timestep, guidance and pooled prompt one embedding."""
+
+    time_proj: Any
+    """A module without weights."""
+    timestep_embedder: TwoLayers
+    guidance_embedder: TwoLayers | None
+    """None: a model without embedded guidance."""
+    text_embedder: TwoLayers
 
 
 class StreamWeights(NamedTuple):
@@ -101,7 +127,9 @@ class Weights:
     """All of a FluxTransformer2DModel that a step needs."""
 
     x_embedder: Linear
-    time_text_embed: Any
+    time_text_embed: TimeTextEmbed
+    context_embedder: Linear
+    """Of the prompt's states; the same at every step, so rows keep what it makes of theirs."""
     double_blocks: tuple[Double, ...]
     single_blocks: tuple[Single, ...]
     last_vectors: Linear
@@ -113,6 +141,8 @@ class Weights:
     """Of the blocks, compiled; None: they run as `blocks` has them."""
     resident_bytes: int = 0
     """That all blocks' keys and values of a batch may take to stay in place (`ResidentKV`)."""
+    by_row: bool = False
+    """Whether they are those `with_adapters`."""
 
     @classmethod
     def of(cls, model: Any) -> Weights:
@@ -120,7 +150,8 @@ class Weights:
         with torch.no_grad():
             return cls(
                 linear(model.x_embedder),
-                model.time_text_embed,
+                _time_text(model.time_text_embed),
+                linear(model.context_embedder),
                 tuple(_double(block) for block in doubles),
                 tuple(_single(block) for block in singles),
                 linear(model.norm_out.linear),
@@ -149,6 +180,22 @@ class Weights:
         """
         changed = map_linears(self, change)
         return changed if changed.plain else replace(changed, segments=None)
+
+
+    def with_adapters(self, rows: Sequence[Adapters]) -> Weights:
+        """The same for packed rows of which each has adapters of its own, or none."""
+        if not any(rows):
+            return self
+        changed = self.with_linears(lambda place, own: low_rank(place, own, rows))
+        return replace(changed, by_row=True)
+
+    def take(self, rows: Sequence[int]) -> Weights:
+        """Of weights for packed rows, those for some of them."""
+
+        def taken(place: str, own: Linear) -> Linear:
+            return own.take(rows) if isinstance(own, LowRank) else own
+
+        return self.with_linears(taken) if self.by_row else self
 
 
 def _norms(*norms: Any) -> Tensor:
@@ -183,3 +230,73 @@ def _single(block: Any) -> Single:
         _norms(attn.norm_q, attn.norm_k),
         linear(block.proj_out),
     )
+
+
+def _time_text(module: Any) -> TimeTextEmbed:
+    def two(name: str) -> TwoLayers | None:
+        own = getattr(module, name, None)
+        return None if own is None else TwoLayers(linear(own.linear_1), linear(own.linear_2))
+
+    time, text = two("timestep_embedder"), two("text_embedder")
+    assert time is not None
+    assert text is not None
+    return TimeTextEmbed(module.time_proj, time, two("guidance_embedder"), text)
+
+
+_OF_DOUBLE = {
+    "norm1.linear": ("image.vectors", 0),
+    "norm1_context.linear": ("text.vectors", 0),
+    "attn.to_q": ("image.qkv", 0),
+    "attn.to_k": ("image.qkv", 1),
+    "attn.to_v": ("image.qkv", 2),
+    "attn.to_out.0": ("image.out", 0),
+    "attn.add_q_proj": ("text.qkv", 0),
+    "attn.add_k_proj": ("text.qkv", 1),
+    "attn.add_v_proj": ("text.qkv", 2),
+    "attn.to_add_out": ("text.out", 0),
+    "ff.net.0.proj": ("image.up", 0),
+    "ff.net.2": ("image.down", 0),
+    "ff_context.net.0.proj": ("text.up", 0),
+    "ff_context.net.2": ("text.down", 0),
+}
+_OF_SINGLE = {
+    "norm.linear": ("vectors", 0),
+    "attn.to_q": ("qkv_up", 0),
+    "attn.to_k": ("qkv_up", 1),
+    "attn.to_v": ("qkv_up", 2),
+    "proj_mlp": ("qkv_up", 3),
+    "proj_out": ("out", 0),
+}
+"""Layer of a block → its product, and behind how many of the model's widths of its outputs."""
+
+
+def places_of(model: Any) -> dict[str, Place]:
+    """Where the layers that an adapter may change lie in `Weights`.
+
+    Args:
+        model: FluxTransformer2DModel.
+    """
+    width = model.x_embedder.out_features
+    places = {}
+    for name, module in model.named_modules():
+        found = _place_of(name)
+        if found is not None and is_layer(module):
+            product, widths = found
+            places[name] = Place(product, widths * width, layer_shape(module))
+    return places
+
+
+def _place_of(name: str) -> tuple[str, int] | None:
+    stack, _, rest = name.partition(".")
+    number, _, layer = rest.partition(".")
+    if stack == "transformer_blocks" and layer in _OF_DOUBLE:
+        product, widths = _OF_DOUBLE[layer]
+        return f"double_blocks.{number}.{product}", widths
+    if stack == "single_transformer_blocks" and layer in _OF_SINGLE:
+        product, widths = _OF_SINGLE[layer]
+        return f"single_blocks.{number}.{product}", widths
+    if name == "norm_out.linear":
+        return "last_vectors", 0
+    if stack in ("x_embedder", "context_embedder", "proj_out", "time_text_embed"):
+        return name, 0
+    return None

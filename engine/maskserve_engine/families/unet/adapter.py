@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -24,8 +24,9 @@ from maskserve_engine.families.unet.forward import added_embedding
 from maskserve_engine.families.unet.preparation import Preparation
 from maskserve_engine.families.unet.rows import Guidance, Inactive, Prompt, UnetPrimingRow, UnetRow
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, check_sampler, load_sampler
-from maskserve_engine.families.unet.weights import UnetWeights
+from maskserve_engine.families.unet.weights import UnetWeights, places_of
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
+from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, low_rank_set
 from maskserve_engine.stages.loader import held_bytes, load_part
 
 
@@ -70,6 +71,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         self.weight_bytes = held_bytes(model)
         self.entry_halves = 2 if own_entries and facts.zeros_for_empty_prompt else 1
         self._halo = halo
+        self._places = places_of(model)
         counted = self._make_work(1, 1)
         self.blocks, self._maps = len(counted.blocks), len(counted.maps)
         self.work = lru_cache(maxsize=64)(self._make_work)
@@ -190,6 +192,13 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
                 format=format,
                 maps=self._maps,
             )
+
+    def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
+        with torch.inference_mode():
+            return low_rank_set(factors, self._places, self.device, self.dtype)
+
+    def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
+        row.adapters = adapters
 
     def _inactive(self, job: EditJob, noise_seed: int) -> Inactive:
         _, height, width = job.moments.shape

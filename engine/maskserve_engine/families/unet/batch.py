@@ -33,6 +33,8 @@ class Batch(KeptBatch[Row, UnetWeights]):
         self._by_step = torch.tensor([own[:steps] for own in ahead]).T.repeat_interleave(counts, 1)
         """[steps, passes] timesteps from `_begin` on; on the device once the first one is."""
         self._inputs = [each for passes in own for each in passes]
+        self._weights: UnetWeights | None = None
+        """The model's, with what the rows' adapters change in them."""
 
     def holds(self, rows: Sequence[Row]) -> bool:
         return super().holds(rows) and 0 <= rows[0].step - self._begin < len(self._by_step)
@@ -46,8 +48,11 @@ class Batch(KeptBatch[Row, UnetWeights]):
             depth = len(model.down_blocks)
             height, width = sample.shape[2:]
             self._packed = Packed(self._inputs, (height, width), depth, sample.device)
+        if self._weights is None:
+            rows = zip(self._order, self._passes, strict=True)
+            self._weights = model.with_adapters([r.adapters for r, n in rows for _ in range(n)])
         answers = forward(
-            model, self._packed, sample, self._timesteps(sample.device), kinds,
+            self._weights, self._packed, sample, self._timesteps(sample.device), kinds,
             self._captures(),
         ).split(self._passes)  # fmt: skip
         for row, answer in zip(self._order, answers, strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from maskserve_engine.families.unet.moments import Moments, normalise
 from maskserve_engine.families.unet.surroundings import Around, Surroundings
+from maskserve_engine.layers.low_rank import LowRankConv
 
 
 class Site(NamedTuple):
@@ -52,12 +53,16 @@ class Canvas(ABC):
         """A 3x3 convolution over what `norm_around` gave, activated."""
 
     @abstractmethod
-    def shrink(self, site: Site, sampler: Any, x: Tensor) -> Tensor:
-        """A Downsample2D; the site is the level that it comes from."""
+    def shrink(self, site: Site, sampler: Any, conv: Any, x: Tensor) -> Tensor:
+        """A Downsample2D, whose convolution may be another; the site is the level that it comes
+        from.
+        """
 
     @abstractmethod
-    def widen(self, level: int, size: tuple[int, int], sampler: Any, x: Tensor) -> Tensor:
-        """An Upsample2D to the picture's `size` on `level`."""
+    def widen(
+        self, level: int, size: tuple[int, int], sampler: Any, conv: Any, x: Tensor
+    ) -> Tensor:
+        """An Upsample2D to the picture's `size` on `level`; its convolution may be another."""
 
     @abstractmethod
     def cut(self, level: int, x: Tensor) -> Tensor:
@@ -83,11 +88,15 @@ class Whole(Canvas):
     def convolve(self, level: int, conv: Any, x: Tensor) -> Tensor:
         return conv(x)
 
-    def shrink(self, site: Site, sampler: Any, x: Tensor) -> Tensor:
-        return sampler(x)
+    def shrink(self, site: Site, sampler: Any, conv: Any, x: Tensor) -> Tensor:
+        return sampler(x) if conv is sampler.conv else conv(x)
 
-    def widen(self, level: int, size: tuple[int, int], sampler: Any, x: Tensor) -> Tensor:
-        return sampler(x, size)
+    def widen(
+        self, level: int, size: tuple[int, int], sampler: Any, conv: Any, x: Tensor
+    ) -> Tensor:
+        if conv is sampler.conv:
+            return sampler(x, size)
+        return conv(F.interpolate(x, size, mode="nearest"))
 
     def cut(self, level: int, x: Tensor) -> Tensor:
         return x
@@ -125,20 +134,22 @@ class Tiled(Canvas):
     def convolve(self, level: int, conv: Any, x: Tensor) -> Tensor:
         return _convolved(conv, self.tile[level].near.pad(x))
 
-    def shrink(self, site: Site, sampler: Any, x: Tensor) -> Tensor:
+    def shrink(self, site: Site, sampler: Any, conv: Any, x: Tensor) -> Tensor:
         around, frame = self._around(site, strided=True), self.tile[site.level].strided
         if around is not None:
             x = frame.paste(x, around.ring[: len(x)])
-        return _convolved(sampler.conv, frame.pad(x))
+        return _convolved(conv, frame.pad(x))
 
-    def widen(self, level: int, size: tuple[int, int], sampler: Any, x: Tensor) -> Tensor:
+    def widen(
+        self, level: int, size: tuple[int, int], sampler: Any, conv: Any, x: Tensor
+    ) -> Tensor:
         frame, coarse = self.tile[level].near, self.tile[level + 1].box
         # Each position takes the one that covers it, on the coarser level.
         rows = torch.arange(frame.region.top, frame.region.bottom, device=x.device)
         columns = torch.arange(frame.region.left, frame.region.right, device=x.device)
         x = x.index_select(2, rows // 2 - coarse.top)
         x = x.index_select(3, columns // 2 - coarse.left)
-        return _convolved(sampler.conv, frame.pad(x))
+        return _convolved(conv, frame.pad(x))
 
     def cut(self, level: int, x: Tensor) -> Tensor:
         return self.tile[level].box.cut(x)
@@ -159,4 +170,6 @@ class Tiled(Canvas):
 
 def _convolved(conv: Any, x: Tensor) -> Tensor:
     """What is read beyond the tile is in `x`."""
+    if isinstance(conv, LowRankConv):
+        return conv.valid(x)
     return F.conv2d(x, conv.weight, conv.bias, conv.stride)

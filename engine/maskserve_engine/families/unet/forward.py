@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -21,6 +21,7 @@ from maskserve_engine.families.unet.stack import Rest, Stack, Text
 from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids
 from maskserve_engine.families.unet.weights import StackWeights, Stage, UnetWeights
+from maskserve_engine.layers.low_rank import LowRankConv
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def forward(
     embedding = model.time_embedding(model.time_proj(timesteps).to(sample.dtype))
     if packed.added is not None:
         embedding = embedding + packed.added
-    walk = _Walk(packed, kinds, captures, embedding, model.conv_norm_out.num_groups)
+    walk = _Walk(packed, kinds, captures, embedding, model.conv_norm_out.num_groups, weights.layers)
     x = walk.enter(model.conv_in, sample)
     skips = [walk.with_residuals(0, x)]
     for stage, stacks in zip(model.down_blocks, weights.down_blocks, strict=True):
@@ -172,16 +173,18 @@ class _Walk:
         captures: Sequence[tuple[int, int, Recorder]],
         embedding: Tensor,
         groups: int,
+        layers: Mapping[Any, Callable[..., Tensor]],
     ) -> None:
         self.packed, self.kinds, self.captures = packed, kinds, captures
         self.canvases = packed.canvases
         self.embedding, self.groups = embedding, groups
+        self.layers = layers
         self.level = 0
         self.block = 0
         self.map = 0
 
     def enter(self, conv: Any, sample: Tensor) -> Maps:
-        return [canvas.enter(conv, sample[canvas.passes]) for canvas in self.canvases]
+        return [c.enter(self._conv(conv, c), sample[c.passes]) for c in self.canvases]
 
     def layer(self, resnet: Any, stack: StackWeights | None, x: Maps) -> Maps:
         x = self.resnet(resnet, x)
@@ -189,13 +192,14 @@ class _Walk:
 
     def resnet(self, module: Any, x: Maps) -> Maps:
         """A ResnetBlock2D."""
-        time = module.time_emb_proj(module.nonlinearity(self.embedding))[:, :, None, None]
+        time = self._timed(module.time_emb_proj, module.nonlinearity(self.embedding))
         h = list(x)
         self._convolve(module.norm1, module.nonlinearity, module.conv1, h)
         h = [each + time[own.passes] for own, each in zip(self.canvases, h, strict=True)]
         self._convolve(module.norm2, module.nonlinearity, module.conv2, h)
         if module.conv_shortcut is not None:
-            x = [module.conv_shortcut(each) for each in x]
+            shortcut, own = module.conv_shortcut, self.canvases
+            x = [self._conv(shortcut, c)(each) for c, each in zip(own, x, strict=True)]
         return [(a + b) / module.output_scale_factor for a, b in zip(x, h, strict=True)]
 
     def stack(self, weights: StackWeights, x: Maps) -> Maps:
@@ -210,13 +214,17 @@ class _Walk:
     def down(self, sampler: Any, x: Maps) -> Maps:
         site = self._site(x)
         self.level += 1
-        return [c.shrink(site, sampler, own) for c, own in zip(self.canvases, x, strict=True)]
+        return [
+            c.shrink(site, sampler, self._conv(sampler.conv, c), own)
+            for c, own in zip(self.canvases, x, strict=True)
+        ]
 
     def up(self, sampler: Any, x: Maps) -> Maps:
         self.level -= 1
         size = self.packed.sizes[self.level]
         return [
-            c.widen(self.level, size, sampler, own) for c, own in zip(self.canvases, x, strict=True)
+            c.widen(self.level, size, sampler, self._conv(sampler.conv, c), own)
+            for c, own in zip(self.canvases, x, strict=True)
         ]
 
     def leave(self, model: Any, x: Maps) -> Tensor:
@@ -252,7 +260,25 @@ class _Walk:
         site, own = self._site(x), self.canvases
         x[:] = [c.norm_around(site, norm, each) for c, each in zip(own, x, strict=True)]
         x[:] = [activate(each) for each in x]
-        x[:] = [c.convolve(site.level, conv, each) for c, each in zip(own, x, strict=True)]
+        x[:] = [
+            c.convolve(site.level, self._conv(conv, c), each)
+            for c, each in zip(own, x, strict=True)
+        ]
+
+    def _conv(self, module: Any, canvas: Canvas) -> Any:
+        """The model's convolution, or what passes of the canvas have in its place."""
+        own = self.layers.get(module)
+        if not isinstance(own, LowRankConv):
+            return module
+        taken = own.updates[canvas.passes]
+        return LowRankConv(module, taken) if any(taken) else module
+
+    def _timed(self, module: Any, embedding: Tensor) -> Tensor:
+        """[P, C, 1, 1] what a layer makes of the timesteps."""
+        own = self.layers.get(module)
+        if own is None:
+            return module(embedding)[:, :, None, None]
+        return own(embedding, [(p, p + 1) for p in range(len(embedding))])[:, :, None, None]
 
     def _site(self, x: Maps) -> Site:
         """Where the next feature map is read, which priming rows keep."""

@@ -20,6 +20,7 @@ from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids, Tile
+from maskserve_engine.layers.low_rank import Adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class UnetRow:
     condition: Tensor | None
     blend: Blend | None
     residuals: Residuals | None = None
+    adapters: Adapters = ()
     inactive: Inactive | None = None
     """None for a dense row."""
     entry: Handle | None = None
@@ -229,6 +231,7 @@ class UnetPrimingRow:
     """Feature maps that are kept: all of the model's, or none."""
     entry: Handle | None = None
     """Always None: it computes every token."""
+    adapters: Adapters = ()
     step: int = 0
     capture: Recorder = field(init=False)
     _done: list[AnchorEntry] = field(default_factory=list)

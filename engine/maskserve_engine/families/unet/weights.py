@@ -6,14 +6,24 @@ of the model, as files of adapters name them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from maskserve_engine.layers.linear import Linear, PlainLinear, linear, map_linears
+from maskserve_engine.layers.low_rank import (
+    Adapters,
+    LowRank,
+    Place,
+    is_layer,
+    layer_shape,
+    low_rank,
+    low_rank_conv,
+)
 
 
 class AttentionWeights(NamedTuple):
@@ -67,6 +77,9 @@ class UnetWeights:
     down_blocks: tuple[Stage, ...]
     mid_block: Stage
     up_blocks: tuple[Stage, ...]
+    layers: Mapping[nn.Module, Callable[..., Tensor]] = field(default_factory=dict)
+    """In place of the model's own convolutions and timestep projections, where passes change
+    them."""
 
     @classmethod
     def of(cls, model: Any) -> UnetWeights:
@@ -81,6 +94,23 @@ class UnetWeights:
         second stack.
         """
         return map_linears(self, change)
+
+    def with_adapters(self, passes: Sequence[Adapters]) -> UnetWeights:
+        """The same for packed passes of which each has adapters of its own, or none."""
+        if not any(passes):
+            return self
+        layers: dict[nn.Module, Callable[..., Tensor]] = {}
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Conv2d):
+                conv = low_rank_conv(name, module, passes)
+                if conv is not None:
+                    layers[module] = conv
+            elif name.endswith("time_emb_proj"):
+                product = low_rank(name, linear(module), passes)
+                if isinstance(product, LowRank):
+                    layers[module] = product
+        changed = self.with_linears(lambda place, own: low_rank(place, own, passes))
+        return replace(changed, layers=layers)
 
 
 def _stage(stage: Any) -> Stage:
@@ -117,3 +147,38 @@ def _block(block: Any) -> BlockWeights:
 def _attention(attn: Any) -> AttentionWeights:
     products = linear(attn.to_q), linear(attn.to_k), linear(attn.to_v), linear(attn.to_out[0])
     return AttentionWeights(*products, attn.heads)
+
+
+_OF_STACK = re.compile(r"(?P<stage>(?:down|up)_blocks\.\d+|mid_block)\.attentions\.(?P<rest>.*)")
+_OF_BLOCK = {"attn1.to_out.0": "attn1.to_out", "attn2.to_out.0": "attn2.to_out"}
+_OF_BLOCK |= {"ff.net.0.proj": "up", "ff.net.2": "down"}
+_OF_MODEL = re.compile(
+    r"conv_(in|out)|.*\.(conv1|conv2|conv_shortcut|time_emb_proj|(down|up)samplers\.0\.conv)"
+)
+"""Layers that are the model's own modules. Those of the timestep's and the micro-conditioning's
+embeddings are not among them: rows share these."""
+
+
+def places_of(model: Any) -> dict[str, Place]:
+    """Where the layers that an adapter may change lie in `UnetWeights`.
+
+    Args:
+        model: UNet2DConditionModel.
+    """
+    places = {}
+    for name, module in model.named_modules():
+        if not is_layer(module):
+            continue
+        shape, in_stack = layer_shape(module), _OF_STACK.fullmatch(name)
+        if in_stack is not None:
+            places[name] = Place(f"{in_stack['stage']}.{_renamed(in_stack['rest'])}", 0, shape)
+        elif _OF_MODEL.fullmatch(name):
+            places[name] = Place(name, 0, shape, isinstance(module, nn.Conv2d))
+    return places
+
+
+def _renamed(name: str) -> str:
+    """`0.transformer_blocks.1.ff.net.2` → `0.transformer_blocks.1.down`, say."""
+    parts = name.split(".")
+    layer = ".".join(parts[3:])
+    return ".".join((*parts[:3], _OF_BLOCK.get(layer, layer))) if layer else name
