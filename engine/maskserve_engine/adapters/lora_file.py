@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import safetensors
@@ -21,19 +21,11 @@ from torch import Tensor
 
 from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_core.adapters.lora_header import BadAdapter, Layer, by_module
+from maskserve_engine.layers.low_rank import Factors
 
 _log = logging.getLogger(__name__)
 
 _METADATA = "lora_adapter_metadata"
-
-
-class Factors(NamedTuple):
-    """The update B A of one layer, with the adapter's own scale in B."""
-
-    down: Tensor
-    """A, [rank, in]; of a convolution [rank, in, k, k]"""
-    up: Tensor
-    """B, [out, rank]; of a convolution [out, rank, 1, 1]"""
 
 
 Parts = dict[str, dict[str, Factors]]
