@@ -181,7 +181,6 @@ class Weights:
         changed = map_linears(self, change)
         return changed if changed.plain else replace(changed, segments=None)
 
-
     def with_adapters(self, rows: Sequence[Adapters]) -> Weights:
         """The same for packed rows of which each has adapters of its own, or none."""
         if not any(rows):
