@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from maskserve_client import commands
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.wire import DEFAULT_URL
-from maskserve_core.contracts.settings import CACHE_MODES, MASK_MODES
+from maskserve_core.contracts.settings import ADAPTER_MODES, CACHE_MODES, MASK_MODES
 from maskserve_core.errors import (
     AdapterNotFound,
     Cancelled,
@@ -103,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     for command in (status, cancel, drain):
         _add_common(command)
     _add_templates(subcommands)
+    _add_adapters(subcommands)
     _add_serve(subcommands)
     return top
 
@@ -189,7 +190,19 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--model", metavar="NAME", help="a router chooses by it; a worker refuses any other"
     )
 
+    model.add_argument(
+        "--lora",
+        action="append",
+        metavar="NAME[:SCALE]",
+        help="a LoRA that the server knows; may be given again, and the scale may be negative",
+    )
+
     running = edit.add_argument_group("how to serve it")
+    running.add_argument(
+        "--adapters",
+        choices=ADAPTER_MODES,
+        help="fast: the first steps may run before the LoRAs are there",
+    )
     running.add_argument("--cache", choices=CACHE_MODES, help="use of cached activations")
     running.add_argument(
         "--reproducible",
@@ -245,6 +258,36 @@ def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentPars
     for command in (remove, pin, unpin):
         command.add_argument("ids", nargs="+", metavar="ID", help="as templates add prints it")
     for command in (add, listing, remove, pin, unpin):
+        _add_common(command)
+
+
+def _add_adapters(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    adapters = subcommands.add_parser(
+        "adapters",
+        help="LoRAs that edits may name",
+        description="LoRAs that edits may name, in the server's storage and on its hosts.",
+    )
+    actions = adapters.add_subparsers(required=True, metavar="ACTION")
+    listing = actions.add_parser("ls", help="list them, and where each lies")
+    listing.set_defaults(run=commands.adapters_list)
+    check = actions.add_parser(
+        "check",
+        help="check adapters to their last weight, or files without a server",
+        description="Check adapters of the server by their names, or .safetensors files here.",
+    )
+    check.add_argument("names", nargs="+", metavar="NAME|FILE", help="by name, or a file here")
+    check.add_argument(
+        "--model", metavar="DIR", help="of files: the folder of the model that they are for"
+    )
+    check.set_defaults(run=commands.adapters_check)
+    load = actions.add_parser("load", help="bring them to the hosts' memory")
+    pin = actions.add_parser("pin", help="load them, and keep them there")
+    unpin = actions.add_parser("unpin", help="let them be evicted again")
+    evict = actions.add_parser("evict", help="remove them from the hosts; the storage keeps them")
+    for name, command in (("load", load), ("pin", pin), ("unpin", unpin), ("evict", evict)):
+        command.add_argument("names", nargs="+", metavar="NAME", help="as adapters ls shows it")
+        command.set_defaults(run=commands.adapters_each, op=f"adapter_{name}")
+    for command in (listing, check, load, pin, unpin, evict):
         _add_common(command)
 
 

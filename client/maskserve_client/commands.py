@@ -18,12 +18,16 @@ from tqdm import tqdm
 from maskserve_client.client import Client
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.events import EditResult, Final, Preview, Progress
+from maskserve_core.adapters.lora_header import BadAdapter
+from maskserve_core.adapters.store import file_facts
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.meta import STAGES
 from maskserve_core.errors import EngineFailed, InvalidRequest
 
 _FORMATS = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
 _PREVIEW_EVERY = 4
+_PATIENT_S = 80.0
+"""For a storage that is far away."""
 _SETTINGS = (
     "mask_mode",
     "mask_dilate",
@@ -38,6 +42,7 @@ _SETTINGS = (
     "true_cfg_scale",
     "model",
     "cache",
+    "adapters",
     "reproducible",
     "priority",
     "deadline_ms",
@@ -93,12 +98,25 @@ def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
         raise InvalidRequest("--out", f"there is no folder {out.parent}", "an existing folder")
     given = {name: getattr(options, name) for name in _SETTINGS}
     settings = {name: value for name, value in given.items() if value is not None}
+    if options.lora:
+        settings["loras"] = [_lora(text) for text in options.lora]
     settings["output_format"] = _FORMATS[out.suffix.lower()]
     if options.previews:
         settings["preview_every"] = options.preview_every or _PREVIEW_EVERY
     elif options.preview_every is not None:
         raise InvalidRequest("--preview-every", "goes with --previews", "--previews DIR beside it")
     return settings
+
+
+def _lora(text: str) -> dict[str, Any]:
+    """NAME or NAME:SCALE as the setting has it; the server looks at the name."""
+    name, colon, scale = text.partition(":")
+    try:
+        return {"name": name, "scale": float(scale)} if colon else {"name": name}
+    except ValueError:
+        raise InvalidRequest(
+            "--lora", f"{scale!r} is not a number", "NAME or NAME:SCALE, as hollow:0.8"
+        ) from None
 
 
 def _follow(
@@ -295,5 +313,70 @@ def templates_each(options: argparse.Namespace) -> None:
             done.append(client.control(options.op, template_id=name))
             if not options.json:
                 print(f"{options.op} {name}")
+    if options.json:
+        print(json.dumps(done))
+
+
+def adapters_list(options: argparse.Namespace) -> None:
+    """`maskserve adapters ls`."""
+    with _connected(options) as client:
+        values = client.control("adapters", timeout=_PATIENT_S)
+    if options.json:
+        print(json.dumps(values))
+        return
+    for adapter in values["adapters"]:
+        print(f"{adapter['name']:32} {_adapter(adapter)}")
+    if values["problem"]:
+        print(f"the storage does not answer: {values['problem']}", file=sys.stderr)
+
+
+def _adapter(about: dict[str, Any]) -> str:
+    """What an adapter is and where it lies, in words."""
+    if about["problem"]:
+        return f"not served: it {about['problem']}"
+    tiers = about["tiers"]
+    if isinstance(tiers, dict):  # a router's: by worker
+        tiers = sorted({tier for each in tiers.values() for tier in each})
+    kept = " and ".join(tiers) or "in the storage only"
+    size = f"rank {about['rank']}, {about['bytes'] / 2**20:.1f} MiB, {', '.join(about['parts'])}"
+    return f"{size}; {kept}{', pinned' if about['pinned'] else ''}"
+
+
+def adapters_check(options: argparse.Namespace) -> None:
+    """`maskserve adapters check`: files here, the others at the server."""
+    files = [name for name in options.names if name.endswith(".safetensors")]
+    checked = [_checked_file(name, options.model) for name in files]
+    names = [name for name in options.names if name not in files]
+    if names:
+        with _connected(options) as client:
+            for name in names:
+                checked.append(client.control("adapter_check", name=name, timeout=_PATIENT_S))
+    if options.json:
+        print(json.dumps(checked))
+        return
+    for about in checked:
+        digest = about["digest"][:16]
+        print(
+            f"{about['name']}: rank {about['rank']}, {about['bytes'] / 2**20:.1f} MiB, "
+            f"{', '.join(about['parts'])}, sha256 {digest}…"
+        )
+
+
+def _checked_file(name: str, model: str | None) -> dict[str, Any]:
+    """What a file is, if it could be served."""
+    try:
+        return file_facts(Path(name), model)
+    except BadAdapter as error:
+        raise InvalidRequest(name, str(error)) from error
+
+
+def adapters_each(options: argparse.Namespace) -> None:
+    """`maskserve adapters load`, `pin`, `unpin` and `evict`: one operation on each name."""
+    done = []
+    with _connected(options) as client:
+        for name in options.names:
+            done.append(client.control(options.op, name=name, timeout=_PATIENT_S))
+            if not options.json:
+                print(f"{options.op.removeprefix('adapter_')} {name}")
     if options.json:
         print(json.dumps(done))

@@ -13,19 +13,19 @@ from tritonclient.grpc import service_pb2 as pb
 from maskserve_core.contracts.scopes import NO_SCOPE, name_of, scope_of
 from maskserve_core.errors import EngineFailed, InvalidRequest
 from maskserve_core.routing import Edit, NoWorkerAvailable
-from maskserve_core.triton.control import SCOPED, parse_operation
+from maskserve_core.triton.control import ADAPTER_WRITES, PATIENT, SCOPED, parse_operation
 from maskserve_router.admission import Client
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import read_input, request_id_of
-from maskserve_router.failures import Blame, Failure, NotSupported
+from maskserve_router.failures import Blame, Failure, NotSupported, Unauthorized
 from maskserve_router.missed_operations import MissedOperations, refused
 from maskserve_router.pool import Pool
 from maskserve_router.predictions import Predictions
 from maskserve_router.worker import Worker
 
 _ANSWER_S = 12.0
-_ENCODE_S = 75.0
-"""`register` and `prime` encode an image."""
+_PATIENT_S = 75.0
+"""For operations that take their time."""
 
 
 class Control:
@@ -88,6 +88,10 @@ class Control:
                 return {"workers": await self._everywhere(operation)}
             case "register" | "evict":
                 return await self._on_all(operation)
+            case "adapters":
+                return merged_adapters(await self._everywhere(operation))
+        if name in ADAPTER_WRITES and not client.admin:
+            raise Unauthorized("OP.op", f"{name} is an operator's", "a key with admin = true")
         answers = await self._everywhere(operation)
         first = next(iter(answers.values()))
         return {**first, "workers": sorted(answers)}
@@ -147,7 +151,7 @@ class Control:
 
 
 async def _ask(worker: Worker, operation: dict[str, Any]) -> dict[str, Any]:
-    timeout = _ENCODE_S if operation["op"] in ("register", "prime") else _ANSWER_S
+    timeout = _PATIENT_S if operation["op"] in PATIENT else _ANSWER_S
     try:
         raw = await worker.upstream.control(operation, timeout)
         answer: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
@@ -264,3 +268,18 @@ def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, An
             if template["registered"]:
                 into["workers"].append(address)
     return [merged[name] for name in sorted(merged)]
+
+
+def merged_adapters(answers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Adapters of all workers by name, with the tiers in which each worker's host has them."""
+    merged: dict[str, dict[str, Any]] = {}
+    for address, answer in answers.items():
+        for adapter in answer["adapters"]:
+            into = merged.setdefault(adapter["name"], {**adapter, "tiers": {}, "pinned": False})
+            into["tiers"][address] = adapter["tiers"]
+            into["pinned"] |= adapter["pinned"]
+    problems = [answer["problem"] for answer in answers.values() if answer["problem"]]
+    return {
+        "adapters": [merged[name] for name in sorted(merged)],
+        "problem": problems[0] if problems else "",
+    }

@@ -89,6 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep cached activations there, across restarts (default %(default)s); '' for nowhere",
     )
     add(
+        "--adapters",
+        default="",
+        metavar="DIR|URL",
+        help="serve the LoRAs there: NAME.safetensors, or NAME/pytorch_lora_weights.safetensors",
+    )
+    add(
         "--compile",
         action="store_true",
         help="compile parts of a FLUX model at start: a minute at first, then seconds",
@@ -161,6 +167,7 @@ def _options(given: argparse.Namespace) -> ServeOptions:
         log_dir=given.log_dir,
         tritonserver=given.tritonserver,
         entries=given.entries,
+        adapters=given.adapters,
         load_timeout_s=given.load_timeout,
         drain_grace_s=given.drain_grace,
         compile=given.compile,

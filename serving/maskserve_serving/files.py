@@ -51,6 +51,11 @@ class WorkerFiles:
         """Host tier of cached activations, which all workers of the supervisor share."""
         return self.root.parent / "entries"
 
+    @property
+    def adapters(self) -> Path:
+        """LoRAs in memory, likewise."""
+        return self.root.parent / "adapters"
+
     def prepare(self, tables: dict[str, Any]) -> Config:
         """Clear the folder and write the worker's configuration; returns it as the worker sees it.
 

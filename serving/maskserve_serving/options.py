@@ -65,6 +65,8 @@ class ServeOptions:
     entries: Path | None = None
     """Where cached activations outlive the server, as the disk tier of all its workers, beside a
     host tier in memory while it runs; None: neither, unless the configuration names them."""
+    adapters: str = ""
+    """Folder or URL of LoRAs; laid over `[adapters]`. Empty: what the configuration says."""
     load_timeout_s: float = 900.0
     """How long a worker may take to load its model."""
     drain_grace_s: float | None = None

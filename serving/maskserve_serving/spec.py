@@ -54,3 +54,19 @@ class Spec:
         disk = str(self.options.entries.absolute())
         own = {"host_dir": str(self.files.entries), "disk_dir": disk}
         return with_values(tables, "cache", **{**own, **tables.get("cache", {})})
+
+    def with_adapters(self, tables: dict[str, Any]) -> dict[str, Any]:
+        """`tables`, with where LoRAs are and a folder in memory for them, which all workers share.
+        Of a storage that is no folder, what was fetched is kept on disk, too.
+        """
+        given = dict(tables.get("adapters", {}))
+        if self.options.adapters:
+            given["store"] = self.options.adapters
+        if not given.get("store"):
+            return tables
+        own = {"host_dir": str(self.files.adapters)}
+        if "://" in given["store"]:
+            own["disk_dir"] = str(self.options.cache_dir.absolute() / "adapters")
+        else:
+            given["store"] = str(Path(given["store"]).absolute())
+        return with_values(tables, "adapters", **{**own, **given})

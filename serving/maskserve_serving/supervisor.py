@@ -271,7 +271,8 @@ class Supervisor:
         for process in self._processes():
             process.remove_files()
         for folder in folders_of(self._files()):
-            shutil.rmtree(folder / "entries", ignore_errors=True)
+            for shared in ("entries", "adapters"):
+                shutil.rmtree(folder / shared, ignore_errors=True)
             try:
                 folder.rmdir()
             except OSError:

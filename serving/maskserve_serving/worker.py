@@ -77,7 +77,8 @@ class Worker(Process):
             "runtime_dir": str(spec.files.runtime),
             "templates_dir": str(spec.files.templates),
         }
-        tables = spec.with_compile(spec.with_entries(spec.with_log(spec.tables)))
+        tables = spec.with_adapters(spec.with_entries(spec.with_log(spec.tables)))
+        tables = spec.with_compile(tables)
         tables = with_values(tables, "", worker=self.name, **folders)
         self.config = spec.files.prepare(tables)
         if self.config.model.torch_threads == 0:

@@ -20,6 +20,8 @@ LAYERS: Mapping[str, tuple[int, int]] = {
     "single_transformer_blocks.0.attn.to_k": (WIDTH, WIDTH),
 }
 """Some of the demo model's layers: inputs and outputs."""
+OTHER_MODEL: Mapping[str, tuple[int, int]] = {"down_blocks.0.attentions.0.proj_in": (8, 8)}
+"""A layer that it has not."""
 
 
 def lora(

@@ -20,6 +20,7 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from maskserve_core.adapters.operations import AdapterOperations
 from maskserve_core.config import Config
 from maskserve_core.config_tables import ModelConfig
 from maskserve_core.contracts.keys import template_id
@@ -64,6 +65,8 @@ class FakeWorker:
     templates: dict[str, bytes] = field(default_factory=dict)
     cached_only: list[str] = field(default_factory=list)
     """Templates that were seen in edits and never registered."""
+    adapters: AdapterOperations | None = None
+    """What it does about adapters; None: it knows none."""
 
     def get(self, template_id: str, scope: str = "") -> bytes | None:
         return self.templates.get(template_id)
@@ -216,6 +219,14 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 return json.dumps({"template_id": name}).encode()
             case {"op": "cancel", "request_id": str(name)}:
                 return json.dumps({"cancelled": name == "in-flight"}).encode()
+            case {"op": str(op), **rest} if op.startswith("adapter") and self.worker.adapters:
+                done = {
+                    "adapters": self.worker.adapters.overview,
+                    "adapter_check": self.worker.adapters.load,
+                    "adapter_load": self.worker.adapters.load,
+                    "adapter_evict": self.worker.adapters.evict,
+                }[op]
+                return json.dumps(done(**rest)).encode()
             case {"op": "drain"}:
                 return json.dumps({"draining": True, "in_flight": 3}).encode()
         raise InvalidRequest("OP.op", "is not known", "status")

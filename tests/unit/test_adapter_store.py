@@ -23,7 +23,7 @@ from maskserve_core.adapters.storage import CHUNK_BYTES, Storage, StorageFailed
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, Overloaded
-from tests.fakes.loras import lora, write
+from tests.fakes.loras import OTHER_MODEL, lora, write
 
 DEMO = Path(__file__).parents[2] / "assets" / "models" / "demo"
 
@@ -94,7 +94,7 @@ def brought(store: AdapterStore, name: str) -> bytes:
 def test_the_catalogue_tells_what_each_adapter_is(tmp_path: Path, folder: Path) -> None:
     raw = write(folder / "one.safetensors", lora(rank=7))
     write(folder / "two" / "pytorch_lora_weights.safetensors")
-    write(folder / "bad.safetensors", lora(prefix="unet."))
+    write(folder / "bad.safetensors", lora(OTHER_MODEL, prefix="unet."))
     for stray in ("notes.txt", "a b.safetensors", "-dash.safetensors", "two/other.safetensors"):
         write(folder / stray)
     with opened(tmp_path) as store:
@@ -249,7 +249,7 @@ def test_what_is_begun_is_there_later(tmp_path: Path, folder: Path) -> None:
         store.catalogue.scan()
         adapter = store.catalogue.find("x")
         for _ in range(5):
-            store.begin(adapter)
+            store.begin("x", adapter.version)
         deadline = time.monotonic() + 10
         while not store.host.held():
             assert time.monotonic() < deadline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import http.server
 import io
 import json
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -23,7 +25,11 @@ from PIL import Image
 
 from maskserve_client.cli import main, parser
 from maskserve_client.commands import write_whole
+from maskserve_core.adapters.operations import AdapterOperations
+from maskserve_core.config import Config, ModelConfig
 from maskserve_core.contracts.keys import template_id
+from maskserve_harness.checkout import DEMO_MODEL as DEMO
+from tests.fakes.loras import OTHER_MODEL, lora, write
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.triton_server import PAINT, STATUS, FakeServer, FakeWorker
 
@@ -188,6 +194,68 @@ def test_edits_are_cancelled_by_their_ids(worker: FakeWorker, capsys: Capture) -
 def test_a_worker_is_drained(worker: FakeWorker, capsys: Capture) -> None:
     assert main(["drain", "--url", worker.url]) == 0
     assert capsys.readouterr().out == "takes no new edits; 3 in flight\n"
+
+
+# Adapters
+
+
+def test_adapters_are_listed_checked_loaded_and_evicted(tmp_path: Path, capsys: Capture) -> None:
+    write(tmp_path / "store" / "hollow.safetensors", lora(rank=7))
+    write(tmp_path / "store" / "other.safetensors", lora(OTHER_MODEL, prefix="unet."))
+    plain = Config(runtime_dir=str(tmp_path), model=ModelConfig(path=str(DEMO)))
+    served = replace(plain, adapters=replace(plain.adapters, store=str(tmp_path / "store")))
+    with FakeServer(adapters=AdapterOperations(served)) as worker:
+
+        def run(*words: str, code: int = 0) -> str:
+            assert main(["adapters", *words, "--url", worker.url]) == code
+            return capsys.readouterr().out
+
+        listed = run("ls").splitlines()
+        assert (
+            listed[0].split(maxsplit=1)[1].startswith("rank 7, 0.0 MiB, denoiser; in the storage")
+        )
+        assert "other" in listed[1]
+        assert "not served: it is for another model" in listed[1]
+        assert run("load", "hollow") == "load hollow\n"
+        assert run("ls").splitlines()[0].endswith("; host")
+        assert run("check", "hollow").startswith("hollow: rank 7,")
+        run("check", "other", code=2)
+        run("load", "nothing", code=2)
+        assert run("evict", "hollow") == "evict hollow\n"
+        assert json.loads(run("ls", "--json"))["adapters"][0]["tiers"] == []
+
+
+def test_files_of_adapters_are_checked_without_a_server(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "mine.safetensors"
+    write(path)
+    raw = path.read_bytes()
+    assert main(["adapters", "check", str(path), "--model", str(DEMO), "--json"]) == 0
+    [about] = json.loads(capsys.readouterr().out)
+    assert about["digest"] == hashlib.sha256(raw).hexdigest()
+    path.write_bytes(raw[:-1])
+    assert main(["adapters", "check", str(path)]) == 2
+    assert "cut short" in capsys.readouterr().err
+    write(path, lora(OTHER_MODEL, prefix="unet."))
+    assert main(["adapters", "check", str(path), "--model", str(DEMO)]) == 2
+    assert "another model" in capsys.readouterr().err
+    assert main(["adapters", "check", str(tmp_path / "gone.safetensors")]) == 2
+
+
+def test_loras_are_asked_for_by_name_and_scale(
+    worker: FakeWorker, folder: Path, capsys: Capture
+) -> None:
+    asked = ["--lora", "hollow:0.8", "--lora", "ninth-colour", "--lora", "x:-1.5"]
+    assert edit(worker.url, folder, "--no-stream", *asked, "--adapters", "fast") == 2
+    assert "SETTINGS.loras: adapters are not served here" in capsys.readouterr().err
+    sent = json.loads(worker.seen[-1]["SETTINGS"])
+    assert sent["loras"] == [
+        {"name": "hollow", "scale": 0.8},
+        {"name": "ninth-colour"},
+        {"name": "x", "scale": -1.5},
+    ]
+    assert sent["adapters"] == "fast"
+    assert edit(worker.url, folder, "--lora", "hollow:much") == 2
+    assert "--lora: 'much' is not a number" in capsys.readouterr().err
 
 
 # How it ends

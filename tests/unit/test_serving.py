@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,7 @@ from maskserve_serving import command, files, ports, runtime, shm_cleanup, trito
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions, default_cache_dir
 from maskserve_serving.source import resolve_model
+from maskserve_serving.spec import Spec
 from maskserve_serving.supervisor import Supervisor
 
 if sys.version_info >= (3, 11):
@@ -496,3 +498,25 @@ def test_a_missing_package_is_told_with_its_remedy(
     assert str(refused.value) == (
         f"the package {missing} is not installed (pip install 'maskserve[{extras}]')"
     )
+
+
+def test_all_workers_share_the_adapters_in_memory(tmp_path: Path) -> None:
+    def given(adapters: str, **table: str) -> dict[str, object]:
+        options = ServeOptions(model="x", adapters=adapters, cache_dir=tmp_path / "cache")
+        workers = [files.WorkerFiles(tmp_path / name, tmp_path) for name in ("w0", "w1")]
+        made = [
+            Spec(index, options, cast(Any, None), {}, own).with_adapters({"adapters": table})
+            for index, own in enumerate(workers)
+        ]
+        assert made[0] == made[1]
+        config_of(made[0])
+        return dict(made[0]["adapters"])
+
+    memory, disk = str(tmp_path / "adapters"), str(tmp_path / "cache" / "adapters")
+    assert given("loras") == {"store": str(Path("loras").absolute()), "host_dir": memory}
+    url = "s3://bucket/loras"
+    assert given(url) == {"store": url, "host_dir": memory, "disk_dir": disk}
+    assert given("", store=url, disk_dir="")["disk_dir"] == ""
+    assert given(url, store="elsewhere")["store"] == url
+    nothing = Spec(0, ServeOptions(model="x"), cast(Any, None), {}, cast(Any, None))
+    assert nothing.with_adapters({}) == {}

@@ -14,14 +14,17 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_core.adapters.catalogue import Adapter, Catalogue
 from maskserve_core.adapters.folder import AdapterFile, AdapterFolder, NoRoom
-from maskserve_core.adapters.lora_header import BadAdapter, check_values, read_tensors
+from maskserve_core.adapters.lora_header import BadAdapter, check_values, read_header, read_tensors
 from maskserve_core.adapters.storage import CHUNK_BYTES, Storage, StorageFailed
 from maskserve_core.config import Config
+from maskserve_core.config_tables import AdaptersConfig
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, MaskserveError, Overloaded
 
 log = logging.getLogger("maskserve")
@@ -60,12 +63,11 @@ class AdapterStore:
         self._closing.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def begin(self, adapter: Adapter) -> None:
-        """Have an adapter fetched in the background; who needs it finds out with `fetch`."""
-        if adapter.version in self._under_way:
-            return
-        self._under_way.add(adapter.version)
-        self._pool.submit(self._fetch_ahead, adapter)
+    def begin(self, name: str, version: str) -> None:
+        """Have an adapter fetched in the background, as `fetch`; who needs it asks for it there."""
+        if version not in self._under_way:
+            self._under_way.add(version)
+            self._pool.submit(self._fetch_ahead, name, version)
 
     def fetch(self, name: str, version: str, field: str = "SETTINGS.loras") -> AdapterFile:
         """The file of an adapter in the host's memory; blocks until it is there.
@@ -159,15 +161,15 @@ class AdapterStore:
         pieces = 1 + (known.nbytes // CHUNK_BYTES if known else 0)
         return (pieces + 4) * self._config.adapters.timeout_s
 
-    def _fetch_ahead(self, adapter: Adapter) -> None:
+    def _fetch_ahead(self, name: str, version: str) -> None:
         try:
-            self.fetch(adapter.name, adapter.version)
+            self.fetch(name, version)
         except MaskserveError:
             pass  # the edit that needs it is told
         except Exception:
-            log.exception("adapter %s could not be fetched", adapter.name)
+            log.exception("adapter %s could not be fetched", name)
         finally:
-            self._under_way.discard(adapter.version)
+            self._under_way.discard(version)
 
     def _scan(self) -> None:
         while not self._closing.is_set():
@@ -181,6 +183,41 @@ class AdapterStore:
 def host_folder(config: Config) -> Path:
     """Where files of adapters are ready for use."""
     return Path(config.adapters.host_dir or Path(config.runtime_dir) / "adapters")
+
+
+def file_facts(path: Path, model: str | Path | None = None) -> dict[str, Any]:
+    """What a file is that nobody serves yet, checked to its last weight.
+
+    Args:
+        path: of a LoRA.
+        model: folder of the model that it is for; None: that is not looked at.
+
+    Raises:
+        BadAdapter: it would not be served.
+        OSError: it cannot be read.
+    """
+    limits, nbytes = AdaptersConfig(), path.stat().st_size
+    with path.open("rb") as opened:
+
+        def read(begin: int, end: int) -> bytes:
+            opened.seek(begin)
+            return opened.read(end - begin)
+
+        header = read_header(read, nbytes, max_bytes=limits.max_bytes, max_rank=limits.max_rank)
+    base = None if model is None else BaseLayers.of_folder(model)
+    if base is not None:
+        base.check(header)
+    check_values(np.memmap(path, np.uint8, mode="r"), header.tensors)
+    digest = hashlib.sha256()
+    for piece in _pieces(path):
+        digest.update(piece)
+    return {
+        "name": path.name.removesuffix(".safetensors"),
+        "bytes": nbytes,
+        "rank": header.rank,
+        "parts": list(header.parts),
+        "digest": digest.hexdigest(),
+    }
 
 
 def _replaced(name: str, field: str) -> MaskserveError:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from maskserve_core.adapters.storage import NAME as ADAPTER_NAME
 from maskserve_core.contracts.keys import TEMPLATE_ID
 from maskserve_core.contracts.scopes import SCOPE
 from maskserve_core.errors import InvalidRequest
@@ -17,17 +18,34 @@ MASK_MODES = ("auto", "white", "alpha")
 OUTPUT_FORMATS = ("png", "jpeg", "webp")
 OUTPUT_ENCODINGS = ("auto", "raw", "base64")
 CACHE_MODES = ("auto", "off", "require")
+ADAPTER_MODES = ("exact", "fast")
 
 MAX_SETTINGS_BYTES = 64 * 1024
 MAX_SEED = 2**63 - 1
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 PRIORITIES = (-100, 100)
+MAX_LORAS = 4
+LORA_SCALES = (-100.0, 100.0)
 MAX_RING = 64
 """Tokens: the whole of a 1024x1024 picture's grid from anywhere in it."""
 MAX_THRESHOLD = 10.0
 """Of relative changes of a first block; beyond 1 nearly every step is left out."""
 _REQUEST_ID = re.compile(rf"({SCOPE.pattern}!)?[A-Za-z0-9._:/-]{{1,128}}")
 """A router's scope (`scopes`), then the client's own name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """A LoRA of an edit."""
+
+    name: str
+    """Of the adapter, as the worker's catalogue has it; never a path or URL."""
+    scale: float = 1.0
+    """What its update is multiplied by; negative leads away from it, 0 is none."""
+    version: str = ""
+    """Which file of that name (`adapters.catalogue.Adapter.version`), so that all stages take the
+    same one; the front fills it in.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +89,10 @@ class EditSettings:
     """Whether the template's cached activations may be used; `require` waits for priming."""
     reproducible: bool = False
     """Follow a fixed plan in steps of its own: equal requests give equal pixels at any load."""
+    loras: tuple[Lora, ...] = ()
+    """LoRAs whose updates are added up, each with its own scale."""
+    adapters: str = "exact"
+    """`exact`: no step runs before the LoRAs are there; `fast`: the first steps may run without."""
     template_id: str | None = None
     """A registered template to edit in place of IMAGE."""
     deadline_ms: int | None = None
@@ -150,6 +172,35 @@ def _string(pattern: re.Pattern[str] | None, max_chars: int, accepted: str) -> C
     return check
 
 
+_check_scale = _number(*LORA_SCALES)
+_check_adapter = _string(ADAPTER_NAME, 128, "1 to 128 letters, digits, or any of . _ -")
+
+
+def _loras(field: str, value: Any) -> tuple[Lora, ...]:
+    """A list of objects with `name` and, if it is not 1, `scale`; each name once."""
+    accepted = f'up to {MAX_LORAS} objects such as {{"name": "hollow", "scale": 0.8}}'
+    if not isinstance(value, list):
+        raise InvalidRequest(field, f"{_show(value)} is not a list", accepted)
+    if len(value) > MAX_LORAS:
+        raise InvalidRequest(field, f"has {len(value)} entries", accepted)
+    found: dict[str, Lora] = {}
+    for index, each in enumerate(value):
+        own = f"{field}[{index}]"
+        if not isinstance(each, dict):
+            raise InvalidRequest(own, f"{_show(each)} is not an object", accepted)
+        unknown = sorted(set(each) - {"name", "scale"})
+        if unknown:
+            raise InvalidRequest(f"{own}.{unknown[0][:40]}", "is not a known key", "name, scale")
+        if each.get("name") is None:
+            raise InvalidRequest(f"{own}.name", "is missing", "the name of an adapter")
+        name = _check_adapter(f"{own}.name", each["name"])
+        if name in found:
+            raise InvalidRequest(f"{own}.name", f"{name} is given twice", "each adapter once")
+        scale = each.get("scale")
+        found[name] = Lora(name, 1.0 if scale is None else _check_scale(f"{own}.scale", scale))
+    return tuple(found.values())
+
+
 _CHECKS: dict[str, Check] = {
     "model": _string(None, 256, "a model name of up to 256 characters"),
     "seed": _integer(0, MAX_SEED),
@@ -169,6 +220,8 @@ _CHECKS: dict[str, Check] = {
     "preview_every": _integer(0, 1000),
     "cache": _choice(CACHE_MODES),
     "reproducible": _boolean,
+    "loras": _loras,
+    "adapters": _choice(ADAPTER_MODES),
     "template_id": _string(TEMPLATE_ID, 64, "16 to 64 lower-case hexadecimal digits"),
     "deadline_ms": _integer(1, MAX_DEADLINE_MS),
     "priority": _integer(*PRIORITIES),
@@ -239,4 +292,6 @@ def dump_settings(settings: EditSettings) -> bytes:
     values = {
         name: value for name, default in _DEFAULTS if (value := getattr(settings, name)) != default
     }
+    if settings.loras:
+        values["loras"] = [{"name": lora.name, "scale": lora.scale} for lora in settings.loras]
     return json.dumps(values).encode()

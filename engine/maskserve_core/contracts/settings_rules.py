@@ -11,9 +11,10 @@ import time
 import uuid
 from dataclasses import replace
 
+from maskserve_core.adapters.catalogue import Catalogue
 from maskserve_core.config import Config, model_name
 from maskserve_core.contracts.request import AcceptedEdit
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings import EditSettings, Lora
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.models.facts import ModelFacts
 
@@ -21,8 +22,16 @@ _SEED_BITS = 32
 """Drawn seeds are short enough to read out, and exact in clients whose numbers are doubles."""
 
 
+EDITS_TAKE_LORAS = False
+"""Whether the engine computes with them; until it does, they are refused."""
+
+
 def accept_edit(
-    asked: EditSettings, prompt: bytes, facts: ModelFacts, config: Config
+    asked: EditSettings,
+    prompt: bytes,
+    facts: ModelFacts,
+    config: Config,
+    catalogue: Catalogue | None = None,
 ) -> AcceptedEdit:
     """Check all of an edit but its pictures, fill in the worker's defaults, and note the time.
 
@@ -31,12 +40,17 @@ def accept_edit(
         prompt: PROMPT.
         facts: of the served model.
         config: of this worker.
+        catalogue: of the adapters; None where none are served.
 
     Raises:
         InvalidRequest: naming PROMPT or `SETTINGS.<key>`.
+        AdapterNotFound: naming `SETTINGS.loras[i].name`.
+        Overloaded: the adapters' storage does not answer.
     """
     check_settings(asked, facts, config)
     text = check_prompt(prompt, config)
+    if asked.loras:
+        asked = replace(asked, loras=_versions(asked.loras, catalogue))
     return AcceptedEdit(text, with_defaults(asked, facts, config), time.time_ns())
 
 
@@ -66,8 +80,25 @@ def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) ->
     _check_guidance(settings, facts, config)
     _check_steps(settings, facts, config)
     _check_skipping(settings, facts)
+    if settings.reproducible and settings.adapters == "fast":
+        raise InvalidRequest(
+            "SETTINGS.adapters", "is fast, and the edit is to be reproducible", "exact"
+        )
     if settings.cache == "require" and not config.cache.enabled:
         raise InvalidRequest("SETTINGS.cache", "is require, but caching is off", "auto or off")
+
+
+def _versions(loras: tuple[Lora, ...], catalogue: Catalogue | None) -> tuple[Lora, ...]:
+    """The same, with the files that the names stand for now."""
+    if catalogue is None:
+        raise InvalidRequest("SETTINGS.loras", "adapters are not served here", "no loras")
+    found = []
+    for index, lora in enumerate(loras):
+        adapter = catalogue.find(lora.name, f"SETTINGS.loras[{index}].name")
+        found.append(replace(lora, version=adapter.version))
+    if not EDITS_TAKE_LORAS:
+        raise InvalidRequest("SETTINGS.loras", "edits do not take adapters yet", "no loras")
+    return tuple(found)
 
 
 def _check_guidance(settings: EditSettings, facts: ModelFacts, config: Config) -> None:

@@ -1,8 +1,8 @@
 """What `control` does: operations on the worker, JSON in, JSON out.
 
-`status` and `drain` touch files only and are answered at once. `cancel` asks the fronts, and the
-others the denoiser's process, which may be dead: they wait in threads of their own, and are
-answered with an error when it stays silent.
+`status` and `drain` touch files only and are answered at once. `cancel` asks the fronts, those on
+adapters the storage, and the others the denoiser's process, which may be dead: they wait in threads
+of their own, and are answered with an error when it stays silent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from maskserve_core.adapters.operations import AdapterOperations
 from maskserve_core.config import Config, ConfigError, templates_folder
 from maskserve_core.contracts.keys import TEMPLATE_ID, template_id
 from maskserve_core.contracts.scopes import NO_SCOPE, SCOPE, SHARED
@@ -50,14 +51,22 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "unpin": ("template_id",),
     "evict": ("template_id",),
     "drain": (),
+    "adapters": (),
+    "adapter_check": ("name",),
+    "adapter_load": ("name",),
+    "adapter_pin": ("name",),
+    "adapter_unpin": ("name",),
+    "adapter_evict": ("name",),
 }
 SCOPED = ("templates", "register", "prime", "pin", "unpin", "evict")
 """They may have a `scope` (`contracts.scopes`): what a client of that scope may see and do."""
 _FLAGS = ("shared", "prime")
 _OF_FILES = ("status", "drain")
-_ENCODING = ("register", "prime")
-_ENCODE_S = 60.0
-"""Encoding a large image without a GPU takes its time."""
+ADAPTER_WRITES = ("adapter_load", "adapter_pin", "adapter_unpin", "adapter_evict")
+"""They change what lies on a host, for all its clients."""
+PATIENT = ("register", "prime", "adapters", "adapter_check", "adapter_load")
+"""Encoding a large image without a GPU takes its time, and so does a storage far away."""
+_PATIENT_S = 60.0
 _THREADS = 8
 # An operation is a flat object of a few strings, of which only an image may be long. JSON of
 # other forms is refused before it is read: it takes up to fifty times its size as objects.
@@ -123,6 +132,7 @@ class WorkerControl:
         self._status = StatusReader(f"{config.runtime_dir}/status")
         self._admission = Gate(config.runtime_dir)
         self._templates = TemplateFolder(templates_folder(config), config.limits.max_template_bytes)
+        self._adapters = AdapterOperations(config)
         self._pool = ThreadPoolExecutor(_THREADS, "control")
 
     def execute(self, requests: list[Any]) -> None:
@@ -139,6 +149,7 @@ class WorkerControl:
                 answer.fail(guarded("", error))
 
     def close(self) -> None:
+        self._adapters.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _with_files(self, operation: dict[str, Any]) -> dict[str, Any]:
@@ -166,6 +177,16 @@ class WorkerControl:
                 return self._pin(operation["op"], self._named(operation))
             case "evict":
                 return self._evict(self._named(operation), operation.get("scope", NO_SCOPE))
+            case "adapters":
+                return self._adapters.overview()
+            case "adapter_check" | "adapter_load":
+                return self._adapters.load(operation["name"])
+            case "adapter_pin" | "adapter_unpin":
+                return self._adapters.pin(
+                    operation["name"], pinned=operation["op"] == "adapter_pin"
+                )
+            case "adapter_evict":
+                return self._adapters.evict(operation["name"])
             case _:
                 return ask_denoiser(self._api, operation)
 
@@ -291,11 +312,12 @@ class WorkerControl:
                 timer.cancel()
 
         limit = self._config.engine.heartbeat_timeout_s
-        if operation["op"] in _ENCODING:
-            limit = max(limit, _ENCODE_S)
+        whom = "the adapters' storage" if operation["op"].startswith("adapter") else "the engine"
+        if operation["op"] in PATIENT:
+            limit = max(limit, _PATIENT_S)
         timer = threading.Timer(
             limit,
-            lambda: answer.fail(EngineFailed(f"the engine did not answer within {limit:g} s")),
+            lambda: answer.fail(EngineFailed(f"{whom} did not answer within {limit:g} s")),
         )
         timer.daemon = True
         timer.start()

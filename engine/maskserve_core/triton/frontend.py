@@ -9,6 +9,7 @@ watches both and answers by itself. Its parts, and their threads:
     Watcher         one thread: cancels, deadlines, the worker's health, probes
     Withdrawals     one thread hears of cancels by id; a few tell the denoiser to free rows
     MetricsThread   publishes how edits ended
+    AdapterStore    one thread lists the adapters, a few bring those of accepted edits to the host
 
 A pool thread whose denoiser died stays blocked for good; the watcher has answered its client.
 """
@@ -19,6 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.settings_rules import accept_edit
@@ -73,6 +75,8 @@ class EditFront:
         self._observations = Observations()
         metrics = FrontMetrics(api, config.worker, name, self._observations)
         self._metrics = MetricsThread(metrics)
+        self._adapters = AdapterStore(config)
+        self._adapters.start()
         self._pool = ThreadPoolExecutor(config.engine.front_threads, f"{name}-pool")
         self._calls = Calls()
         self._traffic = Traffic()
@@ -99,6 +103,7 @@ class EditFront:
         self._watcher.close()
         self._withdrawals.close()
         self._calls.fail_all(Overloaded("the worker is stopping"))
+        self._adapters.close()
         self._metrics.close()
         self._tracer.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -110,13 +115,16 @@ class EditFront:
         prompt, settings = [read_bytes(self._api, request, name) for name in ("PROMPT", "SETTINGS")]
         asked, limit_name = bounded(parse_settings(settings), request, streaming=self._streaming)
         request_log.request_id = asked.request_id or ""
-        edit = accept_edit(asked, prompt, self._facts, self._config)
+        catalogue = self._adapters.catalogue
+        edit = accept_edit(asked, prompt, self._facts, self._config, catalogue)
         if self._admission.state() != OPEN:
             raise Overloaded("the worker is draining and takes no new edits")
         problem = self._watcher.problem()
         if problem is not None:
             answer.fail(problem)
             return
+        for lora in edit.settings.loras:
+            self._adapters.begin(lora.name, lora.version)
         call = Call(edit, pictures, answer, limit_name, request_log.span.traceparent)
         self._calls.add(call)
         self._watcher.wake()

@@ -15,7 +15,9 @@ _ID = "0" * 32
 _NEEDS = {"cancel": "request_id", "register": "image"} | dict.fromkeys(
     ("prime", "pin", "unpin", "evict"), "template_id"
 )
-_PLAIN = ("status", "heartbeat", "templates", "drain")
+_ADAPTER = ("adapter_check", "adapter_load", "adapter_pin", "adapter_unpin", "adapter_evict")
+_NEEDS |= dict.fromkeys(_ADAPTER, "name")
+_PLAIN = ("adapters", "status", "heartbeat", "templates", "drain")
 
 
 @dataclass(frozen=True)

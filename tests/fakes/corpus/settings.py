@@ -34,6 +34,11 @@ _VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "preview_every": ((0, 1, 1000), (-1, 1001)),
     "cache": (("auto", "off"), ("", "on", "required")),
     "reproducible": ((False,), ()),
+    "loras": (
+        (),
+        ("hollow", 3, {}, {"name": "hollow"}, [{"name": f"a{n}"} for n in range(5)]),
+    ),
+    "adapters": (("exact", "fast"), ("", "FAST", "slow")),
     "template_id": (
         (),
         ("", "0" * 15, "0" * 65, "G" * 32, "ABCDEF0123456789", "../" * 8, "0" * 15 + "\n"),
@@ -47,6 +52,7 @@ _WRONG_TYPES: dict[type, tuple[Any, ...]] = {
     int: ("1", 1.0, 1.5, True, [], {}, float("nan"), float("inf")),
     float: ("1", True, [], {}, float("nan"), float("inf"), float("-inf")),
     bool: ("true", 1, 0, 1.0, [], {}),
+    list: (1, 1.5, "[]", True),
 }
 _TYPES: dict[str, type] = {
     **dict.fromkeys(_VALUES, str),
@@ -64,6 +70,7 @@ _TYPES: dict[str, type] = {
     ),
     **dict.fromkeys(("guidance_scale", "true_cfg_scale", "strength"), float),
     **dict.fromkeys(("progress", "reproducible"), bool),
+    "loras": list,
 }
 KEYS = tuple(_VALUES)
 

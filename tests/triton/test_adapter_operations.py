@@ -1,0 +1,118 @@
+"""Adapters by `control`, and how a front has them fetched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maskserve_core.config import Config
+from maskserve_core.contracts import settings_rules
+from maskserve_core.triton.control import WorkerControl
+from maskserve_core.triton.frontend import EditFront
+from tests.fakes.facts import FILL_FACTS
+from tests.fakes.loras import OTHER_MODEL, lora, write
+from tests.fakes.pb_utils import FakeTriton, failure
+from tests.support.calls import plain_edit
+from tests.support.eventually import eventually
+
+pytestmark = pytest.mark.usefixtures("beat")
+DEMO = Path(__file__).parents[2] / "assets" / "models" / "demo"
+
+
+@pytest.fixture
+def served(config: Config, tmp_path: Path) -> Config:
+    """A worker with two adapters, one of them for another model."""
+    write(tmp_path / "store" / "good.safetensors")
+    write(tmp_path / "store" / "other.safetensors", lora(OTHER_MODEL, prefix="unet."))
+    return replace(
+        config,
+        model=replace(config.model, path=str(DEMO)),
+        adapters=replace(config.adapters, store=str(tmp_path / "store"), rescan_s=0.05),
+    )
+
+
+@pytest.fixture
+def ask(api: FakeTriton) -> Callable[..., Any]:
+    def told(config: Config, op: str, **fields: str) -> Any:
+        control = WorkerControl(api, config)
+        request = api.request(OP=json.dumps({"op": op, **fields}).encode())
+        try:
+            control.execute([request])
+            answer = request.sender.wait()
+        finally:
+            control.close()
+        error = answer.error()
+        return error.message() if error is not None else json.loads(answer.text("RESULT"))
+
+    return told
+
+
+def test_adapters_are_listed_checked_loaded_pinned_and_evicted(
+    ask: Callable[..., Any], served: Config
+) -> None:
+    good, other = ask(served, "adapters")["adapters"]
+    assert (good["name"], good["tiers"], good["pinned"]) == ("good", [], False)
+    assert "is for another model" in other["problem"]
+    path = Path(served.adapters.store) / "good.safetensors"
+    loaded = ask(served, "adapter_load", name="good")
+    assert loaded["digest"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert loaded["tiers"] == ["host"]
+    assert ask(served, "adapter_check", name="good") == loaded
+    assert ask(served, "adapter_pin", name="good")["pinned"]
+    good, _ = ask(served, "adapters")["adapters"]
+    assert (good["tiers"], good["pinned"], good["digest"]) == (["host"], True, loaded["digest"])
+    assert not ask(served, "adapter_unpin", name="good")["pinned"]
+    assert ask(served, "adapter_evict", name="good")["freed_bytes"] == good["bytes"]
+    assert ask(served, "adapters")["adapters"][0]["tiers"] == []
+
+
+@pytest.mark.parametrize("op", ["adapter_check", "adapter_load", "adapter_pin"])
+def test_what_cannot_be_had_is_told(ask: Callable[..., Any], served: Config, op: str) -> None:
+    assert ask(served, op, name="x").startswith("[ADAPTER_NOT_FOUND] OP.name: there is no adapter")
+    assert ask(served, op, name="other").startswith("[INVALID_REQUEST] OP.name: adapter other is")
+    for name in ("../good", "a/b", "good.safetensors/..", "é"):
+        assert ask(served, op, name=name).startswith("[INVALID_REQUEST] OP.name: has another form")
+
+
+def test_without_a_store_there_are_none(ask: Callable[..., Any], config: Config) -> None:
+    assert ask(config, "adapters") == {"adapters": [], "problem": ""}
+    for op in ("adapter_check", "adapter_load", "adapter_pin", "adapter_unpin", "adapter_evict"):
+        assert ask(config, op, name="x").startswith("[INVALID_REQUEST] OP.op: adapters are not")
+
+
+def test_a_store_that_is_gone_is_told(ask: Callable[..., Any], served: Config) -> None:
+    gone = replace(served, adapters=replace(served.adapters, store="/nowhere"))
+    assert "there is no folder" in ask(gone, "adapters")["problem"]
+    assert ask(gone, "adapter_load", name="x").startswith("[OVERLOADED] OP.name:")
+
+
+def test_a_front_has_an_edit_s_adapters_fetched_and_refuses_others(
+    api: FakeTriton, served: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings_rules, "EDITS_TAKE_LORAS", True)
+    front = EditFront(api, served, FILL_FACTS, "edit", streaming=False)
+
+    api.models["edit_pipeline"] = lambda call: [failure("[ENGINE_FAILED] no pipeline here")]
+
+    def told(*names: str) -> str:
+        asked = json.dumps({"loras": [{"name": name} for name in names]}).encode()
+        request = api.request(**{**plain_edit(), "SETTINGS": asked})
+        front.execute([request])
+        error = request.sender.wait().error()
+        return str(error.message()) if error is not None else ""
+
+    try:
+        eventually("the storage is listed", lambda: "good" in front._adapters.catalogue.all())
+        assert told("x").startswith("[ADAPTER_NOT_FOUND] SETTINGS.loras[0].name")
+        assert told("good", "other").startswith("[INVALID_REQUEST] SETTINGS.loras[1].name")
+        assert not front._adapters.host.held()
+        told("good")
+        eventually("it is there", lambda: [each.name for each in front._adapters.host.held()])
+    finally:
+        front.close()
