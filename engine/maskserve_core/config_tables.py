@@ -287,6 +287,11 @@ class AdaptersConfig:
     )
     max_bytes: int = option(2**30, "Largest file of an adapter.", low=2**10, high=2**40)
     max_rank: int = option(256, "Largest rank of an adapter.", low=1, high=4096)
+    profiles: str = option(
+        "",
+        "JSON file: adapter to the sigma until which an edit with `adapters: fast` may go without "
+        "it. Empty, or an adapter that is not in it: not at all.",
+    )
     entries: str = option(
         "own",
         "Cached activations for edits with adapters: `own`, primed with the adapters; `base`, "

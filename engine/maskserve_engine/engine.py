@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from maskserve_core.config import Config, ConfigError
+from maskserve_core.contracts.settings import Lora
 from maskserve_core.contracts.status_record import State
-from maskserve_core.errors import EngineFailed, Overloaded, guarded
+from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, guarded
 from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.step_scheduler import StepScheduler
 from maskserve_core.worker.ticket import MakePolicy
+from maskserve_engine.adapters.lora_loader import Bring, LoadedLora, LoraLoader
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.cache.store import Store
 from maskserve_engine.entry_store import estimated_costs, open_store, sized
@@ -34,7 +36,9 @@ from maskserve_engine.memory import memory_table
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.price_list import PriceList
 from maskserve_engine.requests.audits import Audits
+from maskserve_engine.requests.loras import Loader, Loras
 from maskserve_engine.requests.manager import RequestManager
+from maskserve_engine.requests.residency import Residency
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
@@ -61,6 +65,7 @@ class Engine:
         revision: digest of the served weights.
         executor: makes what holds and steps the rows.
         policy: makes what decides which rows run.
+        lora_loader: makes what brings LoRAs to the executor, where edits may have any.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Engine:
         revision: str = "",
         executor: Callable[[Adapter, Store], Executor] = LocalExecutor,
         policy: MakePolicy = StepScheduler,
+        lora_loader: Callable[[Config, Bring], Loader] = LoraLoader,
     ) -> None:
         self.config, self.adapter = config, adapter
         runtime = Path(config.runtime_dir) if config.runtime_dir else None
@@ -94,8 +100,18 @@ class Engine:
         self.observations = Observations()
         self.executor: Executor = executor(adapter, self.cache.store)
         self.audits = Audits(config.cache, self.observations)
+        self.lora_loader = None
+        if config.adapters.store:
+            self.lora_loader = lora_loader(config, self.executor.bring)
         self.manager = RequestManager(
-            config, adapter, self.cache, self.executor, self.audits, self._output, policy
+            config,
+            adapter,
+            self.cache,
+            self.executor,
+            self.audits,
+            self._output,
+            policy,
+            self._loras if self.lora_loader else None,
         )
         self.counters = new_counters()
         self._publisher = StatusPublisher(
@@ -127,7 +143,9 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @classmethod
-    def load(cls, config: Config) -> Engine:
+    def load(
+        cls, config: Config, lora_loader: Callable[[Config, Bring], Loader] = LoraLoader
+    ) -> Engine:
         """Load the model; slow.
 
         Raises:
@@ -136,7 +154,8 @@ class Engine:
         _log.info("the denoiser's device: %s", device_in_words(config))
         with one_cpu_thread():
             adapter = load_adapter(config)
-        return cls(config, adapter, revision=model_revision(config.model.path))
+        revision = model_revision(config.model.path)
+        return cls(config, adapter, revision=revision, lora_loader=lora_loader)
 
     # Called from any thread.
 
@@ -238,7 +257,17 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join(grace_s + 30.0)
         self._output.close(5.0)
+        if self.lora_loader is not None:
+            self.lora_loader.close()
         self.cache.store.close()
+
+    def _loras(self, residency: Residency) -> Loras:
+        assert self.lora_loader is not None
+
+        def came(lora: Lora, outcome: LoadedLora | MaskserveError) -> None:
+            self._inbox.put(lambda: self.manager.lora_came(lora, outcome))
+
+        return Loras(self.config, residency, self.lora_loader, came, self.observations)
 
     def _arrived(self, key: str) -> None:
         self._inbox.put(lambda: self.manager.arrived(key))

@@ -18,6 +18,7 @@ from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.device_clock import Span
 from maskserve_engine.job import Conditioning, EditJob
+from maskserve_engine.layers.low_rank import Factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,35 @@ class StepResult:
 
 class Executor(Protocol):
     """Holds rows by id and steps them; called from the engine's thread alone."""
+
+    def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
+        """Bring an adapter to the rows' devices, under a name that no other has; from any thread.
+
+        Args:
+            adapter: its name.
+            factors: by the model's layers.
+
+        Returns:
+            its bytes there.
+
+        Raises:
+            ValueError: it does not fit the model.
+        """
+        ...
+
+    def drop(self, adapter: str) -> None:
+        """Let go of an adapter that no row has; one that is not there may be named."""
+        ...
+
+    def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
+        """Have a row's next steps computed with these adapters, each with its scale, and with no
+        others.
+        """
+        ...
+
+    def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
+        """Have a cached row read other entries from its next step on; as of `CachedRow`."""
+        ...
 
     def make(self, row: str, spec: RowSpec) -> RowMade:
         """Make a row under a name that no other has.

@@ -43,6 +43,8 @@ class EditJob:
     """Of the prompt."""
     negative: Conditioning | None = None
     """Of the negative prompt, where there is one: every step then runs the model twice."""
+    adapters: str = ""
+    """Names the adapters with which its template's entries are made and read; empty: none."""
     prepared: object = None
     """What its rows begin with, once `Adapter.prepare` has made it; the family's own."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.worker.logs import about
-from maskserve_engine.batch.transfer import HostCopy
+from maskserve_engine.batch.transfer import HostCopy, beside
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.loader import EntryLost
@@ -28,6 +29,8 @@ from maskserve_engine.executor import (
     StepResult,
 )
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.job import EditJob
+from maskserve_engine.layers.low_rank import Factors, LowRankSet
 from maskserve_engine.step_planner import wants_of
 
 _log = logging.getLogger(__name__)
@@ -52,10 +55,30 @@ class LocalExecutor:
         self._rows: dict[str, Any] = {}
         self._readers: dict[str, EntryReader] = {}
         """Of the cached rows."""
+        self._jobs: dict[str, EditJob] = {}
+        """Of all rows."""
+        self._adapters: dict[str, LowRankSet] = {}
         self._failed_steps = 0
+
+    def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
+        with beside(self._adapter.device):
+            brought = self._adapter.low_rank(factors)
+        self._adapters[adapter] = brought
+        return brought.nbytes
+
+    def drop(self, adapter: str) -> None:
+        self._adapters.pop(adapter, None)
+
+    def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
+        found = tuple([(self._adapters[name], scale) for name, scale in adapters if scale])
+        self._adapter.attach(self._rows[row], self._jobs[row], found)
+
+    def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
+        self._readers[row].turn_over(key, anchors)
 
     def make(self, row: str, spec: RowSpec) -> RowMade:
         adapter = self._adapter
+        self._jobs[row] = spec.job
         if isinstance(spec, PrimingRow):
             self._rows[row] = adapter.priming_row(
                 spec.job, spec.anchors, spec.prompt, spec.noise_seed, spec.kinds, spec.format
@@ -124,6 +147,7 @@ class LocalExecutor:
 
     def release(self, row: str) -> RowLoads | None:
         self._rows.pop(row, None)
+        self._jobs.pop(row, None)
         reader = self._readers.pop(row, None)
         if reader is not None:
             reader.release()

@@ -60,12 +60,14 @@ def test_the_least_valuable_goes_and_nothing_that_is_pinned() -> None:
         residency.coming(each, 40, score)
         residency.arrived(each)
     assert not residency.coming(BIG, 60, 0.5)  # worth less than what is here
-    residency.pin(ONE, pinned=True)
+    residency.pin(ONE)
+    residency.pin(ONE)
+    residency.unpin(ONE)
     assert residency.coming(BIG, 60, 3.0)
     assert gone == [TWO]
     assert residency.state(TWO) == "absent"
     assert not residency.coming(TWO, 101, 9.0)
-    residency.pin(ONE, pinned=False)
+    residency.unpin(ONE)
     residency.drop(BIG)  # on its way: it stays
     assert residency.state(BIG) == "coming"
     residency.check_integrity()

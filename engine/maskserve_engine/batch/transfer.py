@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -44,6 +45,20 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         there[begin:end].view(tensor.dtype).view(tensor.shape)
         for tensor, (begin, end) in zip(tensors, ends, strict=True)
     ]
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """For a thread that brings something to the device beside the steps: what it asks for is done
+    when this ends, and no step has waited for it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 Tree = TypeVar("Tree")

@@ -47,8 +47,7 @@ class EntryReader:
         self._steps = Counter(self.anchors)
         self._store, self._sure = store, sure
         self._sources: dict[Anchor, Source] = {}
-        for anchor in dict.fromkeys(a for a in self.anchors if a is not None):
-            self._hold(anchor)
+        self._hold_all()
 
     @property
     def complete(self) -> bool:
@@ -105,6 +104,13 @@ class EntryReader:
             self.now = None
             self.anchors = tuple(None if a == anchor else a for a in self.anchors)
 
+    def turn_over(self, key: str, anchors: Sequence[Anchor | None]) -> None:
+        """Read the entries of another key from the next step on."""
+        self.release()
+        self.key, self.anchors = key, tuple(anchors)
+        self._steps = Counter(self.anchors)
+        self._hold_all()
+
     def release(self) -> None:
         """The row has ended."""
         for handle in (self.now, self.next):
@@ -114,6 +120,10 @@ class EntryReader:
         for source in self._sources.values():
             self._store.let_go(source)
         self._sources.clear()
+
+    def _hold_all(self) -> None:
+        for anchor in dict.fromkeys(a for a in self.anchors if a is not None):
+            self._hold(anchor)
 
     def _hold(self, anchor: Anchor) -> Source | None:
         source = self._sources.get(anchor) or self._store.hold(self.key, anchor)

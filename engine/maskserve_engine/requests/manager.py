@@ -6,11 +6,13 @@ Plain bookkeeping between the scheduler, the cache and the rows; used by the eng
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from maskserve_core.config import Config, model_name
 from maskserve_core.contracts.scopes import name_of
+from maskserve_core.contracts.settings import Lora
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -23,11 +25,14 @@ from maskserve_core.errors import (
 from maskserve_core.worker.status import RowStatus
 from maskserve_core.worker.step_scheduler import StepScheduler
 from maskserve_core.worker.ticket import MakePolicy, Run, Ticket
+from maskserve_engine.adapters.lora_loader import LoadedLora
 from maskserve_engine.executor import CachedRow, DenseRow, Executor, RowMade
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob, Failed, Final
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.audits import Audits
+from maskserve_engine.requests.loras import KIND as LORA
+from maskserve_engine.requests.loras import Loras, adapters_id, used
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.residency import Residency, Resource
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
@@ -49,6 +54,7 @@ class RequestManager:
         audits: Audits,
         output: OutputThread,
         policy: MakePolicy = StepScheduler,
+        make_loras: Callable[[Residency], Loras] | None = None,
     ) -> None:
         self.config, self.adapter, self.output = config, adapter, output
         self.executor = executor
@@ -57,8 +63,16 @@ class RequestManager:
             config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
         )
         self.edits: dict[str, RequestState] = {}
-        self.primings = Primings(adapter, cache, self.scheduler, executor, self.arrived)
-        self.residency = Residency(config.engine.max_waiting)
+        self.primings = Primings(
+            adapter, cache, self.scheduler, executor, self.arrived, self._attach_to
+        )
+        self.residency = Residency(
+            config.engine.max_waiting, {LORA: config.adapters.device_bytes}, self._dropped
+        )
+        self.loras = None if make_loras is None else make_loras(self.residency)
+        """None: edits have none."""
+        self._late: dict[str, RequestState] = {}
+        """Rows that run, and whose LoRAs are not here yet (`adapters: fast`)."""
         self.draining = False
         self._listed: list[RequestState | PrimingState | None] = []
         """What was held and what ran when `_waiting` was made."""
@@ -69,15 +83,20 @@ class RequestManager:
         try:
             self._enter(edit)
         except Exception as error:
+            if self.edits.get(edit.request_id) is None:  # no other edit has this id
+                self._let_go(edit.request_id)
             self.output.send(edit.sink, Failed(guarded(edit.request_id, error)))
 
     def schedule(self) -> tuple[Run, ...]:
         """Decide the next step: tell the expired, make rows for the admitted."""
         now = time.monotonic()
         self.audits.judge_arrived()
-        late = [r for r, e in self.edits.items() if e.mode == "wait" and e.late(now)]
+        late = [r for r, e in self.edits.items() if e.waiting and e.late(now)]
         for request_id in late:
             self.end(request_id, DeadlineExceeded("its deadline passed while the edit waited"))
+        for edit in list(self._late.values()):
+            if edit.tally.done >= edit.loras.without:
+                self._park(edit)
         if not len(self.scheduler) and not self.draining:
             self._audit()
         decision = self.scheduler.schedule(now)
@@ -135,14 +154,21 @@ class RequestManager:
         """Its row has ended."""
         self.scheduler.finish(edit.request_id)
         self.edits.pop(edit.request_id)
+        self._let_go(edit.request_id)
+
+    def _let_go(self, owner: str) -> None:
+        """An edit or a priming has ended: its LoRAs may make room."""
+        self._late.pop(owner, None)
+        if self.loras is not None:
+            self.loras.let_go(owner)
 
     def end(self, request_id: str, error: MaskserveError) -> None:
         """Answer an edit that will not finish; its row and entries are let go."""
         edit = self.edits.pop(request_id, None)
         if edit is not None:
             self._release(edit)
-            if edit.mode == "wait":
-                self.residency.leave(request_id)
+            self.residency.leave(request_id)
+            self._let_go(request_id)
             self.scheduler.cancel(request_id)
             self.output.send(edit.sink, Failed(error, edit.timeline()))
 
@@ -155,8 +181,34 @@ class RequestManager:
         """A template can be read now, or will not be: those who waited go on, but for those whose
         template is still on its way.
         """
+        self._let_go(f"prime:{key}")
         for request_id in self.residency.arrived(Resource("template", key)):
             self._resume(self.edits.pop(request_id))
+
+    def lora_came(self, lora: Lora, outcome: LoadedLora | MaskserveError) -> None:
+        """A LoRA is on the device, or will not be: who waited for it goes on, or is answered."""
+        assert self.loras is not None
+        if isinstance(outcome, MaskserveError):
+            self.executor.drop(lora.version)
+            hurt = set(self.loras.failed(lora, outcome))
+            hurt |= {name for name, e in self._late.items() if lora in e.loras.wanted}
+            for request_id in hurt:
+                self.end(request_id, outcome)
+            return
+        ready = self.loras.arrived(lora, outcome)
+        for edit in list(self._late.values()):
+            try:
+                if not self._absent(edit):
+                    self._attach(edit)
+            except Exception as error:
+                self.end(edit.request_id, guarded(edit.request_id, error))
+        for request_id in ready:
+            edit = self.edits[request_id]
+            self._end_wait(edit)
+            if edit.running:
+                self._unpark(edit)
+            else:
+                self._resume(self.edits.pop(request_id))
 
     def rows(self) -> tuple[tuple[RowStatus, ...], tuple[RowStatus, ...]]:
         """Status of what runs and of what waits; the latter is the same object for as long as the
@@ -192,16 +244,46 @@ class RequestManager:
                 f"the edit's template was lost {edit.starts} times before the edit could begin "
                 "(the cache may be too small for the templates in use); try again later"
             )
+        absent = self._absent(edit)
+        if absent and not self._may_begin_without(edit):
+            self._wait(edit, absent)
+            return
+        if not absent:
+            self._name_adapters(edit)
         self._route(edit)
         edit.starts += 1
         if edit.route.prime:
-            self.primings.begin(edit.job, urgent=edit.mode == "wait")
+            self._prime(edit.job, urgent=edit.mode == "wait")
         if edit.mode == "wait":
-            self._wait(edit)
+            self._wait_for_template(edit)
         else:
             self._queue(edit)
 
-    def _wait(self, edit: RequestState) -> None:
+    def _prime(self, job: EditJob, *, urgent: bool) -> None:
+        """Have a job's template primed, with the adapters that its entries are named by."""
+        if self.loras is not None and job.adapters:
+            self.loras.hold(f"prime:{self.cache.key_of(job)}", used(job.request.settings))
+        self.primings.begin(job, urgent=urgent)
+
+    def _wait(self, edit: RequestState, resources: Sequence[Resource]) -> None:
+        """Have it wait until these are here.
+
+        Raises:
+            MaskserveError: no more edits may wait.
+        """
+        if not edit.running:
+            self._check_id(edit)
+        self.residency.wait(edit.request_id, resources)
+        edit.waited = edit.waiting = True
+        edit.loras.stopped = time.monotonic()
+        self.edits[edit.request_id] = edit
+
+    def _end_wait(self, edit: RequestState) -> None:
+        edit.waiting = False
+        if edit.loras.wanted and edit.mode != "wait":
+            edit.loras.waited_s += time.monotonic() - edit.loras.stopped
+
+    def _wait_for_template(self, edit: RequestState) -> None:
         if not self.cache.is_coming(edit.route.key):
             asked = edit.job.request.settings.cache == "require"
             raise EngineFailed(
@@ -209,10 +291,93 @@ class RequestManager:
                 "template could not be primed (it does not fit the cache's budget, or the worker "
                 "is short of memory); with cache: off the edit needs no template"
             )
-        self._check_id(edit)
-        self.residency.wait(edit.request_id, edit.needs)
-        edit.waited = True
-        self.edits[edit.request_id] = edit
+        self._wait(edit, (Resource("template", edit.route.key),))
+
+    # LoRAs.
+
+    def _absent(self, edit: RequestState) -> tuple[Resource, ...]:
+        """Of the edit's LoRAs those that are not on the device; they are brought there.
+
+        Raises:
+            MaskserveError: one of them cannot be had.
+        """
+        if not edit.loras.wanted:
+            return ()
+        if self.loras is None:
+            raise InvalidRequest("SETTINGS.loras", "adapters are not served here", "no loras")
+        return self.loras.hold(edit.request_id, edit.loras.wanted)
+
+    def _may_begin_without(self, edit: RequestState) -> bool:
+        """Whether first steps may go without its LoRAs. As many rows as the batch has may."""
+        settings = edit.job.request.settings
+        if settings.adapters != "fast" or settings.insists or self.loras is None:
+            return False
+        sigmas = self.adapter.sigmas(edit.job)
+        each = [self.loras.steps_without(lora, sigmas) for lora in edit.loras.wanted]
+        edit.loras.without = min(each)
+        begun = sum(each.loras.late for each in self.edits.values())
+        return edit.loras.without > 0 and begun < self.config.engine.max_rows
+
+    def _name_adapters(self, edit: RequestState) -> None:
+        """The edit's LoRAs are here: from now on its entries are those made with them."""
+        if not edit.loras.wanted or self.loras is None:
+            return
+        edit.loras.digests = tuple([self.loras.digest(lora) for lora in edit.loras.wanted])
+        if self.config.adapters.entries == "own":
+            scales = [lora.scale for lora in edit.loras.wanted]
+            name = adapters_id(list(zip(edit.loras.digests, scales, strict=True)))
+            edit.job = replace(edit.job, adapters=name)
+
+    def _attach(self, edit: RequestState) -> None:
+        """LoRAs have come while the row ran: its next steps have them, and their entries."""
+        self._name_adapters(edit)
+        edit.loras.from_step, edit.loras.late = edit.tally.done, False
+        self._late.pop(edit.request_id, None)
+        wanted = edit.loras.wanted
+        self.executor.attach(edit.request_id, [(lora.version, lora.scale) for lora in wanted])
+        if edit.mode != "cached" or not edit.job.adapters:
+            return
+        own = self.cache.route(edit.job, edit.work.mask_ratio)
+        if own.prime:
+            self._prime(edit.job, urgent=False)
+        if own.mode == "cached":  # else those of the base model do
+            edit.route = own
+            self.executor.read(edit.request_id, own.key, own.anchors)
+            assert edit.reads is not None
+            edit.reads = EntryReads(own.key, own.anchors, edit.reads.selection)
+
+    def _attach_to(self, row: str, job: EditJob) -> None:
+        """Have a row that primes computed with the LoRAs that its entries are named by."""
+        if job.adapters:
+            wanted = used(job.request.settings)
+            self.executor.attach(row, [(lora.version, lora.scale) for lora in wanted])
+
+    def _park(self, edit: RequestState) -> None:
+        """Its next step needs its LoRAs: until they are here it has no place in the batch."""
+        del self._late[edit.request_id]
+        self.scheduler.cancel(edit.request_id)
+        try:
+            absent = self._absent(edit)
+            if absent:
+                self._wait(edit, absent)
+            else:
+                self._unpark(edit)
+        except MaskserveError as error:
+            self.end(edit.request_id, error)
+
+    def _unpark(self, edit: RequestState) -> None:
+        """What a parked row has waited for is here: it takes its turn again, as the oldest."""
+        self._attach(edit)
+        try:
+            self.scheduler.submit(edit.make_ticket())
+        except MaskserveError as error:
+            self.end(edit.request_id, error)
+
+    def _dropped(self, resource: Resource) -> None:
+        """It has to make room."""
+        if self.loras is not None:
+            self.loras.dropped(resource)
+        self.executor.drop(resource.name)
 
     def _route(self, edit: RequestState) -> None:
         """Decide how it runs. A template that has drifted serves those only who insist on it."""
@@ -230,8 +395,11 @@ class RequestManager:
             return
         edit = RequestState.of(audit.again(), lambda event: None, self.adapter)
         edit.audit = audit
-        with suppress(InvalidRequest):  # a client's edit has this very id
-            self._queue(edit)
+        with suppress(MaskserveError):  # a client's edit has this very id, or a LoRA is gone
+            if self._absent(edit):
+                self._let_go(edit.request_id)
+            else:
+                self._queue(edit)
 
     def _queue(self, edit: RequestState) -> None:
         self._check_id(edit)
@@ -248,13 +416,14 @@ class RequestManager:
             )
 
     def _resume(self, edit: RequestState) -> None:
-        """An edit has waited for its template: decide again. One whose template was to come from
+        """An edit has waited: decide again. One whose template was to come from
         files, and did not, has it primed.
         """
-        tier = edit.route.tier
+        tier, edit.waiting = edit.route.tier, False
         try:
             self._start(edit)
         except Exception as error:
+            self._let_go(edit.request_id)
             failed = Failed(guarded(edit.request_id, error), edit.timeline())
             self.output.send(edit.sink, failed)
         if tier and edit.mode == "cached":
@@ -266,6 +435,8 @@ class RequestManager:
         if edit is None:
             self.primings.admit(ticket.request_id)
             return
+        if edit.running:
+            return  # its row was parked
         try:
             edit.times.admitted = time.monotonic()
             made = self._make_row(edit)
@@ -288,6 +459,16 @@ class RequestManager:
         self._resume(edit)
 
     def _make_row(self, edit: RequestState) -> RowMade:
+        made = self._make_plain_row(edit)
+        edit.loras.late = bool(edit.loras.wanted) and bool(self._absent(edit))
+        if edit.loras.late:
+            self._late[edit.request_id] = edit
+        elif edit.loras.wanted:
+            pairs = [(lora.version, lora.scale) for lora in edit.loras.wanted]
+            self.executor.attach(edit.request_id, pairs)
+        return made
+
+    def _make_plain_row(self, edit: RequestState) -> RowMade:
         job, route = edit.job, edit.route
         if edit.mode != "cached":
             return self.executor.make(edit.request_id, DenseRow(job))

@@ -30,6 +30,7 @@ class Primings:
         scheduler: of the batch.
         executor: of the rows.
         ended: told a template's key when it is in the store or will not be.
+        attach: has a row computed with the adapters of a job's entries.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class Primings:
         scheduler: SchedulingPolicy,
         executor: Executor,
         ended: Callable[[str], None],
+        attach: Callable[[str, EditJob], None],
     ) -> None:
+        self._attach = attach
         self._adapter, self._cache, self._executor = adapter, cache, executor
         self._scheduler, self._ended = scheduler, ended
         self.held: dict[str, PrimingState] = {}
@@ -91,6 +94,7 @@ class Primings:
                     self._cache.config.entry_format,
                 ),
             )
+            self._attach(row_id, state.priming.job)
             state.running = True
         except Exception:
             _log.exception("the row of a priming could not be made", extra=about(row_id))

@@ -10,6 +10,7 @@ they are absent again once their waiters were told. Used by the engine thread on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -51,7 +52,7 @@ class Residency:
     ) -> None:
         self._most, self._budgets, self._evict = most_waiting, dict(budgets or {}), evict
         self._held: dict[Resource, _Held] = {}
-        self._pins: set[Resource] = set()
+        self._pins: Counter[Resource] = Counter()
         self._missing: dict[str, set[Resource]] = {}
         """Request id → what it waits for; in the order in which they came."""
 
@@ -132,9 +133,18 @@ class Residency:
         """It is answered; else a later edit of this id would be taken for it."""
         self._missing.pop(request_id, None)
 
-    def pin(self, resource: Resource, *, pinned: bool) -> None:
-        """Keep it, now or once it is here, whatever its score; or no longer."""
-        (self._pins.add if pinned else self._pins.discard)(resource)
+    def pin(self, resource: Resource) -> None:
+        """Keep it, now or once it is here, whatever its score, until it is unpinned as often."""
+        self._pins[resource] += 1
+
+    def unpin(self, resource: Resource) -> None:
+        self._pins[resource] -= 1
+        if self._pins[resource] <= 0:
+            del self._pins[resource]
+
+    def touch(self, resource: Resource, score: float) -> None:
+        """What is here, or coming, is worth so much now."""
+        self._held[resource].score = score
 
     def drop(self, resource: Resource) -> None:
         """It goes, if it is here."""

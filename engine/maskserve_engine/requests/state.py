@@ -10,6 +10,7 @@ from typing import Any
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.contracts.scopes import name_of
+from maskserve_core.contracts.settings import Lora
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.planning.flops import Totals
 from maskserve_core.worker.ticket import Ticket
@@ -17,7 +18,7 @@ from maskserve_engine.executor import RowLoads, RowStep
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob, Sink
 from maskserve_engine.requests.audits import Audit
-from maskserve_engine.requests.residency import Resource
+from maskserve_engine.requests.loras import used
 from maskserve_engine.requests.templates import DENSE, ExecutionMode, Priming, Route
 from maskserve_engine.timeline import RequestTimeline
 
@@ -138,6 +139,41 @@ class EntryReads:
         self.anchors = tuple(None if anchor == lost else anchor for anchor in self.anchors)
 
 
+@dataclass(slots=True)
+class LoraUse:
+    """How far an edit's LoRAs are."""
+
+    wanted: tuple[Lora, ...] = ()
+    """Those that change anything."""
+    without: int = 0
+    """Steps that the row may take before they are here."""
+    late: bool = False
+    """Whether the row runs, and they are not here yet."""
+    from_step: int = 0
+    """The first step that was computed with them."""
+    digests: tuple[str, ...] = ()
+    """Of their files, once they are here."""
+    asked: float = 0.0
+    """When they were first asked for; 0: never."""
+    stopped: float = 0.0
+    """Since when the edit waits for them; 0: it does not."""
+    waited_s: float = 0.0
+
+    def meta(self, mode: str) -> dict[str, Any]:
+        """What META says; empty without LoRAs."""
+        if not self.wanted:
+            return {}
+        each = zip(self.wanted, self.digests or ("",) * len(self.wanted), strict=True)
+        return {
+            "adapters": mode,
+            "loras": [
+                {"name": lora.name, "digest": digest, "scale": lora.scale} for lora, digest in each
+            ],
+            "loras_from_step": self.from_step,
+            "loras_waited_ms": _ms(self.waited_s),
+        }
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """One accepted edit."""
@@ -155,6 +191,9 @@ class RequestState:
     """Times that it was decided how it runs."""
     waited: bool = False
     """For what it needs."""
+    waiting: bool = False
+    """For something that is not here; it is not queued, and if it has a row that is parked."""
+    loras: LoraUse = field(default_factory=lambda: LoraUse())
     running: bool = False
     """Whether it has a row."""
     reads: EntryReads | None = None
@@ -177,7 +216,8 @@ class RequestState:
         if request.settings.deadline_ms is not None:
             left_s = (request.accepted_ns - time.time_ns()) / 1e9
             deadline = now + left_s + request.settings.deadline_ms / 1e3
-        return cls(job, sink, EditWork.of(job, adapter), EditTimes(now), deadline)
+        loras = LoraUse(used(request.settings))
+        return cls(job, sink, EditWork.of(job, adapter), EditTimes(now), deadline, loras=loras)
 
     @property
     def request_id(self) -> str:
@@ -186,11 +226,6 @@ class RequestState:
     @property
     def mode(self) -> ExecutionMode:
         return self.route.mode
-
-    @property
-    def needs(self) -> tuple[Resource, ...]:
-        """What has to be here before it can run."""
-        return (Resource("template", self.route.key),) if self.mode == "wait" else ()
 
     @property
     def counted(self) -> Totals:
@@ -220,7 +255,7 @@ class RequestState:
         work, alone = self.work, self.job.request.settings.reproducible
         return Ticket(
             request_id=self.request_id,
-            steps=work.steps,
+            steps=work.steps - self.tally.done,
             total_tokens=work.passes * work.total_tokens,
             active_tokens=self.step_tokens,
             arrival=self.times.submitted,
@@ -270,6 +305,7 @@ class RequestState:
             "cache_bytes": {} if self.loads is None else dict(self.loads.loaded),
             "kinds": self.tally.kinds(),
             **({} if self.drift is None else {"drift": round(self.drift, 4)}),
+            **self.loras.meta(request.settings.adapters),
             **self._work(self.work.steps),
             "timings_ms": {
                 **request.timings_ms,

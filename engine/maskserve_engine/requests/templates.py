@@ -200,6 +200,7 @@ class TemplateCache:
             entry_kind=self._kept,
             entry_format=self.config.entry_format,
             entry_halves=self.adapter.entry_halves,
+            adapters=job.adapters,
         ).digest()
 
     def noise_seed(self, job: EditJob) -> int:

@@ -1,0 +1,97 @@
+"""From an adapter's name to the executor that steps with it, off the engine's thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import NamedTuple
+
+from maskserve_core.adapters.base_layers import BaseLayers
+from maskserve_core.adapters.lora_header import BadAdapter
+from maskserve_core.adapters.store import AdapterStore
+from maskserve_core.config import Config, ConfigError
+from maskserve_core.contracts.settings import Lora
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
+from maskserve_engine.adapters.lora_file import read_lora
+from maskserve_engine.layers.low_rank import Factors
+
+_log = logging.getLogger(__name__)
+
+_AT_ONCE = 2
+"""Files that are read at the same time; fetching them from the storage waits in these threads."""
+_FIELD = "SETTINGS.loras"
+
+
+class LoadedLora(NamedTuple):
+    """A LoRA that rows can be stepped with."""
+
+    digest: str
+    """sha256 of its file."""
+    nbytes: int
+    """On the device."""
+    seconds: float
+    """From when it was asked for."""
+
+
+Bring = Callable[[str, Mapping[str, Factors]], int]
+"""`Executor.bring`."""
+
+
+class LoraLoader:
+    """Brings files to the host, reads them, and hands their updates to the executor.
+
+    Args:
+        config: of the worker.
+        bring: takes an adapter's updates, by its version; from any thread.
+    """
+
+    def __init__(self, config: Config, bring: Bring) -> None:
+        self._config, self._bring = config, bring
+        self._store = AdapterStore(config)
+        self._pool = ThreadPoolExecutor(_AT_ONCE, "loras")
+
+    def close(self) -> None:
+        self._store.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def file_bytes(self, lora: Lora) -> int:
+        """Of its file, as the catalogue has it.
+
+        Raises:
+            MaskserveError: it is not served, or no longer.
+        """
+        return self._store.catalogue.find(lora.name, _FIELD).nbytes
+
+    def load(self, lora: Lora, done: Callable[[LoadedLora | MaskserveError], None]) -> None:
+        """Have it loaded; `done` is told in another thread what became of it."""
+        self._pool.submit(self._load, lora, done, time.monotonic())
+
+    def _load(
+        self, lora: Lora, done: Callable[[LoadedLora | MaskserveError], None], begin: float
+    ) -> None:
+        try:
+            file = self._store.fetch(lora.name, lora.version)
+            parts = read_lora(file.path, self._base, self._config.model.path)
+            nbytes = self._bring(lora.version, parts.get("denoiser", {}))
+            done(LoadedLora(file.digest, nbytes, time.monotonic() - begin))
+        except MaskserveError as error:
+            done(error)
+        except (BadAdapter, ValueError) as error:
+            done(InvalidRequest(_FIELD, f"adapter {lora.name} {error}"))
+        except (FileNotFoundError, MemoryError) as error:
+            # It was evicted from the host between two of our looks, or there is no room.
+            _log.warning("adapter %s could not be loaded: %s", lora.name, error)
+            done(Overloaded(f"{_FIELD}: adapter {lora.name} could not be loaded now; try again"))
+        except Exception:
+            _log.exception("adapter %s could not be loaded", lora.name)
+            done(EngineFailed(f"{_FIELD}: adapter {lora.name} could not be loaded"))
+
+    @cached_property
+    def _base(self) -> BaseLayers:
+        found = BaseLayers.of_folder(self._config.model.path)
+        if found is None:
+            raise ConfigError(f"{self._config.model.path}: no layers that an adapter could change")
+        return found

@@ -1,0 +1,367 @@
+"""Edits with LoRAs through the engine: waiting, parking, entries of their own, and what goes wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.settings import Lora
+from maskserve_core.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded
+from maskserve_engine.adapters.lora_loader import Bring, LoadedLora
+from maskserve_engine.engine import Engine
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.job import EditJob
+from maskserve_engine.layers.low_rank import Factors
+from tests.fakes.jobs import config_of
+from tests.support.engines import job as plain_job
+from tests.support.eventually import eventually
+from tests.support.sink import Sink
+
+STEPS = 4
+NBYTES = 4096
+
+
+class Held:
+    """Brings LoRAs when the test says so: each adapter's weights are drawn from its name."""
+
+    def __init__(self, config: Config, bring: Bring) -> None:
+        self._bring, self.places = bring, {}
+        self.asked: list[str] = []
+        self.open: dict[str, threading.Event] = {}
+        self.fails: dict[str, Exception] = {}
+
+    def file_bytes(self, lora: Lora) -> int:
+        return NBYTES
+
+    def load(self, lora: Lora, done: Callable[[Any], None]) -> None:
+        self.asked.append(lora.name)
+
+        def work() -> None:
+            self.open.setdefault(lora.name, threading.Event()).wait(30)
+            if lora.name in self.fails:
+                done(self.fails[lora.name])
+                return
+            nbytes = self._bring(lora.version, self.factors(lora.name))
+            done(LoadedLora(f"digest-of-{lora.name}", nbytes, 0.0))
+
+        threading.Thread(target=work, daemon=True).start()
+
+    def factors(self, name: str) -> dict[str, Factors]:
+        rng = torch.Generator().manual_seed(sum(name.encode()))
+        return {
+            path: Factors(
+                torch.randn(2, place.shape[1], generator=rng) * 0.3,
+                torch.randn(place.shape[0], 2, generator=rng) * 0.3,
+            )
+            for path, place in self.places.items()
+        }
+
+    def let_come(self, *names: str) -> None:
+        for name in names:
+            self.open.setdefault(name, threading.Event()).set()
+
+    def close(self) -> None:
+        self.let_come(*self.asked)
+
+
+class Site:
+    """An engine whose LoRAs come when the test says so, and an adapter of the same model beside."""
+
+    def __init__(self, folder: Path, encoder: Encoder, oracle: Any, **adapters: Any) -> None:
+        self.encoder, self.oracle = encoder, oracle
+        config = config_of(
+            folder,
+            adapters={"store": str(folder), **adapters},
+            cache={
+                "entry_format": "model",
+                "stride": 1,
+                "dense_above_ratio": 1.0,
+                "plan": "fixed",
+                "budget_bytes": 2**28,
+            },
+        )
+        self.engine = Engine.load(config, lora_loader=Held)
+        self.engine.cache.prompt = lambda: encoder.encode_prompt("")
+        loader: Any = self.engine.lora_loader
+        self.loader: Held = loader
+        self.loader.places = oracle._places
+        self.engine.start()
+
+    def job(self, name: str, seed: int = 1, *loras: tuple[str, float], **more: Any) -> EditJob:
+        asked = tuple([Lora(n, scale, f"version-of-{n}") for n, scale in loras])
+        more = {"num_inference_steps": STEPS, "cache": "off", "loras": asked, **more}
+        return plain_job(self.encoder, seed, name, **more)
+
+    def begin(self, job: EditJob) -> Sink:
+        sink = Sink()
+        self.engine.submit(job, sink)
+        return sink
+
+    def alone(self, job: EditJob, attach_at: int = 0) -> np.ndarray:
+        """Latents of a dense row by itself that has its LoRAs from a step on."""
+        row = self.oracle.dense_row(job)
+        found = [
+            (self.oracle.low_rank(self.loader.factors(lora.name)), lora.scale)
+            for lora in job.request.settings.loras
+        ]
+        while row.step < row.steps:
+            if row.step == attach_at:
+                self.oracle.attach(row, job, tuple(found))
+            self.oracle.step([row], None)
+        latents: np.ndarray = row.result().array()
+        return latents
+
+    def idle(self) -> None:
+        """Nothing is left behind."""
+        manager = self.engine.manager
+        eventually("all are answered", lambda: not manager.edits)
+        assert manager.loras is not None
+        assert not manager.loras._owners
+        assert not manager._late
+        assert not manager.residency._pins
+        manager.residency.check_integrity()
+        manager.scheduler.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_fill: Path) -> Encoder:
+    return load_encoder(config_of(tiny_fill))
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_fill: Path) -> Adapter:
+    return load_adapter(config_of(tiny_fill))
+
+
+@pytest.fixture
+def make(tiny_fill: Path, encoder: Encoder, oracle: Adapter) -> Iterator[Callable[..., Site]]:
+    sites: list[Site] = []
+
+    def made(**adapters: Any) -> Site:
+        sites.append(Site(tiny_fill, encoder, oracle, **adapters))
+        return sites[-1]
+
+    yield made
+    for site in sites:
+        site.idle()
+        site.engine.close(5.0)
+        site.engine.cache.store.check_integrity()
+
+
+def profile(folder: Path, **sigmas: float) -> str:
+    import json
+
+    path = folder / "profiles.json"
+    path.write_text(json.dumps(sigmas))
+    return str(path)
+
+
+def close(one: np.ndarray, other: np.ndarray) -> bool:
+    return bool(np.abs(one - other).max() <= 1e-4 * max(1.0, float(np.abs(other).max())))
+
+
+def test_an_exact_edit_waits_for_its_loras_and_nobody_else_does(make: Callable[..., Site]) -> None:
+    site = make()
+    edit = site.job("with", 1, ("a", 1.0), ("b", -0.5))
+    waiting = site.begin(edit)
+    others = [site.begin(site.job(f"other-{n}", n)) for n in range(3)]
+    for number, other in enumerate(others):
+        assert close(other.final().latents, site.alone(site.job("x", number)))
+    assert site.engine.manager.edits["with"].waiting
+    site.loader.let_come("a")
+    site.loader.let_come("b")
+    final = waiting.final()
+    assert close(final.latents, site.alone(edit))
+    assert not close(final.latents, site.alone(site.job("x", 1)))
+    assert [each["digest"] for each in final.meta["loras"]] == ["digest-of-a", "digest-of-b"]
+    assert (final.meta["adapters"], final.meta["loras_from_step"]) == ("exact", 0)
+    assert final.meta["loras_waited_ms"] > 0
+    again = site.begin(site.job("again", 1, ("a", 1.0), ("b", -0.5))).final()
+    assert np.array_equal(again.latents, final.latents)
+    assert sorted(site.loader.asked) == ["a", "b"]
+    assert again.meta["loras_waited_ms"] == 0
+
+
+def test_eight_loras_share_a_batch_and_each_edit_is_its_own(make: Callable[..., Site]) -> None:
+    site = make()
+    names = [f"lora-{n}" for n in range(8)]
+    site.loader.let_come(*names)
+    jobs = [site.job(f"edit-{n}", n, (name, 1.0)) for n, name in enumerate(names)]
+    sinks = [site.begin(job) for job in jobs]
+    finals = [sink.final() for sink in sinks]
+    for job, final in zip(jobs, finals, strict=True):
+        assert close(final.latents, site.alone(job))
+
+
+def test_a_fast_edit_runs_without_until_it_may_not_and_then_parks(
+    make: Callable[..., Site], tmp_path: Path
+) -> None:
+    site = make(profiles=profile(tmp_path, a=0.6))
+    edit = site.job("fast", 1, ("a", 1.0), adapters="fast")
+    sink = site.begin(edit)
+    eventually("it is parked", lambda: site.engine.manager.edits["fast"].waiting)
+    sigmas = [sigma for sigma, _ in site.engine.adapter.sigmas(edit)]
+    without = sum(sigma > 0.6 for sigma in sigmas)
+    assert 0 < without < STEPS
+    assert site.engine.manager.edits["fast"].tally.done == without
+    # Its place in the batch is free meanwhile.
+    assert close(site.begin(site.job("other", 2)).final().latents, site.alone(site.job("x", 2)))
+    site.loader.let_come("a")
+    final = sink.final()
+    assert final.meta["loras_from_step"] == without
+    assert close(final.latents, site.alone(edit, attach_at=without))
+    late = site.begin(site.job("late", 1, ("a", 1.0), adapters="fast")).final()
+    assert late.meta["loras_from_step"] == 0  # it is here now
+
+
+def test_a_fast_edit_without_a_profile_is_an_exact_one(make: Callable[..., Site]) -> None:
+    site = make()
+    edit = site.job("fast", 1, ("a", 1.0), adapters="fast")
+    sink = site.begin(edit)
+    eventually("it waits", lambda: site.engine.manager.edits["fast"].waiting)
+    assert site.engine.manager.edits["fast"].tally.done == 0
+    site.loader.let_come("a")
+    assert close(sink.final().latents, site.alone(edit))
+
+
+def test_cached_edits_with_loras_have_entries_of_their_own(make: Callable[..., Site]) -> None:
+    """Oracle: all tokens active in a dense row; here as near as the cache comes without LoRAs."""
+    site = make()
+    site.loader.let_come("a", "b")
+    asked = {"cache": "require"}
+    plain = site.begin(site.job("plain", 1, **asked)).final()
+    one = site.begin(site.job("one", 1, ("a", 1.0), **asked)).final()
+    two = site.begin(site.job("two", 1, ("a", 0.5), **asked)).final()
+    other = site.begin(site.job("other", 1, ("b", 1.0), **asked)).final()
+    again = site.begin(site.job("again", 1, ("a", 1.0), **asked)).final()
+    keys = {held["key"] for held in site.engine.templates().result()}
+    assert len(keys) == 4  # of a template: without, and of each LoRA and scale
+    assert np.array_equal(one.latents, again.latents)
+    found = [plain, one, two, other]
+    for number, final in enumerate(found):
+        assert final.meta["cache"] == "hit"
+        for another in found[number + 1 :]:
+            assert np.abs(final.latents - another.latents).max() > 1e-3
+
+
+def test_base_entries_serve_rows_with_loras_if_so_configured(make: Callable[..., Site]) -> None:
+    site = make(entries="base")
+    site.loader.let_come("a")
+    site.begin(site.job("plain", 1, cache="require")).final()
+    site.begin(site.job("one", 1, ("a", 1.0), cache="require")).final()
+    assert len({held["key"] for held in site.engine.templates().result()}) == 1
+
+
+def test_a_fast_row_changes_entries_when_its_lora_arrives(
+    make: Callable[..., Site], tmp_path: Path
+) -> None:
+    site = make(profiles=profile(tmp_path, a=0.6), device_bytes=3 * NBYTES)
+    site.loader.let_come("a", "b", "c", "d")
+    site.begin(site.job("plain", 1, cache="require")).final()
+    exact = site.begin(site.job("exact", 1, ("a", 1.0), cache="require")).final()
+    for name in ("b", "c", "d"):  # push it out
+        site.begin(site.job(name, 2, (name, 1.0))).final()
+    site.loader.open["a"].clear()
+    assert site.engine.manager.loras is not None
+    assert "a" not in site.engine.manager.loras.names()
+    sink = site.begin(site.job("fast", 1, ("a", 1.0), cache="auto", adapters="fast"))
+    eventually("it is parked", lambda: site.engine.manager.edits["fast"].waiting)
+    begun = site.engine.manager.edits["fast"].reads
+    site.loader.let_come("a")
+    final = sink.final()
+    assert begun is not None
+    assert final.meta["cache"] == "hit"
+    assert final.meta["loras_from_step"] > 0
+    assert np.abs(final.latents - exact.latents).max() > 1e-4
+
+
+def test_what_goes_wrong_with_a_lora_ends_its_edits_alone(
+    make: Callable[..., Site], tmp_path: Path
+) -> None:
+    site = make(profiles=profile(tmp_path, bad=0.6))
+    site.loader.fails["bad"] = InvalidRequest("SETTINGS.loras", "adapter bad is truncated")
+    exact = site.begin(site.job("exact", 1, ("good", 1.0), ("bad", 1.0)))
+    fast = site.begin(site.job("fast", 1, ("bad", 1.0), adapters="fast"))
+    fine = site.begin(site.job("fine", 2, ("good", 1.0)))
+    site.loader.let_come("bad")
+    for sink in (exact, fast):
+        with pytest.raises(InvalidRequest, match="adapter bad is truncated"):
+            sink.final()
+    site.loader.let_come("good")
+    assert close(fine.final().latents, site.alone(site.job("x", 2, ("good", 1.0))))
+    del site.loader.fails["bad"]  # the next edit tries anew
+    edit = site.job("next", 1, ("bad", 1.0))
+    assert close(site.begin(edit).final().latents, site.alone(edit))
+
+
+def test_edits_that_wait_can_be_cancelled_and_have_deadlines(
+    make: Callable[..., Site], tmp_path: Path
+) -> None:
+    site = make(profiles=profile(tmp_path, a=0.6))
+    parked = site.begin(site.job("parked", 1, ("a", 1.0), adapters="fast"))
+    waiting = site.begin(site.job("waiting", 1, ("a", 1.0)))
+    late = site.begin(site.job("late", 1, ("a", 1.0), deadline_ms=200))
+    eventually("it is parked", lambda: site.engine.manager.edits["parked"].waiting)
+    for name in ("parked", "waiting"):
+        site.engine.cancel(name)
+    for sink in (parked, waiting):
+        with pytest.raises(Cancelled):
+            sink.final()
+    with pytest.raises(DeadlineExceeded):
+        late.final()
+
+
+def test_the_least_recent_makes_room_and_none_that_is_in_use(make: Callable[..., Site]) -> None:
+    site = make(device_bytes=2 * NBYTES)
+    site.loader.let_come("a", "b", "c")
+    for name in ("a", "b", "a", "c"):
+        site.begin(site.job(f"of-{name}", 1, (name, 1.0))).final()
+    loras = site.engine.manager.loras
+    assert loras is not None
+    assert loras.names() == ("a", "c")
+    held = [site.begin(site.job(f"held-{n}", 1, (n, 1.0))) for n in ("x", "y")]
+    refused = site.begin(site.job("refused", 1, ("z", 1.0)))
+    with pytest.raises(Overloaded, match="no room for adapter z"):
+        refused.final()
+    site.loader.let_come("x", "y")
+    for sink in held:
+        sink.final()
+
+
+def test_a_lora_larger_than_the_budget_fails_its_edits_alone(make: Callable[..., Site]) -> None:
+    site = make(device_bytes=NBYTES // 2)
+    with pytest.raises(Overloaded, match="no room for adapter a"):
+        site.begin(site.job("with", 1, ("a", 1.0))).final()
+    assert site.begin(site.job("without", 1)).final()
+
+
+def test_a_scale_of_0_asks_for_nothing(make: Callable[..., Site]) -> None:
+    site = make()
+    final = site.begin(site.job("nothing", 1, ("a", 0.0))).final()
+    assert not site.loader.asked
+    plain = site.begin(site.job("plain", 1)).final()
+    assert np.array_equal(final.latents, plain.latents)
+
+
+def test_without_a_store_edits_with_loras_are_refused(
+    tiny_fill: Path, encoder: Encoder, oracle: Adapter, make: Callable[..., Site]
+) -> None:
+    site = make()
+    edit = site.job("x", 1, ("a", 1.0))
+    engine = Engine.load(config_of(tiny_fill))
+    engine.start()
+    sink = Sink()
+    engine.submit(replace(edit), sink)
+    with pytest.raises(InvalidRequest, match="adapters are not served here"):
+        sink.final()
+    engine.close(5.0)
