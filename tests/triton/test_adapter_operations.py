@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from maskserve_core.config import Config
-from maskserve_core.contracts import settings_rules
 from maskserve_core.triton.control import WorkerControl
 from maskserve_core.triton.frontend import EditFront
 from tests.fakes.facts import FILL_FACTS
@@ -93,9 +92,8 @@ def test_a_store_that_is_gone_is_told(ask: Callable[..., Any], served: Config) -
 
 
 def test_a_front_has_an_edit_s_adapters_fetched_and_refuses_others(
-    api: FakeTriton, served: Config, monkeypatch: pytest.MonkeyPatch
+    api: FakeTriton, served: Config
 ) -> None:
-    monkeypatch.setattr(settings_rules, "EDITS_TAKE_LORAS", True)
     front = EditFront(api, served, FILL_FACTS, "edit", streaming=False)
 
     api.models["edit_pipeline"] = lambda call: [failure("[ENGINE_FAILED] no pipeline here")]

@@ -11,7 +11,6 @@ import pytest
 
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts import settings_rules
 from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.contracts.settings import EditSettings, Lora, dump_settings, parse_settings
 from maskserve_core.contracts.settings_rules import accept_edit
@@ -87,18 +86,13 @@ def store(tmp_path: Path) -> AdapterStore:
     return made
 
 
-def test_names_become_files_when_an_edit_is_accepted(
-    store: AdapterStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_become_files_when_an_edit_is_accepted(store: AdapterStore) -> None:
     config, catalogue = store._config, store.catalogue
 
     def accept(*names: str) -> AcceptedEdit:
         asked = parsed(loras=[{"name": name} for name in names])
         return accept_edit(asked, b"", FILL_FACTS, config, catalogue)
 
-    with pytest.raises(InvalidRequest, match=r"SETTINGS\.loras: edits do not take adapters yet"):
-        accept("good")
-    monkeypatch.setattr(settings_rules, "EDITS_TAKE_LORAS", True)
     accepted = accept("good")
     assert accepted.settings.loras == (Lora("good", 1.0, catalogue.find("good").version),)
     assert AcceptedEdit.from_json(accepted.to_json()) == accepted

@@ -22,10 +22,6 @@ _SEED_BITS = 32
 """Drawn seeds are short enough to read out, and exact in clients whose numbers are doubles."""
 
 
-EDITS_TAKE_LORAS = False
-"""Whether the engine computes with them; until it does, they are refused."""
-
-
 def accept_edit(
     asked: EditSettings,
     prompt: bytes,
@@ -96,8 +92,6 @@ def _versions(loras: tuple[Lora, ...], catalogue: Catalogue | None) -> tuple[Lor
     for index, lora in enumerate(loras):
         adapter = catalogue.find(lora.name, f"SETTINGS.loras[{index}].name")
         found.append(replace(lora, version=adapter.version))
-    if not EDITS_TAKE_LORAS:
-        raise InvalidRequest("SETTINGS.loras", "edits do not take adapters yet", "no loras")
     return tuple(found)
 
 
