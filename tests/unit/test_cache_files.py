@@ -36,7 +36,7 @@ def close(engine: Engine) -> None:
     engine.cache.check_integrity()
 
 
-@pytest.mark.parametrize(("stride", "anchors"), [(1000, 1), (4, 7)])
+@pytest.mark.parametrize(("stride", "anchors"), [(1000, 1), (4, 7), (1, 28)])
 def test_a_restarted_worker_is_warm_from_disk(
     tiny_fill: Path, encoder: Encoder, tmp_path: Path, stride: int, anchors: int
 ) -> None:

@@ -64,7 +64,7 @@ class RequestManager:
         )
         self.edits: dict[str, RequestState] = {}
         self.primings = Primings(
-            adapter, cache, self.scheduler, executor, self.arrived, self._attach_to
+            adapter, cache, self.scheduler, executor, self._priming_ended, self._attach_to
         )
         self.residency = Residency(
             config.engine.max_waiting, {LORA: config.adapters.device_bytes}, self._dropped
@@ -178,10 +178,18 @@ class RequestManager:
         self.primings.end_all()
 
     def arrived(self, key: str) -> None:
-        """A template can be read now, or will not be: those who waited go on, but for those whose
-        template is still on its way.
+        """Entries of a template were read or written by the tiers in files. While more of it is on
+        its way, those who wait for it go on waiting.
         """
+        if not self.cache.is_coming(key):
+            self._end_waits(key)
+
+    def _priming_ended(self, key: str) -> None:
         self._let_go(f"prime:{key}")
+        self._end_waits(key)
+
+    def _end_waits(self, key: str) -> None:
+        """A template can be read now, or will not be: it is decided anew how its edits run."""
         for request_id in self.residency.arrived(Resource("template", key)):
             self._resume(self.edits.pop(request_id))
 

@@ -1,0 +1,190 @@
+"""Edits with LoRAs through a router and a real Triton, against diffusers with PEFT."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_harness.checkout import CHECKOUT
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+from tests.fakes.loras import LAYERS, lora, write
+from tests.fakes.pictures import blob_mask, scene
+from tests.fakes.pipelines import diffusers_edit
+from tests.support.calls import (
+    Grpc,
+    Http,
+    InferenceServerException,
+    Pixels,
+    edit_inputs,
+    eventually,
+    pixels,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
+DEMO = CHECKOUT / "assets" / "models" / "demo"
+SIDE = 64
+SOURCE, MASK = scene(SIDE, SIDE), blob_mask(SIDE, SIDE)
+STEPS = 4
+
+Loras = tuple[tuple[str, float], ...]
+MIX: tuple[Loras, ...] = (
+    (),
+    (("warm", 1.0),),
+    (("cold", 0.7),),
+    (("warm", 0.5), ("cold", -0.4)),
+    (("warm", 0.0),),
+)
+"""What the edits of one batch carry."""
+
+
+def asked(loras: Loras, **more: Any) -> dict[str, Any]:
+    return {
+        "num_inference_steps": STEPS,
+        "loras": [{"name": name, "scale": scale} for name, scale in loras],
+        **more,
+    }
+
+
+class Site:
+    """A worker and a router before it, with a folder of LoRAs drawn anew."""
+
+    def __init__(self, folder: Path, grpc: Grpc, http: Http) -> None:
+        self.folder, self.grpc, self.http = folder, grpc, http
+
+    def refused(self, name: str, **more: Any) -> str:
+        with pytest.raises(InferenceServerException) as caught:
+            self.grpc.edit(edit_inputs(SOURCE, MASK, **asked(((name, 1.0),), **more)))
+        return str(caught.value)
+
+
+def drawn(path: Path) -> None:
+    """A LoRA that changes pictures visibly, and is another one in each run."""
+    tensors = lora(LAYERS, rank=8)
+    write(path, {name: array * np.float32(0.15) for name, array in tensors.items()})
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("loras")
+    for name in ("warm", "cold"):
+        drawn(folder / f"{name}.safetensors")
+    port = free_base_port(2)
+    options = ServeOptions(
+        model=str(DEMO),
+        base_port=port,
+        router=True,
+        router_port=port + 10,
+        adapters=str(folder),
+        log_dir=tmp_path_factory.mktemp("lora-logs"),
+    )
+    with (
+        Supervisor(options),
+        closing(Grpc(f"127.0.0.1:{options.router_port + 1}")) as grpc,
+        closing(Http(f"127.0.0.1:{options.router_port}")) as http,
+    ):
+        yield Site(folder, grpc, http)
+
+
+def expected(folder: Path, seed: int, loras: Loras) -> Pixels:
+    from diffusers import FluxFillPipeline
+
+    pipeline = FluxFillPipeline.from_pretrained(DEMO)
+    pipeline.set_progress_bar_config(disable=True)
+    for name, _ in loras:
+        pipeline.load_lora_weights(folder / f"{name}.safetensors", adapter_name=name)
+    if loras:
+        pipeline.set_adapters([name for name, _ in loras], [scale for _, scale in loras])
+    settings = EditSettings(num_inference_steps=STEPS, guidance_scale=30.0)
+    length = 16
+    images = diffusers_edit(
+        pipeline, SOURCE, MASK, "a red star", settings, seed, max_sequence_length=length
+    )
+    return np.asarray(images[0])
+
+
+def test_a_mix_of_loras_in_one_batch_is_what_diffusers_makes_of_each_edit(site: Site) -> None:
+    pending = [
+        site.grpc.begin(edit_inputs(SOURCE, MASK, **asked(loras, seed=seed)))
+        for seed, loras in enumerate(MIX)
+    ]
+    edit = MASK > 0
+    plain = None
+    for seed, (loras, answer) in enumerate(zip(MIX, pending, strict=True)):
+        image, meta = answer.wait(120)
+        edited, reference = pixels(image), expected(site.folder, seed, loras)
+        assert np.array_equal(edited[~edit], SOURCE[~edit])
+        difference = np.abs(edited[edit].astype(int) - reference[edit])
+        assert difference.max() <= 2, loras  # levels: rounding at another batch shape
+        if not loras:
+            assert "loras" not in meta
+            continue
+        assert [(each["name"], each["scale"]) for each in meta["loras"]] == list(loras)
+        assert meta["loras_from_step"] == 0
+        plain = expected(site.folder, seed, ())
+        if any(scale for _, scale in loras):
+            assert np.abs(reference[edit].astype(int) - plain[edit]).max() > 8, "no visible LoRA"
+
+
+def test_cached_activations_are_the_adapters_own(site: Site) -> None:
+    """An edit's entries depend on its LoRAs: those of others are no hit, its own are."""
+    loras: Loras = (("warm", 0.9),)
+    _, plain = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked((), cache="require")))
+    _, first = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, cache="auto")))
+    image, hit = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, cache="require")))
+    again, _ = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, cache="require")))
+    assert (plain["cache"], first["cache"], hit["cache"]) == ("hit", "miss", "hit")
+    assert hit["computed_tokens"] < first["computed_tokens"]
+    assert image == again
+
+
+def test_bad_files_are_refused_by_name_and_hurt_no_other_edit(site: Site) -> None:
+    good = (site.folder / "warm.safetensors").read_bytes()
+    (site.folder / "cut.safetensors").write_bytes(good[: len(good) // 2])
+    (site.folder / "text.safetensors").write_bytes(b"no weights at all" * 100)
+    write(site.folder / "other.safetensors", lora({"down_blocks.0.proj_in": (8, 8)}))
+    beside = site.grpc.begin(edit_inputs(SOURCE, MASK, **asked((("cold", 1.0),), seed=9)))
+
+    def told(name: str, text: str) -> bool:
+        return text in site.refused(name)
+
+    for name in ("cut", "text", "other"):
+        eventually(f"{name} is listed", lambda name=name: told(name, "[INVALID_REQUEST]"))
+        assert "SETTINGS.loras[0]" in site.refused(name)
+    assert "[ADAPTER_NOT_FOUND] SETTINGS.loras[0].name" in site.refused("nobody")
+    assert beside.wait(60)[1]["loras"][0]["name"] == "cold"
+
+
+def test_a_file_that_is_replaced_is_another_adapter(site: Site) -> None:
+    path = site.folder / "turning.safetensors"
+    drawn(path)
+    inputs = edit_inputs(SOURCE, MASK, **asked((("turning", 1.0),), seed=5))
+
+    def edited() -> tuple[bytes, dict[str, Any]]:
+        return site.grpc.edit(inputs)
+
+    eventually("it is listed", lambda: _answers(edited))
+    before, first = edited()
+    drawn(path.with_suffix(".new"))
+    os.replace(path.with_suffix(".new"), path)
+    eventually("the new file is served", lambda: edited()[1]["loras"] != first["loras"])
+    after, _ = edited()
+    assert np.abs(pixels(after).astype(int) - pixels(before)).max() > 8
+
+
+def _answers(ask: Any) -> bool:
+    try:
+        ask()
+    except InferenceServerException as error:
+        if "[ADAPTER_NOT_FOUND]" in str(error):
+            return False
+        raise
+    return True
