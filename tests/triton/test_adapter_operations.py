@@ -9,14 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_core.config import Config
 from maskserve_core.triton.control import WorkerControl
 from maskserve_core.triton.frontend import EditFront
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.loras import OTHER_MODEL, lora, write
-from tests.fakes.pb_utils import FakeTriton, failure
+from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, failure, reply
 from tests.support.calls import plain_edit
 from tests.support.eventually import eventually
 
@@ -112,5 +114,46 @@ def test_a_front_has_an_edit_s_adapters_fetched_and_refuses_others(
         assert not front._adapters.host.held()
         told("good")
         eventually("it is there", lambda: [each.name for each in front._adapters.host.held()])
+    finally:
+        front.close()
+
+
+def test_an_edit_waits_in_the_front_for_the_text_encoders_part(
+    api: FakeTriton, served: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoder serves one edit after the other, so it must not wait for a storage."""
+    monkeypatch.setattr(settings_rules, "EDITS_TAKE_LORAS", True)
+    base = BaseLayers.of_folder(DEMO)
+    assert base is not None
+    name, (outputs, inputs) = next(iter(base._shapes["text_encoder"].items()))
+    store = Path(served.adapters.store)
+    write(store / "text.safetensors", lora({name: (inputs, outputs)}, prefix="text_encoder."))
+    nan = lora({name: (inputs, outputs)}, prefix="text_encoder.")
+    next(iter(nan.values()))[0, 0] = np.nan
+    write(store / "nan.safetensors", nan)
+    there: list[list[str]] = []
+    front = EditFront(api, served, FILL_FACTS, "edit", streaming=False)
+
+    def pipeline(call: Call) -> list[InferenceResponse]:
+        there.append([each.name for each in front._adapters.host.held()])
+        assert call.accepted().settings.loras[0].text
+        return [reply(EDITED=b"picture", META=b'{"event": "final", "step": 1}')]
+
+    api.models["edit_pipeline"] = pipeline
+
+    def told(name: str) -> str:
+        asked = json.dumps({"loras": [{"name": name}]}).encode()
+        request = api.request(**{**plain_edit(), "SETTINGS": asked})
+        front.execute([request])
+        error = request.sender.wait().error()
+        return str(error.message()) if error is not None else ""
+
+    monkeypatch.setattr(front._adapters, "begin", lambda *_: None)
+    try:
+        eventually("the storage is listed", lambda: "text" in front._adapters.catalogue.all())
+        assert told("nan").startswith("[INVALID_REQUEST] SETTINGS.loras: adapter nan holds NaN")
+        assert not there
+        assert told("text") == ""
+        assert there == [["text"]]
     finally:
         front.close()

@@ -46,6 +46,10 @@ class Lora:
     """Which file of that name (`adapters.catalogue.Adapter.version`), so that all stages take the
     same one; the front fills it in.
     """
+    text: bool = False
+    """Whether it changes text encoders, too, likewise: its file is then on the host before the edit
+    leaves the front, as an encoder waits for nobody.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,8 @@ def _versions(loras: tuple[Lora, ...], catalogue: Catalogue | None) -> tuple[Lor
     found = []
     for index, lora in enumerate(loras):
         adapter = catalogue.find(lora.name, f"SETTINGS.loras[{index}].name")
-        found.append(replace(lora, version=adapter.version))
+        text = any(part.startswith("text_encoder") for part in adapter.parts)
+        found.append(replace(lora, version=adapter.version, text=text))
     return tuple(found)
 
 

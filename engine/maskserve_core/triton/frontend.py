@@ -132,6 +132,9 @@ class EditFront:
 
     def _run(self, call: Call) -> None:
         try:
+            for lora in call.edit.settings.loras:
+                if lora.text:
+                    self._adapters.fetch(lora.name, lora.version)
             if not call.answer.done:
                 self._relay(call)
                 call.answer.fail(EngineFailed("the pipeline ended without an answer"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.lora_header import BadAdapter, Layer, by_module
+from maskserve_core.adapters.lora_header import PARTS, BadAdapter, Layer, by_module
 from maskserve_engine.layers.low_rank import Factors
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,11 @@ Parts = dict[str, dict[str, Factors]]
 
 
 def read_lora(
-    path: Path, base: BaseLayers, model: str, dtype: torch.dtype = torch.float32
+    path: Path,
+    base: BaseLayers,
+    model: str,
+    dtype: torch.dtype = torch.float32,
+    only: Container[str] = PARTS,
 ) -> Parts:
     """Read a file on the host.
 
@@ -42,6 +46,7 @@ def read_lora(
         base: layers of the served model.
         model: its folder.
         dtype: of the factors; alphas are multiplied in float32 before.
+        only: parts that are read.
 
     Raises:
         BadAdapter: it is for another model, or in a form that diffusers does not know.
@@ -50,9 +55,18 @@ def read_lora(
     try:
         with safetensors.safe_open(path, framework="pt") as opened:
             said = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            tensors = {
+                name: opened.get_tensor(name)
+                for (part, _), names in by_module(opened.keys()).items()
+                for name in names
+                if name and part in only
+            }
+    except BadAdapter:
+        raise
     except safetensors.SafetensorError as error:
         raise BadAdapter(f"is no safetensors file: {error}") from error
+    if not tensors:
+        return {}
     scaled = _with_alphas(tensors, _Metadata(said.get(_METADATA, "")))
     parts: Parts = {}
     published: dict[tuple[str, str], Factors] = {}

@@ -98,6 +98,11 @@ class Encoder(ABC):
             away = None if negative_prompt is None else self.encode_negative(negative_prompt)
             return Encoded(moments, masked, self.encode_prompt(prompt), away)
 
+    @property
+    @abstractmethod
+    def text_models(self) -> dict[str, Any]:
+        """The text encoders that adapters may change, by their folders' names."""
+
     @abstractmethod
     def encode_prompt(self, prompt: str) -> Conditioning:
         """A prompt's arrays, by the family's own names."""

@@ -42,6 +42,11 @@ class FluxEncoder(Encoder):
             TextEncoder.load(config, T5EncoderModel, "_2", config.model.max_sequence_length),
         )
 
+    @property
+    def text_models(self) -> dict[str, Any]:
+        """CLIP: diffusers applies no LoRA to FLUX's T5."""
+        return {"text_encoder": self.clip.model}
+
     def encode_prompt(self, prompt: str) -> Conditioning:
         """`prompt_embeds` [T, width] and `pooled` [width] of a prompt."""
         with torch.inference_mode():

@@ -44,6 +44,11 @@ class UnetEncoder(Encoder):
             encoders.append(TextEncoder.load(config, CLIPTextModelWithProjection, "_2"))
         return cls(facts, vae, encoders)
 
+    @property
+    def text_models(self) -> dict[str, Any]:
+        names = ("text_encoder", "text_encoder_2")
+        return {name: each.model for name, each in zip(names, self.encoders, strict=False)}
+
     def encode_prompt(self, prompt: str) -> Conditioning:
         """`prompt_embeds` [T, width] and, for SDXL, `pooled` [width] of a prompt."""
         xl = self.facts.micro_conditioning

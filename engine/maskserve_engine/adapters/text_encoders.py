@@ -1,0 +1,130 @@
+"""What LoRAs add to the text encoders, for as long as one prompt is encoded.
+
+Hooks add each layer's update to what the layer itself gives: no weight is written, and when the
+hooks are gone so is every trace. (transformers loads adapters, too, but for good: each would leave
+its layers in the model.)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from maskserve_core.adapters.base_layers import BaseLayers
+from maskserve_core.adapters.lora_header import BadAdapter
+from maskserve_core.adapters.store import AdapterStore
+from maskserve_core.config import Config
+from maskserve_core.contracts.settings import Lora
+from maskserve_core.errors import InvalidRequest, Overloaded
+from maskserve_engine.adapters.lora_file import Parts, read_lora
+from maskserve_engine.layers.low_rank import Factors
+
+_FIELD = "SETTINGS.loras"
+
+
+class TextAdapters:
+    """The text encoders' part of adapters. One thread encodes at a time.
+
+    Args:
+        config: of the worker.
+        models: the text encoders, by part (`lora_header.PARTS`).
+    """
+
+    HELD_BYTES: Final = 2**28
+    """Of factors that stay with the encoders, the least recently used going first. A LoRA of rank
+    16 has 10 MB for CLIP."""
+
+    def __init__(self, config: Config, models: Mapping[str, nn.Module]) -> None:
+        self._models = models
+        self._folder = config.model.path
+        self._store = AdapterStore(config)
+        self._base: BaseLayers | None = None
+        self._held: OrderedDict[str, Parts] = OrderedDict()
+
+    def close(self) -> None:
+        self._store.close()
+
+    @contextmanager
+    def applied(self, loras: Sequence[Lora]) -> Iterator[None]:
+        """Within it the encoders compute with these LoRAs, each by its scale.
+
+        Raises:
+            InvalidRequest: a file does not fit.
+            Overloaded: a file has left the host since the edit was accepted.
+        """
+        with ExitStack() as hooks:
+            for lora in loras:
+                if lora.text and lora.scale:
+                    for part, layers in self._parts(lora).items():
+                        for name, factors in layers.items():
+                            hook = _added(self._models[part], name, factors, lora.scale)
+                            hooks.callback(hook.remove)
+            yield
+
+    def _parts(self, lora: Lora) -> Parts:
+        """Factors in the encoders' dtype and on their device."""
+        held = self._held.pop(lora.version, None)
+        if held is None:
+            try:
+                held = self._read(lora)
+            except BadAdapter as error:
+                raise InvalidRequest(_FIELD, f"adapter {lora.name} {error}") from error
+        self._held[lora.version] = held
+        while len(self._held) > 1 and sum(map(_nbytes, self._held.values())) > self.HELD_BYTES:
+            self._held.popitem(last=False)
+        return held
+
+    def _read(self, lora: Lora) -> Parts:
+        file = self._store.host.find(lora.name, lora.version)
+        if file is None:
+            raise Overloaded(f"{_FIELD}: adapter {lora.name} had to give way; send the edit again")
+        if self._base is None:
+            self._base = BaseLayers.of_folder(self._folder)
+        if self._base is None:
+            raise BadAdapter("cannot be checked: the model's own weights are no safetensors files")
+        parts = read_lora(file.path, self._base, self._folder, only=self._models)
+        placed: Parts = {}
+        for part, layers in parts.items():
+            target = next(self._models[part].parameters())
+            placed[part] = {
+                _name_in(self._models[part], name): Factors(
+                    *(x.flatten(1).to(target) for x in factors)
+                )
+                for name, factors in layers.items()
+            }
+        return placed
+
+
+def _name_in(model: nn.Module, name: str) -> str:
+    """The module that a weight of the file belongs to: versions of transformers differ in whether
+    text models have a first name.
+    """
+    for own in (name, f"text_model.{name}", name.removeprefix("text_model.")):
+        try:
+            module = model.get_submodule(own)
+        except AttributeError:
+            continue
+        if isinstance(module, nn.Linear):
+            return own
+    raise BadAdapter(f"changes {name}, which is no linear layer of the text encoder")
+
+
+def _added(model: nn.Module, name: str, factors: Factors, scale: float) -> RemovableHandle:
+    """Have a layer add scale · B(A x) to what it gives."""
+    down, up = factors
+
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Any:
+        low = torch.nn.functional.linear(inputs[0], down)
+        return out + scale * torch.nn.functional.linear(low, up)
+
+    return model.get_submodule(name).register_forward_hook(add)
+
+
+def _nbytes(parts: Parts) -> int:
+    return sum(x.nbytes for layers in parts.values() for each in layers.values() for x in each)
