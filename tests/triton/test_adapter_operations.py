@@ -122,7 +122,6 @@ def test_an_edit_waits_in_the_front_for_the_text_encoders_part(
     api: FakeTriton, served: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An encoder serves one edit after the other, so it must not wait for a storage."""
-    monkeypatch.setattr(settings_rules, "EDITS_TAKE_LORAS", True)
     base = BaseLayers.of_folder(DEMO)
     assert base is not None
     name, (outputs, inputs) = next(iter(base._shapes["text_encoder"].items()))
