@@ -17,7 +17,7 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_harness.demo_model.relations import RELATIONS
 from maskserve_harness.demo_model.scenes import Edit
-from maskserve_harness.quality.choices import CacheChoice, default, frontier
+from maskserve_harness.quality.choices import FLUX_STEPS, CacheChoice, default, frontier
 from maskserve_harness.quality.metrics import RIM, compare, rim_errors, summary
 from maskserve_harness.quality.systems import Picture, Rig
 
@@ -93,7 +93,7 @@ def test_ways_that_must_agree_do(rig: Rig) -> None:
     assert summary(compare(edits, everything, dense)).worst_psnr_in_mask > 45
     exact = CacheChoice("kv", "model", 1, ring=64)
     _equal(rig.cached(edits, jobs, entries, exact), dense, edits)
-    _equal(rig.cached(edits, jobs, entries, CacheChoice(dense_steps=rig.steps)), dense, edits)
+    _equal(rig.cached(edits, jobs, entries, CacheChoice(dense_steps=FLUX_STEPS)), dense, edits)
     no_ring, none_of_it = CacheChoice("kv", "model", 1), CacheChoice("kv", "model", 1, 2, 0.0)
     _equal(
         rig.cached(edits, jobs, entries, none_of_it),

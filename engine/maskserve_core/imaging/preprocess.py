@@ -102,7 +102,7 @@ def prepare_edit(
     taken_ms = (time.perf_counter() - start) * 1e3
     request.timings_ms["preprocess"] = round(taken_ms, 3)
     context = PostprocessContext(request.to_json(), source_bytes, paste, decoded)
-    return PreparedEdit(pixels, _for_model(masks.edit, facts), request, context)
+    return PreparedEdit(pixels, mask_for_model(masks.edit, facts), request, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def _at_model_size(
     return size, np.asarray(resize(Image.fromarray(source.pixels), size))
 
 
-def _for_model(edit: npt.NDArray[np.uint8], facts: ModelFacts) -> npt.NDArray[np.uint8]:
+def mask_for_model(edit: npt.NDArray[np.uint8], facts: ModelFacts) -> npt.NDArray[np.uint8]:
     """The edit mask as the model should be given it.
 
     Inpaint semantics sample the mask once per latent, and would lose what is thinner than one: its

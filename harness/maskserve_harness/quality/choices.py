@@ -32,7 +32,10 @@ class CacheChoice:
     ring_share: float = 1.0
     """Of the steps, from the first one on, in which the ring is computed."""
     dense_steps: int = 0
-    """First steps that compute every token, as a dense row does."""
+    """First steps that compute every token."""
+    lifted: bool = False
+    """Whether later steps read what the last dense step found instead: its keys and values of
+    inactive tokens, less the template's at that anchor, are added to the entries."""
     skip_below: float = 0.0
     """Change of the first block under which a step leaves the others out (FirstBlockCache)."""
     thin: int = 0
@@ -49,6 +52,8 @@ class CacheChoice:
             parts.append(f"first{self.ring_share:.0%}")
         if self.dense_steps:
             parts.append(f"dense{self.dense_steps}")
+        if self.lifted:
+            parts.append("lifted")
         if self.thin:
             parts.append(f"thin{self.thin}")
         if self.skip_below:
@@ -116,6 +121,22 @@ def default(facts: ModelFacts, steps: int) -> CacheChoice:
 def of_schedule(stride: int, steps: int) -> int:
     """The stride that gives `steps` steps as many anchors as `stride` gives 28."""
     return stride if stride >= FLUX_STEPS else max(1, round(stride * steps / FLUX_STEPS))
+
+
+def first_looks(chosen: CacheChoice, facts: ModelFacts, steps: int) -> list[CacheChoice]:
+    """The default, and the few others that are compared on all classes."""
+    if facts.semantics == "fill":
+        return [chosen, replace(chosen, stride=-(-steps // 2)), CacheChoice()]
+    denser = replace(chosen, dense_steps=1)
+    return [
+        chosen,
+        replace(chosen, ring=2),
+        replace(chosen, stride=of_schedule(4, steps)),
+        denser,
+        replace(denser, lifted=True),
+        replace(denser, ring=2),
+        replace(chosen, dense_steps=2),
+    ]
 
 
 def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:

@@ -21,7 +21,6 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_harness.demo_model.evaluation import run_edits
 from maskserve_harness.demo_model.scenes import Edit
-from maskserve_harness.quality.choices import CacheChoice, default, frontier
+from maskserve_harness.quality.choices import CacheChoice, default, first_looks, frontier
 from maskserve_harness.quality.metrics import Picture, by_class, compare, rim_errors
 from maskserve_harness.quality.published import missing, published
 from maskserve_harness.quality.report import draw_worst, plot_frontier, plot_rim, table
@@ -179,8 +178,7 @@ def main() -> int:
     classes = {name: edits_of(name, args.n) for name in args.classes}
     rig = Rig(args.model, args.steps)
     run = Run(rig, classes)
-    two_anchors = replace(run.default, stride=-(-args.steps // 2))
-    few = [run.default, two_anchors, CacheChoice()]
+    few = first_looks(run.default, rig.adapter.facts, args.steps)
     run.make(frontier(run.default, args.steps) if args.frontier else few)
     semantics = rig.adapter.facts.semantics
     reference = "dense" if args.frontier or semantics == "inpaint" else "diffusers"

@@ -18,6 +18,8 @@ Picture = NDArray[np.uint8]
 
 RIM = 24
 """Pixels from the mask's rim up to which errors are told apart."""
+SEEN_BELOW = 30.0
+"""dB inside the mask under which an edit is told from its reference by eye."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class Quality:
     ssim: float
     ssim_in_mask: float
     psnr_in_mask: float
+    pooled_psnr_in_mask: float
+    """dB of the mean of the edits' squared errors: a mean of dB hides one bad edit behind good
+    ones, this does not."""
+    share_below_30: float
+    """Of the edits, those under SEEN_BELOW."""
     outside_max_abs_diff: int
     """The largest of all."""
     prompt_followed: float | None
@@ -64,14 +71,17 @@ def compare(
 def summary(found: Sequence[EditQuality]) -> Quality:
     """Means and worst of some edits."""
     asked = [one.right for one in found if one.right is not None]
+    psnr = np.array([one.psnr_in_mask for one in found])
     return Quality(
         ssim=float(np.mean([one.ssim for one in found])),
         ssim_in_mask=float(np.mean([one.ssim_in_mask for one in found])),
-        psnr_in_mask=float(np.mean([one.psnr_in_mask for one in found])),
+        psnr_in_mask=float(psnr.mean()),
+        pooled_psnr_in_mask=float(-10.0 * np.log10(np.mean(10.0 ** (-psnr / 10.0)))),
+        share_below_30=float(np.mean(psnr < SEEN_BELOW)),
         outside_max_abs_diff=max(one.outside_max_abs_diff for one in found),
         prompt_followed=float(np.mean(asked)) if asked else None,
         worst_ssim_in_mask=min(one.ssim_in_mask for one in found),
-        worst_psnr_in_mask=min(one.psnr_in_mask for one in found),
+        worst_psnr_in_mask=float(psnr.min()),
     )
 
 

@@ -16,6 +16,8 @@ _COLUMNS = (
     ("ssim", "SSIM"),
     ("ssim_in_mask", "SSIM in mask"),
     ("psnr_in_mask", "PSNR in mask"),
+    ("pooled_psnr_in_mask", "pooled"),
+    ("share_below_30", "under 30 dB"),
     ("worst_psnr_in_mask", "worst edit"),
     ("worst_class_psnr_in_mask", "worst class"),
     ("outside_max_abs_diff", "outside max diff"),
@@ -33,12 +35,17 @@ _RIVALS = (
 
 def table(systems: Mapping[str, Mapping[str, Any]]) -> str:
     """Two markdown tables: a row per system, and mean and worst PSNR per class."""
+    columns = [
+        (key, title)
+        for key, title in _COLUMNS
+        if any(row.get(key) is not None for row in systems.values())
+    ]
     lines = [
-        "| system | " + " | ".join(title for _, title in _COLUMNS) + " |",
-        "|---" * (1 + len(_COLUMNS)) + "|",
+        "| system | " + " | ".join(title for _, title in columns) + " |",
+        "|---" * (1 + len(columns)) + "|",
     ]
     for name, row in systems.items():
-        cells = ["" if row.get(key) is None else f"{row[key]:.4g}" for key, _ in _COLUMNS]
+        cells = ["" if row.get(key) is None else f"{row[key]:.4g}" for key, _ in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     classes = list(next(iter(systems.values()))["classes"])
     lines += [

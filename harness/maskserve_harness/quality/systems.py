@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from maskserve_core.config_file import config_of
-from maskserve_core.contracts.entry_key import anchor_steps
+from maskserve_core.contracts.entry_key import Anchor, anchor_steps
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_core.imaging.tokens import active_tokens
 from maskserve_core.models.registry import load_facts
+from maskserve_engine.batch.inputs import RowInput
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.codec import Coded, encode
-from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Recorder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_decoder, load_encoder
@@ -59,7 +62,7 @@ class Rig:
         return [self._job(edit, seed) for seed, edit in enumerate(edits)]
 
     def _job(self, edit: Edit, seed: int) -> EditJob:
-        mask = edit.mask * np.uint8(255)
+        mask = mask_for_model(edit.mask * np.uint8(255), self.adapter.facts)
         settings = EditSettings(num_inference_steps=self.steps, mask_ring=0)
         if self.adapter.facts.guidance == "embedded":
             scale = self.adapter.facts.guidance_default(self.config.model.guidance_scale)
@@ -92,7 +95,12 @@ class Rig:
             anchors = self.adapter.anchors(tokens, self.steps, 1)
             rows.append(
                 self.adapter.priming_row(
-                    job, anchors, self.prompt, _seed(job), BOTH * self.adapter.blocks, "model"
+                    job,
+                    anchors,
+                    self.prompt,
+                    job.request.template_noise_seed,
+                    BOTH * self.adapter.blocks,
+                    "model",
                 )
             )
         for first in range(0, len(rows), BATCH):
@@ -108,18 +116,18 @@ class Rig:
         entries: Sequence[tuple[AnchorEntry, ...]],
         choice: CacheChoice,
     ) -> list[Picture]:
-        """Edits by cached rows. Rows of fewer tokens take over from those of more: dense steps
-        first, then those with a ring, then those without.
+        """Edits by cached rows; those that cache nothing, by dense ones. Rows without a ring take
+        over from those with one.
         """
         coded = [_kept(each, choice) for each in entries]
 
         def rows_with(ring: int) -> list[FluxRow]:
-            return [self._row(job, own, ring) for job, own in zip(jobs, coded, strict=True)]
+            if choice.dense:
+                return [self.adapter.dense_row(job) for job in jobs]
+            return [self._row(job, own, ring, choice) for job, own in zip(jobs, coded, strict=True)]
 
-        dense_steps = min(choice.dense_steps, self.steps)
-        with_ring = choice.ring_steps(self.steps)
+        with_ring = self.steps if choice.dense else choice.ring_steps(self.steps)
         stages: list[tuple[int, Callable[[], list[FluxRow]]]] = [
-            (dense_steps, lambda: [self.adapter.dense_row(job) for job in jobs]),
             (with_ring, lambda: rows_with(choice.ring)),
             (self.steps, lambda: rows_with(0)),
         ]
@@ -133,7 +141,12 @@ class Rig:
                     _take_over(row, earlier)
                 rows = made
                 parts = [self._thinned(row, choice.thin) for row in rows] if choice.thin else rows
-                self.run(parts, (choice.block_kind,) * self.adapter.blocks, until)
+                kinds = (choice.block_kind,) * self.adapter.blocks
+                if choice.lifted and rows[0].step == 0:
+                    self.run(parts, kinds, choice.dense_steps)
+                    for row, own in zip(rows, coded, strict=True):
+                        self._lift(row, own)
+                self.run(parts, kinds, until)
                 self._steps_skipped[choice] += sum(part.skipped for part in parts)
                 for row, part in zip(rows, parts, strict=True):
                     row.latents, row.step = part.latents, part.step
@@ -144,14 +157,44 @@ class Rig:
         """Share of the steps of its edits that left all blocks but the first out."""
         return self._steps_skipped[choice] / self._steps_taken[choice]
 
-    def _row(self, job: EditJob, coded: Sequence[AnchorEntry], ring: int) -> FluxRow:
+    def _row(
+        self, job: EditJob, coded: Sequence[AnchorEntry], ring: int, choice: CacheChoice
+    ) -> FluxRow:
         settings = replace(job.request.settings, mask_ring=ring)
         job = replace(job, request=replace(job.request, settings=settings))
+        # As the engine has it: a step without an entry computes the pinned tokens, too.
         per_step = [
-            min(coded, key=lambda e: (abs(e.anchor.sigma - sigma), -e.anchor.sigma))
-            for sigma, _ in self.adapter.sigmas(job)
+            None if step < choice.dense_steps else _nearest(coded, sigma)
+            for step, (sigma, _) in enumerate(self.adapter.sigmas(job))
         ]
-        return cast(FluxRow, self.replay.cached_row(job, per_step, _seed(job)))
+        row = self.replay.cached_row(job, per_step, job.request.template_noise_seed)
+        if not choice.lifted:
+            return cast(FluxRow, row)
+        own = {each.name: getattr(row, each.name) for each in fields(FluxRow)}
+        watched = WatchedRow(**own, kinds=(frozenset({"kv"}),) * self.adapter.blocks)
+        self.replay.reads(watched, per_step)
+        return watched
+
+    def _lift(self, row: FluxRow, coded: Sequence[AnchorEntry]) -> None:
+        """Have a row that has taken its dense steps read entries that are moved by what the last of
+        them has shown: its own keys and values of inactive tokens, less the template's there.
+        """
+        assert isinstance(row, WatchedRow)
+        assert row.inactive is not None
+        own, index = row.computed(), row.inactive.index
+        then = _nearest(coded, float(row.schedule.sigmas[row.step - 1]))
+        moves = [
+            tuple(
+                computed.data[len(row.latents) :] - _decoded(kept)[index]
+                for computed, kept in zip(mine.part("kv"), theirs.part("kv"), strict=True)
+            )
+            for mine, theirs in zip(own.blocks, then.blocks, strict=True)
+        ]
+        lifted = {id(entry): _moved(entry, moves, index) for entry in coded}
+        per_step = [
+            lifted[id(_nearest(coded, step.sigma))] for step in row.schedule.walk[: row.steps]
+        ]
+        self.replay.reads(row, per_step)
 
     def _thinned(self, row: FluxRow, stands_for: int) -> FluxRow:
         part = thinned(row, stands_for)
@@ -200,7 +243,7 @@ class Rig:
             )
         self.run(parts, ())
         # Cached rows have the template's latents elsewhere.
-        done = [self.adapter.cached_row(job, _seed(job)) for job in jobs]
+        done = [self.adapter.cached_row(job, job.request.template_noise_seed) for job in jobs]
         for row, part, ids in zip(done, parts, tokens, strict=True):
             assert row.inactive is not None
             row.latents = part.latents[np.searchsorted(ids, row.inactive.active.numpy())]
@@ -214,6 +257,27 @@ class Rig:
         return [
             self.finish(edit, row.result().array()) for edit, row in zip(edits, rows, strict=True)
         ]
+
+
+@dataclass(slots=True)
+class WatchedRow(FluxRow):
+    """A cached row that keeps the keys and values of its last step without an entry."""
+
+    kinds: tuple[frozenset[str], ...] = ()
+    """Per block, what is kept."""
+    recorder: Recorder | None = None
+
+    def model_input(self) -> RowInput:
+        given = FluxRow.model_input(self)
+        if given.rest is not None:
+            return given
+        self.recorder = Recorder(self.kinds, "model")
+        return replace(given, capture=self.recorder)
+
+    def computed(self) -> AnchorEntry:
+        """Of all tokens, the active ones first."""
+        assert self.recorder is not None
+        return self.recorder.entry(Anchor(float(self.schedule.sigmas[self.step - 1]), 0.0))
 
 
 def _take_over(row: FluxRow, earlier: FluxRow) -> None:
@@ -245,5 +309,24 @@ def _recode(entry: AnchorEntry, choice: CacheChoice) -> AnchorEntry:
     return AnchorEntry(entry.anchor, blocks)
 
 
-def _seed(job: EditJob) -> int:
-    return int(job.request.pixels_id[:12], 16)
+def _nearest(entries: Sequence[AnchorEntry], sigma: float) -> AnchorEntry:
+    return min(entries, key=lambda e: (abs(e.anchor.sigma - sigma), -e.anchor.sigma))
+
+
+def _decoded(coded: Coded) -> Tensor:
+    channels = coded.data.shape[1] * (2 if coded.format == "int4" else 1)
+    out = torch.empty(len(coded.data), channels)
+    coded.into(out)
+    return out
+
+
+def _moved(entry: AnchorEntry, moves: Sequence[tuple[Tensor, ...]], index: Tensor) -> AnchorEntry:
+    """An entry whose keys and values at `index` are moved, block by block."""
+    blocks = []
+    for block, (keys, values) in zip(entry.blocks, moves, strict=True):
+        both = [
+            _decoded(each).index_add(0, index, move)
+            for each, move in zip(block.part("kv"), (keys, values), strict=True)
+        ]
+        blocks.append(BlockEntry(None, *(encode(each, "model") for each in both)))
+    return AnchorEntry(entry.anchor, tuple(blocks))

@@ -1,11 +1,14 @@
-"""What cached activations cost a UNet in quality: its demo model's held-out edits.
+"""What cached activations cost a UNet in quality: held-out edits, class by class.
 
 Every system is held against the dense rows of the same edits and seeds, which tests hold to
-diffusers' own pipeline. Guided edits read one set of entries, primed without a prompt, in both
-passes; with `own prompts` each pass reads entries primed with its own prompt, which is what
-sharing costs at most. The naive rival reads the entries of another picture.
+diffusers' own pipeline. `served` is what a worker does by default: edits whose mask asks for it run
+dense. Guided edits read one set of entries, primed without a prompt, in both passes; with `own
+prompts` each pass reads entries primed with its own prompt, which is what sharing costs at most.
+The naive rival reads the entries of another picture.
 
-    python scripts/bench eval_unet_quality --json docs/benchmarks/unet_quality.json
+    python scripts/bench eval_unet_quality --n 8 --json docs/benchmarks/unet-quality.json
+
+With --frontier kinds, formats, strides, rings and tiles are compared.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from numpy.typing import NDArray
 from maskserve_core.config_file import config_of
 from maskserve_core.contracts.entry_key import anchor_steps
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_core.models.facts import ALL_STEPS
 from maskserve_core.models.registry import load_facts
 from maskserve_engine.cache.codec import Coded, encode
@@ -38,11 +42,13 @@ from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.machine import processor
 from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.demo_model.scenes import Edit, held_out_edits
-from maskserve_harness.quality.metrics import EditQuality, Picture, compare, summary
+from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
+from maskserve_harness.demo_model.scenes import Edit
+from maskserve_harness.quality.metrics import EditQuality, Picture, by_class, compare
+from maskserve_harness.quality.report import table
 
 BATCH = 8
-AT_ONCE = 16
+AT_ONCE = 8
 """Edits whose entries are held at a time."""
 KEPT = frozenset({"h", "kv"})
 
@@ -72,23 +78,25 @@ class Choice:
         return f"{self.kind}, {self.format}, {anchors}, ring {self.ring}{more}"
 
 
-CHOICES = (
+DEFAULT = Choice("kv", "int4", 7, ring=1)
+FEW = (
+    DEFAULT,
+    Choice("kv", "int4", 7),
+    Choice("kv", "int4", 7, ring=2),
+    Choice("kv", "int4", ALL_STEPS, ring=1),
+    Choice("project", "model", 1, ring=1),
+    Choice("kv", "int4", 7, ring=1, shift=1),
+)
+FRONTIER = (
+    *FEW,
     Choice("kv", "model", 1),
     Choice("project", "model", 1),
     Choice("kv", "model", 1, own=True),
     Choice("kv", "model", 7),
-    Choice("kv", "model", ALL_STEPS),
     Choice("kv", "int8", 7),
-    Choice("kv", "int4", 7),
-    Choice("kv", "int4", 7, ring=1),
-    Choice("kv", "int4", 7, ring=2),
-    Choice("kv", "model", 7, shift=1),
     Choice("kv", "model", 1, halo=4),
     Choice("kv", "model", 1, halo=1),
-    Choice("kv", "int4", 7, ring=1, halo=8),
-    Choice("kv", "int4", 7, ring=1, halo=4),
-    Choice("kv", "int4", 7, ring=1, halo=2),
-    Choice("kv", "int4", 7, ring=1, halo=1),
+    *(Choice("kv", "int4", 7, ring=1, halo=halo) for halo in (8, 4, 2, 1)),
 )
 
 
@@ -114,7 +122,13 @@ class Rig:
             mask_ring=ring,
         )
         request = request_of(edit.source, edit.prompt, settings, seed, str(seed))
-        return job_of(self.encoder, request, edit.source, edit.mask * np.uint8(255))
+        mask = mask_for_model(edit.mask * np.uint8(255), self.adapter.facts)
+        return job_of(self.encoder, request, edit.source, mask)
+
+    def runs_dense(self, edit: Edit) -> bool:
+        """Whether a worker computes all tokens of such an edit, for its mask."""
+        tokens = self.adapter.tokens(self.job(edit, 0, DEFAULT.ring))
+        return tokens.active >= self.config.cache.dense_above_ratio * tokens.total
 
     def run(self, rows: Sequence[Any], kinds: Sequence[str]) -> list[NDArray[np.float32]]:
         for first in range(0, len(rows), BATCH):
@@ -135,7 +149,7 @@ class Rig:
         self.adapter.entry_halves = 2 if own else 1
         for i, edit in enumerate(edits):
             job = self.job(edit, i)
-            row = self._priming_row(job, i, stride, format)
+            row = self._priming_row(job, stride, format)
             if own and job.negative is not None:
                 both = (job.conditioning, job.negative)
                 row.prompts = tuple(self.adapter.prompt(each, job) for each in both)
@@ -165,12 +179,13 @@ class Rig:
                 min(kept, key=lambda entry: abs(entry.anchor.sigma - sigma))
                 for sigma, _ in self.adapter.sigmas(job)
             ]
-            rows.append(self.replay.cached_row(job, per_step, i))
+            seed = job.request.template_noise_seed
+            rows.append(self.replay.cached_row(job, per_step, seed))
         return self._finish(edits, self.run(rows, (choice.kind,) * self.adapter.blocks))
 
-    def _priming_row(self, job: EditJob, seed: int, stride: int, format: str) -> UnetPrimingRow:
+    def _priming_row(self, job: EditJob, stride: int, format: str) -> UnetPrimingRow:
         anchors = self.adapter.anchors(self.adapter.tokens(job).total, self.steps, stride)
-        kinds = (KEPT,) * self.adapter.blocks
+        kinds, seed = (KEPT,) * self.adapter.blocks, job.request.template_noise_seed
         return self.adapter.priming_row(job, anchors, self.prompt, seed, kinds, format)
 
     def _finish(
@@ -192,7 +207,7 @@ def _coded(entry: AnchorEntry, format: str) -> AnchorEntry:
 def measure(
     args: argparse.Namespace, edits: Sequence[Edit], choices: Sequence[Choice]
 ) -> dict[str, list[EditQuality]]:
-    """What each system makes of each edit, by name; `dense` first."""
+    """What each system makes of each edit, by name; `dense` first, `served` last."""
     rig = Rig(args.model, args.steps, args.guidance)
     dense = rig.dense(edits)
     found = {"dense": compare(edits, dense, dense)}
@@ -206,36 +221,44 @@ def measure(
         else:
             made = entries[choice.own]
         found[choice.name] = compare(edits, by.cached(edits, made, choice), dense)
+    if DEFAULT in choices:
+        both = zip(edits, found["dense"], found[DEFAULT.name], strict=True)
+        found["served"] = [one if rig.runs_dense(edit) else other for edit, one, other in both]
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL.with_name("demo-unet"))
-    parser.add_argument("--n", type=int, default=48, help="held-out edits; 48 are balanced")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--guidance", type=float, default=0.0, help="0: the model's own")
-    parser.add_argument("--only", metavar="TEXT", help="cached systems with that in their name")
-    parser.add_argument("--dense", action="store_true", help="judge dense rows only")
-    parser.add_argument("--json", type=Path)
+    add = parser.add_argument
+    add("--model", type=Path, default=DEMO_MODEL.with_name("demo-unet"))
+    add("--n", type=int, default=8, help="edits of each class (default 8)")
+    add("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
+    add("--steps", type=int, default=20)
+    add("--guidance", type=float, default=0.0, help="0: the model's own")
+    add("--frontier", action="store_true", help="compare ways of caching")
+    add("--dense", action="store_true", help="judge dense rows only")
+    add("--json", type=Path)
     args = parser.parse_args()
-    choices = [each for each in CHOICES if not args.dense and (args.only or "") in each.name]
-    found: dict[str, list[EditQuality]] = {}
-    edits = held_out_edits(args.n)
+    torch.set_num_threads(1)
+    choices = () if args.dense else FRONTIER if args.frontier else FEW
+    systems: dict[str, dict[str, list[EditQuality]]] = {}
     with torch.inference_mode():
-        for first in range(0, len(edits), AT_ONCE):
-            some = measure(args, edits[first : first + AT_ONCE], choices)
-            found = {name: [*found.get(name, ()), *own] for name, own in some.items()}
-            print(f"{first + len(some['dense'])} of {len(edits)} edits", flush=True)
-    systems = {name: summary(own).as_dict() for name, own in found.items()}
-    for name, figures in systems.items():
-        print(name, figures)
+        for name in args.classes:
+            edits = edits_of(name, args.n)
+            for first in range(0, len(edits), AT_ONCE):
+                for system, own in measure(args, edits[first : first + AT_ONCE], choices).items():
+                    systems.setdefault(system, {}).setdefault(name, []).extend(own)
+            print(f"{time.strftime('%H:%M:%S')}  {name}: {len(edits)} edits", flush=True)
+    judged = {system: by_class(found) for system, found in systems.items()}
+    print(table(judged))
     if args.json:
         report = {
             "command": " ".join(sys.argv),
             "hardware": processor(),
             "date": time.strftime("%Y-%m-%d"),
-            "systems": systems,
+            "steps": args.steps,
+            "default": DEFAULT.name,
+            "systems": judged,
         }
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
