@@ -199,8 +199,7 @@ class Engine:
         """
         with one_cpu_thread():
             ready = self.adapter.prepare(job)
-            tokens = self.adapter.tokens(ready)
-            if not self.cache.serves(ready, tokens.active / tokens.total):
+            if not self.cache.serves(ready):
                 return ready
             return self.adapter.prepare_template(ready, self.cache.noise_seed(job))
 

@@ -26,6 +26,9 @@ class TokenCounts:
     active: int
     """Computed by a cached row."""
     total: int
+    cover_a_side: bool = False
+    """Whether the active ones cover a whole side of the picture; False where that decides nothing
+    (`ModelFacts.dense_sides`)."""
 
 
 @dataclass(frozen=True, slots=True)

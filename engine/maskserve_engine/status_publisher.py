@@ -78,6 +78,7 @@ class StatusPublisher:
                 cache=config.cache.enabled,
                 dense_above_ratio=config.cache.dense_above_ratio,
                 mask_ring=config.model.mask_ring,
+                dense_sides=facts.dense_sides,
             ),
         )
 

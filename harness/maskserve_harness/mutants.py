@@ -120,9 +120,17 @@ MUTATIONS = (
     Mutation(
         "dense_above_ratio is ignored",
         f"{_ENGINE}/requests/templates.py",
-        'return cache == "require" or mask_ratio < self.config.dense_above_ratio',
-        "return True",
+        "if tokens.active / tokens.total >= self.config.dense_above_ratio:",
+        "if tokens.active > tokens.total:",
         f"{_WAY}::test_an_edit_of_the_ratio_runs_dense_and_one_below_it_cached",
+    ),
+    Mutation(
+        "masks along a side are cached",
+        f"{_ENGINE}/requests/templates.py",
+        'return "mask_side" if tokens.cover_a_side else ""',
+        'return ""',
+        f"{_UNIT}/test_dense_sides.py"
+        "::test_an_edit_of_a_whole_side_runs_dense_and_says_so_and_others_are_cached",
     ),
     Mutation(
         "dense_steps is ignored",

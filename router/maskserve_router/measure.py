@@ -7,7 +7,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from maskserve_core.config_tables import LimitsConfig
 from maskserve_core.contracts.settings import EditSettings
@@ -16,7 +16,7 @@ from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.geometry import Size, model_size
 from maskserve_core.imaging.images import decode_mask, read_size
 from maskserve_core.imaging.masks import build_masks
-from maskserve_core.imaging.tokens import active_tokens
+from maskserve_core.imaging.tokens import active_tokens, cover_a_side
 from maskserve_core.routing import Edit
 from maskserve_router.config import RouterConfig
 
@@ -26,6 +26,16 @@ _PART = 16 * 1024
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+
+class MaskTokens(NamedTuple):
+    """Tokens of an edit, as its mask has them."""
+
+    active: int
+    """Those that a cached row computes."""
+    total: int
+    cover_a_side: bool
+    """Whether the active ones cover a whole side of the picture."""
 
 
 class Remembered(Generic[K, V]):
@@ -53,7 +63,7 @@ class Measure:
 
     def __init__(self, config: RouterConfig) -> None:
         self._limits = config.limits
-        self._tokens: Remembered[bytes, tuple[int, int]] = Remembered(_MASKS)
+        self._tokens: Remembered[bytes, MaskTokens] = Remembered(_MASKS)
         self._templates: Remembered[bytes, str] = Remembered(config.routing.remembered_images)
         threads = config.routing.decoding_threads
         self._pool = ThreadPoolExecutor(threads, "decoding")
@@ -83,7 +93,7 @@ class Measure:
                 self._pool, _count, image, mask, settings, served, self._limits
             )
             self._tokens.put(key, tokens)
-        active, total = tokens
+        active, total, side = tokens
         digest = image_digest(image)
         cache = served.cache and settings.cache != "off"
         passes = 2 if settings.negative_prompt is not None else 1
@@ -96,7 +106,9 @@ class Measure:
             template_id=settings.template_id or self._templates.get(digest) or "",
             priority=settings.priority,
             model=model,
-            cache=cache and active < served.dense_above_ratio * total,
+            cache=cache
+            and active < served.dense_above_ratio * total
+            and not (served.dense_sides and side),
         )
         return edit, digest
 
@@ -126,7 +138,7 @@ def image_digest(image: memoryview) -> bytes:
 
 def _count(
     image: memoryview, mask: bytes, settings: EditSettings, served: Served, limits: LimitsConfig
-) -> tuple[int, int]:
+) -> MaskTokens:
     size = read_size(bytes(image), "IMAGE", limits) if image else None
     return count_tokens(mask, settings, served, limits, size)
 
@@ -137,8 +149,8 @@ def count_tokens(
     served: Served,
     limits: LimitsConfig,
     size: Size | None = None,
-) -> tuple[int, int]:
-    """`(active, total)` tokens of an edit with this mask.
+) -> MaskTokens:
+    """The tokens of an edit with this mask.
 
     Args:
         mask: MASK's bytes.
@@ -163,8 +175,8 @@ def count_tokens(
     )
     side = served.token_pixels
     ring = served.mask_ring if settings.mask_ring is None else settings.mask_ring
-    active = len(active_tokens(masks.edit, side, ring))
-    return active, (at[0] // side) * (at[1] // side)
+    active, rows, columns = active_tokens(masks.edit, side, ring), at[0] // side, at[1] // side
+    return MaskTokens(len(active), rows * columns, cover_a_side(active, rows, columns))
 
 
 def _mask_key(mask: bytes, settings: EditSettings, served: Served) -> bytes:

@@ -54,6 +54,8 @@ class Served:
     """Mask ratio from which a row runs dense even on a hit."""
     mask_ring: int = 0
     """Tokens that are computed round the mask, of an edit that does not say how many."""
+    dense_sides: bool = False
+    """Whether a row that computes a whole side of the picture runs dense even on a hit."""
 
 
 class Stamp(NamedTuple):

@@ -39,6 +39,20 @@ def _token_grid(edit: Bytes2D, side: int, ring: int) -> Bools:
     return grid
 
 
+def cover_a_side(active: TokenIds, rows: int, columns: int) -> bool:
+    """Whether tokens of a grid of `rows` x `columns` cover a whole side of it, corner to corner.
+
+    Args:
+        active: ids, each once.
+        rows: of the grid.
+        columns: of the grid.
+    """
+    ys, xs = np.divmod(active, columns)
+    across = (np.count_nonzero(ys == y) == columns for y in (0, rows - 1))
+    down = (np.count_nonzero(xs == x) == rows for x in (0, columns - 1))
+    return any(across) or any(down)
+
+
 def active_tokens_per_level(
     edit: Bytes2D, token_pixels: int, levels: Sequence[int], ring: int = 0
 ) -> dict[int, TokenIds]:

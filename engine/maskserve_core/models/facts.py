@@ -72,6 +72,9 @@ class ModelFacts:
     """The transformer's or UNet's config.json, for FLOP counting."""
     skips_steps: bool = False
     """Whether `first_block_threshold` is served."""
+    dense_sides: bool = False
+    """Whether an edit that computes a whole side of the picture computes all of it (docs/adr/0023):
+    cached it would miss the bars of quality."""
     keeps_decoded: bool = False
     """Whether rows keep decoded keys and values from step to step (`[cache] placed_bytes`)."""
     strength_rounds_up: bool = True

@@ -297,6 +297,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         stride=_STRIDE,
         true_cfg=False,
         denoiser=unet,
+        dense_sides=True,
         strength_rounds_up=False,
         zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", xl)),
         tokenizer_length=length,

@@ -345,7 +345,7 @@ class RequestManager:
         self.executor.attach(edit.request_id, [(lora.version, lora.scale) for lora in wanted])
         if edit.mode != "cached" or not edit.job.adapters:
             return
-        own = self.cache.route(edit.job, edit.work.mask_ratio)
+        own = self.cache.route(edit.job)
         if own.prime:
             self._prime(edit.job, urgent=False)
         if own.mode == "cached":  # else those of the base model do
@@ -394,7 +394,7 @@ class RequestManager:
         if drift is not None and settings.cache == "auto" and not settings.reproducible:
             edit.drift, edit.route = drift, DENSE
         else:
-            edit.route = self.cache.route(edit.job, edit.work.mask_ratio, again=edit.starts > 0)
+            edit.route = self.cache.route(edit.job, again=edit.starts > 0)
 
     def _audit(self) -> None:
         """Make a cached edit again, now that nothing else is to be done."""

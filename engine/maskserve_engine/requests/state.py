@@ -306,6 +306,7 @@ class RequestState:
             "kinds": self.tally.kinds(),
             **({} if self.drift is None else {"drift": round(self.drift, 4)}),
             **self.loras.meta(request.settings.adapters),
+            **({"dense_for": self.route.dense_for} if self.route.dense_for else {}),
             **self._work(self.work.steps),
             "timings_ms": {
                 **request.timings_ms,

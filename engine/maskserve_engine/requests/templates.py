@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from maskserve_core.config import Config
@@ -44,6 +44,8 @@ class Route:
     """Where the template lay, when cached."""
     prime: bool = False
     """Whether the template should now be primed."""
+    dense_for: str = ""
+    """What of its mask has it run dense: `mask_ratio` or `mask_side`; empty where nothing has."""
 
 
 DENSE = Route("dense", "off")
@@ -207,30 +209,32 @@ class TemplateCache:
         """Seed of the template's own noise."""
         return job.request.template_noise_seed
 
-    def serves(self, job: EditJob, mask_ratio: float) -> bool:
-        """Whether rows of the edit may read or make entries.
-
-        Args:
-            job: the edit.
-            mask_ratio: share of tokens that it computes.
-        """
+    def serves(self, job: EditJob) -> bool:
+        """Whether rows of the edit may read or make entries."""
         cache = job.request.settings.cache
         if not self.config.enabled or cache == "off":
             return False
-        # Computing nearly everything is faster than loading the rest.
-        return cache == "require" or mask_ratio < self.config.dense_above_ratio
+        return cache == "require" or not self.dense_for(job)
 
-    def route(self, job: EditJob, mask_ratio: float, *, again: bool = False) -> Route:
+    def dense_for(self, job: EditJob) -> str:
+        """See `Route.dense_for`."""
+        tokens = self.adapter.tokens(job)
+        # Computing nearly everything is faster than loading the rest.
+        if tokens.active / tokens.total >= self.config.dense_above_ratio:
+            return "mask_ratio"
+        return "mask_side" if tokens.cover_a_side else ""
+
+    def route(self, job: EditJob, *, again: bool = False) -> Route:
         """Decide how the edit runs and whether its template is worth priming now.
 
         Args:
             job: the edit.
-            mask_ratio: share of tokens that it computes.
             again: it was decided before, and is no further sight of its template.
         """
         settings = job.request.settings
-        if not self.serves(job, mask_ratio):
-            return DENSE
+        if not self.serves(job):
+            asked = self.config.enabled and settings.cache != "off"
+            return replace(DENSE, dense_for=self.dense_for(job)) if asked else DENSE
         key = self.key_of(job)
         if not again:
             self._reuse.add(key)

@@ -128,7 +128,8 @@ class Rig:
     def runs_dense(self, edit: Edit) -> bool:
         """Whether a worker computes all tokens of such an edit, for its mask."""
         tokens = self.adapter.tokens(self.job(edit, 0, DEFAULT.ring))
-        return tokens.active >= self.config.cache.dense_above_ratio * tokens.total
+        limit = self.config.cache.dense_above_ratio
+        return tokens.cover_a_side or tokens.active / tokens.total >= limit
 
     def run(self, rows: Sequence[Any], kinds: Sequence[str]) -> list[NDArray[np.float32]]:
         for first in range(0, len(rows), BATCH):

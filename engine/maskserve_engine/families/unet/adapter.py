@@ -115,7 +115,9 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
 
     def tokens(self, job: EditJob) -> TokenCounts:
         _, height, width = job.moments.shape
-        return TokenCounts(len(self._preparation.active(job).levels[0]), height * width)
+        active = self._preparation.active(job)
+        side = self.facts.dense_sides and active.cover_a_side
+        return TokenCounts(len(active.levels[0]), height * width, side)
 
     def counted(self, job: EditJob) -> Totals:
         _, height, width = job.moments.shape

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_core.imaging.tokens import active_tokens_per_level
+from maskserve_core.imaging.tokens import active_tokens_per_level, cover_a_side
 from maskserve_core.models.unet import level_sizes
 from maskserve_core.planning.flops import ModelWork, RowTokens
 from maskserve_engine.cache.selection import Selection
@@ -23,6 +23,8 @@ class ActiveTokens:
     """Level → [n] ids, ascending."""
     tile: Tile | None
     """Where convolutions are computed; None: on the whole picture."""
+    cover_a_side: bool
+    """Whether those of level 0 cover a whole side of the picture."""
 
     @classmethod
     def of(
@@ -38,10 +40,11 @@ class ActiveTokens:
             halo: `[cache] conv_halo`.
         """
         ids = active_tokens_per_level(mask, token_pixels, range(levels), ring)
-        if not halo or not len(ids[0]):  # of a template that is only to be primed
-            return cls(ids, None)
         height, width = (side // token_pixels for side in mask.shape)
-        return cls(ids, tile_of(ids, level_sizes(height, width, levels), halo))
+        side = cover_a_side(ids[0], height, width)
+        if not halo or not len(ids[0]):  # of a template that is only to be primed
+            return cls(ids, None, side)
+        return cls(ids, tile_of(ids, level_sizes(height, width, levels), halo), side)
 
     def row(self, text: int) -> RowTokens:
         """What a pass with so many text tokens is counted as."""

@@ -1,0 +1,118 @@
+"""UNets: an edit that computes a whole side of the picture computes all of it (docs/adr/0023)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.status_record import Served
+from maskserve_core.imaging.tokens import active_tokens, cover_a_side
+from maskserve_engine.engine import Engine
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_router.config import RouterConfig
+from maskserve_router.measure import Measure
+from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
+from tests.fakes.pictures import encode
+from tests.support.engines import edit, make_engine
+
+SIDE = (48, 40)
+INNER = slice(4, 20)
+
+
+@given(
+    hnp.arrays(
+        np.uint8, st.sampled_from([(32, 48), (8, 24), (8, 8)]), elements=st.sampled_from([0, 9, 9])
+    ),
+    st.integers(0, 2),
+)
+def test_a_side_is_covered_where_each_of_its_tokens_is(mask: np.ndarray, ring: int) -> None:
+    rows, columns = mask.shape[0] // 8, mask.shape[1] // 8
+    active = active_tokens(mask, 8, ring)
+    grid = np.zeros((rows, columns), np.bool_)
+    grid.ravel()[active] = True
+    sides = [grid[0], grid[-1], grid[:, 0], grid[:, -1]]
+    assert cover_a_side(active, rows, columns) == any(side.all() for side in sides)
+
+
+def masks() -> dict[str, np.ndarray]:
+    """By where they lie; only those named `side` cover one."""
+    named = {}
+    for name, place in {
+        "side: top": (slice(0, 8), slice(None)),
+        "side: left": (slice(None), slice(0, 8)),
+        "side: right and more": (slice(None), slice(20, None)),
+        "corner": (slice(0, 16), slice(0, 16)),
+        "across the middle": (slice(20, 28), slice(None)),
+        "most of the top": (slice(0, 8), slice(12, None)),
+    }.items():
+        named[name] = np.zeros(SIDE, np.uint8)
+        named[name][place] = 255
+    return named
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_unets: dict[str, Path]) -> Encoder:
+    return load_encoder(config_of(tiny_unets["sd-base"]))
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_unets: dict[str, Path], encoder: Encoder) -> Iterator[Engine]:
+    engine = make_engine(tiny_unets["sd-base"], encoder, model={"mask_ring": 1})
+    yield engine
+    engine.close(10.0)
+
+
+@pytest.mark.parametrize("name", masks())
+def test_an_edit_of_a_whole_side_runs_dense_and_says_so_and_others_are_cached(
+    engine: Engine, encoder: Encoder, name: str
+) -> None:
+    rng = np.random.default_rng()
+    case = unet_case(rng, strength=1.0)
+    pixels = rng.integers(0, 256, (*SIDE, 3), dtype=np.uint8)
+    case = replace(case, pixels=pixels, mask=masks()[name])
+    asked = encode_case(encoder, case, name)
+
+    def with_settings(request_id: str, **changes: Any) -> Any:
+        settings = replace(asked.request.settings, **changes)
+        request = replace(asked.request, request_id=request_id, settings=settings)
+        return edit(engine, replace(asked, request=request)).meta
+
+    assert with_settings("insists", cache="require")["cache"] == "hit"
+    for number, settings in enumerate(({"cache": "auto"}, {"reproducible": True})):
+        meta = with_settings(f"{name} {number}", **settings)
+        dense = name.startswith("side")
+        assert meta["cache"] == ("off" if dense else "hit")
+        assert meta.get("dense_for") == ("mask_side" if dense else None)
+        assert set(meta["kinds"]) == {"dense" if dense else "kv"}
+    assert "dense_for" not in with_settings("off", cache="off")
+
+
+def test_flux_caches_them(tiny_fill: Path) -> None:
+    config = config_of(tiny_fill)
+    mask = np.zeros((32, 48), np.uint8)
+    mask[:8] = 255
+    case = random_case(np.random.default_rng(), strength=1.0)
+    pixels = np.zeros((*mask.shape, 3), np.uint8)
+    job = encode_case(load_encoder(config), replace(case, pixels=pixels, mask=mask), "e")
+    assert not load_adapter(config).tokens(job).cover_a_side
+
+
+@pytest.mark.parametrize("name", masks())
+async def test_the_router_expects_the_same(name: str) -> None:
+    measure = Measure(RouterConfig())
+    mask, image = encode(masks()[name]), memoryview(b"")
+    for sides in (True, False):
+        served = Served(64, 8, 20, mask_ring=0, dense_sides=sides)
+        measured, _ = await measure.edit(image, mask, EditSettings(), served, "m")
+        assert measured.cache == (not (sides and name.startswith("side")))
+    measure.close()
