@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+# What serves, and what develops: the second has all of the first.
+SERVING := $(VENV)/.installed-serving
 STAMP := $(VENV)/.installed
 # For pip, such as an index that has the CPU or a CUDA build of torch.
 PIP_FLAGS ?=
@@ -27,15 +29,19 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with everything that is needed
 
-$(STAMP): pyproject.toml constraints.txt
+$(SERVING): pyproject.toml constraints.txt
 	@PYTHONPATH=serving $(PYTHON) scripts/check_host.py
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	# torch first and by itself: its index may be another than the rest's.
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt torch
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[engine,server]'
+	@touch $@
+
+$(STAMP): $(SERVING)
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[engine,router,server,dev]'
 	@touch $@
 
-demo: $(STAMP) ## a masked edit through a real Triton; writes demo-output/
+demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/
 	$(PY) scripts/demo.py --model $(MODEL)
 
 # Tests without a Triton run side by side; a Triton needs the cores for itself.
@@ -63,7 +69,7 @@ check: $(STAMP) ## lint, format, types, imports, whether all extras install from
 bench: $(STAMP) ## what Triton adds to an edit
 	$(PY) scripts/bench overhead
 
-serve: $(STAMP) ## serve MODEL with WORKERS workers until Ctrl-C
+serve: $(SERVING) ## serve MODEL with WORKERS workers until Ctrl-C
 	$(VENV)/bin/maskserve serve --model $(MODEL) --workers $(WORKERS)
 
 constraints: $(STAMP) ## write the installed versions to constraints.txt

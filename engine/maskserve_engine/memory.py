@@ -7,9 +7,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 
-from maskserve_core.config import Config, ConfigError, beside_denoiser
+from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork
@@ -109,20 +110,12 @@ def image_bytes(config: Config, stage: Stage, facts: ModelFacts) -> int:
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """(all, free) bytes; for the CPU what the host has and can give without swapping.
-
-    Raises:
-        ConfigError: the system does not say.
-    """
+    """(all, free) bytes; for the CPU what the host has and can give without swapping."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total, free
-    with open("/proc/meminfo", encoding="ascii") as file:
-        said = {line.partition(":")[0]: line.split()[1] for line in file if line.strip()}
-    try:
-        return 1024 * int(said["MemTotal"]), 1024 * int(said["MemAvailable"])
-    except KeyError as error:
-        raise ConfigError("this system does not say what memory is free") from error
+    host = psutil.virtual_memory()
+    return int(host.total), int(host.available)
 
 
 def _numbers(file: Path) -> int:

@@ -19,6 +19,7 @@ from maskserve_serving.options import (
     ServeOptions,
     default_entries,
 )
+from maskserve_serving.runtime import check_packages
 
 if TYPE_CHECKING:
     from maskserve_serving.router import Router
@@ -124,7 +125,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def serve(given: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit code."""
-    # Only here: the other commands of `maskserve` have no use for it.
+    try:
+        check_packages(router=given.router)
+    except ServeError as error:
+        print(f"maskserve serve: {error}", file=sys.stderr)
+        return 1
+    # Only here: the other commands of `maskserve` have no use for it, nor for what it imports.
     from maskserve_serving.supervisor import Supervisor
 
     stop = threading.Event()

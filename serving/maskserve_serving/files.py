@@ -18,6 +18,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+import tomli_w
+
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.config_file import config_of, load_config
 from maskserve_serving.errors import ServeError
@@ -64,7 +66,7 @@ class WorkerFiles:
         """
         shutil.rmtree(self.runtime, ignore_errors=True)
         self.runtime.mkdir(parents=True, mode=0o700)
-        self.config.write_text(dump_toml(tables), encoding="utf-8")
+        self.config.write_text(tomli_w.dumps(tables), encoding="utf-8")
         return load(self.config)
 
     def remove(self) -> None:
@@ -197,34 +199,3 @@ def with_values(tables: dict[str, Any], section: str, **values: Any) -> dict[str
     if not section:
         return {**tables, **values}
     return {**tables, section: {**tables.get(section, {}), **values}}
-
-
-def dump_toml(tables: dict[str, Any]) -> str:
-    """TOML of a configuration: plain values first, then tables of plain values."""
-    lines = [f"{key} = {_value(value)}" for key, value in tables.items() if not _is_table(value)]
-    for name, table in tables.items():
-        if _is_table(table):
-            lines += ["", f"[{name}]"]
-            lines += [f"{key} = {_value(value)}" for key, value in table.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str):
-        escaped = "".join(_escape(char) for char in value)
-        return f'"{escaped}"'
-    raise TypeError(f"{value!r} has no place in a maskserve configuration")
-
-
-def _escape(char: str) -> str:
-    if char in '"\\':
-        return "\\" + char
-    return char if char >= " " and char != "\x7f" else f"\\u{ord(char):04x}"

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 RUN_DIR = "MASKSERVE_RUN_DIR"
 """Environment variable: the folder that the supervisor made for this run."""
 # A model's process ends within a second of its server, or within some on a busy machine.
@@ -21,13 +23,11 @@ _POLL_S = 0.1
 
 def orphans_of(folder: Path) -> list[int]:
     """Ids of the processes of the supervisor that made `folder`, as far as this user may see."""
-    mark = f"{RUN_DIR}={folder}".encode()
     found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and int(process.name) != os.getpid():
-            with suppress(OSError):  # gone meanwhile, or another user's
-                if mark in (process / "environ").read_bytes().split(b"\0"):
-                    found.append(int(process.name))
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # gone meanwhile, or another user's
+            if process.pid != os.getpid() and process.environ().get(RUN_DIR) == str(folder):
+                found.append(process.pid)
     return found
 
 

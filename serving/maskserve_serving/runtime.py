@@ -25,6 +25,7 @@ from maskserve_serving.errors import ServeError
 
 OLDEST_GLIBC = (2, 35)
 _PACKAGE = "nvidia-pytriton"
+_OF_SUPERVISOR = ("psutil", "tomli_w")
 _OF_WORKERS = ("torch", "diffusers", "transformers")
 _WHY = {"torch": " (the first with attention over rows of different lengths)"}
 _OF_ROUTER = ("grpc_health", "httptools", "prometheus_client", "starlette", "uvicorn")
@@ -48,7 +49,7 @@ def check_packages(*, router: bool = False) -> None:
     Raises:
         ServeError: it names the package and how to install it.
     """
-    wanted = dict.fromkeys(_OF_WORKERS, "engine,server")
+    wanted = dict.fromkeys((*_OF_SUPERVISOR, *_OF_WORKERS), "engine,server")
     if router:
         wanted |= dict.fromkeys(_OF_ROUTER, "engine,server,router")
     for module, extras in wanted.items():

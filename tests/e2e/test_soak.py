@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_harness.soaking.load import MIX
-from maskserve_harness.soaking.run import Report, SoakOptions, soak, summary
+from maskserve_harness.soaking.run import MIX, Report, SoakOptions, soak, summary
 
 
 def run(model: Path, out: Path, minutes: float, sample_s: float) -> Report:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 from PIL import Image
 
 from maskserve_core.config import Config
@@ -25,7 +26,6 @@ from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.triton.tensor_io import read_elements, tensor
 from maskserve_core.worker.liveness import signed_in
-from maskserve_serving.files import dump_toml
 from tests.fakes.pb_utils import FakeTriton, InferenceResponse
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
@@ -38,7 +38,7 @@ def worker(
     """The environment that maskserve serve gives a worker's models."""
     engine = asdict(config.engine)
     tables = {"runtime_dir": str(tmp_path), "model": {"path": str(tiny_fill)}, "engine": engine}
-    (tmp_path / "config.toml").write_text(dump_toml(tables))
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(tables))
     monkeypatch.setenv("MASKSERVE_CONFIG", str(tmp_path / "config.toml"))
     return config
 

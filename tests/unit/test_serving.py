@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from maskserve_client.wire import DEFAULT_URL
 from maskserve_core.config import Config, gpus_wanted
@@ -27,22 +25,9 @@ from maskserve_serving.spec import Spec
 from maskserve_serving.supervisor import Supervisor
 
 if sys.version_info >= (3, 11):
-    import tomllib
+    pass
 else:
-    import tomli as tomllib
-
-VALUES = st.one_of(
-    st.booleans(),
-    st.integers(-(2**62), 2**62),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.text(st.characters(exclude_categories=["Cs"])),
-)
-KEYS = st.from_regex(r"[a-z][a-z_]{0,9}", fullmatch=True)
-
-
-@given(st.dictionaries(KEYS, st.one_of(VALUES, st.dictionaries(KEYS, VALUES))))
-def test_toml_is_read_back_as_written(tables: dict[str, object]) -> None:
-    assert tomllib.loads(files.dump_toml(tables)) == tables
+    pass
 
 
 def test_a_taken_port_is_named() -> None:
@@ -484,7 +469,11 @@ def test_a_server_gets_a_large_stack_and_its_models_know_it() -> None:
 
 @pytest.mark.parametrize(
     ("missing", "router", "extras"),
-    [("torch", False, "engine,server"), ("uvicorn", True, "engine,server,router")],
+    [
+        ("torch", False, "engine,server"),
+        ("tomli_w", False, "engine,server"),
+        ("uvicorn", True, "engine,server,router"),
+    ],
 )
 def test_a_missing_package_is_told_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch, missing: str, router: bool, extras: str
@@ -520,3 +509,19 @@ def test_all_workers_share_the_adapters_in_memory(tmp_path: Path) -> None:
     assert given(url, store="elsewhere")["store"] == url
     nothing = Spec(0, ServeOptions(model="x"), cast(Any, None), {}, cast(Any, None))
     assert nothing.with_adapters({}) == {}
+
+
+def test_a_client_s_install_says_what_serving_needs() -> None:
+    """The client's packages alone: what the supervisor imports is not there."""
+    program = (
+        "import sys\n"
+        "sys.modules.update(psutil=None, tomli_w=None, torch=None)\n"
+        "from maskserve_client.cli import main\n"
+        "sys.exit(main(['serve', '--model', 'x']))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert ran.stderr == (
+        "maskserve serve: the package psutil is not installed "
+        "(pip install 'maskserve[engine,server]')\n"
+    )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +17,7 @@ from maskserve_engine.families.registry import load_adapter
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.soaking.ledger import Ledger
 from maskserve_harness.soaking.load import Load
-from maskserve_harness.soaking.pictures import Album
 from maskserve_harness.soaking.run import SoakOptions, soak, template_bytes, write_config
-from maskserve_harness.soaking.visitor import Visitor
 from maskserve_serving import source
 from maskserve_serving.errors import ServeError
 
@@ -84,14 +82,21 @@ def test_the_cache_is_sized_for_the_anchors_that_the_engine_takes(stride: int) -
     assert template_bytes(config) == len(anchors) * template_bytes(one)
 
 
-def test_a_visitor_that_cannot_come_is_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(visitor: Visitor) -> None:
+class Guest:
+    """A client that cannot connect."""
+
+    rng = random.Random(0)
+
+    def open(self) -> None:
         raise OSError("no more sockets")
 
-    monkeypatch.setattr(Visitor, "open", refuse)
-    nowhere: Any = SimpleNamespace(grpc_url="127.0.0.1:1", http_url="http://127.0.0.1:1")
+    def close(self) -> None:
+        raise AssertionError("it never came")
+
+
+def test_a_visitor_that_cannot_come_is_complained_of() -> None:
     ledger = Ledger()
-    load = Load(nowhere, Album(0, 32, 1), ledger, visitors=1, crowd_s=0.0, long_steps=5, seed=0)
+    load = Load([Guest(), Guest()], {lambda _: "done": 1}, ledger)
     load.start()
     load.stop(10.0)
     why = "the visitor broke: OSError('no more sockets')"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
+
+import psutil
 
 from maskserve_core.config import cores
 
@@ -24,11 +25,7 @@ def stolen_s() -> float:
     """Seconds, since the machine started and summed over its processors, in which a virtual
     machine's host ran something else although there was work; 0 where that is not told.
     """
-    try:
-        line = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
-    except OSError:
-        return 0.0
-    return int(line.split()[8]) / os.sysconf("SC_CLK_TCK")
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 def machine() -> str:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 import torch
 import tritonclient.grpc as triton_grpc
 
@@ -54,7 +55,6 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
 from maskserve_harness.probing.calls import Answer, Grpc, answer_of, tensors
 from maskserve_serving.command import TUNING
-from maskserve_serving.files import dump_toml
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
@@ -242,7 +242,7 @@ def measure_serving(tables: dict[str, Any], args: argparse.Namespace) -> dict[st
     report: dict[str, Any] = {"side": args.side, "steps": args.steps}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.toml").write_text(dump_toml(tables), encoding="utf-8")
+        (folder / "config.toml").write_text(tomli_w.dumps(tables), encoding="utf-8")
         options = ServeOptions(
             model=str(args.model),
             base_port=free_base_port(),

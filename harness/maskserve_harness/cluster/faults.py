@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import tempfile
@@ -17,8 +18,17 @@ from typing import Any
 import psutil
 
 from maskserve_core.worker.liveness import signed_in
-from maskserve_harness.cluster.judged_load import JudgedLoad, Known, known_edits
+from maskserve_harness.cluster.judged_load import (
+    PATIENCE_S,
+    Customer,
+    Known,
+    Tally,
+    known_edits,
+    leave,
+    stay,
+)
 from maskserve_harness.cluster.site import RouterSite
+from maskserve_harness.soaking.load import Load
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
@@ -183,9 +193,15 @@ async def try_fault(cluster: Cluster, fault: Fault) -> dict[str, Any]:
     await _both_ready(cluster)
     site = cluster.site
     before = psutil.Process(site.pid).memory_info().rss
-    load = JudgedLoad(site.grpc_url, site.http_url, cluster.edits, fault.clients, fault.leaving)
+    tally = Tally()
+    customers = [
+        Customer(random.Random(i), cluster.edits, tally, site.grpc_url, site.http_url, i % 2 == 1)
+        for i in range(fault.clients)
+    ]
+    load = Load(customers, {stay: 1 - fault.leaving, leave: fault.leaving}, tally)
     most = before
-    async with load:
+    load.start()
+    try:
         await asyncio.sleep(1.0)
         begin = time.monotonic()
         await fault.harm(cluster)
@@ -193,11 +209,13 @@ async def try_fault(cluster: Cluster, fault: Fault) -> dict[str, Any]:
         while time.monotonic() < end:
             await asyncio.sleep(0.2)
             most = max(most, psutil.Process(site.pid).memory_info().rss)
+    finally:
+        await asyncio.to_thread(load.stop, 2 * PATIENCE_S)
     await _both_ready(cluster)
     return {
         "fault": fault.name,
         "clients": fault.clients,
-        **load.tally.to_json(),
+        **tally.to_json(),
         "whole_again_s": round(time.monotonic() - begin, 1),
         "router_mib": [round(before / 2**20), round(most / 2**20)],
     }

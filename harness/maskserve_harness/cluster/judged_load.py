@@ -1,33 +1,39 @@
-"""A load whose every answer is judged: right, wrong, an error, or none at all."""
+"""Edits whose answers are known, sent to a router: right, wrong, an error, or no answer at all."""
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import random
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import tritonclient.grpc as triton_grpc
-import tritonclient.grpc.aio as grpc_aio
-import tritonclient.http as triton_http
-import tritonclient.http.aio as http_aio
 from PIL import Image
-from tritonclient.utils import InferenceServerException
 
-from maskserve_harness.probing.calls import Grpc, decode, reason, tensors
+from maskserve_harness.probing.calls import (
+    CLIENT_CANCELLED,
+    CLIENT_TIMEOUT,
+    Answer,
+    Grpc,
+    Http,
+    decode,
+    reason,
+)
+from maskserve_harness.soaking.visitor import DONE, Unexpected
 
 Pixels = npt.NDArray[np.uint8]
 PATIENCE_S = 60.0
 """An edit without an answer by then is lost."""
 _AGAIN_S = 0.2
 """What a client waits after an error."""
+_WRONG, _LOST, _LEFT = "wrong", "lost", "left"
 _PROMPTS = ("a red star", "a blue circle", "a green square")
 
 
@@ -41,29 +47,34 @@ class Known:
 
 @dataclass(slots=True)
 class Tally:
-    """How edits ended."""
+    """How edits ended; clients report here from their threads."""
 
-    sent: int = 0
-    right: int = 0
-    wrong: int = 0
-    lost: int = 0
-    left: int = 0
-    """Their client went away on purpose."""
-    errors: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
-    """Of those that were answered."""
+    """Of those that were answered right."""
     worst: int = 0
     """Levels of 255 by which an answer was off at most."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def book(self, kind: str, end: str, seconds: float) -> None:
+        with self.lock:
+            self.ends[end] += 1
+            if end == DONE:
+                self.seconds.append(seconds)
+
+    def complain(self, kind: str, problem: str) -> None:
+        self.book(kind, _WRONG, 0.0)
 
     def to_json(self) -> dict[str, Any]:
+        known = (DONE, _WRONG, _LOST, _LEFT)
         return {
-            "sent": self.sent,
-            "right": self.right,
-            "wrong": self.wrong,
+            "sent": self.ends.total(),
+            "right": self.ends[DONE],
+            "wrong": self.ends[_WRONG],
             "worst_levels": self.worst,
-            "lost": self.lost,
-            "left": self.left,
-            "errors": dict(self.errors.most_common()),
+            "lost": self.ends[_LOST],
+            "left": self.ends[_LEFT],
+            "errors": {end: n for end, n in self.ends.most_common() if end not in known},
             "p50_s": round(float(np.percentile(self.seconds, 50)), 3) if self.seconds else None,
             "p95_s": round(float(np.percentile(self.seconds, 95)), 3) if self.seconds else None,
         }
@@ -86,11 +97,8 @@ def known_edits(urls: Sequence[str], side: int, steps: int, count: int = 6) -> l
         inputs = _inputs(number, side, steps)
         answers = []
         for url in urls:
-            client = Grpc(url)
-            try:
+            with closing(Grpc(url)) as client:
                 answers.append(decode(client.edit(inputs, PATIENCE_S)[0]))
-            finally:
-                client.close()
         if any(_levels(answer, answers[0]) for answer in answers):
             raise RuntimeError(f"edit {number} is answered differently by {', '.join(urls)}")
         made.append(Known(inputs, answers[0]))
@@ -122,83 +130,75 @@ def _png(pixels: Pixels) -> bytes:
     return out.getvalue()
 
 
-class JudgedLoad:
-    """Clients that send one edit after the other; use it as an async context manager.
+@dataclass(slots=True)
+class Customer:
+    """A client of a router that sends known edits, and connects anew after an error."""
 
-    Args:
-        grpc_url: of the router; half of the clients use it.
-        http_url: the others do.
-        edits: to choose from.
-        clients: how many.
-        leaving: share of the edits whose client goes away before the answer.
-    """
+    rng: random.Random
+    edits: Sequence[Known]
+    tally: Tally
+    grpc_url: str
+    http_url: str
+    use_http: bool
+    http: Http = field(init=False)
+    grpc: Grpc = field(init=False)
 
-    def __init__(
-        self,
-        grpc_url: str,
-        http_url: str,
-        edits: Sequence[Known],
-        clients: int,
-        leaving: float = 0.0,
-    ) -> None:
-        self._urls = (grpc_url, http_url)
-        self._edits, self._clients, self._leaving = edits, clients, leaving
-        self.tally = Tally()
-        self._stop = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+    def open(self) -> None:
+        self.http, self.grpc = Http(self.http_url, PATIENCE_S), Grpc(self.grpc_url)
 
-    async def __aenter__(self) -> JudgedLoad:
-        self._tasks = [asyncio.create_task(self._client(i)) for i in range(self._clients)]
-        return self
+    def close(self) -> None:
+        self.http.close()
+        self.grpc.close()
 
-    async def __aexit__(self, *_: object) -> None:
-        """No further edits; those under way are waited for."""
-        self._stop.set()
-        await asyncio.gather(*self._tasks)
+    def edit(self, asked: Callable[[Known], Answer]) -> str:
+        """One edit; how it ended, by the picture that came back or by what was raised.
 
-    async def _client(self, number: int) -> None:
-        dice = random.Random(number)
-        use_grpc = number % 2 == 0
-        kind = grpc_aio if use_grpc else http_aio
-        while not self._stop.is_set():
-            # A new connection after each error, as a client that starts anew has.
-            async with kind.InferenceServerClient(self._urls[0 if use_grpc else 1]) as client:
-                module = triton_grpc if use_grpc else triton_http
-                while not self._stop.is_set():
-                    if not await self._one(client, module, dice):
-                        break
-            await asyncio.sleep(_AGAIN_S)
-
-    async def _one(self, client: Any, module: Any, dice: random.Random) -> bool:
-        """One edit; False if the client is to connect anew."""
-        edit = dice.choice(self._edits)
-        tally, begin = self.tally, time.monotonic()
-        tally.sent += 1
-        call = asyncio.ensure_future(client.infer("edit", tensors(module, edit.inputs)))
-        if dice.random() < self._leaving:
-            await asyncio.wait((call,), timeout=dice.uniform(0.0, 0.5))
-            if not call.done():
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
-                tally.left += 1
-                return False
+        Raises:
+            Unexpected: the picture is another than it should be.
+        """
+        edit = self.rng.choice(self.edits)
         try:
-            answer = await asyncio.wait_for(call, PATIENCE_S)
-        except (TimeoutError, asyncio.TimeoutError):
-            tally.lost += 1
-            return False
-        except InferenceServerException as error:
-            tally.errors[_short(reason(error))] += 1
-            return False
+            image, _ = asked(edit)
         except Exception as error:
-            tally.errors[type(error).__name__] += 1
-            return False
-        off = _levels(decode(answer.as_numpy("IMAGE")[0]), edit.answer)
-        tally.worst = max(tally.worst, off)
-        tally.right += off == 0  # reproducible edits: their pixels are equal, not near
-        tally.wrong += off > 0
-        tally.seconds.append(time.monotonic() - begin)
-        return True
+            # A new connection after each error, as a client that starts anew has.
+            self.close()
+            time.sleep(_AGAIN_S)
+            self.open()
+            why = reason(error)
+            return {CLIENT_CANCELLED: _LEFT, CLIENT_TIMEOUT: _LOST}.get(why, _short(why))
+        off = _levels(decode(image), edit.answer)
+        if off:  # reproducible edits: their pixels are equal, not near
+            self.tally.worst = max(self.tally.worst, off)
+            raise Unexpected(f"an answer is off by {off} levels")
+        return DONE
+
+
+def stay(customer: Customer) -> str:
+    """An edit that its client waits for."""
+
+    def asked(edit: Known) -> Answer:
+        if customer.use_http:
+            return customer.http.edit(edit.inputs)
+        return customer.grpc.edit(edit.inputs, PATIENCE_S)
+
+    return customer.edit(asked)
+
+
+def leave(customer: Customer) -> str:
+    """An edit whose client goes away, unless the answer is there before."""
+    patience_s = customer.rng.uniform(0.02, 0.5)
+
+    def asked(edit: Known) -> Answer:
+        if customer.use_http:
+            with closing(Http(customer.http_url, patience_s)) as hasty:
+                return hasty.edit(edit.inputs)
+        pending = customer.grpc.begin(edit.inputs, PATIENCE_S)
+        time.sleep(patience_s)
+        pending.call.cancel()
+        return pending.wait(PATIENCE_S)
+
+    end = customer.edit(asked)
+    return _LEFT if end == _LOST and customer.use_http else end
 
 
 def _short(text: str) -> str:

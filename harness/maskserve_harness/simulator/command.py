@@ -1,7 +1,7 @@
 """Simulate a cluster that serves masked edits, in virtual time.
 
     python scripts/bench simulate_cluster --workers 8 --load 0.8 --mix public --json run.json
-    python scripts/bench simulate_cluster --bars --markdown bars.md --plot docs/images
+    python scripts/bench simulate_cluster --bars --json bars.json
 
 The production scheduler, planner, cost model and routing policies decide; only time, the network
 and the numbers of the device are made up. Equal arguments give equal output.
@@ -18,7 +18,7 @@ from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.routing import POLICIES
 from maskserve_harness.simulator.capacity import at_load
 from maskserve_harness.simulator.hardware import MODELS, Hardware
-from maskserve_harness.simulator.result import Result, run
+from maskserve_harness.simulator.result import Result, simulate
 from maskserve_harness.simulator.scenario import BATCHING, Scenario, Tiers
 from maskserve_harness.simulator.workload import MIXES, RING, Workload
 
@@ -30,8 +30,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--bars", action="store_true", help="run the comparisons that must hold; exit 1 if not")
     add("--json", type=Path, help="write all figures here")
-    add("--plot", type=Path, help="write plots into this folder")
-    add("--markdown", type=Path, help="write the tables of --bars here")
     add("--seed", type=int, default=1)
     add("--policy", choices=[*POLICIES, "all"], default="all")
     add("--workers", type=int, default=8, help="1 to 256")
@@ -129,23 +127,14 @@ def one(args: argparse.Namespace) -> int:
         f"{args.workers} workers ({args.model} on {args.device}), {args.mix} masks, "
         f"{args.edits} edits at {scenario.workload.rate:.3f}/s, seed {args.seed}"
     )
-    results, latencies = [], {}
+    results = []
     for policy in POLICIES if args.policy == "all" else [args.policy]:
-        result, cluster = run(replace(scenario, policy=policy), hardware, args.seed)
+        result = simulate(replace(scenario, policy=policy), hardware, args.seed)
         show(result)
         results.append(result.to_json())
-        latencies[policy] = [
-            job.ended - job.request.arrival for job in cluster.jobs if job.outcome == "done"
-        ]
     if args.json:
         report = {"rate": scenario.workload.rate, "seed": args.seed, "results": results}
         args.json.write_text(json.dumps(report, indent=2) + "\n")
-    if args.plot:
-        from maskserve_harness.simulator.plots import plot_latencies
-
-        args.plot.mkdir(parents=True, exist_ok=True)
-        title = f"{args.workers} workers, {args.mix} masks, {scenario.workload.rate:.2f} edits/s"
-        plot_latencies(latencies, title, args.plot / "simulated_latencies.png")
     return 0
 
 
@@ -153,19 +142,8 @@ def bars(args: argparse.Namespace) -> int:
     from maskserve_harness.simulator.bars import run_bars
 
     report = run_bars(lambda line: print(line, flush=True))
-    if args.markdown:
-        from maskserve_harness.simulator.tables import tables
-
-        args.markdown.write_text(tables(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
-    if args.plot:
-        from maskserve_harness.simulator.plots import plot_batching, plot_residency, plot_routing
-
-        args.plot.mkdir(parents=True, exist_ok=True)
-        plot_routing(report["routing"], args.plot / "routing_p95.png")
-        plot_batching(report["batching"], args.plot / "batching_p95.png")
-        plot_residency(report["residency"], args.plot / "routing_residency.png")
     return 0 if report["met"] else 1
 
 

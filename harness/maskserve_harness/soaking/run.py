@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from maskserve_core.config import Config, cores
 from maskserve_core.models.facts import anchor_stride
 from maskserve_core.models.registry import counted_work, load_facts
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
+from maskserve_harness.soaking import visits, withdrawals
+from maskserve_harness.soaking.bad_input import bad_input, bad_operation
 from maskserve_harness.soaking.judge import (
     WARM_UP_SHARE,
     Bar,
@@ -28,8 +33,9 @@ from maskserve_harness.soaking.load import Load
 from maskserve_harness.soaking.pictures import Album
 from maskserve_harness.soaking.plots import plot
 from maskserve_harness.soaking.sampler import Sample, Sampler
+from maskserve_harness.soaking.visitor import Keepsakes, Visitor
 from maskserve_serving.errors import ServeError
-from maskserve_serving.files import checked, dump_toml, read_tables, with_values
+from maskserve_serving.files import checked, read_tables, with_values
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
@@ -37,6 +43,28 @@ from maskserve_serving.source import with_model
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import Worker
 
+MIX: dict[Callable[[Visitor], str], float] = {
+    visits.hot: 24,
+    visits.churn: 14,
+    visits.fresh: 6,
+    visits.require: 5,
+    visits.reproducible: 5,
+    visits.dense: 4,
+    visits.odd: 6,
+    visits.stream: 8,
+    visits.largest: 1,
+    visits.template: 4,
+    visits.look: 4,
+    withdrawals.grpc_cancel: 4,
+    withdrawals.grpc_timeout: 3,
+    withdrawals.http_timeout: 3,
+    withdrawals.deadline: 4,
+    withdrawals.control_cancel: 4,
+    withdrawals.stream_closed: 4,
+    bad_input: 6,
+    bad_operation: 2,
+}
+"""How often each visit is made, against the others."""
 AUDIT_SHARE = 0.05
 """Of the cached edits; those made again are the few that an idle moment was found for."""
 _END_OF_VISITS_S = 60.0
@@ -127,7 +155,9 @@ def write_config(options: SoakOptions) -> Path:
         tables = with_values(tables, "model", torch_threads=max(1, cores() - 1))
     path = options.out / "config.toml"
     budget = options.templates * template_bytes(checked(tables))
-    path.write_text(dump_toml(with_values(tables, "cache", budget_bytes=budget)), encoding="utf-8")
+    path.write_text(
+        tomli_w.dumps(with_values(tables, "cache", budget_bytes=budget)), encoding="utf-8"
+    )
     return path
 
 
@@ -159,7 +189,28 @@ def _load_worker(
     album = Album(options.seed, native, warm=3 * options.templates)
     steps = min(_LONG_STEPS, config.limits.max_steps)
     crowd_s = min(_CROWD_S, 60 * options.minutes * WARM_UP_SHARE / 2)
-    load = Load(worker, album, ledger, options.visitors, crowd_s, steps, options.seed)
+    keepsakes = Keepsakes()
+    # A heap keeps what it took at its busiest moment. Were the load the same all the time, such
+    # moments would come now and then for hours, and look like a leak: so twice as many come first.
+    visitors = [
+        Visitor(
+            random.Random(options.seed * 1000 + number),
+            album,
+            keepsakes,
+            worker.grpc_url,
+            worker.http_url,
+            steps,
+        )
+        for number in range(2 * options.visitors)
+    ]
+    load = Load(
+        visitors,
+        MIX,
+        ledger,
+        # What grows to the largest need does so at once, in the warm-up.
+        first=visits.largest,
+        stays_s=lambda number: math.inf if number < options.visitors else crowd_s,
+    )
     sampler.start()
     load.start()
     end = time.monotonic() + 60 * options.minutes
