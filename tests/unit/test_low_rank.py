@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from numpy.typing import NDArray
 from peft import LoraConfig
 
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.layers.low_rank import Factors, LowRankSet
+from maskserve_engine.layers.low_rank import Factors, LowRankSet, Part, Update
+from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit, diffusers_latents
 from tests.fakes.tiny_unet import VARIANTS
+from tests.support import cached_rows
+from tests.support.cached_rows import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
 LORAS = 3
@@ -161,6 +165,79 @@ def test_a_scale_of_nothing_is_no_lora_bit_for_bit(model: Model) -> None:
     assert np.array_equal(model.alone(case, [(0, 0.0)]), model.alone(case, []))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_all_tokens_active_a_cached_row_with_loras_equals_a_dense_one(
+    model: Model, kind: str
+) -> None:
+    """The template was primed without any: nothing of it is read."""
+    job = encode_case(model.encoder, model.case(np.random.default_rng()), "r")
+    job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
+    loras = ((model.sets[0], 0.7), (model.sets[2], -0.4))
+    replay = Replay(model.adapter)
+    row = cached_rows.cached(replay, job, cached_rows.Primed(model.adapter, model.encoder, job))
+    dense = model.adapter.dense_row(job)
+    for each in (row, dense):
+        model.adapter.attach(each, job, loras)
+    found, expected = (cached_rows.result(replay, each, kind) for each in (row, dense))
+    cached_rows.assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cached_rows_with_other_loras_share_a_batch(model: Model, kind: str) -> None:
+    """Cached and dense rows, with one LoRA, two, the same one, and none: each as by itself."""
+    case = model.case(np.random.default_rng())
+    jobs = [encode_case(model.encoder, replace(case, seed=n), str(n)) for n in range(6)]
+    mixes = ([(0, 1.0)], [(1, -0.6)], [], [(0, 0.4), (2, 0.5)], [(0, 1.0)], [(2, 1.0)])
+    template = cached_rows.Primed(model.adapter, model.encoder, jobs[0])
+    replay = Replay(model.adapter)
+
+    def rows() -> list[Any]:
+        made: list[Any] = []
+        for number, (job, loras) in enumerate(zip(jobs, mixes, strict=True)):
+            dense = number % 3 == 1
+            row = model.adapter.dense_row(job) if dense else cached_rows.cached(
+                replay, job, template
+            )  # fmt: skip
+            model.adapter.attach(row, job, tuple([(model.sets[n], s) for n, s in loras]))
+            made.append(row)
+        return made
+
+    alone, together = rows(), rows()
+    for row in alone:
+        cached_rows.run(replay, [row], kind)
+    cached_rows.run(replay, together, kind)
+    for one, other in zip(alone, together, strict=True):
+        cached_rows.assert_equal(other.result().array(), one.result().array())
+
+
+def test_inactive_tokens_are_never_given_to_a_lora(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of blocks that read keys and values: no product of theirs sees more rows than are active."""
+    if not model.flux:
+        return  # what leads into a UNet's stack and out of it is computed of the whole picture
+    job = encode_case(model.encoder, model.case(np.random.default_rng()), "r")
+    job = replace(job, edit_mask=np.zeros_like(job.edit_mask))
+    job.edit_mask[:5, :5] = 255
+    replay = Replay(model.adapter)
+    row: Any = cached_rows.cached(
+        replay, job, cached_rows.Primed(model.adapter, model.encoder, job)
+    )
+    model.adapter.attach(row, job, ((model.sets[0], 1.0),))
+    counts = model.adapter.tokens(job)
+    seen: list[int] = []
+    add_to = Update.add_to
+
+    def watched(update: Update, out: torch.Tensor, x: torch.Tensor, scale: float) -> None:
+        seen.append(x.shape[-2])
+        add_to(update, out, x, scale)
+
+    monkeypatch.setattr(Update, "add_to", watched)
+    replay.step([row], ("kv",) * model.adapter.blocks)
+    text = len(job.conditioning["prompt_embeds"])
+    assert counts.active < max(seen) <= counts.active + text < counts.total
+
+
 def test_a_row_takes_its_loras_between_two_steps(model: Model) -> None:
     """Oracle: all steps without, and then all with, each as the pipelines have them."""
     case = model.case(np.random.default_rng())
@@ -185,3 +262,16 @@ def test_what_does_not_fit_the_model_is_refused_in_a_sentence(model: Model) -> N
         model.adapter.low_rank({"no.such.layer": fits})
     with pytest.raises(ValueError, match="has factors of 2x9999"):
         model.adapter.low_rank({name: Factors(torch.zeros(2, 9999), torch.zeros(8, 2))})
+
+
+def test_columns_of_an_update_compute_the_ranks_that_they_need() -> None:
+    """Oracle: those columns of the whole update."""
+    down = torch.randn(9, 5)
+    parts = tuple([Part(torch.randn(4, 3), 4 * n, 3 * n) for n in range(3)])
+    x, whole = torch.randn(7, 5), torch.zeros(7, 12)
+    Update(down, parts).add_to(whole, x, 0.5)
+    for begin, end, ranks in ((4, 8, 3), (2, 6, 6), (0, 12, 9), (9, 11, 3)):
+        own, found = Update(down, parts).columns(begin, end), torch.zeros(7, end - begin)
+        own.add_to(found, x, 0.5)
+        assert torch.allclose(found, whole[:, begin:end], atol=1e-6)
+        assert own.down.shape == (ranks, 5)

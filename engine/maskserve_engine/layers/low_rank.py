@@ -55,7 +55,12 @@ class Update:
             low, high = max(begin, first), min(end, first + len(up))
             if low < high:
                 chosen.append(Part(up[low - first : high - first], low - begin, rank))
-        return Update(self.down, tuple(chosen))
+        if not chosen:
+            return Update(self.down[:0], ())
+        least = min(part.rank_begin for part in chosen)
+        most = max(part.rank_begin + part.up.shape[1] for part in chosen)
+        moved = [part._replace(rank_begin=part.rank_begin - least) for part in chosen]
+        return Update(self.down[least:most], tuple(moved))
 
     def add_to(self, out: Tensor, x: Tensor, scale: float) -> None:
         """Add to `out` [..., n, out] what the adapter makes of `x` [..., n, in]."""
