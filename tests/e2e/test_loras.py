@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from openai import NotFoundError, OpenAI
 
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_harness.checkout import CHECKOUT
@@ -17,11 +20,10 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
 from tests.fakes.loras import LAYERS, lora, write
-from tests.fakes.pictures import blob_mask, scene
+from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.pipelines import diffusers_edit
 from tests.support.calls import (
     Grpc,
-    Http,
     InferenceServerException,
     Pixels,
     edit_inputs,
@@ -57,7 +59,7 @@ def asked(loras: Loras, **more: Any) -> dict[str, Any]:
 class Site:
     """A worker and a router before it, with a folder of LoRAs drawn anew."""
 
-    def __init__(self, folder: Path, grpc: Grpc, http: Http) -> None:
+    def __init__(self, folder: Path, grpc: Grpc, http: str) -> None:
         self.folder, self.grpc, self.http = folder, grpc, http
 
     def refused(self, name: str, **more: Any) -> str:
@@ -89,9 +91,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with (
         Supervisor(options),
         closing(Grpc(f"127.0.0.1:{options.router_port + 1}")) as grpc,
-        closing(Http(f"127.0.0.1:{options.router_port}")) as http,
     ):
-        yield Site(folder, grpc, http)
+        yield Site(folder, grpc, f"http://127.0.0.1:{options.router_port}")
 
 
 def expected(folder: Path, seed: int, loras: Loras) -> Pixels:
@@ -160,6 +161,34 @@ def test_bad_files_are_refused_by_name_and_hurt_no_other_edit(site: Site) -> Non
         assert "SETTINGS.loras[0]" in site.refused(name)
     assert "[ADAPTER_NOT_FOUND] SETTINGS.loras[0].name" in site.refused("nobody")
     assert beside.wait(60)[1]["loras"][0]["name"] == "cold"
+
+
+def test_openai_s_clients_name_loras_too(site: Site) -> None:
+    def body(loras: Loras) -> dict[str, Any]:
+        settings = {**asked(loras, seed=3, cache="off"), "cache": "off"}
+        return {**settings, "loras": json.dumps(settings["loras"])}
+
+    def made(loras: Loras) -> Pixels:
+        with OpenAI(base_url=f"{site.http}/v1", api_key="none") as client:
+            answer = client.images.edit(
+                image=("a.png", encode(SOURCE)),
+                mask=("m.png", png_of_alpha(MASK)),
+                prompt="a red star",
+                extra_body=body(loras),
+            )
+        assert answer.data
+        return pixels(base64.b64decode(answer.data[0].b64_json or ""))
+
+    loras: Loras = (("warm", 0.8),)
+    image, _ = site.grpc.edit(edit_inputs(SOURCE, MASK, **asked(loras, seed=3)))
+    assert np.abs(made(loras).astype(int) - pixels(image)).max() <= 1
+    with pytest.raises(NotFoundError, match=r"there is no adapter nobody"):
+        made((("nobody", 1.0),))
+
+
+def png_of_alpha(mask: Pixels) -> bytes:
+    """Transparent where the edit is."""
+    return encode(np.dstack([SOURCE, 255 - mask]))
 
 
 def test_a_file_that_is_replaced_is_another_adapter(site: Site) -> None:
