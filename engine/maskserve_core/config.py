@@ -17,6 +17,7 @@ from maskserve_core.config_tables import (
     LimitsConfig,
     LogConfig,
     ModelConfig,
+    StagesConfig,
     TraceConfig,
     option,
 )
@@ -32,6 +33,7 @@ class Config:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    stages: StagesConfig = field(default_factory=StagesConfig)
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     log: LogConfig = field(default_factory=LogConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)

@@ -256,6 +256,25 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StagesConfig:
+    """`[stages]`: what surrounds an edit's steps, the encoder and the decoder."""
+
+    prompt_bytes: int = option(
+        2**28,
+        "Bytes of prompts' embeddings that the encoder keeps; FLUX.1's takes 8 MB. 0: none.",
+        low=0,
+        high=2**40,
+    )
+    template_bytes: int = option(
+        2**28,
+        "Bytes of templates' VAE moments that the encoder keeps; FLUX.1's at 1024 x 1024 take "
+        "2 MB. 0: none.",
+        low=0,
+        high=2**40,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class AdaptersConfig:
     """`[adapters]`: the LoRAs that edits may name."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_engine.job import EditJob, Sink
-from maskserve_engine.stages.encoded import pack_conditioning
+from maskserve_engine.stages.encoded import EncodeReport, pack_conditioning
 
 EDIT = EditRequest(
     request_id="mine",
@@ -64,6 +64,6 @@ def tensors() -> dict[str, Any]:
         "MOMENTS": np.ones((8, 16, 12), np.float32),
         "MASKED_MOMENTS": np.zeros((0, 0, 0), np.float32),
         "CONDITIONING": pack_conditioning({"prompt_embeds": np.ones((4, 32), np.float32)}, None),
-        "ENCODE_MS": np.array([2.5], np.float32),
+        "ENCODED": EncodeReport(2.5, prompt="kept", template="made").to_json(),
         "CONTEXT": np.arange(5, dtype=np.uint8),
     }

@@ -73,7 +73,7 @@ MOMENTS = Tensor("MOMENTS", "FP32", (-1, -1, -1))  # VAE mean and log-variance [
 MASKED_MOMENTS = Tensor("MASKED_MOMENTS", "FP32", (-1, -1, -1))  # same, masked area blanked; Fill
 # Named arrays of the prompt and, where one is given, of the negative prompt: safetensors bytes.
 CONDITIONING = Tensor("CONDITIONING", "UINT8", (-1,))
-ENCODE_MS = Tensor("ENCODE_MS", "FP32", (1,))
+ENCODED = text("ENCODED")  # how that was made, and its time: JSON
 LATENTS = Tensor("LATENTS", "FP32", (-1, -1, -1))  # [C, h, w]; [0, 0, 0] on plain progress
 
 PICTURES = (IMAGE, MASK)
@@ -123,7 +123,7 @@ CONTRACTS: dict[str, Contract] = {
     "encoder": Contract(
         "KIND_MODEL: the model places itself, on the GPU if there is one.",
         (PIXELS, EDIT_MASK, REQUEST),
-        (MOMENTS, MASKED_MOMENTS, CONDITIONING, ENCODE_MS),
+        (MOMENTS, MASKED_MOMENTS, CONDITIONING, ENCODED),
         on_device=True,
     ),
     "denoiser": Contract(
@@ -137,7 +137,7 @@ CONTRACTS: dict[str, Contract] = {
                 MOMENTS,
                 MASKED_MOMENTS,
                 CONDITIONING,
-                ENCODE_MS,
+                ENCODED,
                 CONTEXT,
             ),
         ),

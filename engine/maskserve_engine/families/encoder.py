@@ -14,7 +14,7 @@ from torch import Tensor
 from maskserve_core.config import Config
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.job import Conditioning
-from maskserve_engine.stages.encoded import Encoded
+from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded
 from maskserve_engine.stages.loader import load_part, load_plain
 
 
@@ -81,7 +81,7 @@ class Encoder(ABC):
         prompt: str,
         negative_prompt: str | None = None,
     ) -> Encoded:
-        """Encode one edit.
+        """Encode one edit, all of it anew.
 
         Args:
             pixels: [H, W, 3] source at model resolution.
@@ -89,14 +89,23 @@ class Encoder(ABC):
             prompt: any text; what exceeds the text encoders is cut, as diffusers does.
             negative_prompt: what to lead away from, as `prompt`; None where nothing is.
         """
+        moments, masked = self.moments(pixels), NO_MOMENTS
+        if self.facts.semantics == "fill":
+            masked = self.masked_moments(pixels, edit_mask)
+        away = None if negative_prompt is None else self.encode_negative(negative_prompt)
+        return Encoded(moments, masked, self.encode_prompt(prompt), away)
+
+    def moments(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """[2C, h, w] of the source."""
         with torch.inference_mode():
-            image = _image(pixels)
-            moments = self._moments(image)
-            masked = np.zeros((0, 0, 0), np.float32)
-            if self.facts.semantics == "fill":
-                masked = self._moments(image * torch.from_numpy(edit_mask <= 127))
-            away = None if negative_prompt is None else self.encode_negative(negative_prompt)
-            return Encoded(moments, masked, self.encode_prompt(prompt), away)
+            return self._moments(_image(pixels))
+
+    def masked_moments(
+        self, pixels: NDArray[np.uint8], edit_mask: NDArray[np.uint8]
+    ) -> NDArray[np.float32]:
+        """[2C, h, w] of the source with the masked area blanked."""
+        with torch.inference_mode():
+            return self._moments(_image(pixels) * torch.from_numpy(edit_mask <= 127))
 
     @property
     @abstractmethod

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 from maskserve_engine.job import Conditioning
+
+NO_MOMENTS = np.zeros((0, 0, 0), np.float32)
+"""Of a masked picture, for models that take none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,35 @@ class Encoded:
     """Of the prompt."""
     negative: Conditioning | None = None
     """Of the negative prompt, where there is one."""
+
+
+How = Literal["made", "kept"]
+
+
+class EncodeReport(msgspec.Struct, frozen=True):
+    """The ENCODED tensor: how an edit was encoded. META repeats it."""
+
+    ms: float
+    """Time that it took."""
+    prompt: How
+    """Whether the embeddings, those of the negative prompt too, were kept from other edits."""
+    template: How
+    """Whether the source's moments were."""
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> EncodeReport:
+        return _decode_report(raw)
+
+    @property
+    def meta(self) -> dict[str, str]:
+        """What META says of it."""
+        return {"prompt": self.prompt, "template": self.template}
+
+
+_decode_report = msgspec.json.Decoder(EncodeReport).decode
 
 
 def pack_conditioning(prompt: Conditioning, negative: Conditioning | None) -> NDArray[np.uint8]:

@@ -34,7 +34,7 @@ from maskserve_engine.job import (
     Progress,
     Sink,
 )
-from maskserve_engine.stages.encoded import unpack_conditioning
+from maskserve_engine.stages.encoded import EncodeReport, unpack_conditioning
 from maskserve_engine.timeline import RequestTimeline, stages
 
 T = TypeVar("T")
@@ -84,11 +84,11 @@ class DenoiserFrontend:
             return
         edit = EditRequest.from_json(raw)
         job = self._job(edit, request)
-        encode_ms = float(self._array(request, "ENCODE_MS", np.float32, 1)[0])
+        encoded = EncodeReport.from_json(read_bytes(self._api, request, "ENCODED"))
         carried = self._array(request, "CONTEXT", np.uint8, 1)
         key = parameters(request).get(ACKS, "")
         events = self._flow(answer, key) if key else answer
-        sink = self._sink(edit, received, encode_ms, carried, events, parent_of(request))
+        sink = self._sink(edit, received, encoded, carried, events, parent_of(request))
         try:
             self._engine.submit(job, sink)
         except Exception:
@@ -120,7 +120,7 @@ class DenoiserFrontend:
         self,
         edit: EditRequest,
         received: float,
-        encode_ms: float,
+        encoded: EncodeReport,
         carried: NDArray[np.uint8],
         events: Answer | FlowControl,
         parent: str,
@@ -141,10 +141,11 @@ class DenoiserFrontend:
                     shown = {"LATENTS": latents, "META": meta, "CONTEXT": carried}
                     events.event("preview", shown)
                 case Final(latents, engine_meta, timeline):
-                    taken_ms = {"encode": encode_ms}
+                    taken_ms = {"encode": encoded.ms}
                     if timeline is not None:
                         taken_ms["prepare"] = 1e3 * (timeline.submitted - received)
-                    meta = final_meta(edit, self._config.worker, self._model, engine_meta, taken_ms)
+                    said = {"encoded": encoded.meta, **engine_meta}
+                    meta = final_meta(edit, self._config.worker, self._model, said, taken_ms)
                     events.finish({"LATENTS": latents, "META": meta, "CONTEXT": carried})
                     self._record(parent, received, timeline, None)
                 case Failed(error, timeline):

@@ -1,0 +1,146 @@
+"""What the encoder model does with an edit: what another edit has made of it already is kept.
+
+A prompt's embeddings and a template's moments are functions of their keys alone, whatever ran
+before, so an edit gets the same bits from what is kept as from the models.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.request import EditRequest
+from maskserve_engine.adapters.text_encoders import TextAdapters
+from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.job import Conditioning
+from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded, EncodeReport
+from maskserve_engine.stages.kept import Kept
+
+
+class PromptKey(NamedTuple):
+    """All that a prompt's embeddings depend on."""
+
+    model: str
+    length: int
+    """Tokens of a prompt: `[model] max_sequence_length`."""
+    text: str
+    negative: bool
+    """An empty negative prompt may be zeros."""
+    loras: tuple[tuple[str, float], ...]
+    """File and scale of those that change the text encoders, as they are added one by one."""
+
+
+class EditEncoder:
+    """The encoder of a worker. One thread encodes at a time.
+
+    Args:
+        encoder: of the served model.
+        config: of the worker.
+    """
+
+    def __init__(self, encoder: Encoder, config: Config) -> None:
+        self._encoder, self._model = encoder, config.model
+        self._adapters = TextAdapters(config, encoder.text_models)
+        stages = config.stages
+        self._prompts: Kept[PromptKey, Conditioning] = Kept(stages.prompt_bytes, _nbytes)
+        self._moments: Kept[str, NDArray[np.float32]] = Kept(
+            stages.template_bytes, lambda moments: moments.nbytes
+        )
+
+    @classmethod
+    def load(cls, config: Config) -> EditEncoder:
+        """The encoder of the folder that `[model] path` names; the denoiser is told how an empty
+        prompt is encoded, as it has no text encoders and primes with it.
+
+        Raises:
+            ConfigError: a part cannot be loaded.
+        """
+        loaded = cls(load_encoder(config), config)
+        empty = loaded._embeddings(loaded._key(PRIMING_PROMPT))
+        write_priming_prompt(empty, config.runtime_dir)
+        return loaded
+
+    def close(self) -> None:
+        self._adapters.close()
+
+    def encode(
+        self, edit: EditRequest, pixels: NDArray[np.uint8], edit_mask: NDArray[np.uint8]
+    ) -> tuple[Encoded, EncodeReport]:
+        """Encode one edit.
+
+        Args:
+            edit: the request.
+            pixels: [H, W, 3] source at model resolution.
+            edit_mask: [H, W], above 127 = edit.
+
+        Raises:
+            InvalidRequest: a LoRA's file does not fit.
+            Overloaded: a LoRA's file has left the host since the edit was accepted.
+        """
+        begin = time.perf_counter()
+        prompt, negative, prompt_kept = self._conditioning(edit)
+        moments, template_kept = self._template(edit, pixels)
+        masked = NO_MOMENTS
+        if self._encoder.facts.semantics == "fill":
+            # A template that is primed comes with an empty mask.
+            whole = not edit_mask.any()
+            masked = moments if whole else self._encoder.masked_moments(pixels, edit_mask)
+        return (
+            Encoded(moments, masked, prompt, negative),
+            EncodeReport(
+                ms=1e3 * (time.perf_counter() - begin),
+                prompt="kept" if prompt_kept else "made",
+                template="kept" if template_kept else "made",
+            ),
+        )
+
+    def _conditioning(self, edit: EditRequest) -> tuple[Conditioning, Conditioning | None, bool]:
+        """Of the prompt, of the negative one, and whether nothing had to be computed."""
+        settings = edit.settings
+        loras = tuple(
+            (lora.version, lora.scale) for lora in settings.loras if lora.text and lora.scale
+        )
+        keys = [self._key(edit.prompt, loras)]
+        if settings.negative_prompt is not None:
+            keys.append(self._key(settings.negative_prompt, loras, negative=True))
+        found = {key: held for key in keys if (held := self._prompts.get(key)) is not None}
+        missing = [key for key in keys if key not in found]
+        if missing:
+            with self._adapters.applied(settings.loras):
+                found |= {key: self._embeddings(key) for key in missing}
+        negative = found[keys[1]] if len(keys) == 2 else None
+        return found[keys[0]], negative, not missing
+
+    def _key(
+        self, text: str, loras: tuple[tuple[str, float], ...] = (), *, negative: bool = False
+    ) -> PromptKey:
+        return PromptKey(self._model.path, self._model.max_sequence_length, text, negative, loras)
+
+    def _embeddings(self, key: PromptKey) -> Conditioning:
+        """Computed, and kept. The key's LoRAs are applied by who calls."""
+        encoder = self._encoder
+        encoded = (encoder.encode_negative if key.negative else encoder.encode_prompt)(key.text)
+        self._prompts.put(key, encoded)
+        return encoded
+
+    def _template(
+        self, edit: EditRequest, pixels: NDArray[np.uint8]
+    ) -> tuple[NDArray[np.float32], bool]:
+        """The source's moments, and whether they were kept."""
+        held = self._moments.get(edit.pixels_id) if edit.pixels_id else None
+        if held is not None:
+            return held, True
+        moments = self._encoder.moments(pixels)
+        if edit.pixels_id:
+            self._moments.put(edit.pixels_id, moments)
+        return moments, False
+
+
+def _nbytes(encoded: Conditioning) -> int:
+    return sum(array.nbytes for array in encoded.values())
