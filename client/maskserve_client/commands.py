@@ -22,33 +22,13 @@ from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_core.adapters.store import file_facts
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.meta import STAGES
+from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import EngineFailed, InvalidRequest
 
 _FORMATS = {".png": "png", ".webp": "webp", ".jpg": "jpeg", ".jpeg": "jpeg"}
 _PREVIEW_EVERY = 4
 _PATIENT_S = 80.0
 """For a storage that is far away."""
-_SETTINGS = (
-    "mask_mode",
-    "mask_dilate",
-    "mask_feather",
-    "mask_ring",
-    "first_block_threshold",
-    "negative_prompt",
-    "seed",
-    "num_inference_steps",
-    "strength",
-    "guidance_scale",
-    "true_cfg_scale",
-    "model",
-    "cache",
-    "adapters",
-    "reproducible",
-    "priority",
-    "deadline_ms",
-    "request_id",
-    "template_id",
-)
 
 
 def _connected(options: argparse.Namespace) -> Client:
@@ -96,7 +76,7 @@ def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
         raise InvalidRequest("--out", f"{out.name} has another suffix", ", ".join(_FORMATS))
     if not out.parent.is_dir():
         raise InvalidRequest("--out", f"there is no folder {out.parent}", "an existing folder")
-    given = {name: getattr(options, name) for name in _SETTINGS}
+    given = {name: getattr(options, name, None) for name in EditSettings.__struct_fields__}
     settings = {name: value for name, value in given.items() if value is not None}
     if options.lora:
         settings["loras"] = [_lora(text) for text in options.lora]

@@ -6,9 +6,10 @@ config_file.py reads it from a file.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+from msgspec.structs import replace
 
 from maskserve_core.config_tables import (
     AdaptersConfig,
@@ -19,27 +20,31 @@ from maskserve_core.config_tables import (
     ModelConfig,
     StagesConfig,
     TraceConfig,
-    option,
 )
+from maskserve_core.reading import Table
 
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message names the key."""
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
-    model: ModelConfig = field(default_factory=ModelConfig)
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    stages: StagesConfig = field(default_factory=StagesConfig)
-    adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    trace: TraceConfig = field(default_factory=TraceConfig)
-    runtime_dir: str = option("", "Folder of the worker's status record; best in memory.")
-    templates_dir: str = option("", "Folder of registered images; empty: in the runtime folder.")
-    worker: str = option("worker-0", "Name of this worker in answers and metrics.")
+class Config(Table, frozen=True):
+    """The whole file."""
+
+    model: ModelConfig = ModelConfig()
+    limits: LimitsConfig = LimitsConfig()
+    engine: EngineConfig = EngineConfig()
+    cache: CacheConfig = CacheConfig()
+    stages: StagesConfig = StagesConfig()
+    adapters: AdaptersConfig = AdaptersConfig()
+    log: LogConfig = LogConfig()
+    trace: TraceConfig = TraceConfig()
+    runtime_dir: str = ""
+    """Folder of the worker's status record; best in memory."""
+    templates_dir: str = ""
+    """Folder of registered images; empty: in the runtime folder."""
+    worker: str = "worker-0"
+    """Name of this worker in answers and metrics."""
 
 
 def cores() -> int:

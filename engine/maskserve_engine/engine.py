@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.settings import Lora
+from maskserve_core.contracts.request import Lora
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, guarded
 from maskserve_core.worker.observations import Observations

@@ -6,22 +6,16 @@ ConfigError that names it. `[limits]`, `[log]` and `[trace]` are the worker's ow
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.config_file import apply
+from maskserve_core.config import ConfigError
+from maskserve_core.config_file import laid_over, read_tables, read_toml
 from maskserve_core.config_tables import LimitsConfig, LogConfig, TraceConfig
+from maskserve_core.reading import Table
 from maskserve_core.routing.policies import POLICIES
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -29,10 +23,6 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=10**9)]
 Bytes = Annotated[int, Meta(ge=1, le=2**40)]
 MIB = 2**20
-
-
-class Table(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the file."""
 
 
 class Listen(Table, frozen=True):
@@ -185,26 +175,13 @@ class RouterConfig(Table, frozen=True):
     """Of this router, in answers, logs and traces."""
 
 
-_WORKERS_OWN = ("limits", "log", "trace")
-
-
 def load_router_config(path: str | None, **over: dict[str, Any]) -> RouterConfig:
     """Read the file, if any, and lay the tables of `over` over it.
 
     Raises:
         ConfigError: naming the file and key.
     """
-    tables: dict[str, Any] = {}
-    if path:
-        try:
-            tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for name, values in over.items():
-        tables[name] = {**tables.get(name, {}), **values}
-    return router_config_of(tables)
+    return router_config_of(laid_over(read_toml(Path(path)) if path else {}, over))
 
 
 def router_config_of(tables: dict[str, Any]) -> RouterConfig:
@@ -213,16 +190,7 @@ def router_config_of(tables: dict[str, Any]) -> RouterConfig:
     Raises:
         ConfigError: naming the key.
     """
-    shared = {name: tables[name] for name in _WORKERS_OWN if name in tables}
-    own = {name: values for name, values in tables.items() if name not in _WORKERS_OWN}
-    common = apply(Config(), shared)
-    try:
-        config = msgspec.convert(own, RouterConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from error
-    config = msgspec.structs.replace(
-        config, limits=common.limits, log=common.log, trace=common.trace
-    )
+    config = read_tables(tables, RouterConfig)
     _check(config)
     return config
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
+from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts.scopes import NO_SCOPE, name_of, scope_of, scoped
@@ -94,7 +95,9 @@ class EditCall:
             settings = self.settings
             if settings.deadline_ms is not None:
                 passed_ms = int(1e3 * (time.monotonic() - self.arrival))
-                settings = replace(settings, deadline_ms=max(settings.deadline_ms - passed_ms, 1))
+                settings = structs.replace(
+                    settings, deadline_ms=max(settings.deadline_ms - passed_ms, 1)
+                )
             _write(self.message, "SETTINGS", dump_settings(settings))
         encoded: bytes = self.message.SerializeToString()
         return encoded
@@ -221,7 +224,7 @@ def make_edit_call(
         name = scoped(scope, uuid.uuid4().hex)
         return EditCall(message, None, nothing, b"", name, size, metadata, timeout)
     settings = parse_settings(raw)
-    settings = replace(
+    settings = structs.replace(
         settings,
         request_id=request_id_of(settings.request_id or uuid.uuid4().hex, scope),
         seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,

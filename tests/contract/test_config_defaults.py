@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import msgspec
 
 from maskserve_core.config import Config
@@ -12,7 +10,7 @@ from maskserve_router.config import RouterConfig, router_config_of
 
 
 def test_the_workers() -> None:
-    assert config_of(asdict(Config())) == Config()
+    assert config_of(msgspec.to_builtins(Config())) == Config()
 
 
 def test_the_routers() -> None:

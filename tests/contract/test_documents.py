@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -73,7 +72,7 @@ def test_benchmarks_that_documents_name_are_there(text: Path) -> None:
 
 def test_every_setting_is_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    names = [field.name for field in fields(EditSettings)]
+    names = EditSettings.__struct_fields__
     assert [name for name in names if f"`{name}`" not in readme] == []
 
 

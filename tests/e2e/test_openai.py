@@ -153,7 +153,7 @@ def test_what_cannot_be_done_is_refused_in_openais_form(
         ({"quality": "high"}, "quality", "accepted: auto"),
         ({"extra_body": {"num_inference_steps": 0}}, "num_inference_steps", "1 to 1000"),
         ({"extra_body": {"negative_prompt": "x"}}, "negative_prompt", ""),
-        ({"extra_body": {"strenght": 0.5}}, "strenght", "not supported"),
+        ({"extra_body": {"strenght": 0.5}}, "strenght", "not a known key"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             client.images.edit(**{**files, **changed})

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from maskserve_core import config_file
 from maskserve_core.config import Config
-from maskserve_core.config_file import apply
+from maskserve_core.config_file import laid_over
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.job import EditJob
@@ -33,7 +33,7 @@ class Case:
 
 def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
     """The configuration of a model folder, sections laid over it."""
-    return apply(config_file.config_of({"model": {"path": str(folder)}}), sections)
+    return config_file.config_of(laid_over({"model": {"path": str(folder)}}, sections))
 
 
 def random_case(rng: np.random.Generator, **settings: Any) -> Case:

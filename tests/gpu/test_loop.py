@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.registry import Encoder, load_encoder
@@ -74,14 +75,14 @@ def test_steady_steps_of_the_engine_wait_for_nothing(
         if tier == "disk":
             assert engine.cache.store.settle()
             engine.cache.store.memory.evict(engine.cache.key_of(first))
-        long = replace(first.request.settings, num_inference_steps=40, cache="auto")
+        long = structs.replace(first.request.settings, num_inference_steps=40, cache="auto")
         joining = {}
         for name, cache, steps in (
             ("cached", "auto", 40),
             ("dense", "off", 40),
             ("joins", "auto", 4),
         ):
-            settings = replace(long, cache=cache, num_inference_steps=steps)
+            settings = structs.replace(long, cache=cache, num_inference_steps=steps)
             request = replace(first.request, request_id=name, settings=settings)
             joining[name] = replace(first, request=request)
         for name in ("cached", "dense"):

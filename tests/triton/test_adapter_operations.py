@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_core.config import Config
@@ -31,10 +31,10 @@ def served(config: Config, tmp_path: Path) -> Config:
     """A worker with two adapters, one of them for another model."""
     write(tmp_path / "store" / "good.safetensors")
     write(tmp_path / "store" / "other.safetensors", lora(OTHER_MODEL, prefix="unet."))
-    return replace(
+    return structs.replace(
         config,
-        model=replace(config.model, path=str(DEMO)),
-        adapters=replace(config.adapters, store=str(tmp_path / "store"), rescan_s=0.05),
+        model=structs.replace(config.model, path=str(DEMO)),
+        adapters=structs.replace(config.adapters, store=str(tmp_path / "store"), rescan_s=0.05),
     )
 
 
@@ -88,7 +88,7 @@ def test_without_a_store_there_are_none(ask: Callable[..., Any], config: Config)
 
 
 def test_a_store_that_is_gone_is_told(ask: Callable[..., Any], served: Config) -> None:
-    gone = replace(served, adapters=replace(served.adapters, store="/nowhere"))
+    gone = structs.replace(served, adapters=structs.replace(served.adapters, store="/nowhere"))
     assert "there is no folder" in ask(gone, "adapters")["problem"]
     assert ask(gone, "adapter_load", name="x").startswith("[OVERLOADED] OP.name:")
 
@@ -135,7 +135,7 @@ def test_an_edit_waits_in_the_front_for_the_text_encoders_part(
 
     def pipeline(call: Call) -> list[InferenceResponse]:
         there.append([each.name for each in front._adapters.host.held()])
-        assert call.accepted().settings.loras[0].text
+        assert call.accepted().loras[0].text
         return [reply(EDITED=b"picture", META=b'{"event": "final", "step": 1}')]
 
     api.models["edit_pipeline"] = pipeline

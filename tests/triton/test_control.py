@@ -7,12 +7,12 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from PIL import Image
 
 from maskserve_core.config import Config
@@ -265,7 +265,7 @@ def test_a_registered_template_is_encoded_and_primed(
 
     api.models["encoder"] = lambda call: [reply(**encoded)]
     api.models["denoiser"] = denoiser
-    served = WorkerControl(api, replace(config, model=ModelConfig(path=str(tiny_fill))))
+    served = WorkerControl(api, structs.replace(config, model=ModelConfig(path=str(tiny_fill))))
     picture = np.full((40, 48, 3), 7, np.uint8)
     text = base64.b64encode(encode_image(picture, "png")).decode()
     answer = ask(api, served, {"op": "register", "image": text})

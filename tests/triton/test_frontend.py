@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import AcceptedEdit
@@ -201,7 +201,7 @@ def test_pipeline_gets_seed_and_id(api: FakeTriton, front: EditFront) -> None:
     ("settings", "message"),
     [
         (b"{", "[INVALID_REQUEST] SETTINGS: is not valid JSON"),
-        ({"steps": 3}, "[INVALID_REQUEST] SETTINGS.steps: is not a known setting"),
+        ({"steps": 3}, "[INVALID_REQUEST] SETTINGS.steps: is not a known key"),
         ({"seed": -1}, "[INVALID_REQUEST] SETTINGS.seed: -1 is out of range"),
         ({"model": "other"}, "[INVALID_REQUEST] SETTINGS.model: is not served here"),
         ({"negative_prompt": "a"}, "[INVALID_REQUEST] SETTINGS.negative_prompt: cannot be used"),
@@ -634,8 +634,10 @@ def test_edits_that_get_stuck_are_answered_and_probes_say_so(
     api: FakeTriton, config: Config, stuck: Stuck, beat: Callable[..., None]
 ) -> None:
     """Once they come through again the front takes edits again."""
-    engine = replace(config.engine, stuck_timeout_s=1.2)
-    front = EditFront(api, replace(config, engine=engine), FILL_FACTS, "edit", streaming=False)
+    engine = structs.replace(config.engine, stuck_timeout_s=1.2)
+    front = EditFront(
+        api, structs.replace(config, engine=engine), FILL_FACTS, "edit", streaming=False
+    )
     api.models["edit_pipeline"] = stuck
     request, early = edit(api), probe(api)
     front.execute([request, early])

@@ -7,10 +7,10 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tomli_w
@@ -36,7 +36,7 @@ def worker(
     tmp_path: Path, tiny_fill: Path, monkeypatch: pytest.MonkeyPatch, config: Config
 ) -> Config:
     """The environment that maskserve serve gives a worker's models."""
-    engine = asdict(config.engine)
+    engine = msgspec.to_builtins(config.engine)
     tables = {"runtime_dir": str(tmp_path), "model": {"path": str(tiny_fill)}, "engine": engine}
     (tmp_path / "config.toml").write_text(tomli_w.dumps(tables))
     monkeypatch.setenv("MASKSERVE_CONFIG", str(tmp_path / "config.toml"))

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.config_file import apply
+from maskserve_core.config_file import config_of
 from maskserve_core.config_tables import TraceConfig
 from maskserve_core.errors import Cancelled, InvalidRequest
 from maskserve_core.triton.frontend import EditFront
@@ -304,7 +305,7 @@ def test_no_collector_costs_spans_and_a_warning(
         closed.bind(("127.0.0.1", 0))  # taken, and nobody listens
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1/traces"
         trace = TraceConfig(otlp_url=url, timeout_s=0.3, interval_s=0.05, queue=8)
-        tracer = make_tracer(replace(config, trace=trace), "edit")
+        tracer = make_tracer(structs.replace(config, trace=trace), "edit")
         tracer.record(PARENT, [Stage("queue", 1, 2)])
         eventually("it is said", lambda: caplog.records)
         tracer.record(PARENT, [Stage("queue", 1, 2)])
@@ -321,7 +322,7 @@ def test_recording_does_not_wait_for_the_collector(config: Config) -> None:
         mute.listen()
         url = f"http://127.0.0.1:{mute.getsockname()[1]}/v1/traces"
         trace = TraceConfig(otlp_url=url, timeout_s=2.0, interval_s=0.05, queue=8)
-        tracer = make_tracer(replace(config, trace=trace), "edit")
+        tracer = make_tracer(structs.replace(config, trace=trace), "edit")
         for _ in range(300):  # waiting would take two seconds each: longer than a test may take
             tracer.record(PARENT, [Stage("queue", 1, 2)])
     tracer.close()
@@ -332,7 +333,7 @@ def test_without_the_package_there_is_a_warning_and_no_span(
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     url = "http://localhost:4318/v1/traces"
-    tracer = make_tracer(replace(config, trace=TraceConfig(otlp_url=url)), "edit")
+    tracer = make_tracer(structs.replace(config, trace=TraceConfig(otlp_url=url)), "edit")
     tracer.record(PARENT, [Stage("queue", 1, 2)])
     assert "maskserve[trace]" in caplog.text
 
@@ -348,7 +349,7 @@ def test_off_means_off(api: FakeTriton, config: Config) -> None:
 @pytest.mark.parametrize("url", ["localhost:4318", "ftp://host/v1/traces", "http://host", "x"])
 def test_what_is_no_url_is_refused(config: Config, url: str) -> None:
     with pytest.raises(ConfigError, match=r"\[trace\] otlp_url"):
-        apply(config, {"trace": {"otlp_url": url}})
+        config_of({"trace": {"otlp_url": url}})
 
 
 @pytest.mark.parametrize("parameters", ["", "{}", '{"accepted_ns": "1"}'])

@@ -10,13 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
+from msgspec import structs
 
 from maskserve_core.adapters import catalogue as catalogues
 from maskserve_core.adapters.storage import CHUNK_BYTES, Storage, StorageFailed
@@ -62,10 +62,10 @@ def folder(tmp_path: Path) -> Path:
 def config_of(tmp_path: Path, **adapters: Any) -> Config:
     plain = Config()
     values = {"store": str(tmp_path / "store"), "host_dir": str(tmp_path / "host"), **adapters}
-    return replace(
+    return structs.replace(
         plain,
-        model=replace(plain.model, path=str(DEMO)),
-        adapters=replace(plain.adapters, **values),
+        model=structs.replace(plain.model, path=str(DEMO)),
+        adapters=structs.replace(plain.adapters, **values),
         runtime_dir=str(tmp_path),
     )
 

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+from msgspec import structs
 from PIL import Image
 
 from maskserve_client.cli import main, parser
@@ -203,7 +203,9 @@ def test_adapters_are_listed_checked_loaded_and_evicted(tmp_path: Path, capsys: 
     write(tmp_path / "store" / "hollow.safetensors", lora(rank=7))
     write(tmp_path / "store" / "other.safetensors", lora(OTHER_MODEL, prefix="unet."))
     plain = Config(runtime_dir=str(tmp_path), model=ModelConfig(path=str(DEMO)))
-    served = replace(plain, adapters=replace(plain.adapters, store=str(tmp_path / "store")))
+    served = structs.replace(
+        plain, adapters=structs.replace(plain.adapters, store=str(tmp_path / "store"))
+    )
     with FakeServer(adapters=AdapterOperations(served)) as worker:
 
         def run(*words: str, code: int = 0) -> str:

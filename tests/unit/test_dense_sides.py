@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from msgspec import structs
 
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.contracts.status_record import Served
@@ -83,7 +84,7 @@ def test_an_edit_of_a_whole_side_runs_dense_and_says_so_and_others_are_cached(
     asked = encode_case(encoder, case, name)
 
     def with_settings(request_id: str, **changes: Any) -> Any:
-        settings = replace(asked.request.settings, **changes)
+        settings = structs.replace(asked.request.settings, **changes)
         request = replace(asked.request, request_id=request_id, settings=settings)
         return edit(engine, replace(asked, request=request)).meta
 

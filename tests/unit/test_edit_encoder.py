@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 
 from maskserve_core.config import Config
@@ -21,7 +22,7 @@ from maskserve_engine.stages.encoded import Encoded
 from maskserve_engine.triton.encoder import EditEncoder
 from maskserve_harness.benchmarks.direct import request_of
 from tests.fakes.jobs import WORDS, Case, config_of, random_case
-from tests.unit.test_text_adapters import of_text, served
+from tests.support.text_loras import of_text, served
 
 Make = Callable[..., EditEncoder]
 
@@ -32,7 +33,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made = []
 
     def make(encoder: Encoder, config: Config, **stages: int) -> EditEncoder:
-        asked = replace(config, stages=replace(config.stages, **stages), runtime_dir=str(tmp_path))
+        kept = structs.replace(config.stages, **stages)
+        asked = structs.replace(config, stages=kept, runtime_dir=str(tmp_path))
         made.append(EditEncoder(encoder, asked))
         return made[-1]
 
@@ -129,10 +131,11 @@ def test_prompts_with_loras_are_kept_apart(tmp_path: Path, make: Make, tiny_fill
     encoder = load_encoder(config)
     kept, fresh = make(encoder, config), make(encoder, config, prompt_bytes=0)
     case = random_case(np.random.default_rng())
-    mixes = [(), (one,), (two,), (one, two), (replace(one, scale=0.5),)]
+    plain = replace(case, settings=EditSettings())
+    mixes = [(), (one,), (two,), (one, two), (structs.replace(one, scale=0.5),)]
     pooled = []
     for loras in mixes:
-        edit = edit_of(replace(case, settings=EditSettings(loras=loras)), "a red star")
+        edit = replace(edit_of(plain, "a red star"), loras=loras)
         found, first = kept.encode(edit, case.pixels, case.mask)
         again, second = kept.encode(edit, case.pixels, case.mask)
         expected, _ = fresh.encode(edit, case.pixels, case.mask)
@@ -141,15 +144,15 @@ def test_prompts_with_loras_are_kept_apart(tmp_path: Path, make: Make, tiny_fill
         assert (first.prompt, second.prompt) == ("made", "kept")
         pooled.append(expected.conditioning["pooled"].tobytes())
     assert len(set(pooled)) == len(mixes)
-    for nothing in (replace(one, scale=0.0), replace(one, text=False)):
-        edit = edit_of(replace(case, settings=EditSettings(loras=(nothing,))), "a red star")
+    for nothing in (structs.replace(one, scale=0.0), structs.replace(one, text=False)):
+        edit = replace(edit_of(plain, "a red star"), loras=(nothing,))
         found, report = kept.encode(edit, case.pixels, case.mask)
         assert report.prompt == "kept"
         assert found.conditioning["pooled"].tobytes() == pooled[0]
 
 
 def test_the_empty_prompt_is_one_of_them(tmp_path: Path, tiny_fill: Path) -> None:
-    encoder = EditEncoder.load(replace(config_of(tiny_fill), runtime_dir=str(tmp_path)))
+    encoder = EditEncoder.load(structs.replace(config_of(tiny_fill), runtime_dir=str(tmp_path)))
     case = random_case(np.random.default_rng())
     found, report = encoder.encode(edit_of(case, ""), case.pixels, case.mask)
     assert report.prompt == "kept"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from maskserve_core.config import Config
 from maskserve_core.errors import (
@@ -40,7 +41,7 @@ def encoder(tiny_fill: Path) -> Encoder:
 
 @pytest.fixture
 def config(tiny_fill: Path, tmp_path: Path) -> Config:
-    return replace(
+    return structs.replace(
         config_of(tiny_fill, cache={"entry_format": "model", "stride": 1}),
         runtime_dir=str(tmp_path),
     )
@@ -192,7 +193,9 @@ def test_a_request_id_in_use_is_refused_and_the_first_goes_on(
 
 
 def test_a_full_queue_refuses_and_loses_nothing(config: Config, encoder: Encoder) -> None:
-    small = replace(config, engine=replace(config.engine, max_rows=1, max_waiting=2))
+    small = structs.replace(
+        config, engine=structs.replace(config.engine, max_rows=1, max_waiting=2)
+    )
     engine = Engine.load(small)
     engine.start()
     sinks = [Sink() for _ in range(8)]
@@ -340,7 +343,7 @@ def test_the_status_record_shows_rows_and_stays_fresh(
 def test_an_edit_that_waits_is_not_shown_as_one_of_its_name_before_it(
     config: Config, encoder: Encoder
 ) -> None:
-    engine = Engine.load(replace(config, engine=replace(config.engine, max_rows=1)))
+    engine = Engine.load(structs.replace(config, engine=structs.replace(config.engine, max_rows=1)))
     engine.start()
     manager, settings = (
         engine.manager,
@@ -360,7 +363,7 @@ def test_an_edit_that_waits_is_not_shown_as_one_of_its_name_before_it(
 
 
 def test_higher_priority_overtakes_the_queue(config: Config, encoder: Encoder) -> None:
-    engine = Engine.load(replace(config, engine=replace(config.engine, max_rows=1)))
+    engine = Engine.load(structs.replace(config, engine=structs.replace(config.engine, max_rows=1)))
     engine.start()
     order: queue.SimpleQueue[str] = queue.SimpleQueue()
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.cache.codec import GROUP, encode
@@ -136,7 +137,7 @@ def test_an_edit_of_the_ratio_runs_dense_and_one_below_it_cached(
         engine = make_engine(tiny_fill, encoder, dense_above_ratio=limit)
         try:
             assert edit(engine, asked).meta["cache"] == "hit"  # who insists is cached in any case
-            settings = replace(asked.request.settings, cache="auto")
+            settings = structs.replace(asked.request.settings, cache="auto")
             request = replace(asked.request, request_id="second", settings=settings)
             final = edit(engine, replace(asked, request=request))
             assert final.meta["cache"] == outcome
@@ -156,7 +157,7 @@ def test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else(
         return cache.key_of(replace(first, request=replace(request, **changes)))
 
     def of_settings(**changes: Any) -> str:
-        return asked(settings=replace(request.settings, **changes))
+        return asked(settings=structs.replace(request.settings, **changes))
 
     conditioning = dict(first.conditioning)
     conditioning["prompt_embeds"] = conditioning["prompt_embeds"][:-1]
@@ -171,7 +172,7 @@ def test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else(
             patch.setattr(cache, name, value)
             others.append(cache.key_of(first))
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "config", replace(cache.config, entry_format="int4"))
+        patch.setattr(cache, "config", structs.replace(cache.config, entry_format="int4"))
         others.append(cache.key_of(first))
     assert len({key, *others}) == 1 + len(others)
     assert asked(seed=request.seed + 1, request_id="two", prompt="another") == key

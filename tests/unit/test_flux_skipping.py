@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 
 from maskserve_core.config import ConfigError
@@ -167,6 +167,6 @@ def test_meta_says_how_many_steps_were_skipped(engine: Engine, tiny_fill: Path) 
 
 def test_a_unet_refuses_to_be_served_with_a_threshold(tiny_unets: dict[str, Path]) -> None:
     config = config_of(tiny_unets["sd-base"])
-    model = replace(config.model, first_block_threshold=0.1)
+    model = structs.replace(config.model, first_block_threshold=0.1)
     with pytest.raises(ConfigError, match="first_block_threshold"):
-        load_adapter(replace(config, model=model))
+        load_adapter(structs.replace(config, model=model))

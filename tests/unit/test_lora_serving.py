@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.settings import Lora
+from maskserve_core.contracts.request import Lora
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -104,9 +104,10 @@ class Site:
         self.engine.start()
 
     def job(self, name: str, seed: int = 1, *loras: tuple[str, float], **more: Any) -> EditJob:
-        asked = tuple([Lora(n, scale, f"version-of-{n}") for n, scale in loras])
-        more = {"num_inference_steps": STEPS, "cache": "off", "loras": asked, **more}
-        return plain_job(self.encoder, seed, name, **more)
+        asked = tuple([Lora(name=n, scale=scale, version=f"version-of-{n}") for n, scale in loras])
+        more = {"num_inference_steps": STEPS, "cache": "off", **more}
+        job = plain_job(self.encoder, seed, name, **more)
+        return replace(job, request=replace(job.request, loras=asked))
 
     def begin(self, job: EditJob) -> Sink:
         sink = Sink()
@@ -118,7 +119,7 @@ class Site:
         row = self.oracle.dense_row(job)
         found = [
             (self.oracle.low_rank(self.loader.factors(lora.name)), lora.scale)
-            for lora in job.request.settings.loras
+            for lora in job.request.loras
         ]
         while row.step < row.steps:
             if row.step == attach_at:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts.request import AcceptedEdit
-from maskserve_core.contracts.settings import EditSettings, Lora, dump_settings, parse_settings
+from maskserve_core.contracts.request import AcceptedEdit, Lora
+from maskserve_core.contracts.settings import (
+    EditSettings,
+    LoraSetting,
+    dump_settings,
+    parse_settings,
+)
 from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.errors import AdapterNotFound, InvalidRequest
 from tests.fakes.facts import FILL_FACTS
@@ -28,7 +33,11 @@ def parsed(**asked: Any) -> EditSettings:
 def test_loras_are_names_with_scales() -> None:
     asked = [{"name": "hollow", "scale": 0.8}, {"name": "ninth-colour"}, {"name": "x", "scale": -2}]
     settings = parsed(loras=asked, adapters="fast")
-    assert settings.loras == (Lora("hollow", 0.8), Lora("ninth-colour"), Lora("x", -2.0))
+    assert settings.loras == (
+        LoraSetting(name="hollow", scale=0.8),
+        LoraSetting(name="ninth-colour"),
+        LoraSetting(name="x", scale=-2.0),
+    )
     assert settings.adapters == "fast"
     assert parse_settings(dump_settings(settings)) == settings
     assert parsed(loras=[]).loras == parsed(loras=None).loras == parsed().loras == ()
@@ -80,7 +89,9 @@ def store(tmp_path: Path) -> AdapterStore:
     write(tmp_path / "store" / "good.safetensors")
     write(tmp_path / "store" / "other.safetensors", lora(OTHER_MODEL, prefix="unet."))
     plain = Config(model=ModelConfig(path=str(DEMO)), runtime_dir=str(tmp_path))
-    config = replace(plain, adapters=replace(plain.adapters, store=str(tmp_path / "store")))
+    config = structs.replace(
+        plain, adapters=structs.replace(plain.adapters, store=str(tmp_path / "store"))
+    )
     made = AdapterStore(config)
     made.catalogue.scan()
     return made
@@ -94,7 +105,7 @@ def test_names_become_files_when_an_edit_is_accepted(store: AdapterStore) -> Non
         return accept_edit(asked, b"", FILL_FACTS, config, catalogue)
 
     accepted = accept("good")
-    assert accepted.settings.loras == (Lora("good", 1.0, catalogue.find("good").version),)
+    assert accepted.loras == (Lora(name="good", version=catalogue.find("good").version),)
     assert AcceptedEdit.from_json(accepted.to_json()) == accepted
     with pytest.raises(AdapterNotFound, match=r"SETTINGS\.loras\[1\]\.name: there is no adapter x"):
         accept("good", "x")

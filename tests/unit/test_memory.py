@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from msgspec import structs
 
 from maskserve_client import commands
 from maskserve_core.contracts.memory_table import MemoryTable
@@ -51,7 +52,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table(folder: Path, tmp_path: Path, **sections: Any) -> MemoryTable:
-    config = replace(config_of(folder, **sections), runtime_dir=str(tmp_path))
+    config = structs.replace(config_of(folder, **sections), runtime_dir=str(tmp_path))
     return Engine(config, load_adapter(config)).memory
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from maskserve_core.config import Config
 from maskserve_core.config_tables import CacheConfig, LimitsConfig, ModelConfig
@@ -87,7 +88,7 @@ def test_defaults_are_filled_in_from_the_configuration() -> None:
 def test_guidance_that_nobody_names_is_what_the_models_kind_of_it_needs(
     configured: float, embedded: float, classifier_free: float
 ) -> None:
-    config = replace(CONFIG, model=replace(CONFIG.model, guidance_scale=configured))
+    config = structs.replace(CONFIG, model=structs.replace(CONFIG.model, guidance_scale=configured))
     for guidance, scale in (("embedded", embedded), ("cfg", classifier_free)):
         own = FILL_FACTS.defaults if guidance == "embedded" else unet.DEFAULTS
         facts = replace(FILL_FACTS, guidance=guidance, defaults=own)
@@ -194,7 +195,11 @@ def test_what_the_model_or_worker_cannot_do_is_refused(
     facts: dict[str, Any], config: dict[str, Any], asked: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        prepare(replace(FILL_FACTS, **facts), replace(CONFIG, **config), SETTINGS=settings(**asked))
+        prepare(
+            replace(FILL_FACTS, **facts),
+            structs.replace(CONFIG, **config),
+            SETTINGS=settings(**asked),
+        )
     assert caught.value.field.startswith(f"SETTINGS.{field}")
 
 
@@ -206,7 +211,7 @@ def test_what_the_model_can_do_passes() -> None:
 
 
 def test_steps_are_skipped_by_default_where_the_worker_says_so() -> None:
-    config = replace(CONFIG, model=replace(CONFIG.model, first_block_threshold=0.2))
+    config = structs.replace(CONFIG, model=structs.replace(CONFIG.model, first_block_threshold=0.2))
 
     def threshold(**asked: Any) -> float | None:
         done = prepare(config=config, SETTINGS=settings(**asked))
@@ -218,7 +223,7 @@ def test_steps_are_skipped_by_default_where_the_worker_says_so() -> None:
 
 
 def test_output_formats_that_cannot_hold_the_size_are_refused() -> None:
-    config = replace(CONFIG, limits=LimitsConfig(max_side=20_000))
+    config = structs.replace(CONFIG, limits=LimitsConfig(max_side=20_000))
     inputs = {
         "IMAGE": encode(scene(2, 16_400)),
         "MASK": encode(np.full((2, 16_400), 255, np.uint8)),

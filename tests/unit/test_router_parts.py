@@ -425,7 +425,7 @@ def test_configuration_from_a_file_and_over_it(tmp_path: Path):
     ("text", "named"),
     [
         ("[admission]\nmax_edit = 1", "max_edit"),
-        ("[admission]\nmax_edits = 0", "admission.max_edits"),
+        ("[admission]\nmax_edits = 0", "[admission] max_edits: 0 is out of range; accepted: 1 to"),
         ('[workers]\naddresses = ["a"]', "addresses"),
         ('[routing]\npolicy = "best"', "policy"),
         ('[listen]\ntls_key = "x"', "tls_cert"),

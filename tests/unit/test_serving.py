@@ -212,7 +212,9 @@ def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
 def test_a_bad_configuration_is_told(tmp_path: Path) -> None:
     config = tmp_path / "maskserve.toml"
     config.write_text("[engine]\nmax_rows = 0\n")
-    with pytest.raises(ServeError, match=r"\[engine\] max_rows: 0 is not in 1 to 256"):
+    with pytest.raises(
+        ServeError, match=r"\[engine\] max_rows: 0 is out of range; accepted: 1 to 256"
+    ):
         files.read_tables(config)
 
 

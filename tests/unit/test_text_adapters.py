@@ -4,57 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_core.adapters.store import AdapterStore
-from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts.settings import Lora
+from maskserve_core.config import Config
+from maskserve_core.contracts.request import Lora
 from maskserve_core.errors import InvalidRequest, Overloaded
 from maskserve_engine.adapters.text_encoders import TextAdapters
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
-from tests.fakes.loras import Arrays, lora, write
+from tests.fakes.loras import lora, write
+from tests.support.text_loras import of_text, served
 
 Embedding = Mapping[str, NDArray[np.float32]]
-LAYERS = {
-    "text_model.encoder.layers.0.self_attn.q_proj": (32, 32),
-    "text_model.encoder.layers.0.self_attn.out_proj": (32, 32),
-    "text_model.encoder.layers.0.mlp.fc1": (32, 32),
-}
 PROMPT = "a red star on a blue hill"
-
-
-def served(folder: Path, model: Path, files: Mapping[str, Arrays]) -> tuple[Config, list[Lora]]:
-    """A worker's configuration with these adapters in the host's memory, and the adapters."""
-    for name, tensors in files.items():
-        write(folder / "store" / f"{name}.safetensors", tensors)
-    plain = Config(model=ModelConfig(path=str(model), max_sequence_length=16))
-    adapters = replace(plain.adapters, store=str(folder / "store"))
-    config = replace(plain, adapters=adapters, runtime_dir=str(folder))
-    store = AdapterStore(config)
-    store.catalogue.scan()
-    found = []
-    for name in files:
-        version = store.catalogue.find(name).version
-        store.fetch(name, version)
-        found.append(Lora(name, 1.0, version, text=True))
-    store.close()
-    return config, found
-
-
-def of_text(*parts: str, rank: int = 4) -> Arrays:
-    """A LoRA of these text encoders, of the size of their own weights."""
-    drawn: Arrays = {}
-    for part in parts:
-        drawn |= lora(LAYERS, rank, f"{part}.")
-    return {name: (0.2 * value).astype(np.float32) for name, value in drawn.items()}
 
 
 def same(found: Embedding, expected: Embedding) -> None:
@@ -124,13 +93,13 @@ def test_embeddings_are_those_of_the_pipeline_with_its_loras(
     before = encoder.encode_prompt(PROMPT)
     for scales in ({"one": 1.0}, {"one": 0.7, "two": -1.3}):
         known = {each.name: each for each in (one, two)}
-        asked = [replace(known[name], scale=scale) for name, scale in scales.items()]
+        asked = [structs.replace(known[name], scale=scale) for name, scale in scales.items()]
         with adapters.applied(asked):
             found = encoder.encode_prompt(PROMPT)
         unlike(found, before)
         same(found, by_pipeline(pipeline, model, tmp_path, scales))
     bits(encoder.encode_prompt(PROMPT), before)
-    with adapters.applied([replace(one, scale=0.0)]):
+    with adapters.applied([structs.replace(one, scale=0.0)]):
         bits(encoder.encode_prompt(PROMPT), before)
     adapters.close()
 
@@ -155,7 +124,7 @@ def test_an_edit_that_fails_leaves_no_trace(
     before, hooks_before = made.encode_prompt(PROMPT), hooks()
     with pytest.raises(RuntimeError), adapters.applied([first]):
         raise RuntimeError
-    gone = replace(second, version="0" * 32)
+    gone = structs.replace(second, version="0" * 32)
     with pytest.raises(Overloaded, match="send the edit again"), adapters.applied([first, gone]):
         pass
     bits(made.encode_prompt(PROMPT), before)
@@ -167,7 +136,7 @@ def test_adapters_without_a_text_part_need_no_file(
 ) -> None:
     made, config, _ = encoder
     adapters = TextAdapters(config, made.text_models)
-    with adapters.applied([Lora("elsewhere", 1.0, "1" * 32)]):
+    with adapters.applied([Lora(name="elsewhere", version="1" * 32)]):
         made.encode_prompt(PROMPT)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from maskserve_core.config import Config
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
@@ -179,7 +180,7 @@ def test_a_mask_of_one_pixel_runs_and_a_ring_widens_it(
     mask = np.zeros_like(job.edit_mask)
     mask[5, 7] = 255
     for ring, active in ((0, 1), (1, 9)):
-        settings = replace(job.request.settings, mask_ring=ring)
+        settings = structs.replace(job.request.settings, mask_ring=ring)
         small = replace(job, edit_mask=mask, request=replace(job.request, settings=settings))
         assert adapter.tokens(small).active == active
         row = cached(replay, small, Primed(adapter, encoder, small))

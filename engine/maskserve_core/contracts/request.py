@@ -10,7 +10,20 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings import EditSettings, LoraSetting
+
+
+class Lora(LoraSetting, frozen=True):
+    """A LoRA of an edit, with the file that its name stands for since the edit was accepted."""
+
+    version: str = ""
+    """Which file of that name (`adapters.catalogue.Adapter.version`), so that all stages take the
+    same one.
+    """
+    text: bool = False
+    """Whether it changes text encoders, too: its file is then on the host before the edit leaves
+    the front, as an encoder waits for nobody.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +35,7 @@ class AcceptedEdit:
     """Checked, with the worker's defaults, a seed and a request id."""
     accepted_ns: int
     """Wall clock (time.time_ns) when the front took the request; deadlines count from here."""
+    loras: tuple[Lora, ...] = ()
 
     def to_json(self) -> bytes:
         return _encode(self)
@@ -45,6 +59,7 @@ class EditRequest:
     model_size: tuple[int, int]
     accepted_ns: int
     """As of AcceptedEdit."""
+    loras: tuple[Lora, ...] = ()
     pixels_id: str = ""
     """Digest of the source's pixels at model resolution; entries are keyed on it."""
     timings_ms: dict[str, float] = field(default_factory=dict)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from maskserve_core.adapters.catalogue import Catalogue
 from maskserve_core.config import Config, model_name
-from maskserve_core.contracts.request import AcceptedEdit
-from maskserve_core.contracts.settings import EditSettings, Lora
+from maskserve_core.contracts.request import AcceptedEdit, Lora
+from maskserve_core.contracts.settings import EditSettings, LoraSetting
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.models.facts import ModelFacts
 
@@ -45,9 +46,8 @@ def accept_edit(
     """
     check_settings(asked, facts, config)
     text = check_prompt(prompt, config)
-    if asked.loras:
-        asked = replace(asked, loras=_versions(asked.loras, catalogue))
-    return AcceptedEdit(text, with_defaults(asked, facts, config), time.time_ns())
+    loras = _versions(asked.loras, catalogue) if asked.loras else ()
+    return AcceptedEdit(text, with_defaults(asked, facts, config), time.time_ns(), loras)
 
 
 def steps_run(num_inference_steps: int, strength: float, *, rounds_up: bool = True) -> int:
@@ -84,7 +84,7 @@ def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) ->
         raise InvalidRequest("SETTINGS.cache", "is require, but caching is off", "auto or off")
 
 
-def _versions(loras: tuple[Lora, ...], catalogue: Catalogue | None) -> tuple[Lora, ...]:
+def _versions(loras: tuple[LoraSetting, ...], catalogue: Catalogue | None) -> tuple[Lora, ...]:
     """The same, with the files that the names stand for now."""
     if catalogue is None:
         raise InvalidRequest("SETTINGS.loras", "adapters are not served here", "no loras")
@@ -92,7 +92,7 @@ def _versions(loras: tuple[Lora, ...], catalogue: Catalogue | None) -> tuple[Lor
     for index, lora in enumerate(loras):
         adapter = catalogue.find(lora.name, f"SETTINGS.loras[{index}].name")
         text = any(part.startswith("text_encoder") for part in adapter.parts)
-        found.append(replace(lora, version=adapter.version, text=text))
+        found.append(Lora(name=lora.name, scale=lora.scale, version=adapter.version, text=text))
     return tuple(found)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 from PIL import Image
 
 from maskserve_core.config import Config
@@ -94,7 +95,7 @@ def prepare_edit(
     )
     if asked.output_encoding == "auto":
         encoding = "base64" if came_as_text(mask) else "raw"
-        asked = replace(asked, output_encoding=encoding)
+        asked = structs.replace(asked, output_encoding=encoding)
     request = _request(replace(accepted, settings=asked), source, source_id, pixels)
     decoded = masks.paste.size <= DECODED_PIXELS
     source_bytes = source.pixels.tobytes() if decoded else source.encoded
@@ -164,6 +165,7 @@ def _request(
         source_size=source.size,
         model_size=size,
         accepted_ns=accepted.accepted_ns,
+        loras=accepted.loras,
         pixels_id=source_id if source.size == size else template_id(pixels),
     )
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import structs
 
 from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.contracts.settings import MAX_DEADLINE_MS, EditSettings
@@ -112,7 +114,7 @@ def bounded(asked: EditSettings, request: Any, *, streaming: bool) -> tuple[Edit
     timeout_ms = -(-request.timeout() // 1000)
     if 0 < timeout_ms <= MAX_DEADLINE_MS and (limit_ms is None or timeout_ms < limit_ms):
         limit_ms, limit_name = timeout_ms, "timeout"
-    taken = replace(
+    taken = structs.replace(
         asked,
         request_id=asked.request_id or uuid.uuid4().hex,
         deadline_ms=limit_ms,

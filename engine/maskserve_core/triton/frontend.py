@@ -123,7 +123,7 @@ class EditFront:
         if problem is not None:
             answer.fail(problem)
             return
-        for lora in edit.settings.loras:
+        for lora in edit.loras:
             self._adapters.begin(lora.name, lora.version)
         call = Call(edit, pictures, answer, limit_name, request_log.span.traceparent)
         self._calls.add(call)
@@ -132,7 +132,7 @@ class EditFront:
 
     def _run(self, call: Call) -> None:
         try:
-            for lora in call.edit.settings.loras:
+            for lora in call.edit.loras:
                 if lora.text:
                     self._adapters.fetch(lora.name, lora.version)
             if not call.answer.done:

@@ -19,10 +19,11 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timezone
 from logging.handlers import WatchedFileHandler
 from typing import Any
+
+from msgspec import structs
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.config_tables import LogConfig
@@ -161,7 +162,7 @@ def start_log(config: Config, model: str) -> None:
     try:
         handler = log_handler(config.log, config.worker, model)
     except ConfigError:
-        handler = log_handler(replace(config.log, file=""), config.worker, model)
+        handler = log_handler(structs.replace(config.log, file=""), config.worker, model)
     logging.basicConfig(level=config.log.level, handlers=[handler], force=True)
 
 

@@ -13,7 +13,7 @@ from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.settings import Lora
+from maskserve_core.contracts.request import Lora
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
 from maskserve_engine.adapters.lora_file import read_lora
 from maskserve_engine.layers.low_rank import Factors

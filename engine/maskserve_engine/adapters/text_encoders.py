@@ -20,7 +20,7 @@ from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config
-from maskserve_core.contracts.settings import Lora
+from maskserve_core.contracts.request import Lora
 from maskserve_core.errors import InvalidRequest, Overloaded
 from maskserve_engine.adapters.lora_file import Parts, read_lora
 from maskserve_engine.layers.low_rank import Factors

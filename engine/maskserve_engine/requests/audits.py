@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from maskserve_core.config_tables import CacheConfig
@@ -46,7 +47,7 @@ class Audit:
 
     def again(self) -> EditJob:
         """The edit once more: under a name of its own, behind all others, and for nobody."""
-        settings = replace(
+        settings = structs.replace(
             self.job.request.settings,
             deadline_ms=None,
             priority=PRIORITIES[0],

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.settings import EditSettings, Lora
+from maskserve_core.contracts.request import EditRequest, Lora
 from maskserve_core.errors import MaskserveError, Overloaded
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.adapters.lora_loader import LoadedLora
@@ -141,9 +141,9 @@ class Loras:
         self._loader.load(lora, lambda outcome: self._came(lora, outcome))
 
 
-def used(settings: EditSettings) -> tuple[Lora, ...]:
+def used(request: EditRequest) -> tuple[Lora, ...]:
     """The LoRAs of an edit that change anything."""
-    return tuple([lora for lora in settings.loras if lora.scale])
+    return tuple([lora for lora in request.loras if lora.scale])
 
 
 def adapters_id(loras: Sequence[tuple[str, float]]) -> str:

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from maskserve_core.config import Config, model_name
+from maskserve_core.contracts.request import Lora
 from maskserve_core.contracts.scopes import name_of
-from maskserve_core.contracts.settings import Lora
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -270,7 +270,7 @@ class RequestManager:
     def _prime(self, job: EditJob, *, urgent: bool) -> None:
         """Have a job's template primed, with the adapters that its entries are named by."""
         if self.loras is not None and job.adapters:
-            self.loras.hold(f"prime:{self.cache.key_of(job)}", used(job.request.settings))
+            self.loras.hold(f"prime:{self.cache.key_of(job)}", used(job.request))
         self.primings.begin(job, urgent=urgent)
 
     def _wait(self, edit: RequestState, resources: Sequence[Resource]) -> None:
@@ -357,7 +357,7 @@ class RequestManager:
     def _attach_to(self, row: str, job: EditJob) -> None:
         """Have a row that primes computed with the LoRAs that its entries are named by."""
         if job.adapters:
-            wanted = used(job.request.settings)
+            wanted = used(job.request)
             self.executor.attach(row, [(lora.version, lora.scale) for lora in wanted])
 
     def _park(self, edit: RequestState) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.request import Lora
 from maskserve_core.contracts.scopes import name_of
-from maskserve_core.contracts.settings import Lora
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.planning.flops import Totals
 from maskserve_core.worker.ticket import Ticket
@@ -216,7 +216,7 @@ class RequestState:
         if request.settings.deadline_ms is not None:
             left_s = (request.accepted_ns - time.time_ns()) / 1e9
             deadline = now + left_s + request.settings.deadline_ms / 1e3
-        loras = LoraUse(used(request.settings))
+        loras = LoraUse(used(request))
         return cls(job, sink, EditWork.of(job, adapter), EditTimes(now), deadline, loras=loras)
 
     @property

@@ -103,16 +103,14 @@ class EditEncoder:
     def _conditioning(self, edit: EditRequest) -> tuple[Conditioning, Conditioning | None, bool]:
         """Of the prompt, of the negative one, and whether nothing had to be computed."""
         settings = edit.settings
-        loras = tuple(
-            (lora.version, lora.scale) for lora in settings.loras if lora.text and lora.scale
-        )
+        loras = tuple((lora.version, lora.scale) for lora in edit.loras if lora.text and lora.scale)
         keys = [self._key(edit.prompt, loras)]
         if settings.negative_prompt is not None:
             keys.append(self._key(settings.negative_prompt, loras, negative=True))
         found = {key: held for key in keys if (held := self._prompts.get(key)) is not None}
         missing = [key for key in keys if key not in found]
         if missing:
-            with self._adapters.applied(settings.loras):
+            with self._adapters.applied(edit.loras):
                 found |= {key: self._embeddings(key) for key in missing}
         negative = found[keys[1]] if len(keys) == 2 else None
         return found[keys[0]], negative, not missing

@@ -17,7 +17,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
 from maskserve_core.config_file import config_of
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings import CacheMode, EditSettings
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.flux.adapter import FluxAdapter
@@ -31,7 +31,7 @@ _TEXT, _STEPS = 512, 28
 _SIDE = FLUX_FILL_FACTS.native_resolution
 _MASKED = slice(_SIDE // 4, _SIDE // 4 + _SIDE // 3)
 """Of both sides: a ninth of the picture."""
-_KINDS = {"dense": "off", "cached": "require"}
+_KINDS: dict[str, CacheMode] = {"dense": "off", "cached": "require"}
 """Kind of row → `cache` of its edit."""
 
 
@@ -66,7 +66,7 @@ def meta_engine() -> Engine:
     return Engine(config, adapter, lambda: adapter.blank_prompt(_TEXT))
 
 
-def large_job(cache: str, seed: int) -> EditJob:
+def large_job(cache: CacheMode, seed: int) -> EditJob:
     rng = np.random.default_rng(seed)
     facts = FLUX_FILL_FACTS
     settings = EditSettings(

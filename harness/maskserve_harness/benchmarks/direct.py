@@ -6,10 +6,10 @@ import json
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from maskserve_core.config import Config, beside_denoiser
@@ -38,7 +38,7 @@ class Direct:
         beside = beside_denoiser(config, "encoder")
         self.encoder, self.decoder = load_encoder(beside), load_decoder(beside)
         self._status = tempfile.TemporaryDirectory()
-        self.engine = Engine.load(replace(config, runtime_dir=self._status.name))
+        self.engine = Engine.load(structs.replace(config, runtime_dir=self._status.name))
         self.engine.start()
 
     def edit(self, edit: Edit, settings: dict[str, Any]) -> bytes:

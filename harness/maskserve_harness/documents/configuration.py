@@ -7,18 +7,18 @@ python scripts/config_reference.py --check    # exit code 1 if the document is a
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 from msgspec import inspect as types
 
 from maskserve_core.config import Config
+from maskserve_core.reading import Table
 from maskserve_harness.checkout import CHECKOUT
-from maskserve_router.config import Key, RouterConfig
+from maskserve_router.config import RouterConfig
 
 DOCUMENT = CHECKOUT / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -41,45 +41,25 @@ the worker, above.
 COLUMNS = "| key | default | accepted | |\n|---|---|---|---|\n"
 
 
-def worker() -> Iterator[str]:
-    """The worker's keys without a table, then each table."""
-    fields = dataclasses.fields(Config)
-    yield from _table("", [_worker_row(f) for f in fields if "doc" in f.metadata])
-    for table in fields:
-        if "doc" not in table.metadata:
-            made = getattr(Config(), table.name)
-            yield from _table(made.__doc__, [_worker_row(f) for f in dataclasses.fields(made)])
-
-
-def _worker_row(field: dataclasses.Field[Any]) -> str:
-    meta = field.metadata
-    accepted = ""
-    if meta["of"]:
-        accepted = ", ".join(f"`{value}`" for value in meta["of"])
-    elif meta["low"] is not None:
-        accepted = f"{_number(meta['low'])} to {_number(meta['high'])}"
-    elif isinstance(field.default, bool):
-        accepted = "`true`, `false`"
-    return _row(field.name, _toml(field.default), accepted, meta["doc"])
-
-
-def router() -> Iterator[str]:
-    """The router's tables; one line for what has no table."""
-    tables: list[type] = []
+def tables(whole: type[Table], besides: type[Table] = Table) -> Iterator[str]:
+    """The keys without a table, then each table but those that `besides` has."""
+    found: list[type] = []
     plain = []
-    for field in types.type_info(RouterConfig).fields:  # type: ignore[attr-defined]
-        if isinstance(field.type, types.StructType):
-            tables.append(field.type.cls)
-        elif isinstance(field.type, types.StrType):
-            plain.append(_router_row(field, _sentences(RouterConfig)))
+    for field in types.type_info(whole).fields:  # type: ignore[attr-defined]
+        kind = field.type.item_type if isinstance(field.type, types.VarTupleType) else field.type
+        if isinstance(kind, types.StructType):
+            if kind.cls not in get_type_hints(besides).values():
+                found.append(kind.cls)
+        else:
+            plain.append(_key(field, _sentences(whole)))
     yield from _table("", plain)
-    for table in (*tables, Key):
+    for table in found:
         fields = types.type_info(table).fields  # type: ignore[attr-defined]
-        yield from _table(table.__doc__, [_router_row(f, _sentences(table)) for f in fields])
+        yield from _table(table.__doc__, [_key(f, _sentences(table)) for f in fields])
 
 
-def _router_row(field: types.Field, sentences: dict[str, str]) -> str:
-    kind = field.type
+def _key(field: types.Field, sentences: dict[str, str]) -> str:
+    kind = field.type.type if isinstance(field.type, types.Metadata) else field.type
     accepted = ""
     if isinstance(kind, types.IntType | types.FloatType):
         low, above = (kind.ge, "") if kind.ge is not None else (kind.gt, "above ")
@@ -87,6 +67,8 @@ def _router_row(field: types.Field, sentences: dict[str, str]) -> str:
             accepted = f"{above}{_number(low)} to {_number(kind.le)}"
     elif isinstance(kind, types.BoolType):
         accepted = "`true`, `false`"
+    elif isinstance(kind, types.LiteralType):
+        accepted = ", ".join(f"`{value}`" for value in kind.values)
     default = field.default
     shown = "" if default is msgspec.NODEFAULT else _toml(default)
     return _row(field.name, shown, accepted, sentences[field.name])
@@ -133,7 +115,7 @@ def _number(value: float) -> str:
 
 
 def main() -> int:
-    text = "".join((HEAD, WORKER, *worker(), ROUTER, *router()))
+    text = "".join((HEAD, WORKER, *tables(Config), ROUTER, *tables(RouterConfig, Config)))
     if "--check" in sys.argv[1:]:
         return int(DOCUMENT.read_text(encoding="utf-8") != text)
     DOCUMENT.write_text(text, encoding="utf-8")

@@ -10,6 +10,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -66,7 +67,7 @@ class Rig:
         settings = EditSettings(num_inference_steps=self.steps, mask_ring=0)
         if self.adapter.facts.guidance == "embedded":
             scale = self.adapter.facts.guidance_default(self.config.model.guidance_scale)
-            settings = replace(settings, guidance_scale=scale)
+            settings = structs.replace(settings, guidance_scale=scale)
         request = request_of(edit.source, edit.prompt, settings, seed, str(seed))
         return job_of(self.encoder, request, edit.source, mask)
 
@@ -160,7 +161,7 @@ class Rig:
     def _row(
         self, job: EditJob, coded: Sequence[AnchorEntry], ring: int, choice: CacheChoice
     ) -> FluxRow:
-        settings = replace(job.request.settings, mask_ring=ring)
+        settings = structs.replace(job.request.settings, mask_ring=ring)
         job = replace(job, request=replace(job.request, settings=settings))
         # As the engine has it: a step without an entry computes the pinned tokens, too.
         per_step = [

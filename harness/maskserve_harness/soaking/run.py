@@ -165,7 +165,7 @@ def template_bytes(config: Config) -> int:
     """Bytes that a template of the model's full size takes, about."""
     facts = load_facts(config.model.path, config.model.native_resolution)
     side = facts.native_resolution // facts.vae_scale_factor
-    stored = config.cache.entry_format
+    stored: str = config.cache.entry_format
     if stored == "model":
         from maskserve_engine.stages.loader import dtype_of  # torch is needed for nothing else
 

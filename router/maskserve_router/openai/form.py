@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-import re
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,6 +20,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.reading import Misread, Table, read
 
 _MAX_FIELDS = 64
 _MAX_FILES = 18
@@ -28,12 +28,12 @@ _MAX_TEXT = 256 * 1024
 """Bytes of a field that is no file."""
 _OWN = ("model", "output_format", "output_encoding", "progress", "preview_every", "request_id")
 """Settings that follow from OpenAI's own fields, or from how the answer travels."""
-EXTENSIONS = frozenset(f.name for f in fields(EditSettings)) - frozenset(_OWN)
+EXTENSIONS = frozenset(EditSettings.__struct_fields__) - frozenset(_OWN)
 _TEXT = frozenset(("negative_prompt", "mask_mode", "cache", "template_id", "adapters"))
 """Settings that are text, whatever they look like; others are read as JSON."""
 
 
-class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Fields(Table, frozen=True):
     """OpenAI's fields of an edit, but for its pictures."""
 
     prompt: Annotated[str, Meta(max_length=32_000)]
@@ -196,10 +196,6 @@ def _setting(name: str, value: Any) -> Any:
         return value  # its check says what is wrong with it
 
 
-_PLACE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<field>[^`]*)`)?")
-_NAMED = re.compile(r"Object (?P<what>missing required|contains unknown) field `(?P<field>[^`]*)`")
-
-
 def convert(values: Mapping[str, Any], into: type[Fields]) -> Fields:
     """Fields of a form, checked.
 
@@ -207,19 +203,6 @@ def convert(values: Mapping[str, Any], into: type[Fields]) -> Fields:
         InvalidRequest: naming the field.
     """
     try:
-        return msgspec.convert(values, into, strict=False)
-    except msgspec.ValidationError as error:
-        named = _NAMED.match(str(error))
-        if named is not None and named["what"] == "missing required":
-            raise InvalidRequest(named["field"], "is missing") from None
-        if named is not None:
-            raise InvalidRequest(named["field"][:40], "is not supported") from None
-        place = _PLACE.fullmatch(str(error))
-        field = (place and place["field"]) or "body"
-        told = "".join(filter(str.isprintable, (place["what"] if place else "")[:200]))
-        raise InvalidRequest(field, told[:1].lower() + told[1:], _accepted(field)) from None
-
-
-def _accepted(field: str) -> str:
-    named = {"quality": "auto", "background": "auto, opaque", "response_format": "b64_json"}
-    return named.get(field, "")
+        return read(values, into, strict=False)
+    except Misread as error:
+        raise InvalidRequest(error.path, error.problem, error.accepted) from None

@@ -1,0 +1,184 @@
+"""One way to read what people write: configuration files and SETTINGS.
+
+A Table says which keys there are, of which type and in which range; the string below a key says
+what it means. msgspec checks; `read` turns what it finds into words: which key, what is wrong with
+it, and what is accepted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect as kinds
+
+T = TypeVar("T")
+_SHOWN = 60
+_PATH = re.compile(r" - at `\$(.*)`\Z", re.DOTALL)
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
+_TYPES = {
+    kinds.BoolType: "a boolean",
+    kinds.IntType: "an integer",
+    kinds.FloatType: "a number",
+    kinds.StrType: "a string",
+    kinds.VarTupleType: "a list",
+    kinds.StructType: "an object",
+}
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys with their types, ranges and defaults; one that is unknown is an error."""
+
+
+class Misread(ValueError):
+    """A value that cannot be taken."""
+
+    def __init__(self, path: str, problem: str, accepted: str) -> None:
+        """Args:
+        path: of the key, as `loras[0].scale`; empty for the whole.
+        problem: what is wrong with its value.
+        accepted: what would be right.
+        """
+        super().__init__(f"{path}: {problem}; accepted: {accepted}")
+        self.path, self.problem, self.accepted = path, problem, accepted
+
+
+def read(value: Any, kind: type[T], *, strict: bool = True) -> T:
+    """`value`, as JSON or TOML parsers give it, checked.
+
+    Args:
+        value: what was read.
+        kind: a Table.
+        strict: whether text is taken for text alone; forms have nothing else.
+
+    Raises:
+        Misread: naming the first key that is wrong.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except UnicodeEncodeError:
+        raise Misread(_not_text(value), "holds lone surrogates, not text", "Unicode text") from None
+    except msgspec.ValidationError as error:
+        raise _misread(value, kind, str(error)) from None
+
+
+def given(value: Any, known: Collection[str]) -> Any:
+    """The same without those of the `known` keys that are null, which stands for "not given"."""
+    if not isinstance(value, dict):
+        return value
+    items = [(k, each) for k, each in value.items() if each is not None or k not in known]
+    return {
+        key: [given(one, known) for one in each] if isinstance(each, list) else each
+        for key, each in items
+    }
+
+
+def show(value: Any) -> str:
+    """A value as it may be repeated in a message: short, on one line."""
+    shown = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a huge integer"
+    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."
+
+
+def _misread(value: Any, kind: type, message: str) -> Misread:
+    """What a message of msgspec's says, in our words."""
+    at = _PATH.search(message)
+    path = at[1].lstrip(".") if at else ""
+    expected, words = _plain(kinds.type_info(kind))
+    for name, index in _STEP.findall(path):
+        value = value[name] if name else value[int(index)]
+        if isinstance(expected, kinds.StructType):
+            (field,) = (each for each in expected.fields if each.encode_name == name)
+            expected, words = _plain(field.type)
+        elif isinstance(expected, kinds.VarTupleType):
+            expected, words = _plain(expected.item_type)
+    if isinstance(expected, kinds.StructType) and isinstance(value, dict):
+        return _wrong_keys(path, value, expected)
+    return Misread(path, _problem(value, expected), words or _accepted(expected))
+
+
+def _wrong_keys(path: str, value: dict[Any, Any], expected: kinds.StructType) -> Misread:
+    """A key that is unknown or missing."""
+    below = f"{path}." if path else ""
+    names = [field.encode_name for field in expected.fields]
+    for key in sorted(str(key) for key in value):
+        if key not in names:
+            return Misread(below + key[:40], "is not a known key", ", ".join(sorted(names)))
+    for field in expected.fields:
+        if field.required and field.encode_name not in value:
+            plain, words = _plain(field.type)
+            return Misread(below + field.encode_name, "is missing", words or _accepted(plain))
+    return Misread(path, "is not as it should be", ", ".join(sorted(names)))
+
+
+def _plain(kind: kinds.Type) -> tuple[kinds.Type, str]:
+    """The type below `| None` and annotations, and the description of what is accepted, if any."""
+    words = ""
+    while True:
+        if isinstance(kind, kinds.Metadata):
+            words = str((kind.extra_json_schema or {}).get("description", words))
+            kind = kind.type
+        elif isinstance(kind, kinds.UnionType):
+            (kind,) = (each for each in kind.types if not isinstance(each, kinds.NoneType))
+        else:
+            return kind, words
+
+
+def _problem(value: Any, expected: kinds.Type) -> str:
+    if isinstance(expected, kinds.LiteralType):
+        return f"{show(value)} is not one of them"
+    if isinstance(expected, kinds.IntType | kinds.FloatType):
+        numbers = int if isinstance(expected, kinds.IntType) else (int, float)
+        if isinstance(value, numbers) and not isinstance(value, bool):
+            finite = value - value == 0
+            return f"{show(value)} is {'out of range' if finite else 'not a finite number'}"
+    if isinstance(expected, kinds.StrType) and isinstance(value, str):
+        most = expected.max_length
+        if most is not None and len(value) > most:
+            return f"is {len(value)} characters long"
+        return f"{show(value)} has another form"
+    if isinstance(expected, kinds.VarTupleType) and isinstance(value, list):
+        return f"has {len(value)} entries"
+    return f"{show(value)} is not {_TYPES.get(type(expected), 'accepted')}"
+
+
+def _accepted(expected: kinds.Type) -> str:
+    if isinstance(expected, kinds.BoolType):
+        return "true or false"
+    if isinstance(expected, kinds.LiteralType):
+        return ", ".join(str(value) for value in expected.values)
+    if isinstance(expected, kinds.IntType | kinds.FloatType):
+        low, above = (expected.ge, "from") if expected.ge is not None else (expected.gt, "above")
+        if isinstance(expected, kinds.IntType):
+            return f"{low} to {expected.le}"
+        return f"a number {above} {low:g} to {expected.le:g}"
+    if isinstance(expected, kinds.StrType):
+        if expected.max_length is not None:
+            return f"text of up to {expected.max_length} characters"
+        return f"text of the form {expected.pattern}" if expected.pattern else "text"
+    if isinstance(expected, kinds.StructType):
+        return "an object with " + ", ".join(field.encode_name for field in expected.fields)
+    return "a list" if isinstance(expected, kinds.VarTupleType) else "another value"
+
+
+def _not_text(value: Any, path: str = "") -> str:
+    """Where a string is that is not Unicode text."""
+    if isinstance(value, dict):
+        items = [(f"{path}.{key}" if path else str(key), each) for key, each in value.items()]
+        strange = [name for name, _ in items if not _is_text(name)]
+        if strange:
+            return strange[0]
+    elif isinstance(value, list | tuple):
+        items = [(f"{path}[{index}]", each) for index, each in enumerate(value)]
+    else:
+        return path if isinstance(value, str) and not _is_text(value) else ""
+    return next((found for name, each in items if (found := _not_text(each, name))), "")
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

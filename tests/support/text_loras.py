@@ -1,0 +1,46 @@
+"""LoRAs of text encoders: small ones, and a worker that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from msgspec import structs
+
+from maskserve_core.adapters.store import AdapterStore
+from maskserve_core.config import Config, ModelConfig
+from maskserve_core.contracts.request import Lora
+from tests.fakes.loras import Arrays, lora, write
+
+LAYERS = {
+    "text_model.encoder.layers.0.self_attn.q_proj": (32, 32),
+    "text_model.encoder.layers.0.self_attn.out_proj": (32, 32),
+    "text_model.encoder.layers.0.mlp.fc1": (32, 32),
+}
+
+
+def served(folder: Path, model: Path, files: Mapping[str, Arrays]) -> tuple[Config, list[Lora]]:
+    """A worker's configuration with these adapters in the host's memory, and the adapters."""
+    for name, tensors in files.items():
+        write(folder / "store" / f"{name}.safetensors", tensors)
+    plain = Config(model=ModelConfig(path=str(model), max_sequence_length=16))
+    adapters = structs.replace(plain.adapters, store=str(folder / "store"))
+    config = structs.replace(plain, adapters=adapters, runtime_dir=str(folder))
+    store = AdapterStore(config)
+    store.catalogue.scan()
+    found = []
+    for name in files:
+        version = store.catalogue.find(name).version
+        store.fetch(name, version)
+        found.append(Lora(name=name, version=version, text=True))
+    store.close()
+    return config, found
+
+
+def of_text(*parts: str, rank: int = 4) -> Arrays:
+    """A LoRA of these text encoders, of the size of their own weights."""
+    drawn: Arrays = {}
+    for part in parts:
+        drawn |= lora(LAYERS, rank, f"{part}.")
+    return {name: (0.2 * value).astype(np.float32) for name, value in drawn.items()}
