@@ -170,6 +170,12 @@ class StagesConfig(Table, frozen=True):
     template_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
     """Bytes of templates' VAE moments that the encoder keeps; FLUX.1's at 1024 x 1024 take 2 MB. 0:
     none."""
+    decode_halo: Annotated[int, Meta(ge=0, le=64)] = 2
+    """Positions round what a cached edit pastes that are decoded with it, at each level of the VAE;
+    the rest of the picture is not decoded. 0: all of it is. Dense and reproducible edits are always
+    decoded as a whole."""
+    decode_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**26
+    """Bytes of templates' norms that the decoder keeps for this; FLUX.1's take 2 MB."""
 
 
 class AdaptersConfig(Table, frozen=True):

@@ -41,6 +41,9 @@ def test_a_registered_template_is_edited_by_name_from_its_cache(model: Path, grp
     assert meta["kinds"]["kv"] > 0
     assert meta["active_tokens"] < meta["total_tokens"]
     assert meta["template_id"] == name
+    # Its picture was encoded as it was registered, and what is not pasted is not decoded.
+    assert meta["encoded"]["template"] == "kept"
+    assert meta["decoded"] < 1.0
     assert np.array_equal(pixels(image)[mask == 0], source[mask == 0])
     listed = {t["template_id"]: t for t in grpc.control(op="templates")["templates"]}
     assert listed[name]["registered"]

@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.skipif(bool(_LACKS), reason=f"compose: {_LACKS}"),
 ]
 WORKERS = ("cpu-0", "cpu-1")
-SERVICES = (*WORKERS, "router-cpu", "prometheus")
 EDITS = 24
 
 
@@ -43,9 +42,8 @@ def compose() -> Iterator[Compose]:
         tag = f"maskserve:{target}"
         subprocess.run([*build, "--target", target, "--tag", tag, "."], cwd=ROOT, check=True)
     try:
-        # Grafana's image would be fetched, and nothing here asks it.
-        system.run("up", "--no-build", "--detach", *SERVICES)
-        for service in SERVICES:
+        system.run("up", "--no-build", "--detach")
+        for service in (*WORKERS, "router-cpu", "prometheus"):
             eventually(f"{service} healthy", lambda s=service: system.healthy(s), 600)
         yield system
     finally:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy import ndimage
 
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import DecodedMask
@@ -19,6 +20,7 @@ from maskserve_core.imaging.masks import (
     paste_weights,
     selected,
 )
+from maskserve_core.imaging.morphology import component_boxes
 from maskserve_core.imaging.tokens import active_tokens, active_tokens_per_level
 
 small = st.integers(1, 24)
@@ -284,3 +286,30 @@ def test_every_weight_lies_inside_active_tokens(
             for column in {x * size[1] // width, ((x + 1) * size[1] - 1) // width}:
                 assert masks.edit[row, column] == 255
                 assert row // 8 * (size[1] // 8) + column // 8 in active
+
+
+@pytest.mark.parametrize("side", [1, 4, 8, 16])
+def test_component_boxes_are_scipys(side: int) -> None:
+    rng = np.random.default_rng()
+    for _ in range(20):
+        mask = np.zeros((int(rng.integers(8, 90)), int(rng.integers(8, 90))), np.uint8)
+        for _ in range(int(rng.integers(1, 9))):
+            top, left = (int(rng.integers(n)) for n in mask.shape)
+            mask[top : top + int(rng.integers(1, 12)), left : left + int(rng.integers(1, 12))] = 9
+        cells = np.zeros([-(-n // side) for n in mask.shape], bool)
+        for y, x in np.argwhere(mask):
+            cells[y // side, x // side] = True
+        parts, count = ndimage.label(cells, np.ones((3, 3)))
+        found = []
+        for rows, columns in ndimage.find_objects(parts, count):
+            top, left = rows.start * side, columns.start * side
+            ys, xs = np.nonzero(mask[top : rows.stop * side, left : columns.stop * side])
+            found.append((top + ys.min(), left + xs.min(), top + ys.max() + 1, left + xs.max() + 1))
+        assert component_boxes(mask, side) == tuple(sorted(found))
+
+
+def test_many_components_have_one_box() -> None:
+    mask = np.zeros((64, 64), np.uint8)
+    mask[2::8, 3::8] = 255
+    assert component_boxes(mask, 2) == ((2, 3, 59, 60),)
+    assert component_boxes(np.zeros((8, 8), np.uint8), 2) == ()

@@ -57,6 +57,7 @@ def final_meta(
         "model": model,
         "template_id": request.template_id,
         **engine,
+        "decoded": 1.0,
         "timings_ms": {name: round(float(timings.get(name, 0.0)), 3) for name in TIMINGS},
     }
     values.setdefault("steps", 0)
@@ -73,6 +74,14 @@ def with_timing(meta: bytes, name: str, milliseconds: float) -> bytes:
     """
     before, slot, after = meta.rpartition(b'"%b":0.0' % name.encode())
     return b"%b%b%.3f%b" % (before, slot[:-3], milliseconds, after) if slot else meta
+
+
+def with_decoded(meta: bytes, share: float) -> bytes:
+    """META of a final event that says how much of the picture was decoded, so far all; spliced as
+    by `with_timing`.
+    """
+    before, slot, after = meta.rpartition(b'"decoded":1.0')
+    return b'%b"decoded":%.3f%b' % (before, share, after) if slot else meta
 
 
 def _dump(values: Mapping[str, Any]) -> bytes:

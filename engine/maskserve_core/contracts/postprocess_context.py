@@ -18,6 +18,12 @@ NOTHING: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
 _HEAD = struct.Struct("<II?")
 
 
+def request_in(packed: npt.NDArray[np.uint8]) -> bytes:
+    """REQUEST in a packed context, which may be as large as a picture: nothing else is copied."""
+    request, _, _ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
+    return packed[_HEAD.size : _HEAD.size + request].tobytes()
+
+
 @dataclass(frozen=True, slots=True)
 class PostprocessContext:
     request: bytes

@@ -62,6 +62,8 @@ class EditRequest:
     loras: tuple[Lora, ...] = ()
     pixels_id: str = ""
     """Digest of the source's pixels at model resolution; entries are keyed on it."""
+    edit_boxes: tuple[tuple[int, int, int, int], ...] = ()
+    """Top, left, bottom and right of what the edit mask covers, in pixels of the model's size."""
     timings_ms: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -23,6 +23,42 @@ def bounding_box(selection: Bools, margin: int) -> tuple[slice, slice] | None:
     )
 
 
+MOST_BOXES = 16
+
+
+def component_boxes(mask: Bytes2D, side: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Boxes (top, left, bottom, right) round the connected parts of a mask.
+
+    What touches within a grid of `side` x `side` cells, corners too, is one part. Of more than
+    MOST_BOXES parts there is one box round them all.
+    """
+    height, width = mask.shape
+    padded = np.pad(mask > 0, ((0, -height % side), (0, -width % side)))
+    cells = padded.reshape(padded.shape[0] // side, side, -1, side).any(axis=(1, 3))
+    left = {(int(y), int(x)) for y, x in np.argwhere(cells)}
+    found: list[tuple[int, int, int, int]] = []
+    while left and len(found) <= MOST_BOXES:
+        part = [left.pop()]
+        for y, x in part:  # grows while it is read
+            near = {(y + dy, x + dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)} & left
+            left -= near
+            part += near
+        ys, xs = [y for y, _ in part], [x for _, x in part]
+        found.append((min(ys) * side, min(xs) * side, (max(ys) + 1) * side, (max(xs) + 1) * side))
+    if len(found) > MOST_BOXES:
+        found = [(0, 0, height, width)]
+    return tuple(sorted(_tight(mask, box) for box in found))
+
+
+def _tight(mask: Bytes2D, box: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """The box without rims that hold nothing; it holds something."""
+    top, left, bottom, right = box
+    inside = bounding_box(mask[top:bottom, left:right] > 0, 0)
+    assert inside is not None
+    rows, columns = inside
+    return top + rows.start, left + columns.start, top + rows.stop, left + columns.stop
+
+
 def grow(part: Bools, before: int, after: int, axis: int) -> Bools:
     """Dilate along one axis: each true element covers `before` places before and `after` behind.
 

@@ -31,6 +31,7 @@ from maskserve_core.imaging.images import (
     decode_mask,
 )
 from maskserve_core.imaging.masks import build_masks
+from maskserve_core.imaging.morphology import component_boxes
 from maskserve_core.imaging.png import encode_png
 from maskserve_core.models.facts import ModelFacts
 
@@ -97,13 +98,15 @@ def prepare_edit(
         encoding = "base64" if came_as_text(mask) else "raw"
         asked = structs.replace(asked, output_encoding=encoding)
     request = _request(replace(accepted, settings=asked), source, source_id, pixels)
+    edit = mask_for_model(masks.edit, facts)
+    request = replace(request, edit_boxes=component_boxes(edit, facts.token_pixels))
     decoded = masks.paste.size <= DECODED_PIXELS
     source_bytes = source.pixels.tobytes() if decoded else source.encoded
     paste = masks.paste.tobytes() if decoded else encode_png(masks.paste)
     taken_ms = (time.perf_counter() - start) * 1e3
     request.timings_ms["preprocess"] = round(taken_ms, 3)
     context = PostprocessContext(request.to_json(), source_bytes, paste, decoded)
-    return PreparedEdit(pixels, mask_for_model(masks.edit, facts), request, context)
+    return PreparedEdit(pixels, edit, request, context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,47 @@
-"""From latents to pixels."""
+"""From latents to pixels: all of them, or those round what is pasted."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
 
 from maskserve_core.config import Config
 from maskserve_core.models.facts import LatentSpace, ModelFacts
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.loader import load_part
+from maskserve_engine.stages.vae_pieces import (
+    Box,
+    CellSums,
+    MixedNorm,
+    Norm,
+    Pieces,
+    Recorder,
+    plain_resnets,
+    plan_pieces,
+    resnet,
+)
 
 
 class Decoder:
-    """The VAE's decoder."""
+    """The VAE's decoder.
+
+    Args:
+        vae: AutoencoderKL.
+        latents: what its latents are.
+    """
 
     def __init__(self, vae: Any, latents: LatentSpace) -> None:
+        from diffusers.models.unets.unet_2d_blocks import UpDecoderBlock2D
+
         self.vae, self.latents = vae, latents
+        self.has_pieces = plain_resnets(vae.decoder.up_blocks, UpDecoderBlock2D)
+        """Whether this VAE is of a kind that can be decoded in pieces."""
 
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> Decoder:
@@ -33,9 +56,90 @@ class Decoder:
 
     def decode(self, latents: NDArray[np.float32]) -> NDArray[np.uint8]:
         """[C, h, w] latents as the sampler leaves them → [H, W, 3] pixels."""
-        space = self.latents
         with torch.inference_mode():
-            x = torch.from_numpy(latents)[None].to(self.vae.device, self.vae.dtype)
-            image = self.vae.decode(x / space.scale + space.shift)[0][0]
-            image = (image * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0).float().cpu().numpy()
-        return (image * 255).round().astype(np.uint8)
+            return _pixels(self.vae.decode(self._scaled(latents))[0])
+
+    def sums(self, latents: NDArray[np.float32]) -> CellSums:
+        """What edits of a template need of its own latents [C, h, w] to be decoded in pieces."""
+        recorder = Recorder((latents.shape[1], latents.shape[2]))
+        with torch.inference_mode():
+            self._up([self._middle(latents)], recorder, None)
+        return recorder.sums
+
+    def pieces(
+        self, boxes: Sequence[Box], size: tuple[int, int], *, halo: int, spread: int
+    ) -> Pieces:
+        """How to decode boxes of latents, with a halo of so many positions at each level."""
+        halos = (halo,) * len(self.latents.widths)
+        return plan_pieces(boxes, size, halos=halos, spread=spread)
+
+    def decode_pieces(
+        self, latents: NDArray[np.float32], pieces: Pieces, template: CellSums
+    ) -> NDArray[np.uint8]:
+        """The same pixels as `decode`, nearly, in the pieces and their halo; 0 elsewhere.
+
+        Args:
+            latents: [C, h, w].
+            pieces: what is wanted of it.
+            template: sums of the template whose edit it is.
+        """
+        factor = self.latents.pixels
+        top = len(self.latents.widths) - 1
+        pixels = np.zeros((pieces.size[0] * factor, pieces.size[1] * factor, 3), np.uint8)
+        with torch.inference_mode():
+            whole = self._middle(latents)
+            maps = [_cut(whole, pieces.outer(box, 0)) for box in pieces.boxes]
+            maps = self._up(maps, MixedNorm(template, pieces, whole.device), pieces)
+            for box, part in zip(pieces.wanted, maps, strict=False):  # probes are no part of it
+                pixels[pieces.outer(box, top).slices] = _pixels(part)
+        return pixels
+
+    def _scaled(self, latents: NDArray[np.float32]) -> Tensor:
+        x = torch.from_numpy(latents)[None].to(self.vae.device, self.vae.dtype)
+        return x / self.latents.scale + self.latents.shift
+
+    def _middle(self, latents: NDArray[np.float32]) -> Tensor:
+        """[1, C, h, w]: everything, up to the blocks that scale up."""
+        x = self._scaled(latents)
+        if self.vae.post_quant_conv is not None:
+            x = self.vae.post_quant_conv(x)
+        return self.vae.decoder.mid_block(self.vae.decoder.conv_in(x), None)
+
+    def _up(self, maps: list[Tensor], norm: Norm, pieces: Pieces | None) -> list[Tensor]:
+        """From there to the image, [1, 3, H, W] of each piece."""
+        decoder, level = self.vae.decoder, 0
+        for block in decoder.up_blocks:
+            for each in block.resnets:
+                maps = resnet(each, maps, norm, level)
+            for upsampler in block.upsamplers or ():
+                maps = [F.interpolate(x, scale_factor=2.0, mode="nearest") for x in maps]
+                level += 1
+                maps = _upsampled(upsampler.conv, maps, pieces, level)
+        return [decoder.conv_out(F.silu(x)) for x in norm(decoder.conv_norm_out, maps, level)]
+
+
+def _upsampled(conv: Any, maps: list[Tensor], pieces: Pieces | None, level: int) -> list[Tensor]:
+    """The convolution behind a step up. Of the doubled halo, one position more than the next
+    level's is read by it; the rest has done its work.
+    """
+    if pieces is None:
+        return [conv(x) for x in maps]
+    out = []
+    for x, box in zip(maps, pieces.boxes, strict=True):
+        came = pieces.outer(box, level - 1).scaled(2)
+        goes = pieces.outer(box, level)
+        read = goes.grown(1, pieces.at(level)).common(came)
+        y = conv(_cut(x, read.within(came)))
+        out.append(_cut(y, goes.within(read)))
+    return out
+
+
+def _cut(x: Tensor, box: Box) -> Tensor:
+    rows, columns = box.slices
+    return x[..., rows, columns]
+
+
+def _pixels(image: Tensor) -> NDArray[np.uint8]:
+    """[1, 3, H, W] in [-1, 1] → [H, W, 3]."""
+    scaled = (image[0] * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0).float().cpu().numpy()
+    return (scaled * 255).round().astype(np.uint8)

@@ -34,15 +34,19 @@ class Kept(Generic[K, V]):
             self._values.move_to_end(key)
         return value
 
-    def put(self, key: K, value: V) -> None:
+    def put(self, key: K, value: V) -> list[K]:
+        """Keys of what is kept no more for it; its own if it is too large."""
         self.drop(key)
         size = self._nbytes(value)
         if size > self._budget:
-            return
+            return [key]
+        gone = []
         while self.held_bytes + size > self._budget:
-            self.drop(next(iter(self._values)))
+            gone.append(next(iter(self._values)))
+            self.drop(gone[-1])
         self._values[key] = value
         self.held_bytes += size
+        return gone
 
     def drop(self, key: K) -> None:
         """Nothing happens where it is not kept."""

@@ -21,6 +21,7 @@ from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.job import Conditioning
 from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded, EncodeReport
 from maskserve_engine.stages.kept import Kept
+from maskserve_engine.stages.moments_folder import MomentsFolder
 
 
 class PromptKey(NamedTuple):
@@ -52,6 +53,8 @@ class EditEncoder:
         self._moments: Kept[str, NDArray[np.float32]] = Kept(
             stages.template_bytes, lambda moments: moments.nbytes
         )
+        self._for_decoder = MomentsFolder(config.runtime_dir)
+        self._for_decoder.clear()
 
     @classmethod
     def load(cls, config: Config) -> EditEncoder:
@@ -136,7 +139,9 @@ class EditEncoder:
             return held, True
         moments = self._encoder.moments(pixels)
         if edit.pixels_id:
-            self._moments.put(edit.pixels_id, moments)
+            self._for_decoder.write(edit.pixels_id, moments)
+            for gone in self._moments.put(edit.pixels_id, moments):
+                self._for_decoder.drop(gone)
         return moments, False
 
 

@@ -1,0 +1,46 @@
+"""Templates' VAE moments, on their way from the encoder's process to the decoder's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class MomentsFolder:
+    """A file per template in the worker's runtime folder, which is best in memory. The encoder
+    writes what it keeps and drops what it keeps no more; a reader sees whole files only, and what
+    it has opened stays readable.
+    """
+
+    def __init__(self, runtime: str | os.PathLike[str]) -> None:
+        self._folder = Path(runtime) / "moments"
+
+    def clear(self) -> None:
+        """Begin with nothing: the encoder that wrote what is there has ended."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+
+    def write(self, pixels_id: str, moments: NDArray[np.float32]) -> None:
+        path = self._path(pixels_id)
+        aside = path.with_suffix(".part")
+        with aside.open("wb") as file:
+            np.save(file, moments)
+        aside.replace(path)
+
+    def read(self, pixels_id: str) -> NDArray[np.float32] | None:
+        """[2C, h, w], or None where there is no whole file."""
+        try:
+            found: NDArray[np.float32] = np.load(self._path(pixels_id), allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return None
+        return found
+
+    def drop(self, pixels_id: str) -> None:
+        self._path(pixels_id).unlink(missing_ok=True)
+
+    def _path(self, pixels_id: str) -> Path:
+        return self._folder / f"{pixels_id}.npy"

@@ -1,0 +1,354 @@
+"""A VAE on pieces of a picture, with the norms of the whole one.
+
+What an edit changes is a part of its picture. The layers that cost most, those of high resolution,
+run on pieces round the changed part; the middle of the VAE, at the latents' resolution and with its
+attention, runs on everything. A convolution near a piece's rim misses what lies beyond, so a piece
+reaches a *halo* farther than what is wanted of it.
+
+A group norm takes its mean and variance over the whole map. Inside what the edit changes they come
+from the piece, outside from the template, whose maps were summed up over a grid of cells when it
+went through the VAE as a whole. But an edit that moves a norm's mean moves what all places give to
+the next layer. How far, is seen at *probes*, small pieces where nothing was changed: there the
+edit's mean and deviation are known beside the template's, and what lies outside is taken to have
+moved as they did (without probes the worst of 48 edits of the demo model loses 15 dB more).
+
+    outside ≈ probe's mean + (template outside - template at probes) · deviation / template's
+
+Boxes are (top, left, bottom, right) in latents, or in positions of a level: level l has 2^l
+positions per latent along a side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CELLS = 16
+"""Along each side of the grid of a template's sums."""
+_PROBES, _PROBE_CELLS = 1, 2
+"""How many probes there are, and cells along the side of one."""
+_MOVED = (0.25, 4.0)
+"""How much wider a map's values may become by what probes say; beyond, they say nothing."""
+_MOST_PIECES = 8
+"""Each has calls of its own; of more, those nearest to one another are joined."""
+
+
+class Box(NamedTuple):
+    top: int
+    left: int
+    bottom: int
+    right: int
+
+    @property
+    def area(self) -> int:
+        return max(0, self.bottom - self.top) * max(0, self.right - self.left)
+
+    @property
+    def slices(self) -> tuple[slice, slice]:
+        return slice(self.top, self.bottom), slice(self.left, self.right)
+
+    def grown(self, by: int, size: tuple[int, int]) -> Box:
+        """By so many positions to each side, cut at a map of `size`."""
+        top, left = max(0, self.top - by), max(0, self.left - by)
+        return Box(top, left, min(size[0], self.bottom + by), min(size[1], self.right + by))
+
+    def scaled(self, factor: int) -> Box:
+        return Box(*(side * factor for side in self))
+
+    def within(self, outer: Box) -> Box:
+        """In positions counted from `outer`."""
+        top, left = outer.top, outer.left
+        return Box(self.top - top, self.left - left, self.bottom - top, self.right - left)
+
+    def joined(self, other: Box) -> Box:
+        ends = (max(self.bottom, other.bottom), max(self.right, other.right))
+        return Box(min(self.top, other.top), min(self.left, other.left), *ends)
+
+    def common(self, other: Box) -> Box:
+        """Where both are; its area is 0 if that is nowhere."""
+        ends = (min(self.bottom, other.bottom), min(self.right, other.right))
+        return Box(max(self.top, other.top), max(self.left, other.left), *ends)
+
+    def distance(self, other: Box) -> int:
+        """Between the middles, along the longer axis; in half positions."""
+        return max(
+            abs(self.top + self.bottom - other.top - other.bottom),
+            abs(self.left + self.right - other.left - other.right),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What is computed of a picture."""
+
+    wanted: tuple[Box, ...]
+    """Boxes of latents, apart from one another."""
+    size: tuple[int, int]
+    """(height, width) of the latents."""
+    halos: tuple[int, ...]
+    """Positions round a box that are computed too, by level."""
+    spread: int
+    """Latents round a wanted box that the edit changes too."""
+    probes: tuple[Box, ...] = ()
+    """Boxes of latents that no edit changes, aligned to cells."""
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        return self.wanted + self.probes
+
+    def at(self, level: int) -> tuple[int, int]:
+        """The whole map's size."""
+        return self.size[0] << level, self.size[1] << level
+
+    def outer(self, box: Box, level: int) -> Box:
+        """What is computed round a box."""
+        return box.scaled(1 << level).grown(self.halos[level], self.at(level))
+
+    def changed(self, box: Box, level: int) -> Box:
+        """What of a wanted box counts for the norms in place of the template's."""
+        spread = box.grown(self.spread, self.size).scaled(1 << level)
+        return spread.common(self.outer(box, level))
+
+    @property
+    def share(self) -> float:
+        """Of the positions of all levels, those that are computed. Levels cost about the same: each
+        has half the channels of the one below and four times the positions.
+        """
+        return sum(self.share_of(box) for box in self.boxes)
+
+    def share_of(self, box: Box) -> float:
+        """What one box is of `share`."""
+        whole, levels = self.size[0] * self.size[1], range(len(self.halos))
+        return sum(self.outer(box, k).area / (whole << 2 * k) for k in levels) / len(levels)
+
+
+def plan_pieces(
+    boxes: Sequence[Box], size: tuple[int, int], *, halos: tuple[int, ...], spread: int
+) -> Pieces:
+    """Join boxes where that is cheaper than to compute each with a halo of its own, and where both
+    would count the same positions for a norm; and find places for probes.
+
+    Args:
+        boxes: of latents.
+        size: of the latents.
+        halos: as of `Pieces`.
+        spread: likewise.
+    """
+    found = Pieces(tuple(boxes), size, halos, spread)
+    while len(found.wanted) > 1:
+        saving, one, other = max(
+            (_saving(found, one, other), one, other) for one, other in combinations(found.wanted, 2)
+        )
+        if saving < 0 and len(found.wanted) <= _MOST_PIECES:
+            break
+        rest = tuple(box for box in found.wanted if box not in (one, other))
+        found = replace(found, wanted=(*rest, one.joined(other)))
+    return replace(found, probes=_probes(found))
+
+
+def _saving(pieces: Pieces, one: Box, other: Box) -> float:
+    """Share of the picture that is computed less if two boxes are one."""
+    if pieces.changed(one, 0).common(pieces.changed(other, 0)).area:
+        return 1.0
+    apart = pieces.share_of(one) + pieces.share_of(other)
+    return apart - pieces.share_of(one.joined(other))
+
+
+def _probes(pieces: Pieces) -> tuple[Box, ...]:
+    """As far as possible from what is changed and from one another."""
+    height, width = (_PROBE_CELLS * _cell(side) for side in pieces.size)
+    tops, lefts = (
+        range(0, side - probe + 1, probe)
+        for side, probe in zip(pieces.size, (height, width), strict=True)
+    )
+    changed = [box.grown(2 * pieces.spread, pieces.size) for box in pieces.wanted]
+    places = [Box(y, x, y + height, x + width) for y, x in product(tops, lefts)]
+    places = [box for box in places if not any(box.common(each).area for each in changed)]
+    found: list[Box] = []
+    while places and len(found) < _PROBES:
+        far = max(places, key=lambda box: min(box.distance(o) for o in (*changed, *found)))
+        places.remove(far)
+        found.append(far)
+    return tuple(found)
+
+
+class _Known(NamedTuple):
+    """What the template says of each norm of an edit: [norms, 2, groups] of means and variances."""
+
+    outside: Tensor
+    """Of everything that the edit does not change."""
+    probes: Tensor
+    """Of its probes, where there are any."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellSums:
+    """Sums of a template's maps at each norm, over cells of its picture. In host memory."""
+
+    sums: Tensor
+    """[norms, 2, groups, CELLS, CELLS] float32: of values, of their squares."""
+    levels: tuple[int, ...]
+    """Of each norm's map."""
+    widths: tuple[int, ...]
+    """Channels of each norm's group."""
+    size: tuple[int, int]
+    """Of the latents."""
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.sums.nbytes)
+
+    def known(self, pieces: Pieces) -> _Known:
+        levels = range(max(self.levels) + 1)
+        changed = [[pieces.changed(box, k) for box in pieces.wanted] for k in levels]
+        probes = [[box.scaled(1 << k) for box in pieces.probes] for k in levels]
+        rest = [1.0 - self._covered(changed[k], k) for k in levels]
+        areas = [self._positions(k) - sum(box.area for box in changed[k]) for k in levels]
+        outside = self._moments(rest, areas)
+        there = [self._covered(probes[k], k) for k in levels]
+        areas = [max(1, sum(box.area for box in probes[k])) for k in levels]
+        return _Known(outside, self._moments(there, areas))
+
+    def _moments(self, cells: Sequence[Tensor], areas: Sequence[int]) -> Tensor:
+        """[norms, 2, groups] mean and variance over parts of cells: by level, [CELLS, CELLS] and
+        how many positions that is.
+        """
+        parts = torch.stack([cells[level] for level in self.levels])
+        counts = [
+            max(1, areas[level]) * width
+            for level, width in zip(self.levels, self.widths, strict=True)
+        ]
+        sums = torch.einsum("nsgyx,nyx->nsg", self.sums.double(), parts.double())
+        mean, square = (sums / torch.tensor(counts)[:, None, None]).unbind(1)
+        return torch.stack((mean, (square - mean.square()).clamp(min=0)), 1)
+
+    def _positions(self, level: int) -> int:
+        return (self.size[0] * self.size[1]) << 2 * level
+
+    def _covered(self, boxes: Sequence[Box], level: int) -> Tensor:
+        """[CELLS, CELLS]: how much of each cell lies in the boxes, which lie apart."""
+        covered = torch.zeros(CELLS, CELLS)
+        for top, left, bottom, right in boxes:
+            down = _overlaps(top, bottom, _cell(self.size[0]) << level)
+            across = _overlaps(left, right, _cell(self.size[1]) << level)
+            covered += down[:, None] * across
+        return covered
+
+
+def _cell(side: int) -> int:
+    """Latents along a cell's side."""
+    return -(-side // CELLS)
+
+
+def _overlaps(low: int, high: int, cell: int) -> Tensor:
+    """[CELLS] which part of each cell lies in [low, high)."""
+    begin = torch.arange(CELLS) * cell
+    return ((begin + cell).clamp(max=high) - begin.clamp(min=low)).clamp(min=0) / cell
+
+
+Norm = Callable[[nn.GroupNorm, list[Tensor], int], list[Tensor]]
+"""Normalises the maps [1, C, h, w] of all pieces, at a level."""
+
+
+class Recorder:
+    """The norms of a template that goes through the VAE as a whole; they are summed up."""
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        self._size = size
+        self._sums: list[Tensor] = []
+        self._levels: list[int] = []
+        self._widths: list[int] = []
+
+    def __call__(self, norm: nn.GroupNorm, maps: list[Tensor], level: int) -> list[Tensor]:
+        [whole] = maps
+        values = whole[0].float().unflatten(0, (norm.num_groups, -1))
+        sums = torch.stack((values.sum(1), values.square().sum(1)))
+        rows, columns = (_cell(side) << level for side in self._size)
+        below, right = CELLS * rows - sums.shape[2], CELLS * columns - sums.shape[3]
+        cells = F.pad(sums, (0, right, 0, below)).unflatten(3, (CELLS, columns))
+        self._sums.append(cells.unflatten(2, (CELLS, rows)).sum((3, 5)).cpu())
+        self._levels.append(level)
+        self._widths.append(norm.num_channels // norm.num_groups)
+        return [norm(whole)]
+
+    @property
+    def sums(self) -> CellSums:
+        sums = torch.stack(self._sums)
+        return CellSums(sums, tuple(self._levels), tuple(self._widths), self._size)
+
+
+class MixedNorm:
+    """The norms of an edit's pieces: the template's values wherever the edit changes nothing."""
+
+    def __init__(self, template: CellSums, pieces: Pieces, device: torch.device) -> None:
+        self._pieces = pieces
+        known = torch.stack(template.known(pieces), 1).float().to(device)
+        self._known = iter(known)
+
+    def __call__(self, norm: nn.GroupNorm, maps: list[Tensor], level: int) -> list[Tensor]:
+        pieces, groups = self._pieces, norm.num_groups
+        (mean, variance), probes = next(self._known)
+        changed = [pieces.changed(box, level) for box in pieces.wanted]
+        inside = _moments(groups, maps, [pieces.outer(b, level) for b in pieces.wanted], changed)
+        if pieces.probes:
+            there = [box.scaled(1 << level) for box in pieces.probes]
+            outers = [pieces.outer(box, level) for box in pieces.probes]
+            now, spread = _moments(groups, maps[len(changed) :], outers, there)
+            wider = (spread / probes[1].clamp(min=1e-12)).sqrt().clamp(*_MOVED)
+            mean, variance = now + (mean - probes[0]) * wider, variance * wider.square()
+        height, width = pieces.at(level)
+        share = sum(box.area for box in changed) / (height * width)
+        whole = share * inside[0] + (1 - share) * mean
+        square = share * (inside[1] + (inside[0] - whole).square())
+        square = square + (1 - share) * (variance + (mean - whole).square())
+        scale = norm.weight.view(groups, -1) * (square + norm.eps).rsqrt()[:, None]
+        shift = norm.bias.view(groups, -1) - whole[:, None] * scale
+        scale, shift = (each.to(maps[0].dtype).view(1, -1, 1, 1) for each in (scale, shift))
+        return [torch.addcmul(shift, x, scale) for x in maps]
+
+
+def _moments(
+    groups: int, maps: Sequence[Tensor], outers: Sequence[Box], boxes: Sequence[Box]
+) -> tuple[Tensor, Tensor]:
+    """[groups] mean and variance over boxes of maps that cover `outers`."""
+    parts = []
+    for x, outer, box in zip(maps, outers, boxes, strict=False):
+        rows, columns = box.within(outer).slices
+        parts.append(x[0, :, rows, columns].float().reshape(groups, -1))
+    values = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    mean = values.mean(1)
+    # torch.var_mean takes several times as long on a CPU.
+    return mean, (values.square().mean(1) - mean.square()).clamp(min=0)
+
+
+def resnet(block: Any, maps: list[Tensor], norm: Norm, level: int) -> list[Tensor]:
+    """ResnetBlock2D of diffusers, without a time embedding, over the maps of all pieces."""
+    inner = [block.conv1(F.silu(x)) for x in norm(block.norm1, maps, level)]
+    inner = [block.conv2(F.silu(x)) for x in norm(block.norm2, inner, level)]
+    if block.conv_shortcut is not None:
+        maps = [block.conv_shortcut(x) for x in maps]
+    return [x + y for x, y in zip(maps, inner, strict=True)]
+
+
+def plain_resnets(blocks: Iterable[Any], of: type[nn.Module]) -> bool:
+    """Whether these are blocks that `resnet` and a convolution between levels are all of."""
+    from diffusers.models.resnet import ResnetBlock2D
+
+    return all(
+        type(block) is of
+        and all(
+            type(each) is ResnetBlock2D
+            and each.time_embedding_norm in ("default", "group")
+            and each.time_emb_proj is None
+            and each.output_scale_factor == 1.0
+            and isinstance(each.nonlinearity, nn.SiLU)
+            for each in cast("Iterable[Any]", block.resnets)
+        )
+        for block in blocks
+    )

@@ -1,0 +1,126 @@
+"""What the decoder model does with an event: all of its latents become pixels, or those round what
+is pasted.
+
+A dense edit is exactly the pipeline's, and reproducible ones are equal on every worker, so these
+are decoded as a whole. A cached edit equals its template outside of its mask, and is decoded in
+pieces with the norms of the template's own decode. That is made when the template's first cached
+edit comes, from the moments that the encoder has left in the runtime folder.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.meta import with_decoded
+from maskserve_core.contracts.postprocess_context import request_in
+from maskserve_core.contracts.request import EditRequest
+from maskserve_core.models.facts import ModelFacts
+from maskserve_engine.stages.decode import Decoder
+from maskserve_engine.stages.kept import Kept
+from maskserve_engine.stages.moments_folder import MomentsFolder
+from maskserve_engine.stages.vae_pieces import Box, CellSums, Pieces
+
+_WHOLE_FROM = 0.7
+"""Share of a picture from which its pieces cost as much as all of it."""
+_FILTER = 3
+"""Pixels beyond a box that are read where it is brought to another size."""
+
+
+class _Event(msgspec.Struct):
+    """What META says of it."""
+
+    event: str = ""
+    cache: str = ""
+
+
+_read_event = msgspec.json.Decoder(_Event).decode
+
+
+class EditDecoder:
+    """The decoder of a worker. One thread decodes at a time.
+
+    Args:
+        decoder: of the served model.
+        facts: of it.
+        config: of the worker.
+    """
+
+    def __init__(self, decoder: Decoder, facts: ModelFacts, config: Config) -> None:
+        self._decoder, self._facts, self._stages = decoder, facts, config.stages
+        self._moments = MomentsFolder(config.runtime_dir)
+        self._sums: Kept[str, CellSums] = Kept(config.stages.decode_bytes, lambda sums: sums.nbytes)
+
+    def decode(
+        self, latents: NDArray[np.float32], meta: bytes, context: NDArray[np.uint8]
+    ) -> tuple[NDArray[np.uint8], bytes]:
+        """Pixels [H, W, 3] of a final event or a preview, and META that says how much was decoded.
+
+        Args:
+            latents: [C, h, w].
+            meta: of the event.
+            context: the tensor.
+        """
+        if self._stages.decode_halo and self._decoder.has_pieces:
+            event, edit = _read_event(meta), EditRequest.from_json(request_in(context))
+            found = self._pieces(event, edit, (latents.shape[1], latents.shape[2]))
+            if found is not None:
+                pieces, template = found
+                pixels = self._decoder.decode_pieces(latents, pieces, template)
+                return pixels, with_decoded(meta, pieces.share)
+        return self._decoder.decode(latents), meta
+
+    def _pieces(
+        self, event: _Event, edit: EditRequest, size: tuple[int, int]
+    ) -> tuple[Pieces, CellSums] | None:
+        """What to decode, beside what is known of its template; None: everything."""
+        settings = edit.settings
+        cached, shown = event.cache == "hit", event.event == "preview"
+        if not (cached or shown) or settings.reproducible or settings.cache == "off":
+            return None
+        if not edit.edit_boxes:
+            return None
+        assert settings.mask_ring is not None
+        patch = self._facts.patch
+        pieces = self._decoder.pieces(
+            latent_boxes(edit, self._facts.vae_scale_factor),
+            size,
+            halo=self._stages.decode_halo,
+            spread=patch * settings.mask_ring + patch - 1,
+        )
+        if pieces.share >= _WHOLE_FROM:
+            return None
+        template = self._template(edit.pixels_id, make=cached)
+        return None if template is None else (pieces, template)
+
+    def _template(self, pixels_id: str, *, make: bool) -> CellSums | None:
+        """Of a template's decode; where it is not kept, it is decoded if `make`."""
+        held = self._sums.get(pixels_id)
+        if held is not None or not make:
+            return held
+        moments = self._moments.read(pixels_id)
+        if moments is None:
+            return None
+        space = self._facts.latents
+        mean = moments[: len(moments) // 2]
+        sums = self._decoder.sums((mean - np.float32(space.shift)) * np.float32(space.scale))
+        self._sums.put(pixels_id, sums)
+        return sums
+
+
+def latent_boxes(edit: EditRequest, factor: int) -> list[Box]:
+    """Boxes of latents that cover what an edit pastes.
+
+    Args:
+        edit: the request.
+        factor: pixels per latent, along one side.
+    """
+    height, width = edit.model_size
+    margin = 0 if edit.source_size == edit.model_size else _FILTER
+    found = []
+    for box in edit.edit_boxes:
+        top, left, bottom, right = Box(*box).grown(margin, (height, width))
+        found.append(Box(top // factor, left // factor, -(-bottom // factor), -(-right // factor)))
+    return found

@@ -1,0 +1,279 @@
+"""Decoding round what is pasted: as the whole decode, for random masks and pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.meta import event_meta, final_meta
+from maskserve_core.contracts.postprocess_context import PostprocessContext
+from maskserve_core.contracts.request import EditRequest
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.imaging.morphology import component_boxes
+from maskserve_core.imaging.tokens import active_tokens
+from maskserve_core.models.registry import load_facts
+from maskserve_engine.families.registry import load_decoder, load_encoder
+from maskserve_engine.stages.decode import Decoder
+from maskserve_engine.stages.moments_folder import MomentsFolder
+from maskserve_engine.stages.vae_pieces import Box, MixedNorm, Pieces, plan_pieces
+from maskserve_engine.triton.decoder import EditDecoder
+from maskserve_harness.benchmarks.direct import request_of
+from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.demo_model.scenes import held_out_edits
+from tests.fakes.jobs import config_of
+
+Pixels = NDArray[np.uint8]
+Latents = NDArray[np.float32]
+
+
+def random_box(rng: np.random.Generator, size: tuple[int, int]) -> Box:
+    top, left = (int(rng.integers(side)) for side in size)
+    bottom, right = (
+        int(rng.integers(low + 1, side + 1)) for low, side in zip((top, left), size, strict=True)
+    )
+    return Box(top, left, bottom, right)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_planned_pieces_cover_what_is_wanted_and_count_nothing_twice(seed: int) -> None:
+    rng = np.random.default_rng([seed, int(np.random.default_rng().integers(2**31))])
+    size = (int(rng.integers(4, 70)), int(rng.integers(4, 70)))
+    boxes = [random_box(rng, size) for _ in range(int(rng.integers(1, 17)))]
+    pieces = plan_pieces(boxes, size, halos=(2, 2, 2), spread=int(rng.integers(4)))
+    covered = np.zeros(size, int)
+    for box in pieces.wanted:
+        covered[box.slices] = 1
+    assert all(covered[box.slices].all() for box in boxes)
+    for level in range(3):
+        counted = np.zeros(pieces.at(level), int)
+        for box in pieces.wanted:
+            counted[pieces.changed(box, level).slices] += 1
+        assert counted.max() <= 1
+        for box in pieces.probes:
+            assert not counted[box.scaled(1 << level).slices].any()
+    assert (
+        pieces.share <= plan_pieces([Box(0, 0, *size)], size, halos=(2, 2, 2), spread=0).share * 2
+    )
+
+
+@pytest.mark.parametrize("model", ["fill", "sd-base", "sdxl-fill"])
+def test_with_the_norms_of_the_edit_itself_pieces_are_its_whole_decode(
+    model: str, tiny_fill: Path, tiny_unets: dict[str, Path]
+) -> None:
+    """And a halo as wide as what convolutions read: nothing else may differ."""
+    decoder = load_decoder(config_of({"fill": tiny_fill, **tiny_unets}[model]))
+    assert decoder.has_pieces
+    rng = np.random.default_rng()
+    for _ in range(6):
+        # Cells of one latent each: what a box leaves of one is exact, no share of its sum.
+        size = (int(rng.integers(6, 17)), int(rng.integers(6, 17)))
+        latents = rng.standard_normal((decoder.latents.channels, *size), dtype=np.float32)
+        boxes = [random_box(rng, size) for _ in range(int(rng.integers(1, 4)))]
+        pieces = decoder.pieces(boxes, size, halo=16, spread=0)
+        found = decoder.decode_pieces(latents, replace(pieces, probes=()), decoder.sums(latents))
+        expected = decoder.decode(latents)
+        for box in boxes:
+            part = box.scaled(decoder.latents.pixels).slices
+            assert int(np.abs(found[part].astype(int) - expected[part]).max()) <= 1
+
+
+def test_the_norms_of_the_edit_itself_are_group_norms(tiny_fill: Path) -> None:
+    """Whatever is counted inside of pieces and whatever outside."""
+    decoder = load_decoder(config_of(tiny_fill))
+    rng, size = np.random.default_rng(), (16, 16)
+    latents = rng.standard_normal((decoder.latents.channels, *size), dtype=np.float32)
+    middle, template = decoder._middle(latents), decoder.sums(latents)
+    pieces = Pieces(
+        (Box(2, 3, 9, 8), Box(10, 10, 16, 16)), size, (2, 2, 2), 1, (Box(0, 12, 2, 14),)
+    )
+    norm = decoder.vae.decoder.up_blocks[0].resnets[0].norm1
+    maps = [middle[(..., *pieces.outer(box, 0).slices)] for box in pieces.boxes]
+    found = MixedNorm(template, pieces, torch.device("cpu"))(norm, maps, 0)
+    whole = norm(middle)
+    for each, box in zip(found, pieces.boxes, strict=True):
+        torch.testing.assert_close(
+            each, whole[(..., *pieces.outer(box, 0).slices)], atol=1e-4, rtol=1e-4
+        )
+
+
+def psnr(found: Pixels, expected: Pixels) -> float:
+    error = float(np.square(found.astype(float) - expected).mean())
+    return 99.0 if error == 0 else 10 * float(np.log10(255**2 / error))
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[Config, Decoder, Callable[[Pixels], Latents]]:
+    """The demo model's decoder, and latents of a picture by its encoder."""
+    config = config_of(DEMO_MODEL)
+    decoder, encoder = load_decoder(config), load_encoder(config)
+
+    def latents_of(pixels: Pixels) -> Latents:
+        moments, space = encoder.moments(pixels), decoder.latents
+        return (moments[: len(moments) // 2] - np.float32(space.shift)) * np.float32(space.scale)
+
+    return config, decoder, latents_of
+
+
+def scattered(rng: np.random.Generator) -> Pixels:
+    mask = np.zeros((128, 128), np.uint8)
+    for _ in range(int(rng.integers(1, 4))):
+        top, left, high, wide = (
+            int(n) for n in (*rng.integers(0, 112, 2), *rng.integers(4, 40, 2))
+        )
+        mask[top : top + high, left : left + wide] = 255
+    return mask
+
+
+def test_cached_edits_of_the_demo_model_look_as_decoded_whole(
+    demo: tuple[Config, Decoder, Callable[[Pixels], Latents]],
+) -> None:
+    """The bars of the default halo: 45 dB in the mask, 40 dB in the worst of random masks."""
+    config, decoder, latents_of = demo
+    rng, edits = np.random.default_rng(), held_out_edits(200)
+    found = []
+    for number in rng.choice(200, 24, replace=False):
+        edit, other = edits[number], edits[int(rng.integers(200))]
+        mask = edit.mask * np.uint8(255) if rng.random() < 0.5 else scattered(rng)
+        answer = edit.target if rng.random() < 0.5 else other.target
+        template, painted = latents_of(edit.source), latents_of(answer)
+        active = np.zeros(16 * 16, bool)
+        active[active_tokens(mask, 8, ring=1)] = True
+        latents = np.where(
+            active.reshape(16, 16).repeat(2, 0).repeat(2, 1), painted, template
+        ).astype(np.float32)
+        boxes = [
+            Box(*(n // 4 for n in b[:2]), *(-(-n // 4) for n in b[2:]))
+            for b in component_boxes(mask, 8)
+        ]
+        halo = config.stages.decode_halo
+        pieces = decoder.pieces(boxes, (32, 32), halo=halo, spread=3)
+        if pieces.share >= 0.7:
+            continue
+        part = decoder.decode_pieces(latents, pieces, decoder.sums(template))
+        found.append(psnr(part[mask > 0], decoder.decode(latents)[mask > 0]))
+    assert len(found) >= 5
+    assert float(np.median(found)) >= 45.0
+    assert min(found) >= 40.0
+
+
+class Edits:
+    """Events of edits of one template, at the decoder of a worker."""
+
+    def __init__(self, folder: Path, model: Path, **stages: int) -> None:
+        config = config_of(model)
+        self.config = replace_stages(config, folder, **stages)
+        facts = load_facts(str(model), config.model.native_resolution)
+        self.plain = load_decoder(config)
+        self.decoder = EditDecoder(self.plain, facts, self.config)
+        self.rng = np.random.default_rng()
+        self.pixels = self.rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        self.moments = load_encoder(config).moments(self.pixels)
+        self.mask = np.zeros((64, 64), np.uint8)
+        self.mask[8:24, 10:30] = 255
+
+    def request(self, **settings: Any) -> EditRequest:
+        asked = EditSettings(**{"mask_ring": 1, **settings})
+        made = request_of(self.pixels, "", asked, 1, "mine")
+        return replace(made, edit_boxes=component_boxes(self.mask, 8))
+
+    def decode(
+        self, meta: bytes, edit: EditRequest, latents: Latents | None = None
+    ) -> tuple[Pixels, bool]:
+        """Pixels, and whether all were decoded, as META says and as they are."""
+        x = self.latents() if latents is None else latents
+        context = PostprocessContext(edit.to_json(), b"source", b"paste", True).pack()
+        pixels, said = self.decoder.decode(x, meta, context)
+        whole = bool((pixels == self.plain.decode(x)).all())
+        values = json.loads(said)
+        if values["event"] == "final":
+            assert (values["decoded"] == 1.0) == whole
+            assert {**values, "decoded": 1.0} == json.loads(meta)
+        else:
+            assert said == meta
+        return pixels, whole
+
+    def latents(self) -> Latents:
+        return self.rng.standard_normal((4, 16, 16), dtype=np.float32)
+
+    def final(self, edit: EditRequest, cache: str = "hit") -> bytes:
+        return final_meta(edit, "w", "m", {"cache": cache}, {})
+
+
+def replace_stages(config: Config, folder: Path, **stages: int) -> Config:
+    asked = msgspec.structs.replace(config.stages, **stages)
+    return msgspec.structs.replace(config, stages=asked, runtime_dir=str(folder))
+
+
+def test_who_is_decoded_in_pieces(tmp_path: Path, tiny_fill: Path) -> None:
+    edits = Edits(tmp_path, tiny_fill)
+    folder = MomentsFolder(tmp_path)
+    folder.clear()
+    edit = edits.request()
+    preview = event_meta("preview", 1, 4, "mine")
+    assert edits.decode(edits.final(edit), edit)[1], "the template is not known"
+    folder.write(edit.pixels_id, edits.moments)
+    assert edits.decode(preview, edit)[1], "a preview has the template decoded for nobody"
+    assert edits.decode(edits.final(edit, "miss"), edit)[1]
+    pixels, whole = edits.decode(edits.final(edit), edit)
+    assert not whole
+    assert not pixels[40:, 40:].any()
+    assert not edits.decode(preview, edit)[1]
+    folder.drop(edit.pixels_id)
+    assert not edits.decode(edits.final(edit), edit)[1], "what is kept needs no file"
+    for settings in ({"reproducible": True}, {"cache": "off"}):
+        other = edits.request(**settings)
+        assert edits.decode(edits.final(other), other)[1]
+        assert edits.decode(preview, other)[1]
+    edits.mask[:] = 255
+    everywhere = edits.request()
+    assert edits.decode(edits.final(everywhere), everywhere)[1]
+    assert edits.decode(edits.final(edit), replace(edit, edit_boxes=()))[1]
+
+
+@pytest.mark.parametrize("stages", [{"decode_halo": 0}, {"decode_bytes": 0}])
+def test_it_can_be_switched_off(tmp_path: Path, tiny_fill: Path, stages: dict[str, int]) -> None:
+    edits = Edits(tmp_path, tiny_fill, **stages)
+    MomentsFolder(tmp_path).clear()
+    edit = edits.request()
+    MomentsFolder(tmp_path).write(edit.pixels_id, edits.moments)
+    whole = edits.decode(edits.final(edit), edit)[1]
+    assert whole == ("decode_halo" in stages), "without room a template is decoded for each edit"
+
+
+def test_equal_edits_give_equal_pixels_whatever_came_between(
+    tmp_path: Path, tiny_fill: Path
+) -> None:
+    edits = Edits(tmp_path, tiny_fill)
+    edit, latents = edits.request(), edits.latents()
+    MomentsFolder(tmp_path).clear()
+    MomentsFolder(tmp_path).write(edit.pixels_id, edits.moments)
+    first, _ = edits.decode(edits.final(edit), edit, latents)
+    for _ in range(3):
+        edits.decode(edits.final(edit), edit)
+    again, _ = edits.decode(edits.final(edit), edit, latents)
+    np.testing.assert_array_equal(first, again)
+
+
+def test_a_file_that_is_broken_is_none(tmp_path: Path) -> None:
+    folder = MomentsFolder(tmp_path)
+    folder.clear()
+    assert folder.read("0f") is None
+    (tmp_path / "moments" / "0f.npy").write_bytes(b"\x93NUMPY")
+    assert folder.read("0f") is None
+    folder.drop("0f")
+    folder.drop("0f")
+    moments = np.ones((4, 2, 2), np.float32)
+    folder.write("0f", moments)
+    np.testing.assert_array_equal(folder.read("0f"), moments)
+    MomentsFolder(tmp_path).clear()
+    assert folder.read("0f") is None
