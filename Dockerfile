@@ -47,6 +47,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && install -d -o prometheus /prometheus
 COPY deploy/prometheus.yml /etc/prometheus/prometheus.yml
+COPY deploy/alerts.yml /etc/prometheus/alerts.yml
 USER prometheus
 CMD ["prometheus", "--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus", "--storage.tsdb.retention.time=15d"]
 

@@ -33,6 +33,8 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 ROUTERS = ("router", "router-cpu")
 WORKERS = tuple(name for name in SERVICES if name.startswith(("cpu-", "gpu-")))
 LISTEN = RouterConfig().listen
+OURS = [name for name, service in SERVICES.items() if service["image"].startswith("maskserve:")]
+"""Services whose image the Dockerfile makes."""
 
 
 def plain(text: str) -> str:
@@ -45,7 +47,7 @@ def aliases(service: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", OURS)
 def test_each_image_is_a_target_of_the_dockerfile(name: str) -> None:
     target = SERVICES[name]["image"].removeprefix("maskserve:")
     assert f" AS {target}\n" in DOCKERFILE
@@ -160,7 +162,8 @@ def test_programs_that_containers_run_are_installed() -> None:
     ]
     for name in (*WORKERS, *ROUTERS):
         assert SERVICES[name]["command"][0] in scripts
-    for name, service in SERVICES.items():
+    for name in OURS:
+        service = SERVICES[name]
         assert service["healthcheck"]["test"][1] == "curl"
         target = service["image"].removeprefix("maskserve:")
         image = DOCKERFILE.split(f" AS {target}\n")[1].split("\nFROM ")[0]
@@ -189,3 +192,24 @@ def test_variables_have_defaults_or_stand_in_the_env_file() -> None:
     assert [name for name in bare if name not in known] == []
     used = re.findall(r"\$\{(\w+)", text)
     assert [n for n in known if n not in used and n != "COMPOSE_PROFILES"] == []
+
+
+def test_grafana_shows_what_is_mounted_and_asks_prometheus() -> None:
+    grafana = SERVICES["grafana"]
+    mounts = dict(volume.removesuffix(":ro").split(":")[::-1] for volume in grafana["volumes"])
+    provisioning = ROOT / mounts["/etc/grafana/provisioning"]
+    (source,) = yaml.safe_load((provisioning / "datasources/prometheus.yml").read_text())[
+        "datasources"
+    ]
+    assert source["url"] == "${PROMETHEUS_URL}"
+    assert grafana["environment"]["PROMETHEUS_URL"] == "http://prometheus:9090"
+    (provider,) = yaml.safe_load((provisioning / "dashboards/maskserve.yml").read_text())[
+        "providers"
+    ]
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    folder = provider["options"]["path"]
+    assert home.startswith(f"{folder}/")
+    shown = json.loads((ROOT / mounts[folder] / home.rpartition("/")[2]).read_text())
+    assert {panel["datasource"]["uid"] for panel in shown["panels"] if "targets" in panel} == {
+        source["uid"]
+    }

@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(bool(_LACKS), reason=f"compose: {_LACKS}"),
 ]
 WORKERS = ("cpu-0", "cpu-1")
+SERVICES = (*WORKERS, "router-cpu", "prometheus")
 EDITS = 24
 
 
@@ -42,8 +43,9 @@ def compose() -> Iterator[Compose]:
         tag = f"maskserve:{target}"
         subprocess.run([*build, "--target", target, "--tag", tag, "."], cwd=ROOT, check=True)
     try:
-        system.run("up", "--no-build", "--detach")
-        for service in (*WORKERS, "router-cpu", "prometheus"):
+        # Grafana's image would be fetched, and nothing here asks it.
+        system.run("up", "--no-build", "--detach", *SERVICES)
+        for service in SERVICES:
             eventually(f"{service} healthy", lambda s=service: system.healthy(s), 600)
         yield system
     finally:

