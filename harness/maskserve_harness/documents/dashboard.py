@@ -174,8 +174,8 @@ def dashboard() -> dict[str, Any]:
             at = {"x": column * width, "y": y + line * height, "w": width, "h": height}
             panels.append(_panel(panel, at))
         y += height * -(-len(row) // (_WIDTH // width))
-    for number, panel in enumerate(panels, 1):
-        panel["id"] = number
+    for number, made in enumerate(panels, 1):
+        made["id"] = number
     return {
         "uid": "maskserve",
         "title": "maskserve",
