@@ -167,9 +167,13 @@ class StagesConfig(Table, frozen=True):
 
     prompt_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
     """Bytes of prompts' embeddings that the encoder keeps; FLUX.1's takes 8 MB. 0: none."""
-    template_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
-    """Bytes of templates' VAE moments that the encoder keeps; FLUX.1's at 1024 x 1024 take 2 MB. 0:
-    none."""
+    template_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**29
+    """Bytes of templates' encodings that the encoder keeps in host memory; FLUX.1 Fill's at
+    1024 x 1024 take 20 MB. 0: none."""
+    encode_halo: Annotated[int, Meta(ge=0, le=64)] = 2
+    """Latents round the mask that are encoded with it where a Fill model's masked picture is the
+    template's elsewhere, and the template is kept. 0: all of it is encoded. `reproducible` edits
+    and those with `cache` `off` have all of it encoded."""
     decode_halo: Annotated[int, Meta(ge=0, le=64)] = 2
     """Positions round what a cached edit pastes that are decoded with it, at each level of the VAE;
     the rest of the picture is not decoded. 0: all of it is. Dense and reproducible edits are always

@@ -15,12 +15,17 @@ from numpy.typing import NDArray
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.imaging.morphology import component_boxes
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.job import EditJob
 from maskserve_engine.stages.encoded import Encoded
+from maskserve_engine.stages.vae_pieces import Box
 from maskserve_engine.triton.encoder import EditEncoder
-from maskserve_harness.benchmarks.direct import request_of
+from maskserve_harness.benchmarks.direct import Direct, request_of
+from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.demo_model.scenes import held_out_edits
 from tests.fakes.jobs import WORDS, Case, config_of, random_case
 from tests.support.text_loras import of_text, served
 
@@ -96,21 +101,21 @@ def test_what_is_kept_is_what_would_be_made(
         seen_prompts |= texts
         seen_pictures.add(edit.pixels_id)
         assert kept._prompts.held_bytes <= budget
-        assert kept._moments.held_bytes <= budget
+        assert kept._templates.held_bytes <= budget
 
 
 def test_what_an_edit_still_reads_outlives_its_eviction(make: Make, tiny_fill: Path) -> None:
     config, rng = config_of(tiny_fill), np.random.default_rng()
     encoder = load_encoder(config)
     one, other = random_case(rng), random_case(rng)
-    size = encoder.moments(one.pixels).nbytes
+    size = encoder.template(one.pixels).nbytes
     kept = make(encoder, config, template_bytes=size)
     reading, _ = kept.encode(edit_of(one), one.pixels, one.mask)
     kept.encode(edit_of(other), other.pixels, other.mask)
     kept.encode(edit_of(other), other.pixels, other.mask)
     same(reading, encoder.encode(one.pixels, one.mask, one.prompt))
     _, again = kept.encode(edit_of(one), one.pixels, one.mask)
-    assert again.template == ("made" if encoder.moments(other.pixels).nbytes <= size else "kept")
+    assert again.template == ("made" if encoder.template(other.pixels).nbytes <= size else "kept")
 
 
 def test_equal_prompts_of_different_lengths_never_share(make: Make, tiny_fill: Path) -> None:
@@ -170,3 +175,106 @@ def test_a_template_without_an_edit_is_encoded_once(make: Make, tiny_fill: Path)
     nothing = np.zeros_like(case.mask)
     found, _ = make(encoder, config).encode(edit_of(case, ""), case.pixels, nothing)
     same(found, encoder.encode(case.pixels, nothing, ""))
+
+
+def worst(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    """Error of means, relative to their deviation."""
+    means = len(expected) // 2
+    error = np.square(found[:means] - expected[:means]).mean()
+    return float(np.sqrt(error / expected[:means].var()))
+
+
+def test_a_masked_picture_is_encoded_round_its_mask(make: Make) -> None:
+    """And is nearly what all of it gives; exact edits have all of it encoded."""
+    config = config_of(DEMO_MODEL)
+    encoder = load_encoder(config)
+    kept, rng, errors = make(encoder, config), np.random.default_rng(), []
+    for number in rng.choice(200, 16, replace=False):
+        scene = held_out_edits(int(number) + 1)[-1]
+        mask = scene.mask * np.uint8(255)
+        for settings, how in (
+            (EditSettings(), "whole"),  # its template was not there before
+            (EditSettings(), "pieces"),
+            (EditSettings(cache="require"), "pieces"),
+            (EditSettings(cache="off"), "whole"),
+            (EditSettings(reproducible=True), "whole"),
+        ):
+            case = Case(scene.source, mask, "", settings, 1)
+            edit = replace(edit_of(case), edit_boxes=component_boxes(mask, 8))
+            found, report = kept.encode(edit, scene.source, mask)
+            expected = encoder.encode(scene.source, mask, "")
+            if how == "whole":
+                assert report.masked == "whole"
+                same(found, expected)
+            elif report.masked == "pieces":
+                np.testing.assert_array_equal(found.moments, expected.moments)
+                errors.append(worst(found.masked_moments, expected.masked_moments))
+    assert len(errors) >= 8
+    assert max(errors) <= 1e-3
+
+
+@pytest.mark.parametrize("model", ["fill", "sd-fill"])
+def test_pieces_that_see_everything_give_all_of_the_masked_picture(
+    model: str, tiny_fill: Path, tiny_unets: dict[str, Path]
+) -> None:
+    """Their norms and their place are right: nothing is left but rounding."""
+    encoder = load_encoder(config_of({"fill": tiny_fill, **tiny_unets}[model]))
+    assert encoder.has_pieces
+    rng = np.random.default_rng()
+    pixels = rng.integers(0, 256, (64, 48, 3), dtype=np.uint8)
+    factor = encoder.facts.vae_scale_factor
+    size = (64 // factor, 48 // factor)
+    mask = np.zeros((64, 48), np.uint8)
+    mask[10:30, 5:20] = 255
+    box = Box(10, 5, 30, 20).shrunk(factor)
+    pieces = encoder.pieces([box], size, halo=64)
+    everything = replace(pieces, probes=(), spread=64)
+    found = encoder.masked_pieces(pixels, mask, everything, encoder.template(pixels))
+    np.testing.assert_allclose(found, encoder.masked_moments(pixels, mask), atol=1e-4)
+
+
+def test_everything_masked_is_encoded_as_a_whole(make: Make, tiny_fill: Path) -> None:
+    config, case = config_of(tiny_fill), random_case(np.random.default_rng())
+    encoder = load_encoder(config)
+    kept, mask = make(encoder, config), np.full_like(case.mask, 255)
+    edit = replace(edit_of(case), edit_boxes=component_boxes(mask, 8))
+    for _ in range(2):
+        found, report = kept.encode(edit, case.pixels, mask)
+        assert report.masked == "whole"
+        same(found, encoder.encode(case.pixels, mask, case.prompt))
+
+
+def test_an_edit_looks_the_same_whether_its_masked_picture_was_encoded_in_pieces(
+    make: Make,
+) -> None:
+    """The bar: 45 dB in the mask of what the demo model paints, 40 dB in the worst of masks."""
+    config = config_of(DEMO_MODEL, model={"torch_threads": 1}, cache={"enabled": False})
+    direct = Direct(config)
+    kept, rng, found = make(direct.encoder, config), np.random.default_rng(), []
+    for number in rng.choice(96, 5, replace=False):
+        scene = held_out_edits(int(number) + 1)[-1]
+        mask = scene.mask * np.uint8(255)
+        settings = EditSettings(
+            num_inference_steps=4, guidance_scale=3.0, mask_ring=1, request_id="edit"
+        )
+        case = Case(scene.source, mask, scene.prompt, settings, 1)
+        edit = replace(edit_of(case), edit_boxes=component_boxes(mask, 8))
+        kept.encode(edit, scene.source, mask)
+        encoded, report = kept.encode(edit, scene.source, mask)
+        whole = direct.encoder.encode(scene.source, mask, scene.prompt)
+        if report.masked == "whole":
+            continue
+        painted = [
+            direct.decoder.decode(
+                direct.denoise(
+                    EditJob(edit, mask, each.moments, each.masked_moments, each.conditioning)
+                ).latents
+            )[mask > 0].astype(float)
+            for each in (whole, encoded)
+        ]
+        error = max(float(np.square(painted[0] - painted[1]).mean()), 1e-9)
+        found.append(10 * np.log10(255**2 / error))
+    direct.engine.close(5.0)
+    assert found
+    assert np.median(found) >= 45.0
+    assert min(found) >= 40.0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,6 +18,21 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.job import Conditioning
 from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded
 from maskserve_engine.stages.loader import load_part, load_plain
+from maskserve_engine.stages.vae_pieces import (
+    Box,
+    CellSums,
+    MixedNorm,
+    Norm,
+    Pieces,
+    Recorder,
+    is_local,
+    plain_resnets,
+    plan_pieces,
+    resnet,
+)
+
+RIM = 1
+"""Latents at a piece's rim that miss too much of what lies beyond to be taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +77,23 @@ class TextEncoder:
         return self.model(ids.to(self.model.device), output_hidden_states=hidden_states)
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateEncoding:
+    """What is known of a template once it has been encoded. In host memory."""
+
+    moments: NDArray[np.float32]
+    """[2C, h, w]"""
+    middle: Tensor | None = None
+    """[1, width, h, w] before the middle of the encoder, where that has attention."""
+    sums: CellSums | None = None
+    """None where the masked picture is not encoded in pieces."""
+
+    @property
+    def nbytes(self) -> int:
+        more = sum(each.nbytes for each in (self.middle, self.sums) if each is not None)
+        return self.moments.nbytes + int(more)
+
+
 class Encoder(ABC):
     """The VAE's encoder and the text encoders of a model folder.
 
@@ -72,7 +106,13 @@ class Encoder(ABC):
     """
 
     def __init__(self, facts: ModelFacts, vae: Any) -> None:
+        from diffusers.models.unets.unet_2d_blocks import DownEncoderBlock2D
+
         self.facts, self.vae = facts, vae
+        fill = facts.semantics == "fill"
+        self.has_pieces = fill and plain_resnets(vae.encoder.down_blocks, DownEncoderBlock2D)
+        """Whether the model takes a masked picture that can be encoded in pieces."""
+        self._local = is_local(vae.encoder.mid_block)
 
     def encode(
         self,
@@ -107,6 +147,50 @@ class Encoder(ABC):
         with torch.inference_mode():
             return self._moments(_image(pixels) * torch.from_numpy(edit_mask <= 127))
 
+    def template(self, pixels: NDArray[np.uint8]) -> TemplateEncoding:
+        """The source's moments, bit for bit as `moments`, and what `masked_pieces` needs."""
+        if not self.has_pieces:
+            return TemplateEncoding(self.moments(pixels))
+        factor = self.facts.vae_scale_factor
+        recorder = Recorder((pixels.shape[0] // factor, pixels.shape[1] // factor))
+        with torch.inference_mode():
+            maps = self._down([self._on_device(_image(pixels))], recorder)
+            middle = None if self._local else maps[0].cpu()
+            [moments] = self._finish(maps, recorder)
+            return TemplateEncoding(to_numpy(moments[0]), middle, recorder.sums)
+
+    def masked_pieces(
+        self,
+        pixels: NDArray[np.uint8],
+        edit_mask: NDArray[np.uint8],
+        pieces: Pieces,
+        template: TemplateEncoding,
+    ) -> NDArray[np.float32]:
+        """The same as `masked_moments`, nearly: the masked picture is encoded in the pieces, which
+        cover the mask, and is the template elsewhere.
+        """
+        assert template.sums is not None
+        level = len(pieces.halos) - 1
+        with torch.inference_mode():
+            maps = []
+            for box in pieces.boxes:
+                part = pieces.outer(box, level).slices
+                blanked = torch.from_numpy(edit_mask[part] <= 127)
+                maps.append(self._on_device(_image(pixels[part]) * blanked))
+            norm = MixedNorm(template.sums, pieces, self.vae.device)
+            maps = self._down(maps, norm)
+            if template.middle is None:
+                moments = torch.from_numpy(template.moments)[None].clone()
+                return to_numpy(_laid(moments, self._finish(maps, norm), pieces)[0])
+            middle = _laid(template.middle.to(self.vae.device, copy=True), maps, pieces)
+            [found] = self._finish([middle], lambda norm, maps, level: [norm(x) for x in maps])
+            return to_numpy(found[0])
+
+    def pieces(self, boxes: Sequence[Box], size: tuple[int, int], halo: int) -> Pieces:
+        """How to encode boxes of latents, with a halo of so many latents."""
+        levels = range(len(self.facts.latents.widths))
+        return plan_pieces(boxes, size, halos=tuple(halo << k for k in levels), spread=1)
+
     @property
     @abstractmethod
     def text_models(self) -> dict[str, Any]:
@@ -121,8 +205,44 @@ class Encoder(ABC):
         return self.encode_prompt(prompt)
 
     def _moments(self, image: Tensor) -> NDArray[np.float32]:
-        posterior = self.vae.encode(image.to(self.vae.device, self.vae.dtype)).latent_dist
+        posterior = self.vae.encode(self._on_device(image)).latent_dist
         return to_numpy(posterior.parameters[0])
+
+    def _on_device(self, image: Tensor) -> Tensor:
+        return image.to(self.vae.device, self.vae.dtype)
+
+    def _down(self, maps: list[Tensor], norm: Norm) -> list[Tensor]:
+        """From the image, [1, 3, H, W] of each piece, down to the latents' resolution."""
+        encoder, level = self.vae.encoder, len(self.facts.latents.widths) - 1
+        maps = [encoder.conv_in(x) for x in maps]
+        for block in encoder.down_blocks:
+            for each in block.resnets:
+                maps = resnet(each, maps, norm, level)
+            for downsampler in block.downsamplers or ():
+                maps = [downsampler(x) for x in maps]
+                level -= 1
+        return maps
+
+    def _finish(self, maps: list[Tensor], norm: Norm) -> list[Tensor]:
+        """The rest of the encoder, to moments [1, 2C, h, w]."""
+        encoder = self.vae.encoder
+        if self._local:
+            for each in encoder.mid_block.resnets:
+                maps = resnet(each, maps, norm, 0)
+        else:
+            [middle] = maps
+            maps = [encoder.mid_block(middle)]
+        maps = [encoder.conv_out(F.silu(x)) for x in norm(encoder.conv_norm_out, maps, 0)]
+        return maps if self.vae.quant_conv is None else [self.vae.quant_conv(x) for x in maps]
+
+
+def _laid(whole: Tensor, maps: list[Tensor], pieces: Pieces) -> Tensor:
+    """`whole` with the pieces laid over it, but for their rims and for probes, in place."""
+    for box, part in zip(pieces.wanted, maps, strict=False):
+        goes = box.grown(max(0, pieces.halos[0] - RIM), pieces.size)
+        inside = goes.within(pieces.outer(box, 0))
+        whole[(..., *goes.slices)] = part[(..., *inside.slices)]
+    return whole
 
 
 def _image(pixels: NDArray[np.uint8]) -> Tensor:

@@ -50,10 +50,13 @@ class EncodeReport(msgspec.Struct, frozen=True):
     def from_json(cls, raw: bytes) -> EncodeReport:
         return _decode_report(raw)
 
+    masked: Literal["whole", "pieces"] = "whole"
+    """How much of the masked picture was encoded, where the model takes one."""
+
     @property
     def meta(self) -> dict[str, str]:
         """What META says of it."""
-        return {"prompt": self.prompt, "template": self.template}
+        return {"prompt": self.prompt, "template": self.template, "masked": self.masked}
 
 
 _decode_report = msgspec.json.Decoder(EncodeReport).decode

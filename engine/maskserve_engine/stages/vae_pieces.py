@@ -1,9 +1,9 @@
 """A VAE on pieces of a picture, with the norms of the whole one.
 
 What an edit changes is a part of its picture. The layers that cost most, those of high resolution,
-run on pieces round the changed part; the middle of the VAE, at the latents' resolution and with its
-attention, runs on everything. A convolution near a piece's rim misses what lies beyond, so a piece
-reaches a *halo* farther than what is wanted of it.
+run on pieces round the changed part; the middle of the VAE, at the latents' resolution, may have
+attention and runs on everything. A convolution near a piece's rim misses what lies beyond, so a
+piece reaches a *halo* farther than what is wanted of it.
 
 A group norm takes its mean and variance over the whole map. Inside what the edit changes they come
 from the piece, outside from the template, whose maps were summed up over a grid of cells when it
@@ -60,6 +60,11 @@ class Box(NamedTuple):
 
     def scaled(self, factor: int) -> Box:
         return Box(*(side * factor for side in self))
+
+    def shrunk(self, factor: int) -> Box:
+        """The box of `factor` times larger positions that covers this one."""
+        ends = (-(-self.bottom // factor), -(-self.right // factor))
+        return Box(self.top // factor, self.left // factor, *ends)
 
     def within(self, outer: Box) -> Box:
         """In positions counted from `outer`."""
@@ -334,6 +339,11 @@ def resnet(block: Any, maps: list[Tensor], norm: Norm, level: int) -> list[Tenso
     if block.conv_shortcut is not None:
         maps = [block.conv_shortcut(x) for x in maps]
     return [x + y for x, y in zip(maps, inner, strict=True)]
+
+
+def is_local(mid_block: Any) -> bool:
+    """Whether the middle of a VAE has no attention, so that it can run on pieces, too."""
+    return all(each is None for each in mid_block.attentions)
 
 
 def plain_resnets(blocks: Iterable[Any], of: type[nn.Module]) -> bool:

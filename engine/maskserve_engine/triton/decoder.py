@@ -85,7 +85,7 @@ class EditDecoder:
         assert settings.mask_ring is not None
         patch = self._facts.patch
         pieces = self._decoder.pieces(
-            latent_boxes(edit, self._facts.vae_scale_factor),
+            _latent_boxes(edit, self._facts.vae_scale_factor),
             size,
             halo=self._stages.decode_halo,
             spread=patch * settings.mask_ring + patch - 1,
@@ -110,17 +110,13 @@ class EditDecoder:
         return sums
 
 
-def latent_boxes(edit: EditRequest, factor: int) -> list[Box]:
+def _latent_boxes(edit: EditRequest, factor: int) -> list[Box]:
     """Boxes of latents that cover what an edit pastes.
 
     Args:
         edit: the request.
         factor: pixels per latent, along one side.
     """
-    height, width = edit.model_size
     margin = 0 if edit.source_size == edit.model_size else _FILTER
-    found = []
-    for box in edit.edit_boxes:
-        top, left, bottom, right = Box(*box).grown(margin, (height, width))
-        found.append(Box(top // factor, left // factor, -(-bottom // factor), -(-right // factor)))
-    return found
+    grown = (Box(*box).grown(margin, edit.model_size) for box in edit.edit_boxes)
+    return [box.shrunk(factor) for box in grown]

@@ -1,7 +1,9 @@
 """What the encoder model does with an edit: what another edit has made of it already is kept.
 
 A prompt's embeddings and a template's moments are functions of their keys alone, whatever ran
-before, so an edit gets the same bits from what is kept as from the models.
+before, so an edit gets the same bits from what is kept as from the models. A Fill model's masked
+picture differs from its template under the mask only; where the template is kept, it is encoded
+in pieces round the mask, nearly as if whole.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.request import EditRequest
 from maskserve_engine.adapters.text_encoders import TextAdapters
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
-from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.encoder import Encoder, TemplateEncoding
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.job import Conditioning
 from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded, EncodeReport
 from maskserve_engine.stages.kept import Kept
 from maskserve_engine.stages.moments_folder import MomentsFolder
+from maskserve_engine.stages.vae_pieces import Box, Pieces
+
+_WHOLE_FROM = 0.5
+"""Share of a picture from which its pieces cost as much as all of it."""
 
 
 class PromptKey(NamedTuple):
@@ -48,10 +54,10 @@ class EditEncoder:
     def __init__(self, encoder: Encoder, config: Config) -> None:
         self._encoder, self._model = encoder, config.model
         self._adapters = TextAdapters(config, encoder.text_models)
-        stages = config.stages
+        self._stages = stages = config.stages
         self._prompts: Kept[PromptKey, Conditioning] = Kept(stages.prompt_bytes, _nbytes)
-        self._moments: Kept[str, NDArray[np.float32]] = Kept(
-            stages.template_bytes, lambda moments: moments.nbytes
+        self._templates: Kept[str, TemplateEncoding] = Kept(
+            stages.template_bytes, lambda encoding: encoding.nbytes
         )
         self._for_decoder = MomentsFolder(config.runtime_dir)
         self._for_decoder.clear()
@@ -88,18 +94,24 @@ class EditEncoder:
         """
         begin = time.perf_counter()
         prompt, negative, prompt_kept = self._conditioning(edit)
-        moments, template_kept = self._template(edit, pixels)
-        masked = NO_MOMENTS
+        template, template_kept = self._template(edit, pixels)
+        masked, masked_whole = NO_MOMENTS, True
         if self._encoder.facts.semantics == "fill":
-            # A template that is primed comes with an empty mask.
-            whole = not edit_mask.any()
-            masked = moments if whole else self._encoder.masked_moments(pixels, edit_mask)
+            pieces = self._pieces(edit, template) if template_kept else None
+            if not edit_mask.any():  # a template that is primed
+                masked = template.moments
+            elif pieces is None:
+                masked = self._encoder.masked_moments(pixels, edit_mask)
+            else:
+                masked = self._encoder.masked_pieces(pixels, edit_mask, pieces, template)
+                masked_whole = False
         return (
-            Encoded(moments, masked, prompt, negative),
+            Encoded(template.moments, masked, prompt, negative),
             EncodeReport(
                 ms=1e3 * (time.perf_counter() - begin),
                 prompt="kept" if prompt_kept else "made",
                 template="kept" if template_kept else "made",
+                masked="whole" if masked_whole else "pieces",
             ),
         )
 
@@ -132,17 +144,29 @@ class EditEncoder:
 
     def _template(
         self, edit: EditRequest, pixels: NDArray[np.uint8]
-    ) -> tuple[NDArray[np.float32], bool]:
-        """The source's moments, and whether they were kept."""
-        held = self._moments.get(edit.pixels_id) if edit.pixels_id else None
+    ) -> tuple[TemplateEncoding, bool]:
+        """The source's encoding, and whether it was kept."""
+        held = self._templates.get(edit.pixels_id) if edit.pixels_id else None
         if held is not None:
             return held, True
-        moments = self._encoder.moments(pixels)
+        made = self._encoder.template(pixels)
         if edit.pixels_id:
-            self._for_decoder.write(edit.pixels_id, moments)
-            for gone in self._moments.put(edit.pixels_id, moments):
+            self._for_decoder.write(edit.pixels_id, made.moments)
+            for gone in self._templates.put(edit.pixels_id, made):
                 self._for_decoder.drop(gone)
-        return moments, False
+        return made, False
+
+    def _pieces(self, edit: EditRequest, template: TemplateEncoding) -> Pieces | None:
+        """In which to encode the masked picture; None: as a whole."""
+        exact = edit.settings.reproducible or edit.settings.cache == "off"
+        halo = self._stages.encode_halo
+        if exact or not halo or not edit.edit_boxes or template.sums is None:
+            return None
+        factor = self._encoder.facts.vae_scale_factor
+        boxes = [Box(*box).shrunk(factor) for box in edit.edit_boxes]
+        _, height, width = template.moments.shape
+        pieces = self._encoder.pieces(boxes, (height, width), halo)
+        return pieces if pieces.share < _WHOLE_FROM else None
 
 
 def _nbytes(encoded: Conditioning) -> int:
