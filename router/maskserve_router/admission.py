@@ -44,6 +44,8 @@ class Client:
     admin: bool
     shares: bool = False
     """Its templates are for every client."""
+    private_prompts: bool = False
+    """Embeddings of its prompts are kept for itself alone."""
     scope: str = NO_SCOPE
     """Of its request ids and templates (`maskserve_core.contracts.scopes`). It follows from the
     key's name, so that a key may be changed."""
@@ -65,7 +67,14 @@ class Keys:
         self._clients = [
             (
                 bytes.fromhex(key.sha256),
-                Client(key.name, key.max_edits, key.admin, key.shares, _scope(key.name)),
+                Client(
+                    key.name,
+                    key.max_edits,
+                    key.admin,
+                    key.shares,
+                    key.private_prompts,
+                    _scope(key.name),
+                ),
             )
             for key in keys
         ]

@@ -155,6 +155,8 @@ class Key(Table, frozen=True):
     """Sees and ends every client's edits, templates and statistics, not only its own."""
     shares: bool = False
     """What it registers is for every client, as with `"shared": true` in a registration."""
+    private_prompts: bool = False
+    """Embeddings of its prompts are kept for itself alone, as with `private_prompt` in SETTINGS."""
 
 
 class RouterConfig(Table, frozen=True):

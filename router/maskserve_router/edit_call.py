@@ -210,8 +210,11 @@ def make_edit_call(
     metadata: Metadata = (),
     timeout: float | None = None,
     scope: str = NO_SCOPE,
+    *,
+    private_prompt: bool = False,
 ) -> EditCall:
-    """The edit that a request asks for; its id gets the client's `scope`.
+    """The edit that a request asks for; its id gets the client's `scope`, and its prompt is
+    private if the client's all are.
 
     Raises:
         InvalidRequest: naming the setting.
@@ -227,6 +230,7 @@ def make_edit_call(
     settings = structs.replace(
         settings,
         request_id=request_id_of(settings.request_id or uuid.uuid4().hex, scope),
+        private_prompt=settings.private_prompt or private_prompt,
         seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
     )
     assert settings.request_id is not None

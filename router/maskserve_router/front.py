@@ -65,7 +65,14 @@ class Front:
         client = self._keys.client(headers)
         if message.model_name == "control":
             return await self._control.infer(message, client)
-        call = make_edit_call(message, size, _forwarded(headers), timeout, client.scope)
+        call = make_edit_call(
+            message,
+            size,
+            _forwarded(headers),
+            timeout,
+            client.scope,
+            private_prompt=client.private_prompts,
+        )
         with self._told(call, client, route):
             return await self._dispatcher.infer(call, client)
 
@@ -83,7 +90,14 @@ class Front:
             answer = pb.ModelInferResponse.FromString(await self._control.infer(message, client))
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
             return
-        call = make_edit_call(message, size, _forwarded(headers), timeout, client.scope)
+        call = make_edit_call(
+            message,
+            size,
+            _forwarded(headers),
+            timeout,
+            client.scope,
+            private_prompt=client.private_prompts,
+        )
         with self._told(call, client, route):
             async with aclosing(self._dispatcher.stream(call, client)) as answers:
                 async for answer_bytes in answers:

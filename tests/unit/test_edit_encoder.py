@@ -156,6 +156,21 @@ def test_prompts_with_loras_are_kept_apart(tmp_path: Path, make: Make, tiny_fill
         assert found.conditioning["pooled"].tobytes() == pooled[0]
 
 
+def test_private_prompts_are_kept_for_their_key_alone(make: Make, tiny_fill: Path) -> None:
+    config, case = config_of(tiny_fill), random_case(np.random.default_rng())
+    kept = make(load_encoder(config), config)
+
+    def how(name: str, *, private: bool) -> str:
+        asked = EditSettings(private_prompt=private)
+        edit = replace(edit_of(replace(case, settings=asked), "a secret"), request_id=name)
+        return kept.encode(edit, case.pixels, case.mask)[1].prompt
+
+    assert [how("one!a", private=True), how("one!b", private=True)] == ["made", "kept"]
+    assert [how("two!a", private=True), how("a", private=True)] == ["made", "made"]
+    assert [how("two!b", private=False), how("three!b", private=False)] == ["made", "kept"]
+    assert how("three!c", private=True) == "made"
+
+
 def test_the_empty_prompt_is_one_of_them(tmp_path: Path, tiny_fill: Path) -> None:
     encoder = EditEncoder.load(structs.replace(config_of(tiny_fill), runtime_dir=str(tmp_path)))
     case = random_case(np.random.default_rng())

@@ -356,6 +356,14 @@ def test_a_second_try_is_the_same_edit_with_what_is_left_of_its_time():
     assert settings_of(kept.encoded()) == {"seed": 5, "request_id": "x"}
 
 
+def test_a_prompt_is_private_if_the_edit_or_its_key_says_so():
+    for own, asked in ((False, False), (True, False), (False, True)):
+        given = message_of({**TENSORS, "SETTINGS": b'{"private_prompt":true}' if asked else b"{}"})
+        settings = make_edit_call(given, 1, private_prompt=own).settings
+        assert settings is not None
+        assert settings.private_prompt == (own or asked)
+
+
 def test_the_first_of_three_deadlines_counts():
     message = message_of({**TENSORS, "SETTINGS": b'{"deadline_ms":5000}'})
     assert make_edit_call(message_of(TENSORS), 1).deadline is None

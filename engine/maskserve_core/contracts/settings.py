@@ -123,6 +123,9 @@ class EditSettings(Table, frozen=True):
     """LoRAs whose updates are added up, each with its own scale."""
     adapters: AdapterMode = "exact"
     """`exact`: no step runs before the LoRAs are there; `fast`: the first steps may run without."""
+    private_prompt: bool = False
+    """Keep the prompt's embeddings for edits of the same API key only: whether the prompt was used
+    before cannot be told from another key's times."""
     template_id: TemplateId | None = None
     """A registered template to edit in place of IMAGE."""
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import EditRequest
+from maskserve_core.contracts.scopes import scope_of
 from maskserve_engine.adapters.text_encoders import TextAdapters
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
 from maskserve_engine.families.encoder import Encoder, TemplateEncoding
@@ -41,6 +42,8 @@ class PromptKey(NamedTuple):
     """An empty negative prompt may be zeros."""
     loras: tuple[tuple[str, float], ...]
     """File and scale of those that change the text encoders, as they are added one by one."""
+    owner: str | None = None
+    """The API key's scope, where its prompts are kept for it alone."""
 
 
 class EditEncoder:
@@ -122,6 +125,8 @@ class EditEncoder:
         keys = [self._key(edit.prompt, loras)]
         if settings.negative_prompt is not None:
             keys.append(self._key(settings.negative_prompt, loras, negative=True))
+        if settings.private_prompt:
+            keys = [key._replace(owner=scope_of(edit.request_id)) for key in keys]
         found = {key: held for key in keys if (held := self._prompts.get(key)) is not None}
         missing = [key for key in keys if key not in found]
         if missing:
