@@ -14,6 +14,7 @@ COMMANDS = {
     "gpu_estimate": "benchmarks.gpu_estimate",
     "first_run": "benchmarks.first_run",
     "overhead": "benchmarks.overhead",
+    "bench_edit": "benchmarks.edit",
     "bytes_table": "benchmarks.bytes_table",
     # Many workers.
     "router": "cluster.added",
@@ -25,6 +26,7 @@ COMMANDS = {
     "measure_router_faults": "cluster.faults_command",
     # The quality of pictures.
     "eval_demo_model": "demo_model.eval_command",
+    "pieces": "quality.pieces",
     "eval_quality": "quality.command",
     "eval_unet_quality": "quality.unet_command",
 }

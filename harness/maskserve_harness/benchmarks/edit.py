@@ -1,0 +1,381 @@
+"""Where each millisecond and byte of a whole edit goes, beside diffusers' pipeline in the same run.
+
+A real Triton serves the demo model and a larger one of random weights (FLUX Fill of width 512, 2+4
+blocks, 256 x 256 pixels). Measured are edits/s with one and with eight at a time, CPU milliseconds
+per edit of each of the worker's processes, what META says of the stages, and the bytes that the
+ensemble's models hand to one another: for production masks and single mask ratios, hot templates
+(registered and primed) and cold ones (never seen before). Beside it, in turn, a worker with all
+of `[stages]` switched off, which says what keeping and cutting save outside of the steps, and
+FluxFillPipeline with batches of eight, which is what another server would do.
+
+    python scripts/bench bench_edit --quick --json edit.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import tomli_w
+import torch
+from PIL import Image
+
+from maskserve_core.config import cores
+from maskserve_core.config_file import config_of
+from maskserve_core.contracts.meta import STAGES
+from maskserve_core.contracts.settings import parse_settings
+from maskserve_core.contracts.settings_rules import accept_edit
+from maskserve_core.contracts.tensors import ensemble_steps
+from maskserve_core.imaging.images import encode_image
+from maskserve_core.imaging.preprocess import prepare_edit
+from maskserve_core.models.registry import load_facts
+from maskserve_core.worker.liveness import signed_in
+from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.stages.encoded import pack_conditioning
+from maskserve_harness.benchmarks.machine import machine, stolen_s
+from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_harness.perf.inputs import Edit, InputOptions, draw_mask, find_photos, make_edits
+from maskserve_harness.probing.calls import Grpc, decode
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+RATIOS = (0.02, 0.05, 0.15, 0.3, 0.5)
+OFF = {"prompt_bytes": 0, "template_bytes": 0, "encode_halo": 0, "decode_halo": 0}
+"""`[stages]` of a worker that computes all of every edit."""
+ROUNDS = 3
+"""Workers and the pipeline take turns so often; told is the median."""
+_PRIME_LIMIT_S = 120.0
+Figures = dict[str, Any]
+
+
+def large_model(folder: Path) -> Path:
+    """The demo model's folder with a larger transformer of random weights in it."""
+    from diffusers import FluxTransformer2DModel
+
+    small = json.loads((DEMO_MODEL / "transformer" / "config.json").read_text(encoding="utf-8"))
+    sizes = {name: value for name, value in small.items() if not name.startswith("_")}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = FluxTransformer2DModel(**{**sizes, "num_attention_heads": 16})
+    folder.mkdir()
+    for part in DEMO_MODEL.iterdir():
+        if part.name not in ("transformer", "maskserve.toml", ".maskserve-digests.json"):
+            (folder / part.name).symlink_to(part.resolve())
+    model.save_pretrained(folder / "transformer")
+    tables = {
+        "model": {"max_sequence_length": 16, "native_resolution": 256, "num_inference_steps": 8}
+    }
+    (folder / "maskserve.toml").write_text(tomli_w.dumps(tables), encoding="utf-8")
+    return folder
+
+
+class Site:
+    """A worker that is measured.
+
+    Args:
+        supervisor: of one worker.
+    """
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        [worker] = supervisor.workers
+        self.grpc = Grpc(worker.grpc_url)
+        self._processes = {
+            pid: (model, psutil.Process(pid)) for model, pid in signed_in(worker.spec.files.runtime)
+        }
+        servers = {process.ppid() for _, process in self._processes.values()}
+        for pid in servers:
+            self._processes[pid] = ("tritonserver", psutil.Process(pid))
+
+    def prime(self, image: bytes) -> None:
+        """Register a picture and wait until it is primed."""
+        answer = self.grpc.control("register", image=base64.b64encode(image).decode())
+        end = time.monotonic() + _PRIME_LIMIT_S
+        while self.grpc.control("prime", template_id=answer["template_id"])["state"] != "primed":
+            if time.monotonic() > end:
+                raise TimeoutError("a template is not primed")
+            time.sleep(0.05)
+
+    def cpu_ms(self) -> Counter[str]:
+        """Of each model's processes so far."""
+        used: Counter[str] = Counter()
+        for model, process in self._processes.values():
+            times = process.cpu_times()
+            used[model] += int(1e3 * (times.user + times.system))
+        return used
+
+    def run(self, edits: Sequence[Edit], concurrent: int) -> Figures:
+        """Send edits, so many at a time, and count."""
+        before, stolen, begin = self.cpu_ms(), stolen_s(), time.perf_counter()
+        with ThreadPoolExecutor(concurrent) as pool:
+            answers = list(pool.map(lambda edit: self.grpc.edit(edit.tensors()), edits))
+        took = time.perf_counter() - begin
+        used, metas = self.cpu_ms() - before, [meta for _, meta in answers]
+        count = len(edits)
+        per_model = {model: round(ms / count, 1) for model, ms in sorted(used.items())}
+        return {
+            "edits": count,
+            "edits_per_s": round(count / took, 3),
+            "stolen_share": round((stolen_s() - stolen) / took / cores(), 3),
+            "cpu_ms": round(sum(used.values()) / count, 1),
+            "cpu_ms_outside_steps": round((used.total() - used["denoiser"]) / count, 1),
+            "cpu_ms_by_model": per_model,
+            "stages_ms": {
+                stage: round(statistics.median(meta["timings_ms"][stage] for meta in metas), 1)
+                for stage in STAGES
+            },
+            "cache": dict(Counter(meta["cache"] for meta in metas)),
+            "decoded": round(statistics.mean(meta["decoded"] for meta in metas), 3),
+            "encoded": dict(Counter(" ".join(meta["encoded"].values()) for meta in metas)),
+            "mask_ratio": round(statistics.mean(edit.mask_ratio for edit in edits), 3),
+        }
+
+
+@contextmanager
+def worker_of(model: Path, stages: dict[str, int], folder: Path) -> Iterator[Site]:
+    """A worker of a model for as long as it takes."""
+    folder.mkdir()
+    config = folder / "config.toml"
+    tables = {"model": {"path": str(model)}, "stages": stages}
+    config.write_text(tomli_w.dumps(tables), encoding="utf-8")
+    options = ServeOptions(
+        model=str(model),
+        base_port=free_base_port(),
+        config=config,
+        log_dir=folder / "logs",
+        say=lambda line: None,
+    )
+    with Supervisor(options) as supervisor:
+        site = Site(supervisor)
+        try:
+            yield site
+        finally:
+            site.grpc.close()
+
+
+def drawn_edits(size: int, count: int, templates: int) -> list[Edit]:
+    """Edits with production masks."""
+    options = InputOptions(size, count, templates, settings={"cache": "auto"})
+    return make_edits(options, find_photos(CHECKOUT / "assets"))
+
+
+def with_ratio(edits: Sequence[Edit], size: int, ratio: float) -> list[Edit]:
+    """The same edits with masks of one ratio."""
+    rng = np.random.default_rng(1)
+    found = []
+    for edit in edits:
+        mask = draw_mask(size, ratio, rng)
+        encoded = encode_image(mask * np.uint8(255), "png")
+        found.append(replace(edit, mask=encoded, mask_ratio=float(mask.mean())))
+    return found
+
+
+def never_seen(edits: Sequence[Edit], seed: int) -> list[Edit]:
+    """The same edits, each of a picture and with a prompt of its own."""
+    rng, found = np.random.default_rng(seed), []
+    for number, edit in enumerate(edits):
+        pixels = decode(edit.image).copy()
+        pixels[0, :8] = rng.integers(0, 256, (8, 3))
+        prompt = f"{edit.prompt} {seed}.{number}"
+        found.append(replace(edit, image=encode_image(pixels, "png"), prompt=prompt))
+    return found
+
+
+def handed_over(model: Path, edit: Edit) -> Figures:
+    """Bytes of the tensors that the models of the ensemble hand to one another for an edit: each is
+    written into shared memory once and read from there by each model that takes it.
+    """
+    config = config_of({"model": {"path": str(model)}})
+    facts = load_facts(config.model.path)
+    asked = parse_settings(json.dumps(edit.settings).encode())
+    accepted = accept_edit(asked, edit.prompt.encode(), facts, config)
+    ready = prepare_edit(edit.image, edit.mask, accepted, facts, config)
+    encoded = load_encoder(config).encode(ready.pixels, ready.edit_mask, edit.prompt)
+    _, height, width = encoded.moments.shape
+    sizes = {
+        "IMAGE": len(edit.image),
+        "MASK": len(edit.mask),
+        "PIXELS": ready.pixels.nbytes,
+        "EDIT_MASK": ready.edit_mask.nbytes,
+        "REQUEST": len(ready.request.to_json()),
+        "CONTEXT": ready.context.pack().nbytes,
+        "MOMENTS": encoded.moments.nbytes,
+        "MASKED_MOMENTS": encoded.masked_moments.nbytes,
+        "CONDITIONING": pack_conditioning(encoded.conditioning, encoded.negative).nbytes,
+        "LATENTS": 4 * facts.latent_channels * height * width,
+    }
+    reads: Counter[str] = Counter()
+    for step in ensemble_steps():
+        reads.update(name for name in step.inputs if name in sizes)
+    return {
+        "by_tensor": {name: {"bytes": sizes[name], "reads": reads[name]} for name in sizes},
+        "total": sum(sizes[name] * (1 + reads[name]) for name in sizes),
+    }
+
+
+class Pipeline:
+    """FluxFillPipeline with batches of eight, on all cores."""
+
+    def __init__(self, model: Path, edits: Sequence[Edit]) -> None:
+        from diffusers import FluxFillPipeline
+
+        tables = tomllib.loads((model / "maskserve.toml").read_text(encoding="utf-8"))["model"]
+        self._steps, self._length = tables["num_inference_steps"], tables["max_sequence_length"]
+        self._pipe = FluxFillPipeline.from_pretrained(str(model))
+        self._pipe.set_progress_bar_config(disable=True)
+        self._edits = list(edits)
+        torch.set_num_threads(cores())
+
+    def run(self, number: int) -> Figures:
+        """One batch of the edits."""
+        batch = [self._edits[(8 * number + i) % len(self._edits)] for i in range(8)]
+        side = decode(batch[0].image).shape[0]
+        begin, used = time.perf_counter(), time.process_time()
+        self._pipe(
+            prompt=[edit.prompt for edit in batch],
+            image=[Image.fromarray(decode(edit.image)) for edit in batch],
+            mask_image=[Image.fromarray(decode(edit.mask)[..., 0]) for edit in batch],
+            height=side,
+            width=side,
+            num_inference_steps=self._steps,
+            max_sequence_length=self._length,
+            generator=[torch.Generator("cpu").manual_seed(i) for i in range(8)],
+        )
+        return {
+            "edits_per_s": round(8 / (time.perf_counter() - begin), 3),
+            "cpu_ms": round(1e3 * (time.process_time() - used) / 8, 1),
+        }
+
+
+def median_of(runs: Sequence[Figures]) -> Figures:
+    """The run of middle speed, and the speeds of all."""
+    ordered = sorted(runs, key=lambda run: float(run["edits_per_s"]))
+    rates = [run["edits_per_s"] for run in runs]
+    return {**ordered[len(ordered) // 2], "edits_per_s": statistics.median(rates), "runs": rates}
+
+
+def measure_model(model: Path, size: int, folder: Path, scale: int, *, sweep: bool) -> Figures:
+    """All of one model.
+
+    Args:
+        model: its folder.
+        size: of the pictures, in pixels.
+        folder: for files of the workers.
+        scale: edits are so many times eight.
+        sweep: also over mask ratios, cold templates, and a worker with `[stages]` off.
+    """
+    edits = drawn_edits(size, 8 * scale, 4)
+    small = with_ratio(edits, size, 0.1)
+    report: Figures = {"pictures": f"{size}x{size}", "bytes": handed_over(model, edits[0])}
+    pipeline = Pipeline(model, edits)
+    ways = {"one": (edits[: 2 * scale], 1), "eight": (edits, 8)}
+    if sweep:
+        ways |= {"small_one": (small[: 2 * scale], 1), "small_eight": (small, 8)}
+    with ExitStack() as stack:
+        sites = {"hot": stack.enter_context(worker_of(model, {}, folder / "hot"))}
+        if sweep:
+            sites["off"] = stack.enter_context(worker_of(model, OFF, folder / "off"))
+        for site in sites.values():
+            for image in sorted({edit.image for edit in edits}):
+                site.prime(image)
+            site.run(edits[:8], 8)  # what a worker does once
+        pipeline.run(0)
+        runs: dict[str, dict[str, list[Figures]]] = {
+            name: {way: [] for way in ways} for name in sites
+        }
+        batches = []
+        for number in range(ROUNDS):
+            for way, (sent, concurrent) in ways.items():
+                for name, site in sites.items():
+                    runs[name][way].append(site.run(sent, concurrent))
+            batches.append(pipeline.run(number))
+        for name in sites:
+            report[name] = {way: median_of(runs[name][way]) for way in ways}
+        report["diffusers"] = median_of(batches)
+        print(json.dumps({name: report[name] for name in (*sites, "diffusers")}), flush=True)
+        if sweep:
+            report |= over_masks(sites["hot"], edits, size, scale)
+    for unit, name in (("edits_per_s", "vs_diffusers"), ("cpu_ms", "vs_diffusers_cpu")):
+        ours, theirs = report["hot"]["eight"][unit], report["diffusers"][unit]
+        report[name] = round(ours / theirs if unit == "edits_per_s" else theirs / ours, 2)
+    return report
+
+
+def over_masks(site: Site, edits: Sequence[Edit], size: int, scale: int) -> Figures:
+    """Cold templates, and hot ones by mask ratio."""
+    cold = {
+        "one": site.run(never_seen(edits[: 2 * scale], 1), 1),
+        "eight": site.run(never_seen(edits, 2), 8),
+    }
+    by_ratio = {}
+    for ratio in RATIOS:
+        masked = with_ratio(edits, size, ratio)
+        by_ratio[str(ratio)] = {
+            "one": site.run(masked[: 2 * scale], 1),
+            "eight": site.run(masked, 8),
+        }
+    found = {"cold": cold, "by_ratio": by_ratio}
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def summary_of(demo: Figures, large: Figures) -> Figures:
+    """The figures that have bars."""
+    ratio = {
+        way: demo["hot"][way]["cpu_ms_outside_steps"] / demo["off"][way]["cpu_ms_outside_steps"]
+        for way in ("small_one", "small_eight")
+    }
+    return {
+        "vs_diffusers_demo": demo["vs_diffusers"],
+        "vs_diffusers_large": large["vs_diffusers"],
+        "vs_diffusers_demo_cpu": demo["vs_diffusers_cpu"],
+        "vs_diffusers_large_cpu": large["vs_diffusers_cpu"],
+        "outside_steps_ratio": round(statistics.mean(ratio.values()), 3),
+        **{f"outside_steps_ratio_{way}": round(value, 3) for way, value in ratio.items()},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="half of the edits")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    scale = 2 if args.quick else 4
+    report: Figures = {
+        "command": "scripts/bench bench_edit" + " --quick" * args.quick,
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": machine(),
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "demo").mkdir()
+        (folder / "large").mkdir()
+        report["demo"] = measure_model(DEMO_MODEL, 128, folder / "demo", scale, sweep=True)
+        large = large_model(folder / "model")
+        report["large"] = measure_model(large, 256, folder / "large", scale, sweep=False)
+    report["summary"] = summary_of(report["demo"], report["large"])
+    print(json.dumps(report["summary"]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
