@@ -28,9 +28,9 @@ def request_in(packed: npt.NDArray[np.uint8]) -> bytes:
 class PostprocessContext:
     request: bytes
     """REQUEST."""
-    source: bytes
+    source: bytes | memoryview
     """The source image: RGB pixels, or the file as it came or was registered."""
-    paste: bytes
+    paste: bytes | memoryview
     """Weight of the edited pixel, 8 bits at the source's size: pixels, or a PNG."""
     decoded: bool
     """Whether `source` and `paste` are pixels."""
@@ -42,8 +42,9 @@ class PostprocessContext:
 
     @classmethod
     def unpack(cls, packed: npt.NDArray[np.uint8]) -> PostprocessContext:
-        raw = packed.tobytes()
+        """Pictures stay where they are, in `packed`."""
+        raw = packed.data
         request, source, decoded = _HEAD.unpack_from(raw)
         begin = _HEAD.size + request
         end = begin + source
-        return cls(raw[_HEAD.size : begin], raw[begin:end], raw[end:], decoded)
+        return cls(bytes(raw[_HEAD.size : begin]), raw[begin:end], raw[end:], decoded)

@@ -42,5 +42,5 @@ def source_and_weights(context: PostprocessContext, size: Size) -> tuple[Image.I
         shape = (size[1], size[0])
         source = Image.frombytes("RGB", shape, context.source)
         return source, Image.frombytes("L", shape, context.paste)
-    source = decode_raster(context.source, "source", NO_LIMITS).image.convert("RGB")
-    return source, decode_raster(context.paste, "paste", NO_LIMITS).image
+    source = decode_raster(bytes(context.source), "source", NO_LIMITS).image.convert("RGB")
+    return source, decode_raster(bytes(context.paste), "paste", NO_LIMITS).image

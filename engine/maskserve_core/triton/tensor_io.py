@@ -87,10 +87,21 @@ def read_array(
     Raises:
         InvalidRequest: absent, or of another type or rank.
     """
+    return np.array(view_array(api, request, name, dtype, ndim=ndim))
+
+
+def view_array(
+    api: Any, request: Any, name: str, dtype: type[np.generic], *, ndim: int
+) -> npt.NDArray[Any]:
+    """The same where it lies, in Triton's memory: for models that answer before `execute` returns.
+
+    Raises:
+        InvalidRequest: absent, or of another type or rank.
+    """
     tensor = api.get_input_tensor_by_name(request, name)
     if tensor is None:
         raise InvalidRequest(name, "is missing")
-    array = np.array(tensor.as_numpy())
+    array: npt.NDArray[Any] = tensor.as_numpy()
     if array.dtype != np.dtype(dtype) or array.ndim != ndim:
         raise InvalidRequest(
             name, f"is {array.dtype}{list(array.shape)}", f"{np.dtype(dtype).name} of rank {ndim}"

@@ -11,7 +11,7 @@ from maskserve_core.contracts.meta import with_timing
 from maskserve_core.contracts.postprocess_context import NOTHING
 from maskserve_core.models.registry import load_facts
 from maskserve_core.triton.sync_execute import failed_event, respond
-from maskserve_core.triton.tensor_io import read_array, read_bytes
+from maskserve_core.triton.tensor_io import read_bytes, view_array
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
 from maskserve_engine.families.registry import load_decoder
@@ -38,9 +38,9 @@ class TritonPythonModel(WorkerModel):
 
     def _decode(self, request: Any) -> dict[str, Any]:
         start = time.perf_counter()
-        latents = read_array(pb_utils, request, "LATENTS", np.float32, ndim=3)
+        latents = view_array(pb_utils, request, "LATENTS", np.float32, ndim=3)
         meta = read_bytes(pb_utils, request, "META")
-        context = read_array(pb_utils, request, "CONTEXT", np.uint8, ndim=1)
+        context = view_array(pb_utils, request, "CONTEXT", np.uint8, ndim=1)
         pixels = _NO_PIXELS
         if latents.size:
             pixels, meta = self._decoder.decode(latents, meta, context)

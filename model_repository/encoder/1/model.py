@@ -8,7 +8,7 @@ import triton_python_backend_utils as pb_utils
 from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.triton.sync_execute import respond
-from maskserve_core.triton.tensor_io import read_array, read_bytes
+from maskserve_core.triton.tensor_io import read_bytes, view_array
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
 from maskserve_engine.stages.encoded import pack_conditioning
@@ -33,8 +33,8 @@ class TritonPythonModel(WorkerModel):
     def _encode(self, request: Any) -> dict[str, Any]:
         encoded, report = self._encoder.encode(
             EditRequest.from_json(read_bytes(pb_utils, request, "REQUEST")),
-            read_array(pb_utils, request, "PIXELS", np.uint8, ndim=3),
-            read_array(pb_utils, request, "EDIT_MASK", np.uint8, ndim=2),
+            view_array(pb_utils, request, "PIXELS", np.uint8, ndim=3),
+            view_array(pb_utils, request, "EDIT_MASK", np.uint8, ndim=2),
         )
         return {
             "MOMENTS": encoded.moments,

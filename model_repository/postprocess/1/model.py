@@ -11,7 +11,7 @@ from maskserve_core.contracts.meta import with_timing
 from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.triton.sync_execute import failed_event, respond
-from maskserve_core.triton.tensor_io import read_array, read_bytes
+from maskserve_core.triton.tensor_io import read_bytes, view_array
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
 
@@ -32,11 +32,11 @@ class TritonPythonModel(WorkerModel):
     def _finish(self, request: Any) -> dict[str, Any]:
         start = time.perf_counter()
         meta = read_bytes(pb_utils, request, "META")
-        pixels = read_array(pb_utils, request, "PIXELS", np.uint8, ndim=3)
+        pixels = view_array(pb_utils, request, "PIXELS", np.uint8, ndim=3)
         if not pixels.size:
             return {"IMAGE": b"", "META": meta}
         context = PostprocessContext.unpack(
-            read_array(pb_utils, request, "CONTEXT", np.uint8, ndim=1)
+            view_array(pb_utils, request, "CONTEXT", np.uint8, ndim=1)
         )
         image = finish_edit(pixels, context)
         taken_ms = (time.perf_counter() - start) * 1e3
