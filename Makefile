@@ -16,7 +16,7 @@ BY_TORCH := triton|cuda-[a-z-]+|nvidia-(cu|nccl|nv)[a-z0-9-]*
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full compose-test check bench serve constraints clean
+.PHONY: help setup demo page test test-full compose-test check bench serve constraints clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 : /' \
@@ -69,6 +69,12 @@ check: $(STAMP) ## lint, format, types, imports, whether all extras install from
 
 bench: $(STAMP) ## what Triton adds to an edit
 	$(PY) scripts/bench overhead
+
+page: $(SERVING) ## serve MODEL and a page to paint masks on, until Ctrl-C
+	$(PY) -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[web]'
+	@$(VENV)/bin/maskserve serve --model $(MODEL) & serve=$$!; \
+		trap 'kill -INT $$serve; wait $$serve' EXIT; \
+		$(VENV)/bin/maskserve web --images assets/photos
 
 serve: $(SERVING) ## serve MODEL with WORKERS workers until Ctrl-C
 	$(VENV)/bin/maskserve serve --model $(MODEL) --workers $(WORKERS)

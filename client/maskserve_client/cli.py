@@ -104,6 +104,7 @@ def parser() -> argparse.ArgumentParser:
         _add_common(command)
     _add_templates(subcommands)
     _add_adapters(subcommands)
+    _add_web(subcommands)
     _add_serve(subcommands)
     return top
 
@@ -289,6 +290,23 @@ def _add_adapters(subcommands: argparse._SubParsersAction[argparse.ArgumentParse
         command.set_defaults(run=commands.adapters_each, op=f"adapter_{name}")
     for command in (listing, check, load, pin, unpin, evict):
         _add_common(command)
+
+
+def _add_web(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    web = subcommands.add_parser(
+        "web",
+        help="serve a page to paint masks on",
+        description="Serve a page on which people paint a mask, say what is to be there, and watch "
+        "the edit come. It asks a worker or router. Needs pip install 'maskserve[web]'.",
+    )
+    web.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1)")
+    web.add_argument("--port", type=int, default=7860, help="port (default 7860)")
+    web.add_argument("--images", metavar="DIR", help="pictures to begin with")
+    web.add_argument(
+        "--edits", type=int, default=4, metavar="N", help="edits at a time, of all people (4)"
+    )
+    web.set_defaults(run=commands.web)
+    _add_common(web)
 
 
 def _add_serve(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

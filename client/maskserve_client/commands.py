@@ -226,6 +226,13 @@ def _show_worker(name: str, values: dict[str, Any]) -> None:
         print(msgspec.convert(values["memory"], MemoryTable).text())
 
 
+def web(options: argparse.Namespace) -> None:
+    """`maskserve web`."""
+    from maskserve_client.web import serve_page  # as large as all else together
+
+    serve_page(options, lambda: _connected(options))
+
+
 def cancel(options: argparse.Namespace) -> None:
     """`maskserve cancel`."""
     with _connected(options) as client:
