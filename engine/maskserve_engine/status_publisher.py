@@ -91,13 +91,8 @@ class StatusPublisher:
         status.running, status.waiting = self._manager.rows()
         status.templates = cache.template_ids()
         status.tier_bytes = cache.store.tier_bytes()
-        loras = self._manager.loras
-        if loras is not None:
-            status.adapters, status.adapter_seconds = loras.tiers(), loras.seconds
-            status.adapter_bytes = loras.nbytes()
         status.counters = {
             **self._counters,
-            **(loras.counters() if loras is not None else {}),
             **cache.counters(),
             **self._manager.audits.counters(),
         }

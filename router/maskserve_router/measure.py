@@ -106,7 +106,6 @@ class Measure:
             template_id=settings.template_id or self._templates.get(digest) or "",
             priority=settings.priority,
             model=model,
-            loras=_waited_for(settings),
             cache=cache
             and active < served.dense_above_ratio * total
             and not (served.dense_sides and side),
@@ -121,13 +120,6 @@ class Measure:
     def knows(self, digest: bytes) -> bool:
         """Whether the image's template is known, or there is no image."""
         return not digest or self._templates.get(digest) is not None
-
-
-def _waited_for(settings: EditSettings) -> tuple[str, ...]:
-    """Names of the adapters without which no step of the edit runs."""
-    if settings.adapters == "fast" and not settings.reproducible:
-        return ()
-    return tuple([lora.name for lora in settings.loras if lora.scale])
 
 
 def image_digest(image: memoryview) -> bytes:

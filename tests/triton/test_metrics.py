@@ -25,7 +25,6 @@ from maskserve_core.triton.metric_table import (
 from maskserve_core.triton.metrics import EngineMetrics, FrontMetrics, MetricsThread
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.engine import Engine
-from maskserve_engine.requests.loras import COUNTERS as LORA_COUNTERS
 from maskserve_harness.benchmarks.models import FLUX_DEV
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import FakeTriton, Metric
@@ -166,7 +165,7 @@ def engine_counters() -> set[str]:
 
 
 def test_every_counter_is_published_or_known_not_to_be() -> None:
-    counted = {name.partition(".")[0] for name in (*engine_counters(), *LORA_COUNTERS)}
+    counted = {name.partition(".")[0] for name in engine_counters()}
     published = {name for name, spec in ENGINE_METRICS.items() if spec.kind == "COUNTER"}
     assert counted - published <= UNPUBLISHED
     assert published - counted == {"observations_dropped_total"}

@@ -21,7 +21,6 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
-from maskserve_core.triton.metric_table import ENGINE_METRICS
 from maskserve_engine.adapters.lora_loader import Bring, LoadedLora
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.adapter import Adapter
@@ -350,27 +349,6 @@ def test_the_least_recent_makes_room_and_none_that_is_in_use(make: Callable[...,
     site.loader.let_come("x", "y")
     for sink in held:
         sink.final()
-
-
-def test_the_record_and_the_metrics_tell_what_is_resident(make: Callable[..., Site]) -> None:
-    site = make(device_bytes=2 * NBYTES)
-    site.loader.let_come("a", "b", "c", "gone")
-    site.loader.fails["gone"] = Overloaded("SETTINGS.loras: adapter gone cannot be had now")
-    assert "gone cannot be had" in refusal(site.begin(site.job("g", 1, ("gone", 1.0))), Overloaded)
-    for name in ("a", "b", "c"):
-        site.begin(site.job(f"of-{name}", 1, (name, 1.0))).final()
-    loras = site.engine.manager.loras
-    assert loras is not None
-    assert loras.tiers() == {"device": ("b", "c"), "host": ("a", "b", "c")}
-    assert loras.counters() == {
-        "adapter_loads_total.done": 3,
-        "adapter_loads_total.failed": 1,
-        "adapter_evictions_total": 1,
-    }
-    assert set(loras.seconds) == {"host", "store"}
-    observed = {name for name, _, _ in site.engine.observations.take()}
-    assert observed >= {"adapter_load_seconds", "adapter_wait_seconds"}
-    assert observed <= set(ENGINE_METRICS)
 
 
 def test_a_lora_larger_than_the_budget_fails_its_edits_alone(make: Callable[..., Site]) -> None:

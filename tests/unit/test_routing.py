@@ -150,28 +150,6 @@ def test_a_fetch_goes_on_while_the_edit_waits():
     assert predicted_seconds(EDIT, disk, 0.0) == pytest.approx(predicted_seconds(EDIT, host, 0.0))
 
 
-def test_an_edit_goes_where_its_adapters_are_unless_that_takes_longer():
-    """The naive rival, a worker that does not know of adapters, sends it to the first."""
-    seconds = {"host": 0.5, "store": 3.0}
-    lacks = worker("a", templates={"host": {"t"}}, adapter_seconds=seconds)
-    on_host = replace(lacks, worker="b", adapters={"host": {"x"}})
-    on_device = replace(lacks, worker="c", adapters={"host": {"x"}, "device": {"x"}})
-    edit, alone = replace(EDIT, loras=("x",)), predicted_seconds(EDIT, lacks, 0.0)
-    assert predicted_seconds(edit, lacks, 0.0) == pytest.approx(alone + 3.0)
-    assert predicted_seconds(edit, on_host, 0.0) == pytest.approx(alone + 0.5)
-    assert predicted_seconds(edit, on_device, 0.0) == pytest.approx(alone)
-    workers = [lacks, on_host, on_device]
-    assert MaskAware().choose(EDIT, workers, 0.0) == "a"
-    assert MaskAware().choose(edit, workers, 0.0) == "c"
-    both = replace(EDIT, loras=("x", "y"))  # they come side by side
-    assert predicted_seconds(both, on_device, 0.0) == pytest.approx(alone + 3.0)
-    full = replace(on_device, running=(row(30),) * 4)
-    assert MaskAware().choose(edit, [lacks, full], 0.0) == "a"
-    busy = replace(lacks, running=(row(30),) * 4)  # it is brought while the edit waits
-    assert predicted_seconds(edit, busy, 0.0) == predicted_seconds(EDIT, busy, 0.0)
-    assert predicted_seconds(edit, worker("w", templates={"host": {"t"}}), 0.0) == alone
-
-
 def test_a_view_that_is_old_has_worked_on_since():
     view = worker("w", running=(row(30),) * 4, as_of=10.0)
     fresh = predicted_seconds(EDIT, view, 10.0)

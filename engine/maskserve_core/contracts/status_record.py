@@ -90,13 +90,6 @@ class WorkerStatus(msgspec.Struct):
     """Totals since the worker started, named like the metrics without their prefix."""
     templates: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     """Tier (`device`, `host`, `disk`, `remote`) -> ids of the templates whose entries it has."""
-    adapters: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
-    """Tier (`device`, `host`) -> names of the adapters that were brought there."""
-    adapter_bytes: int = 0
-    """Of those on the device."""
-    adapter_seconds: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """Tier from which an adapter is brought (`host`, `store`) -> seconds that it takes, as of late;
-    without those that were never needed."""
     served: Served | None = None
     """None before the model is known."""
     pricing: Pricing | None = None

@@ -25,8 +25,6 @@ class Edit:
     """Name of the model it needs; empty: any."""
     cache: bool = True
     """Whether it may use cached activations."""
-    loras: tuple[str, ...] = ()
-    """Names of the adapters that it cannot be stepped without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +40,6 @@ class WorkerView:
     """In the order in which they get rows."""
     templates: Mapping[str, Set[str]] | None = None
     """Tier -> templates it has entries of; `None`: every template is in the host tier."""
-    adapters: Mapping[str, Set[str]] = field(default_factory=dict)
-    """Tier (`device`, `host`) -> names of the adapters that it has there."""
-    adapter_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Tier from which an adapter is brought (`host`, `store`) -> seconds that it takes."""
     model: str = ""
     ready: bool = True
     """Takes new edits: alive, loaded and not draining."""
@@ -78,16 +72,6 @@ class WorkerView:
             if template_id in self.templates.get(tier, ()):
                 return tier
         return None
-
-    def adapters_s(self, edit: Edit) -> float:
-        """Seconds until the edit's adapters are on the device; they come side by side."""
-        return max((self._adapter_s(name) for name in edit.loras), default=0.0)
-
-    def _adapter_s(self, name: str) -> float:
-        if name in self.adapters.get("device", ()):
-            return 0.0
-        tier = "host" if name in self.adapters.get("host", ()) else "store"
-        return self.adapter_seconds.get(tier, 0.0)
 
     def price(self, edit: Edit) -> tuple[float, float, float]:
         """`(compute, load, fetch)` seconds of `edit` here: the first two per step, the last once.
@@ -155,8 +139,6 @@ class WorkerView:
             running=rows(status.running),
             waiting=rows(status.waiting),
             templates=templates,
-            adapters={tier: frozenset(names) for tier, names in status.adapters.items()},
-            adapter_seconds=status.adapter_seconds,
             model=status.model,
             ready=status.state == "ready",
             as_of=as_of,

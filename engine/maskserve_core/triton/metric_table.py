@@ -57,7 +57,6 @@ def _histogram(description: str, buckets: tuple[float, ...], *labels: str) -> Me
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _STALL = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 _WAIT = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_LOAD = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _EDIT = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 _SHARE = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _RATIO = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -91,10 +90,6 @@ ENGINE_METRICS = {
     ),
     "plans_total": _counter("Steps with cached rows, by how their plan was chosen.", "choice"),
     "plan_blocks_total": _counter("Blocks that cached rows ran, summed over steps.", "kind"),
-    "adapters": _gauge("Adapters on the device."),
-    "adapter_bytes": _gauge("Bytes of adapters on the device."),
-    "adapter_loads_total": _counter("Adapters brought to the device, or not.", "outcome"),
-    "adapter_evictions_total": _counter("Adapters that made room on the device for others."),
     "audits_total": _counter("Cached edits made again without the cache and compared."),
     "cache_distrusts_total": _counter("Templates that run dense as an edit of them drifted."),
     "observations_dropped_total": _counter("Values that histograms lack, for want of room."),
@@ -112,12 +107,6 @@ ENGINE_METRICS = {
         "How far off a plan's predicted step was, as a share of the step.", _SHARE
     ),
     "mask_ratio": _histogram("Active tokens over all tokens of an edit that was done.", _RATIO),
-    "adapter_load_seconds": _histogram(
-        "Seconds from when an adapter was asked for until it was on the device.", _LOAD
-    ),
-    "adapter_wait_seconds": _histogram(
-        "Seconds that an edit waited for its adapters and for nothing else.", _LOAD
-    ),
     "queue_seconds": _histogram(
         "Seconds from the engine's acceptance of an edit to its row.", _WAIT
     ),

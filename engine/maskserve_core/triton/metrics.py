@@ -111,8 +111,6 @@ class EngineMetrics:
             self._page.set("cache_bytes", size, tier)
         for tier, held in status.templates.items():
             self._page.set("cache_templates", len(held), tier)
-        self._page.set("adapters", len(status.adapters.get("device", ())))
-        self._page.set("adapter_bytes", status.adapter_bytes)
         for key, total in status.counters.items():
             # A counter with a label is in the record once for each of its values, behind a dot.
             name, _, label = key.partition(".")

@@ -34,8 +34,6 @@ class LoadedLora(NamedTuple):
     """On the device."""
     seconds: float
     """From when it was asked for."""
-    fetched_s: float = 0.0
-    """The part of it until its file was on the host."""
 
 
 Bring = Callable[[str, Mapping[str, Factors]], int]
@@ -76,10 +74,9 @@ class LoraLoader:
     ) -> None:
         try:
             file = self._store.fetch(lora.name, lora.version)
-            fetched = time.monotonic()
             parts = read_lora(file.path, self._base, self._config.model.path)
             nbytes = self._bring(lora.version, parts.get("denoiser", {}))
-            done(LoadedLora(file.digest, nbytes, time.monotonic() - begin, fetched - begin))
+            done(LoadedLora(file.digest, nbytes, time.monotonic() - begin))
         except MaskserveError as error:
             done(error)
         except (BadAdapter, ValueError) as error:

@@ -23,11 +23,6 @@ from maskserve_engine.adapters.lora_loader import LoadedLora
 from maskserve_engine.requests.residency import Residency, Resource
 
 KIND = "lora"
-COUNTERS = ("adapter_loads_total.done", "adapter_loads_total.failed", "adapter_evictions_total")
-_WEIGHT = 0.3
-"""Of the latest load in the mean of them."""
-_MOST_NAMED = 256
-"""Names that a record tells: it is written at every step."""
 
 
 class Loader(Protocol):
@@ -71,11 +66,7 @@ class Loras:
         """Version → name and what is on the device."""
         self._owners: dict[str, tuple[Resource, ...]] = {}
         """What each edit, or priming, holds."""
-        self._brought: dict[str, None] = {}
-        """Names of those whose file was brought to the host, the latest last."""
-        self.seconds: dict[str, float] = {}
-        """As `WorkerStatus.adapter_seconds`."""
-        self._totals = dict.fromkeys(COUNTERS, 0)
+        self.loads = self.failures = 0
 
     def hold(self, owner: str, loras: Sequence[Lora]) -> tuple[Resource, ...]:
         """Keep these for an edit or a priming, and have brought what is not here; the latter.
@@ -103,39 +94,19 @@ class Loras:
 
     def arrived(self, lora: Lora, loaded: LoadedLora) -> list[str]:
         """It can be used; the edits that wait for nothing more."""
-        self._totals["adapter_loads_total.done"] += 1
+        self.loads += 1
         self._observations.add("adapter_load_seconds", loaded.seconds)
         self._loaded[lora.version] = lora.name, loaded
-        self._took("host", loaded.seconds - loaded.fetched_s)
-        if lora.name not in self._brought:
-            self._took("store", loaded.seconds)
-        self._brought.pop(lora.name, None)
-        self._brought[lora.name] = None
-        if len(self._brought) > _MOST_NAMED:
-            del self._brought[next(iter(self._brought))]
         return self._residency.arrived(Resource(KIND, lora.version))
 
     def failed(self, lora: Lora, error: MaskserveError) -> list[str]:
         """It will not come; the edits that waited for it."""
-        self._totals["adapter_loads_total.failed"] += 1
+        self.failures += 1
         return self._residency.failed(Resource(KIND, lora.version), error)
 
     def dropped(self, resource: Resource) -> None:
         """It has made room for another."""
-        self._totals["adapter_evictions_total"] += 1
         self._loaded.pop(resource.name, None)
-
-    def waited(self, seconds: float) -> None:
-        """An edit has waited for its LoRAs."""
-        self._observations.add("adapter_wait_seconds", seconds)
-
-    def counters(self) -> dict[str, int]:
-        """Totals, by metric."""
-        return self._totals
-
-    def tiers(self) -> dict[str, tuple[str, ...]]:
-        """As `WorkerStatus.adapters`."""
-        return {"device": self.names(), "host": tuple(self._brought)}
 
     def digest(self, lora: Lora) -> str:
         """sha256 of the file of a LoRA that is here."""
@@ -155,11 +126,6 @@ class Loras:
         """
         until = self._profiles.get(lora.name, 2.0)
         return next((i for i, (sigma, _) in enumerate(sigmas) if sigma <= until), len(sigmas))
-
-    def _took(self, tier: str, seconds: float) -> None:
-        """To bring one from there; the latest count most."""
-        before = self.seconds.get(tier, seconds)
-        self.seconds[tier] = round(before + _WEIGHT * (seconds - before), 4)
 
     def _bring(self, lora: Lora, resource: Resource) -> None:
         now = time.monotonic()
