@@ -96,6 +96,11 @@ class StatusPublisher:
             **cache.counters(),
             **self._manager.audits.counters(),
         }
+        loras = self._manager.loras
+        if loras is not None:
+            status.adapters, status.adapter_tiers = loras.listed(), loras.tiers()
+            status.adapter_loads = loras.costs.published
+            status.counters = {**status.counters, **loras.counters}
         self._writer.write(status)
 
     def close(self) -> None:

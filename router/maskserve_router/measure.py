@@ -109,6 +109,7 @@ class Measure:
             cache=cache
             and active < served.dense_above_ratio * total
             and not (served.dense_sides and side),
+            adapters=tuple(lora.name for lora in settings.loras if lora.scale),
         )
         return edit, digest
 

@@ -40,6 +40,7 @@ _MOST_ROWS = 10_000
 """Rows that a record lists; each takes some microseconds at every poll."""
 _MOST_STEPS = 100_000
 _MOST_TOKENS = 10**9
+_MOST_LOAD_S = 86_400.0
 
 
 def read_status(raw: bytes) -> PolledStatus:
@@ -74,6 +75,12 @@ def _check_status(status: PolledStatus) -> None:
         within("steps_left", row.steps_left, 0, _MOST_STEPS)
         within("total_tokens", row.total_tokens, 0, _MOST_TOKENS)
         within("active_tokens", row.active_tokens, 0, row.total_tokens)
+    within("the number of adapters", len(status.adapters), 0, _MOST_ROWS)
+    for adapter in status.adapters:
+        within("an adapter's bytes", adapter.nbytes, 0, 2**50)
+    for cost in status.adapter_loads.values():
+        within("adapter_loads", cost.fixed, 0.0, _MOST_LOAD_S)
+        within("adapter_loads", cost.per_byte, 0.0, 1.0)
     if (served := status.served) is not None:
         within("served.native_resolution", served.native_resolution, 1, 2**16)
         within("served.token_pixels", served.token_pixels, 1, served.native_resolution)

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.status_record import AdapterTierTotal
 from maskserve_core.models.flux import flux_work
 from maskserve_core.triton.metric_table import (
     ENDS,
@@ -25,6 +26,7 @@ from maskserve_core.triton.metric_table import (
 from maskserve_core.triton.metrics import EngineMetrics, FrontMetrics, MetricsThread
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.engine import Engine
+from maskserve_engine.requests.loras import new_counters as adapter_counters
 from maskserve_harness.benchmarks.models import FLUX_DEV
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import FakeTriton, Metric
@@ -73,6 +75,7 @@ def test_metrics_follow_the_record(api: FakeTriton, metrics: EngineMetrics) -> N
                 "unheard_of_total": 1,
             },
             tier_bytes={"device": 7},
+            adapter_tiers={"device": AdapterTierTotal(3, 50)},
             templates={"device": ("a", "b")},
         )
     )
@@ -82,6 +85,8 @@ def test_metrics_follow_the_record(api: FakeTriton, metrics: EngineMetrics) -> N
     assert one(api, "cache_templates", tier="device").value == 2
     assert one(api, "cache_hits_total", tier="device").value == 2
     assert one(api, "cache_hits_total", tier="host").value == 1
+    assert one(api, "adapters", tier="device").value == 3
+    assert one(api, "adapter_bytes", tier="device").value == 50
     assert one(api, "running_rows").value == 0
     assert one(api, "row_capacity").value == 8
 
@@ -161,7 +166,7 @@ def engine_counters() -> set[str]:
     )
     engine = Engine(Config(), adapter, prompt=lambda: None)
     audits = engine.manager.audits.counters()
-    return {*engine.counters, *engine.cache.counters(), *audits}
+    return {*engine.counters, *engine.cache.counters(), *audits, *adapter_counters()}
 
 
 def test_every_counter_is_published_or_known_not_to_be() -> None:

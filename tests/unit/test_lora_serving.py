@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_core.adapters.folder import AdapterFile
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import Lora
+from maskserve_core.contracts.status_record import AdapterTierTotal
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -21,6 +23,7 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
+from maskserve_core.triton.metric_table import ENGINE_METRICS
 from maskserve_engine.adapters.lora_loader import Bring, LoadedLora
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.adapter import Adapter
@@ -45,9 +48,13 @@ class Held:
         self.asked: list[str] = []
         self.open: dict[str, threading.Event] = {}
         self.fails: dict[str, Exception] = {}
+        self.host: tuple[AdapterFile, ...] = ()
 
     def file_bytes(self, lora: Lora) -> int:
         return NBYTES
+
+    def on_host(self) -> tuple[AdapterFile, ...]:
+        return self.host
 
     def load(self, lora: Lora, done: Callable[[Any], None]) -> None:
         self.asked.append(lora.name)
@@ -58,7 +65,7 @@ class Held:
                 done(self.fails[lora.name])
                 return
             nbytes = self._bring(lora.version, self.factors(lora.name))
-            done(LoadedLora(f"digest-of-{lora.name}", nbytes, 0.0))
+            done(LoadedLora(f"digest-of-{lora.name}", nbytes, 0.5, NBYTES, "storage"))
 
         threading.Thread(target=work, daemon=True).start()
 
@@ -349,6 +356,42 @@ def test_the_least_recent_makes_room_and_none_that_is_in_use(make: Callable[...,
     site.loader.let_come("x", "y")
     for sink in held:
         sink.final()
+
+
+def test_what_is_at_hand_is_told_and_loads_are_measured(make: Callable[..., Site]) -> None:
+    site = make(device_bytes=2 * NBYTES)
+    manager = site.engine.manager
+    loras = manager.loras
+    assert loras is not None
+    site.loader.host = tuple(
+        AdapterFile(Path(name), name, "v", f"sha-{name}", 100, 0.0) for name in ("a", "far")
+    )
+    waiting = site.begin(site.job("waiting", 1, ("a", 1.0)))
+    eventually("it waits", lambda: site.waits("waiting"))
+    on_its_way = {each.name: each.tier for each in loras.listed()}
+    assert on_its_way == {"far": "host", "a": "coming"}
+    site.loader.let_come("a", "b", "c")
+    waiting.final()
+    for name in ("b", "c"):
+        site.begin(site.job(name, 1, (name, 1.0))).final()
+    here = {each.name: (each.tier, each.digest) for each in loras.listed()}
+    assert here == {
+        "a": ("host", "sha-a"),
+        "far": ("host", "sha-far"),
+        "b": ("device", "digest-of-b"),
+        "c": ("device", "digest-of-c"),
+    }
+    assert loras.tiers()["host"] == AdapterTierTotal(2, 200)
+    assert loras.tiers()["device"].count == 2
+    assert loras.listed() is loras.listed()
+    assert loras.counters["adapter_evictions_total"] == 1
+    assert loras.costs.published["storage"].seconds(NBYTES) == pytest.approx(0.5)
+    observed = list(site.engine.observations.take())
+    for name, _, labels in observed:
+        assert len(ENGINE_METRICS[name].labels) == len(labels)
+    names = [name for name, _, _ in observed]
+    assert names.count("adapter_load_seconds") == 3
+    assert "adapter_wait_seconds" in names
 
 
 def test_a_lora_larger_than_the_budget_fails_its_edits_alone(make: Callable[..., Site]) -> None:

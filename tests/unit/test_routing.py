@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as changed
 
+from maskserve_core.contracts.status_record import AdapterStatus, LoadCost
 from maskserve_core.routing import (
     POLICIES,
+    AdapterView,
     Edit,
     LeastRequests,
     LeastTokens,
@@ -272,3 +274,56 @@ def test_a_dense_row_of_a_smaller_image_costs_in_proportion():
     small = replace(EDIT, total_tokens=FULL // 4, cache=False)
     assert view.price(small) == (PRICING.dense_row / 4, 0.0, 0.0)
     assert view.row(small).tokens == FULL // 4
+
+
+# LoRAs.
+
+LOADS = {"host": LoadCost(0.1, 1e-9), "storage": LoadCost(1.0, 1e-8)}
+
+
+def having(**tiers: str) -> AdapterView:
+    held = {name: AdapterStatus(name, tier, 10**8) for name, tier in tiers.items()}  # type: ignore[arg-type]
+    return AdapterView(held, LOADS)
+
+
+def test_a_lora_is_priced_by_where_it_is() -> None:
+    view = having(here="device", near="host", soon="coming")
+    assert view.seconds(()) == 0.0
+    assert view.seconds(["here"]) == 0.0
+    assert view.seconds(["near"]) == pytest.approx(0.2)
+    assert view.seconds(["far"]) == pytest.approx(2.0)  # taken to be as large as the others
+    assert view.seconds(["soon"]) == pytest.approx(1.0)
+    assert view.seconds(["here", "near", "far"]) == pytest.approx(2.0)
+    assert view.asked(["far"]).seconds(["far"]) == pytest.approx(1.0)
+
+
+def test_an_edit_goes_where_its_lora_is_unless_the_queue_there_is_longer_than_the_load() -> None:
+    edit = replace(EDIT, adapters=("x",))
+    without = worker("a", adapters=having())
+    with_it = worker("b", adapters=having(x="device"))
+    assert MaskAware().choose(EDIT, [without, with_it], 0.0) == "a"
+    assert MaskAware().choose(edit, [without, with_it], 0.0) == "b"
+    silent = worker("a")  # says nothing of adapters: as it was before there were any
+    assert predicted_seconds(edit, silent, 0.0) == predicted_seconds(EDIT, silent, 0.0)
+    gap = predicted_seconds(edit, without, 0.0) - predicted_seconds(edit, with_it, 0.0)
+    assert gap == pytest.approx(1.0)
+    busy = replace(with_it, running=tuple([row(400)] * 4))
+    assert MaskAware().choose(edit, [without, busy], 0.0) == "a"
+
+
+def test_a_load_goes_on_while_the_edit_waits_for_its_place() -> None:
+    edit = replace(EDIT, adapters=("x",))
+    full = worker("a", running=tuple([row(400)] * 4))
+    assert predicted_seconds(edit, replace(full, adapters=having()), 0.0) == pytest.approx(
+        predicted_seconds(EDIT, full, 0.0)
+    )
+
+
+def test_a_record_says_where_loras_are() -> None:
+    status = WorkerStatus("w", "m", "ready", 4, 16)
+    assert WorkerView.from_status(status, PRICING, 0.0).adapters is None
+    told = changed(status, adapter_loads=LOADS, adapters=(AdapterStatus("x", "device", 5, "sha"),))
+    view = WorkerView.from_status(WorkerStatus.from_json(told.to_json()), PRICING, 0.0)
+    assert view.adapter_seconds(replace(EDIT, adapters=("x",))) == 0.0
+    far = replace(EDIT, adapters=("far",))
+    assert view.adapter_seconds(far) > view.sent([far]).adapter_seconds(far) > 0.0

@@ -17,7 +17,9 @@ from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.pricing import Pricing
 
 VERSION = 2
+ADAPTERS_LISTED = 256
 Kind = Literal["dense", "cached", "prime"]
+AdapterTier = Literal["device", "coming", "host"]
 State = Literal["loading", "ready", "draining", "stopped", "failed"]
 
 
@@ -58,6 +60,35 @@ class Served:
     """Whether a row that computes a whole side of the picture runs dense even on a hit."""
 
 
+class AdapterStatus(msgspec.Struct, frozen=True):
+    """An adapter that a worker has at hand."""
+
+    name: str
+    tier: AdapterTier
+    """The nearest one that has it; `coming`: it is on its way to the device."""
+    nbytes: int
+    """Of its file."""
+    digest: str = ""
+    """sha256 of its file; empty while it is coming."""
+
+
+class AdapterTierTotal(msgspec.Struct, frozen=True):
+    """What a tier holds of adapters."""
+
+    count: int
+    nbytes: int
+
+
+class LoadCost(msgspec.Struct, frozen=True):
+    """Seconds until an adapter can be used, `fixed + per_byte` times its file's bytes."""
+
+    fixed: float
+    per_byte: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.fixed + self.per_byte * nbytes
+
+
 class Stamp(NamedTuple):
     """What the writer adds to a record."""
 
@@ -96,6 +127,13 @@ class WorkerStatus(msgspec.Struct):
     """What rows cost here; None before it is known."""
     memory: MemoryTable | None = None
     """Of the worker's device; None before the model is loaded."""
+    adapters: tuple[AdapterStatus, ...] = ()
+    """Of those at hand the ones that were used last, at most `ADAPTERS_LISTED`."""
+    adapter_tiers: Mapping[str, AdapterTierTotal] = msgspec.field(default_factory=dict)
+    """Tier -> all that it holds."""
+    adapter_loads: Mapping[str, LoadCost] = msgspec.field(default_factory=dict)
+    """`host` or `storage` -> what it costs to bring an adapter from there to the device, as it was
+    measured lately. Empty: the worker serves none."""
     version: int = VERSION
 
     def age_s(self, now_ns: int | None = None) -> float:

@@ -2,11 +2,13 @@
 
 pricing   what a row costs on a worker: a few linear coefficients
 view      what is known of a worker: its rows, its queue, the templates it has
+adapters  where LoRAs are, and how long they take to come
 predict   when an edit would be done on a worker
 policies  the rules that choose
 """
 
 from maskserve_core.contracts.pricing import Pricing
+from maskserve_core.routing.adapters import AdapterView
 from maskserve_core.routing.policies import (
     POLICIES,
     LeastRequests,
@@ -23,6 +25,7 @@ from maskserve_core.routing.view import Edit, WorkerView
 
 __all__ = [
     "POLICIES",
+    "AdapterView",
     "Edit",
     "LeastRequests",
     "LeastTokens",

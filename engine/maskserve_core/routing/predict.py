@@ -37,8 +37,9 @@ def predicted_seconds(edit: Edit, worker: WorkerView, now: float) -> float:
     passed = now - worker.as_of
     if passed > 0.0:
         total = max(total - passed, own)
+    fetch = max(fetch, worker.adapter_seconds(edit))
     if fetch > 0.0:
-        # Fetching goes on while the edit waits for its place.
+        # Entries and LoRAs come, side by side, while the edit waits for its place.
         waits = profile.free_at * step + profile.until(profile.free_at)[0]
         total += max(fetch - waits, 0.0)
     return total

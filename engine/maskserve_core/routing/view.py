@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
 from maskserve_core.planning.cost_model import TIERS
+from maskserve_core.routing.adapters import AdapterView
 from maskserve_core.routing.profile import Profile, RowLoad, build_profile
 
 
@@ -25,6 +26,8 @@ class Edit:
     """Name of the model it needs; empty: any."""
     cache: bool = True
     """Whether it may use cached activations."""
+    adapters: tuple[str, ...] = ()
+    """Names of the LoRAs that it is made with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class WorkerView:
     """In the order in which they get rows."""
     templates: Mapping[str, Set[str]] | None = None
     """Tier -> templates it has entries of; `None`: every template is in the host tier."""
+    adapters: AdapterView | None = None
+    """`None`: loading one is not known to take any time."""
     model: str = ""
     ready: bool = True
     """Takes new edits: alive, loaded and not draining."""
@@ -92,6 +97,12 @@ class WorkerView:
             return dense, 0.0, 0.0
         return compute, load, fetch
 
+    def adapter_seconds(self, edit: Edit) -> float:
+        """Seconds until the LoRAs of `edit` can be used here."""
+        if not edit.adapters or self.adapters is None:
+            return 0.0
+        return self.adapters.seconds(edit.adapters)
+
     def row(self, edit: Edit) -> RowLoad:
         """`edit` as a row of this worker."""
         compute, load, _ = self.price(edit)
@@ -101,7 +112,12 @@ class WorkerView:
 
     def sent(self, edits: Iterable[Edit]) -> WorkerView:
         """The view with `edits` on their way to the worker, behind those that wait."""
-        return replace(self, waiting=(*self.waiting, *(self.row(edit) for edit in edits)))
+        on_their_way = tuple(edits)
+        adapters = self.adapters
+        if adapters is not None:
+            adapters = adapters.asked(name for edit in on_their_way for name in edit.adapters)
+        waiting = (*self.waiting, *(self.row(edit) for edit in on_their_way))
+        return replace(self, waiting=waiting, adapters=adapters)
 
     @classmethod
     def from_status(cls, status: WorkerStatus, pricing: Pricing, as_of: float) -> WorkerView:
@@ -139,6 +155,7 @@ class WorkerView:
             running=rows(status.running),
             waiting=rows(status.waiting),
             templates=templates,
+            adapters=AdapterView.from_status(status),
             model=status.model,
             ready=status.state == "ready",
             as_of=as_of,

@@ -69,6 +69,10 @@ ENGINE_METRICS = {
     "engine_silence_seconds": _gauge("Seconds since the engine last wrote its status record."),
     "cache_bytes": _gauge("Bytes of cached activations.", "tier"),
     "cache_templates": _gauge("Templates whose activations are all there.", "tier"),
+    "adapter_bytes": _gauge("Bytes of adapters.", "tier"),
+    "adapters": _gauge("Adapters at hand.", "tier"),
+    "adapter_load_failures_total": _counter("Adapters that could not be brought to the device."),
+    "adapter_evictions_total": _counter("Adapters that left the device to make room."),
     "steps_total": _counter("Steps of the batch, each one call of the model."),
     "edits_total": _counter("Edits whose last step was taken."),
     "active_tokens_total": _counter("Tokens computed for edits, summed over rows and steps."),
@@ -96,6 +100,12 @@ ENGINE_METRICS = {
     "step_seconds": _histogram("Seconds of one step of the batch, loading apart.", _STEP),
     "step_load_stall_seconds": _histogram(
         "Seconds that a step waited for cached activations; steps that read some.", _STALL
+    ),
+    "adapter_load_seconds": _histogram(
+        "Seconds to bring an adapter to the device, by where its file was.", _EDIT, "source"
+    ),
+    "adapter_wait_seconds": _histogram(
+        "Seconds that an edit waited for its adapters; edits that did.", _WAIT
     ),
     "cache_drift": _histogram(
         "Difference of cached from dense latents inside the mask, relative, of audited edits; the "

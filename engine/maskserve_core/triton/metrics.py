@@ -111,6 +111,9 @@ class EngineMetrics:
             self._page.set("cache_bytes", size, tier)
         for tier, held in status.templates.items():
             self._page.set("cache_templates", len(held), tier)
+        for tier, total_held in status.adapter_tiers.items():
+            self._page.set("adapter_bytes", total_held.nbytes, tier)
+            self._page.set("adapters", total_held.count, tier)
         for key, total in status.counters.items():
             # A counter with a label is in the record once for each of its values, behind a dot.
             name, _, label = key.partition(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from maskserve_core.adapters.base_layers import BaseLayers
+from maskserve_core.adapters.folder import AdapterFile
 from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config, ConfigError
@@ -22,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 _AT_ONCE = 2
 """Files that are read at the same time; fetching them from the storage waits in these threads."""
+_LOOK_EVERY_S = 1.0
 _FIELD = "SETTINGS.loras"
 
 
@@ -34,6 +37,9 @@ class LoadedLora(NamedTuple):
     """On the device."""
     seconds: float
     """From when it was asked for."""
+    file_bytes: int = 0
+    source: str = "host"
+    """Where its file was when it was asked for: `host` or `storage`."""
 
 
 Bring = Callable[[str, Mapping[str, Factors]], int]
@@ -52,8 +58,14 @@ class LoraLoader:
         self._config, self._bring = config, bring
         self._store = AdapterStore(config)
         self._pool = ThreadPoolExecutor(_AT_ONCE, "loras")
+        self._host: tuple[AdapterFile, ...] = ()
+        self._closing = threading.Event()
+        self._looks = threading.Thread(target=self._look, name="adapters-on-host", daemon=True)
+        self._looks.start()
 
     def close(self) -> None:
+        self._closing.set()
+        self._looks.join()
         self._store.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -65,6 +77,12 @@ class LoraLoader:
         """
         return self._store.catalogue.find(lora.name, _FIELD).nbytes
 
+    def on_host(self) -> tuple[AdapterFile, ...]:
+        """Files in the host's memory, whoever brought them, the least recently used first; as of
+        the last second. The same object for as long as they are the same.
+        """
+        return self._host
+
     def load(self, lora: Lora, done: Callable[[LoadedLora | MaskserveError], None]) -> None:
         """Have it loaded; `done` is told in another thread what became of it."""
         self._pool.submit(self._load, lora, done, time.monotonic())
@@ -73,10 +91,13 @@ class LoraLoader:
         self, lora: Lora, done: Callable[[LoadedLora | MaskserveError], None], begin: float
     ) -> None:
         try:
+            there = self._store.host.find(lora.name, lora.version) is not None
             file = self._store.fetch(lora.name, lora.version)
             parts = read_lora(file.path, self._base, self._config.model.path)
             nbytes = self._bring(lora.version, parts.get("denoiser", {}))
-            done(LoadedLora(file.digest, nbytes, time.monotonic() - begin))
+            source = "host" if there else "storage"
+            taken = time.monotonic() - begin
+            done(LoadedLora(file.digest, nbytes, taken, file.nbytes, source))
         except MaskserveError as error:
             done(error)
         except (BadAdapter, ValueError) as error:
@@ -88,6 +109,16 @@ class LoraLoader:
         except Exception:
             _log.exception("adapter %s could not be loaded", lora.name)
             done(EngineFailed(f"{_FIELD}: adapter {lora.name} could not be loaded"))
+
+    def _look(self) -> None:
+        while not self._closing.wait(_LOOK_EVERY_S):
+            try:
+                found = tuple(self._store.host.held())
+            except OSError as error:
+                _log.warning("the folder of adapters cannot be read: %s", error)
+                continue
+            if [each.path for each in found] != [each.path for each in self._host]:
+                self._host = found
 
     @cached_property
     def _base(self) -> BaseLayers:

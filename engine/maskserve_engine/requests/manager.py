@@ -289,7 +289,10 @@ class RequestManager:
     def _end_wait(self, edit: RequestState) -> None:
         edit.waiting = False
         if edit.loras.wanted and edit.mode != "wait":
-            edit.loras.waited_s += time.monotonic() - edit.loras.stopped
+            waited = time.monotonic() - edit.loras.stopped
+            edit.loras.waited_s += waited
+            if self.loras is not None:
+                self.loras.waited(waited)
 
     def _wait_for_template(self, edit: RequestState) -> None:
         if not self.cache.is_coming(edit.route.key):

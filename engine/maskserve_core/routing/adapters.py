@@ -1,0 +1,56 @@
+"""Where a worker has LoRAs, and how long it takes to bring the others to its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from maskserve_core.contracts.status_record import AdapterStatus, LoadCost, WorkerStatus
+
+_LEFT = 0.5
+"""Share of a load that is still to come, of one that somebody else has begun: on average half."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterView:
+    """LoRAs by name, as a worker's record lists them. Immutable."""
+
+    held: Mapping[str, AdapterStatus]
+    loads: Mapping[str, LoadCost]
+    """`host` and `storage` -> cost of a load from there."""
+    coming: frozenset[str] = frozenset()
+    """Asked for by edits on their way to the worker."""
+    typical_bytes: float = field(init=False)
+    """Of a file that the worker does not have: the mean of those that it has."""
+
+    def __post_init__(self) -> None:
+        sizes = [each.nbytes for each in self.held.values()]
+        object.__setattr__(self, "typical_bytes", sum(sizes) / len(sizes) if sizes else 0.0)
+
+    @classmethod
+    def from_status(cls, status: WorkerStatus) -> AdapterView | None:
+        """None: the worker says nothing of adapters."""
+        if not status.adapter_loads:
+            return None
+        return cls({each.name: each for each in status.adapters}, status.adapter_loads)
+
+    def seconds(self, names: Iterable[str]) -> float:
+        """Until all of these can be used. They come side by side, so the longest load counts."""
+        return max((self._seconds(name) for name in names), default=0.0)
+
+    def asked(self, names: Iterable[str]) -> AdapterView:
+        """The same, with edits on their way that need these."""
+        more = self.coming.union(names)
+        return self if more == self.coming else replace(self, coming=more)
+
+    def _seconds(self, name: str) -> float:
+        held = self.held.get(name)
+        if held is not None and held.tier == "device":
+            return 0.0
+        source = "host" if held is not None and held.tier == "host" else "storage"
+        cost = self.loads.get(source)
+        if cost is None:
+            return 0.0
+        whole = cost.seconds(self.typical_bytes if held is None else held.nbytes)
+        begun = name in self.coming or (held is not None and held.tier == "coming")
+        return whole * (_LEFT if begun else 1.0)
