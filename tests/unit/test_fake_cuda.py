@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -58,6 +59,37 @@ def test_a_steady_step_copies_nothing_and_waits_for_nothing(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_step_launches_no_more_kernels_than_the_table_says(case: Case) -> None:
     assert count(case).per_block <= COMMITTED[case.name]["per_block"] + 0.1
+
+
+@pytest.mark.parametrize("kind", ["kv", "dense"])
+@pytest.mark.parametrize("loras", [1, 8])
+def test_any_number_of_loras_adds_two_kernels_per_product(loras: int, kind: str) -> None:
+    """16 per double block, 4 per single one; a steady step copies nothing."""
+    plain = Case("none", (*MIXED[:7], None), kind)
+    ours = replace(plain, loras=loras)
+
+    def launches(case: Case, blocks: tuple[int, int]) -> int:
+        first, steady = steady_steps(case, blocks)
+        assert first.copies + steady.copies == []
+        return steady.launches
+
+    added = [launches(ours, each) - launches(plain, each) for each in ((1, 1), (2, 1), (1, 2))]
+    assert (added[1] - added[0], added[2] - added[0]) == (16, 4)
+    assert added[0] == 20
+
+
+def test_who_joins_with_a_lora_is_never_waited_for() -> None:
+    with FakeCuda() as cuda:
+        bench = fake_bench((1, 1), "int8")
+        bench.fill_entry("kv")
+        rows = [bench.row(ratio, seed) for seed, ratio in enumerate(MIXED[:4])]
+        for row in rows[:3]:
+            row.adapters = ((bench.lora(16), 0.8),)
+        with cuda.watch() as log:
+            for batch in (rows[:2], rows, rows[2:], [rows[3]], [rows[0]]):
+                bench.step(batch, "kv")
+    assert log.kernels["maskserve.expand.default"] > 0
+    assert [copy for copy in log.copies if "waits" in copy] == []
 
 
 @pytest.mark.parametrize(

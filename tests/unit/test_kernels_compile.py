@@ -19,6 +19,11 @@ from maskserve_engine.layers.modulation_kernels import (  # noqa: E402
 )
 from maskserve_engine.layers.qk_norm_rope_kernel import qk_norm_rope_kernel  # noqa: E402
 from maskserve_engine.layers.scatter_kv_kernel import scatter_kv_kernel  # noqa: E402
+from maskserve_engine.layers.shrink_expand import FIELDS, RANKS, TOKENS  # noqa: E402
+from maskserve_engine.layers.shrink_expand_kernels import (  # noqa: E402
+    expand_kernel,
+    shrink_kernel,
+)
 
 AMPERE, ADA, HOPPER, BLACKWELL = 80, 89, 90, 100
 ADDRESSES = ("ids", "data_a", "data_b", "scale_a", "scale_b", "groups_a", "groups_b")
@@ -70,3 +75,15 @@ def test_modulating(target: int) -> None:
     gate = {"y": "*bf16", "gates": "*bf16", "gates_stride": "i64"}
     for kernel, own in ((modulate_kernel, norm), (add_gated_kernel, gate)):
         assert machine_code(kernel, streams | own, sizes, target).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("target", [AMPERE, ADA, HOPPER, BLACKWELL])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_updates_of_rows(dtype: str, target: int) -> None:
+    sizes = {"tokens": TOKENS, "ranks": RANKS, "block": 128, "fields": FIELDS}
+    tables = dict.fromkeys(("tiles", "slices", "ends"), "*i64") | {"low": f"*{dtype}"}
+    tables |= dict.fromkeys(("first", "most"), "i32")
+    shrink = {"x": f"*{dtype}", "last": "i32", "x_stride": "i32", "inner": "i32"}
+    expand = {"out": f"*{dtype}", "scales": "*fp32", "out_stride": "i32", "outputs": "i32"}
+    for kernel, own in ((shrink_kernel, shrink), (expand_kernel, expand)):
+        assert machine_code(kernel, tables | own, sizes, target).startswith(b"\x7fELF")

@@ -29,7 +29,8 @@ from maskserve_engine.layers.linear import (
     PlainLinear,
     linear,
 )
-from maskserve_engine.layers.low_rank import LowRank, Part, Update, Updates
+from maskserve_engine.layers.low_rank import LowRank, Update, Updates
+from maskserve_engine.layers.shrink_expand import Part
 from maskserve_harness.benchmarks.models import SD21
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from peft import LoraConfig
 
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.layers.low_rank import Factors, LowRankSet, Part, Update
+from maskserve_engine.layers.low_rank import Factors, LowRankSet, Update
+from maskserve_engine.layers.shrink_expand import Part
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit, diffusers_latents

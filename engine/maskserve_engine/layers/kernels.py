@@ -10,6 +10,7 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 _log = logging.getLogger(__name__)
@@ -17,7 +18,12 @@ _log = logging.getLogger(__name__)
 
 def has_kernels(x: Tensor) -> bool:
     """Whether they do the work where `x` lies; else plain operations do."""
-    return x.is_cuda and missing_triton() is None
+    return kernels_on(x.device)
+
+
+def kernels_on(device: torch.device) -> bool:
+    """Whether they do the work on a device."""
+    return device.type == "cuda" and missing_triton() is None
 
 
 @cache

@@ -8,7 +8,7 @@ Weights are never written, so any mix of adapters runs in one batch and nothing 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskserve_engine.layers.attention import Span
+from maskserve_engine.layers.kernels import kernels_on
 from maskserve_engine.layers.linear import Linear
+from maskserve_engine.layers.shrink_expand import Part, Slices, slices_of
 
 
 class Factors(NamedTuple):
@@ -27,17 +29,6 @@ class Factors(NamedTuple):
     """A, [rank, in]; of a convolution [rank, in, kh, kw]"""
     up: Tensor
     """B, [out, rank]; of a convolution [out, rank, 1, 1]"""
-
-
-class Part(NamedTuple):
-    """What is added to some of a product's outputs."""
-
-    up: Tensor
-    """B, [out, rank]"""
-    begin: int
-    """Of the outputs, the first one."""
-    rank_begin: int
-    """Of the rows of `Update.down`, the first one of its A."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,6 +112,8 @@ class LowRankSet:
     updates: Mapping[str, Update]
     convolutions: Mapping[str, ConvUpdate]
     nbytes: int
+    slices: Mapping[str, Slices] = field(default_factory=dict)
+    """Of the updates, for kernels; empty where there are none."""
 
 
 Adapters: TypeAlias = tuple[tuple[LowRankSet, float], ...]
@@ -239,7 +232,9 @@ def low_rank_set(
         part.up for update in updates.values() for part in update.parts
     ]
     tensors += [each for conv in convolutions.values() for each in (conv.down, conv.up)]
-    return LowRankSet(updates, convolutions, sum(t.nbytes for t in tensors))
+    of_kernels = {place: (own.down, own.parts) for place, own in updates.items()}
+    slices = slices_of(of_kernels) if kernels_on(device) else {}
+    return LowRankSet(updates, convolutions, sum(t.nbytes for t in tensors), slices)
 
 
 def _check_shape(name: str, given: Factors, shape: tuple[int, ...]) -> None:

@@ -47,6 +47,8 @@ class Case:
     """A priming row beside the others."""
     compiled: bool = False
     """Blocks run in compiled segments."""
+    loras: int = 0
+    """Of the first rows, each has one of its own, of rank 16."""
 
 
 CASES = (
@@ -238,6 +240,8 @@ def make_rows(bench: Bench, case: Case) -> list[FluxRow | PrimingRow]:
     rows: list[FluxRow | PrimingRow] = []
     for seed, ratio in enumerate(case.ratios):
         row = bench.row(ratio, seed)
+        if seed < case.loras:
+            row.adapters = ((bench.lora(16), 0.8),)
         rows.append(bench.guided(row) if case.guided else row)
     return [*rows, bench.priming_row()] if case.primes else rows
 

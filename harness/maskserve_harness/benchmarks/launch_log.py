@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-_NO_KERNEL = ("empty", "new_empty", "detach")
+_NO_KERNEL = ("empty", "new_empty", "detach", "maskserve.addresses")
 """Beginnings of names of operations that compute nothing."""
 _ONE_KERNEL = ("linear.", "layer_norm.", "rms_norm.")
 """Operations made of others elsewhere, and of one kernel on CUDA."""

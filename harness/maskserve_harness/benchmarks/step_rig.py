@@ -20,7 +20,8 @@ from maskserve_engine.families.flux.conditioning import TemplateInputs
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
 from maskserve_engine.families.flux.vectors import AHEAD
-from maskserve_engine.families.flux.weights import Weights
+from maskserve_engine.families.flux.weights import Weights, places_of
+from maskserve_engine.layers.low_rank import Factors, LowRankSet, low_rank_set
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.checkout import DEMO_MODEL
 
@@ -137,6 +138,15 @@ class Bench:
         row.latents = row.latents[active]
         row.condition = None if condition is None else condition[active]
         return row
+
+    def lora(self, rank: int) -> LowRankSet:
+        """A random one of every linear layer of the blocks."""
+        factors = {
+            name: Factors(self._random(rank, place.shape[1]), self._random(place.shape[0], rank))
+            for name, place in places_of(self.model).items()
+            if "transformer_blocks" in name
+        }
+        return low_rank_set(factors, places_of(self.model), self.device, self.dtype)
 
     def guided(self, row: FluxRow) -> FluxRow:
         """The row with a negative prompt: it takes a second pass."""

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.batch.packing import Packing
+from maskserve_engine.batch.row_updates import ByRow, RowUpdates
 from maskserve_engine.layers.linear import Linear, all_plain, linear, map_linears
 from maskserve_engine.layers.low_rank import (
     Adapters,
-    LowRank,
     Place,
     is_layer,
     layer_shape,
-    low_rank,
 )
 
 
@@ -185,14 +184,14 @@ class Weights:
         """The same for packed rows of which each has adapters of its own, or none."""
         if not any(rows):
             return self
-        changed = self.with_linears(lambda place, own: low_rank(place, own, rows))
+        changed = self.with_linears(RowUpdates(rows, self.device).linear)
         return replace(changed, by_row=True)
 
     def take(self, rows: Sequence[int]) -> Weights:
         """Of weights for packed rows, those for some of them."""
 
         def taken(place: str, own: Linear) -> Linear:
-            return own.take(rows) if isinstance(own, LowRank) else own
+            return own.take(rows) if isinstance(own, ByRow) else own
 
         return self.with_linears(taken) if self.by_row else self
 

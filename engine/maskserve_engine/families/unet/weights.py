@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from maskserve_engine.batch.row_updates import ByRow, RowUpdates
 from maskserve_engine.layers.linear import Linear, PlainLinear, linear, map_linears
 from maskserve_engine.layers.low_rank import (
     Adapters,
-    LowRank,
     Place,
     is_layer,
     layer_shape,
-    low_rank,
     low_rank_conv,
 )
 
@@ -100,16 +99,17 @@ class UnetWeights:
         if not any(passes):
             return self
         layers: dict[nn.Module, Callable[..., Tensor]] = {}
+        updates = RowUpdates(passes, self.model.device)
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Conv2d):
                 conv = low_rank_conv(name, module, passes)
                 if conv is not None:
                     layers[module] = conv
             elif name.endswith("time_emb_proj"):
-                product = low_rank(name, linear(module), passes)
-                if isinstance(product, LowRank):
+                product = updates.linear(name, linear(module))
+                if isinstance(product, ByRow):
                     layers[module] = product
-        changed = self.with_linears(lambda place, own: low_rank(place, own, passes))
+        changed = self.with_linears(updates.linear)
         return replace(changed, layers=layers)
 
 

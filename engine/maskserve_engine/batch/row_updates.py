@@ -1,0 +1,153 @@
+"""What the packed rows' LoRAs add to a family's products: by kernels on CUDA, as grouped products
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskserve_engine.batch.transfer import to_device
+from maskserve_engine.layers.attention import Span
+from maskserve_engine.layers.kernels import kernels_on
+from maskserve_engine.layers.linear import Linear
+from maskserve_engine.layers.low_rank import Adapters, LowRank, low_rank
+from maskserve_engine.layers.shrink_expand import FIELDS, TOKENS, add_slices
+
+
+class RowUpdates:
+    """Made when rows are packed.
+
+    Args:
+        rows: each one's adapters.
+        device: of the model.
+    """
+
+    def __init__(self, rows: Sequence[Adapters], device: torch.device) -> None:
+        self._rows, self._tiles = rows, Tiles(device)
+        self._tables = tables(rows, device) if kernels_on(device) else None
+
+    def linear(self, place: str, base: Linear) -> Linear:
+        """The product at a place of the family's weights, with what the rows add to it."""
+        if self._tables is None:
+            return low_rank(place, base, self._rows)
+        table = self._tables.get(place)
+        if table is None:
+            return base
+        return FusedLowRank(base, table, tuple(range(len(self._rows))), self._tiles)
+
+
+class Table(NamedTuple):
+    """What the packed rows add to one product, on the device."""
+
+    slices: Tensor
+    """[S, FIELDS] int64 of all rows, one behind the other."""
+    scales: Tensor
+    """[S] float32"""
+    ends: Tensor
+    """[R + 1] int64: 0, and behind each row's last slice."""
+    counts: tuple[int, ...]
+    """Slices of each row."""
+
+
+def tables(rows: Sequence[Adapters], device: torch.device) -> dict[str, Table]:
+    """By place, what packed rows add there; brought to the device in one transfer."""
+    places = {place for row in rows for own, _ in row for place in own.slices}
+    nothing = np.empty((0, FIELDS), np.int64), np.empty(0, np.float32)
+    host: list[Tensor] = []
+    counts: dict[str, tuple[int, ...]] = {}
+    for place in sorted(places):
+        slices, scales, lengths = [nothing[0]], [nothing[1]], []
+        for row in rows:
+            own = [(each.slices[place], scale) for each, scale in row if place in each.slices]
+            slices += [each for each, _ in own]
+            scales += [np.full(len(each), scale, np.float32) for each, scale in own]
+            lengths.append(sum(len(each) for each, _ in own))
+        ends = np.cumsum([0, *lengths])
+        host += map(torch.from_numpy, (np.concatenate(slices), np.concatenate(scales), ends))
+        counts[place] = tuple(lengths)
+    there = iter(to_device(host, device))
+    return {
+        place: Table(next(there), next(there), next(there), own) for place, own in counts.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tokens that each program has: [T, 3] row of the table, first token, end; kept with a
+    batch, so that a steady step brings none to the device.
+    """
+
+    device: torch.device
+    _known: dict[object, Tensor] = field(default_factory=dict)
+
+    def of(
+        self, spans: Sequence[Span], rows: Sequence[int | None], length: int, copies: int
+    ) -> Tensor:
+        """Of rows packed in `spans`, `copies` times with `length` tokens each.
+
+        Args:
+            spans: [begin, end) of each row.
+            rows: of the table, each one's own; None: it adds nothing.
+            length: of one copy.
+            copies: one behind the other.
+        """
+        key = tuple(spans), tuple(rows), length, copies
+        found = self._known.get(key)
+        if found is None:
+            tiles = [
+                (row, shift + first, shift + min(first + TOKENS, end))
+                for shift in range(0, copies * length, length)
+                for row, (begin, end) in zip(rows, spans, strict=True)
+                if row is not None
+                for first in range(begin, end, TOKENS)
+            ]
+            host = torch.tensor(tiles, dtype=torch.int64).view(-1, 3)
+            [found] = to_device([host], self.device)
+            self._known[key] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLowRank:
+    """`LowRank` as two kernels for all rows."""
+
+    base: Linear
+    table: Table
+    rows: tuple[int, ...]
+    """Of the table, each packed row's own."""
+    tiles: Tiles
+    """Of the batch."""
+    first: int = 0
+    """Of the outputs in the table, the first one of `base`."""
+
+    @property
+    def out_features(self) -> int:
+        return self.base.out_features
+
+    def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
+        out, length = self.base(x, rows), x.shape[-2]
+        flat, table = x.reshape(-1, x.shape[-1]), self.table
+        own = [row if table.counts[row] else None for row in self.rows]
+        tiles = self.tiles.of(rows, own, length, len(flat) // max(length, 1))
+        if len(tiles):
+            target, most = out.view(-1, out.shape[-1]), max(table.counts)
+            device = table.slices, table.ends, table.scales
+            add_slices(target, flat, tiles, *device, most=most, first=self.first)
+        return out
+
+    def columns(self, begin: int, end: int) -> FusedLowRank:
+        return replace(self, base=self.base.columns(begin, end), first=self.first + begin)
+
+    def take(self, rows: Sequence[int]) -> FusedLowRank:
+        """For some of the packed rows."""
+        return replace(self, rows=tuple([self.rows[row] for row in rows]))
+
+
+ByRow = LowRank | FusedLowRank
+"""A product that differs by row."""

@@ -1,0 +1,167 @@
+"""Low-rank updates of all packed rows as two kernels, whatever LoRAs each row has (S-LoRA's and
+Punica's SGMV: a table says which row reads which factors).
+
+An update is cut into *slices* of up to RANKS ranks that add to the same outputs. `shrink` makes
+x · Aᵀ of each slice of each row, `expand` adds Σ scale · (x · Aᵀ) · Bᵀ to the outputs. Which slices
+a row has is a table on the device (`batch.row_updates`); factors are read where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+RANKS = 16
+"""Of a slice, the most; the least that a tensor core multiplies."""
+TOKENS = 32
+"""Of one row, that a program has."""
+FIELDS = 6
+"""Of a slice: addresses of A and B, ranks, numbers from one output of B to the next, and its
+outputs' begin and end."""
+
+Slices = NDArray[np.int64]
+"""[S, FIELDS] of an update; the tensors that it points to must outlive it."""
+
+
+class Part(NamedTuple):
+    """What is added to some of a product's outputs."""
+
+    up: Tensor
+    """B, [out, rank]"""
+    begin: int
+    """Of the outputs, the first one."""
+    rank_begin: int
+    """Of the rows of the update's A, the first one of its own."""
+
+
+def slices_of(updates: Mapping[str, tuple[Tensor, Sequence[Part]]]) -> dict[str, Slices]:
+    """The slices of an adapter's updates, by their places.
+
+    Args:
+        updates: at each place A [ranks, in] of all parts, one below the other, and the parts; in
+            the device's memory.
+    """
+    tensors = [each for down, parts in updates.values() for each in (down, *(p.up for p in parts))]
+    addresses = iter(torch.ops.maskserve.addresses(tensors).numpy().tolist())
+    found = {}
+    for place, (down, parts) in updates.items():
+        at, rows = next(addresses), []
+        for up, begin, rank_begin in parts:
+            at_up, ranks = next(addresses), up.shape[1]
+            for first in range(0, ranks, RANKS):
+                own_down = at + (rank_begin + first) * down.stride(0) * down.element_size()
+                own_up = at_up + first * up.element_size()
+                count = min(RANKS, ranks - first)
+                rows.append((own_down, own_up, count, up.stride(0), begin, begin + len(up)))
+        found[place] = np.array(rows, np.int64).reshape(-1, FIELDS)
+    return found
+
+
+def add_slices(
+    out: Tensor,
+    x: Tensor,
+    tiles: Tensor,
+    slices: Tensor,
+    ends: Tensor,
+    scales: Tensor,
+    *,
+    most: int,
+    first: int = 0,
+) -> None:
+    """Add to `out` what the rows' slices make of `x`, as two kernels.
+
+    Args:
+        out: [N, out], written to; of the product's outputs those from `first` on.
+        x: [N, in]
+        tiles: [T, 3] int64, each up to TOKENS tokens of one row: the row, first token, end.
+        slices: [S, FIELDS] int64 of all rows, one behind the other.
+        ends: [R + 1] int64: 0, and behind each row's last slice.
+        scales: [S] float32
+        most: slices of a row.
+        first: see `out`.
+    """
+    low = torch.ops.maskserve.shrink(x, tiles, slices, ends, first, out.shape[1], most)
+    torch.ops.maskserve.expand(out, low, tiles, slices, ends, scales, first)
+
+
+@torch.library.custom_op("maskserve::addresses", mutates_args=())
+def _addresses(tensors: Sequence[Tensor]) -> Tensor:
+    """[n] int64 on the host: where they lie."""
+    return torch.tensor([each.data_ptr() for each in tensors], dtype=torch.int64)
+
+
+@torch.library.custom_op("maskserve::shrink", mutates_args=())
+def _shrink(
+    x: Tensor, tiles: Tensor, slices: Tensor, ends: Tensor, first: int, outputs: int, most: int
+) -> Tensor:
+    from maskserve_engine.layers.shrink_expand_kernels import shrink_kernel
+
+    low = x.new_empty(len(tiles), TOKENS, most, RANKS)
+    shrink_kernel[(len(tiles), most)](
+        x,
+        low,
+        tiles,
+        slices,
+        ends,
+        first,
+        first + outputs,
+        x.stride(0),
+        x.shape[1],
+        most,
+        tokens=TOKENS,
+        ranks=RANKS,
+        block=128,
+        fields=FIELDS,
+    )
+    return low
+
+
+@torch.library.custom_op("maskserve::expand", mutates_args=("out",))
+def _expand(
+    out: Tensor,
+    low: Tensor,
+    tiles: Tensor,
+    slices: Tensor,
+    ends: Tensor,
+    scales: Tensor,
+    first: int,
+) -> None:
+    from maskserve_engine.layers.shrink_expand_kernels import expand_kernel
+
+    block = 128
+    expand_kernel[(len(tiles), -(-out.shape[1] // block))](
+        out,
+        low,
+        tiles,
+        slices,
+        ends,
+        scales,
+        first,
+        out.stride(0),
+        out.shape[1],
+        low.shape[2],
+        tokens=TOKENS,
+        ranks=RANKS,
+        block=block,
+        fields=FIELDS,
+    )
+
+
+@_addresses.register_fake
+def _(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.empty(len(tensors), dtype=torch.int64, device="cpu")
+
+
+@_shrink.register_fake
+def _(x: Tensor, tiles: Tensor, _s: Tensor, _e: Tensor, _f: int, _o: int, most: int) -> Tensor:
+    return x.new_empty(tiles.shape[0], TOKENS, most, RANKS)
+
+
+@_expand.register_fake
+def _(*_: object) -> None:
+    return None

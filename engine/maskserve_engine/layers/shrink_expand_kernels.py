@@ -1,0 +1,110 @@
+"""The kernels of `shrink_expand`, in the Triton language (the package `triton`; not the server).
+
+One program has up to `tokens` tokens of one row, so a row's results do not depend on its batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def shrink_kernel(
+    x,
+    low,
+    tiles,
+    slices,
+    ends,
+    first,
+    last,
+    x_stride,
+    inner,
+    most,
+    tokens: tl.constexpr,
+    ranks: tl.constexpr,
+    block: tl.constexpr,
+    fields: tl.constexpr,
+):
+    """Grid: (tiles, most slices of a row). `low` [tiles, tokens, most, ranks] is x · Aᵀ; slices
+    that add to no output from `first` to `last` are left out.
+    """
+    tile, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(tiles + tile * 3)
+    begin = tl.load(tiles + tile * 3 + 1)
+    end = tl.load(tiles + tile * 3 + 2)
+    at = tl.load(ends + row) + number
+    if at < tl.load(ends + row + 1):
+        own = slices + at * fields
+        if (tl.load(own + 5) > first) & (tl.load(own + 4) < last):
+            down = tl.cast(tl.load(own), x.dtype)
+            rank, token = tl.arange(0, ranks), begin + tl.arange(0, tokens)
+            there = token < end
+            known = rank < tl.load(own + 2)
+            found = tl.zeros((tokens, ranks), tl.float32)
+            for k in range(0, inner, block):
+                column = k + tl.arange(0, block)
+                inside = column < inner
+                ours = tl.load(
+                    x + token[:, None] * x_stride + column[None, :],
+                    mask=there[:, None] & inside[None, :],
+                    other=0.0,
+                )
+                theirs = tl.load(
+                    down + column[:, None] + rank[None, :] * inner,
+                    mask=inside[:, None] & known[None, :],
+                    other=0.0,
+                )
+                found += tl.dot(ours, theirs, input_precision="ieee")
+            to = low + ((tile * tokens + tl.arange(0, tokens)) * most + number)[:, None] * ranks
+            tl.store(to + rank[None, :], found.to(low.dtype.element_ty))
+
+
+@triton.jit
+def expand_kernel(
+    out,
+    low,
+    tiles,
+    slices,
+    ends,
+    scales,
+    first,
+    out_stride,
+    outputs,
+    most,
+    tokens: tl.constexpr,
+    ranks: tl.constexpr,
+    block: tl.constexpr,
+    fields: tl.constexpr,
+):
+    """Grid: (tiles, blocks of outputs). Adds all slices of a row to its outputs, summed in
+    float32; `out` begins with the product's output `first`.
+    """
+    tile, least = tl.program_id(0).to(tl.int64), tl.program_id(1) * block
+    row = tl.load(tiles + tile * 3)
+    begin = tl.load(tiles + tile * 3 + 1)
+    end = tl.load(tiles + tile * 3 + 2)
+    rank, number = tl.arange(0, ranks), tl.arange(0, tokens)
+    column = least + tl.arange(0, block)
+    lows = low + (tile * tokens + number)[:, None] * most * ranks + rank[None, :]
+    most_column = tl.minimum(least + block, outputs)  # what is beyond has not been shrunk
+    begin_slice = tl.load(ends + row)
+    added = tl.zeros((tokens, block), tl.float32)
+    for at in range(begin_slice, tl.load(ends + row + 1)):
+        own = slices + at * fields
+        lowest, highest = tl.load(own + 4) - first, tl.load(own + 5) - first
+        if (highest > least) & (lowest < most_column):
+            up = tl.cast(tl.load(own + 1), out.dtype)
+            inside = (column >= lowest) & (column < highest)
+            known = rank < tl.load(own + 2)
+            ours = tl.load(lows + (at - begin_slice) * ranks)
+            theirs = tl.load(
+                up + (column - lowest)[None, :] * tl.load(own + 3) + rank[:, None],
+                mask=inside[None, :] & known[:, None],
+                other=0.0,
+            )
+            added += tl.load(scales + at) * tl.dot(ours, theirs, input_precision="ieee")
+    token = begin + number
+    to = out + token[:, None] * out_stride + column[None, :]
+    there = (token < end)[:, None] & (column < outputs)[None, :]
+    tl.store(to, tl.load(to, mask=there, other=0.0).to(tl.float32) + added, mask=there)

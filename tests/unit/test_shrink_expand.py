@@ -1,0 +1,95 @@
+"""The kernels that add rows' LoRAs, interpreted, against the grouped products."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.interpreted import run_interpreted
+
+pytest.importorskip("triton")
+
+PROGRAM = """
+import sys
+import torch
+from maskserve_engine.batch.row_updates import FusedLowRank, Tiles, tables
+from maskserve_engine.layers.linear import PlainLinear
+from maskserve_engine.layers.low_rank import LowRankSet, Update, low_rank
+from maskserve_engine.layers.shrink_expand import Part, slices_of
+
+torch.seed()
+dtype = getattr(torch, sys.argv[1])
+draw = lambda low, high: int(torch.randint(low, high, ()))
+host = torch.device("cpu")
+
+def normal(*shape):
+    return torch.randn(*shape).to(dtype)
+
+def adapter(inner, outputs):
+    # of some of three layers that are joined, each with ranks of its own
+    chosen = [n for n in range(3) if draw(0, 3)] or [draw(0, 3)]
+    ranks = [draw(1, 40) for _ in chosen]
+    begins = [sum(ranks[:n]) for n in range(len(ranks))]
+    parts = tuple(
+        Part(normal(outputs, rank), n * outputs, begin)
+        for n, rank, begin in zip(chosen, ranks, begins)
+    )
+    update = Update(normal(sum(ranks), inner) / inner ** 0.5, parts)
+    slices = slices_of({"place": (update.down, update.parts)})
+    return LowRankSet({"place": update}, {}, 0, slices)
+
+def assert_close(one, other):
+    # float32 differs in the order of sums; half precision also in what is rounded between adapters
+    limit = 1e-4 if dtype == torch.float32 else 2 ** -5
+    bound = limit * (1 + other.float().abs().max())
+    assert (one.float() - other.float()).abs().max() <= bound
+
+for _ in range(4):
+    inner, outputs, count = draw(3, 300), draw(5, 200), draw(1, 6)
+    known = [adapter(inner, outputs) for _ in range(3)]
+    rows = [
+        tuple((known[draw(0, 3)], draw(1, 30) / 10 - 1.55) for _ in range(draw(0, 4)))
+        for _ in range(count)
+    ]
+    rows[draw(0, count)] = ((known[0], 0.7),)
+    lengths = [draw(0, 80) for _ in range(count)]
+    ends = [sum(lengths[: n + 1]) for n in range(count)]
+    spans = [(end - length, end) for end, length in zip(ends, lengths)]
+    base = PlainLinear(normal(3 * outputs, inner) / inner ** 0.5, normal(3 * outputs))
+    plain = low_rank("place", base, rows)
+    fused = FusedLowRank(base, tables(rows, host)["place"], tuple(range(count)), Tiles(host))
+
+    x = normal(ends[-1], inner)
+    found, expected, unchanged = fused(x, spans), plain(x, spans), base(x)
+    assert_close(found, expected)
+    for row, (begin, end) in zip(rows, spans):
+        if not row:
+            assert torch.equal(found[begin:end], unchanged[begin:end])
+        else:  # whatever is beside it
+            alone = FusedLowRank(base, tables([row], host)["place"], (0,), Tiles(host))
+            changes = alone(x[begin:end], [(0, end - begin)]) - base(x[begin:end])
+            assert_close(found[begin:end], base(x[begin:end]) + changes)
+
+    begin = draw(0, 3 * outputs - 1)
+    end = draw(begin + 1, 3 * outputs + 1)
+    assert_close(fused.columns(begin, end)(x, spans), plain.columns(begin, end)(x, spans))
+    inner_end = draw(1, end - begin + 1)
+    twice = fused.columns(begin, end).columns(0, inner_end)
+    assert_close(twice(x, spans), plain.columns(begin, begin + inner_end)(x, spans))
+
+    chosen = [n for n in range(count) if draw(0, 2)] or [0]
+    parts = torch.cat([x[slice(*spans[n])] for n in chosen])
+    stops = [sum(lengths[n] for n in chosen[: m + 1]) for m in range(len(chosen))]
+    own = [(stop - lengths[n], stop) for n, stop in zip(chosen, stops)]
+    some = low_rank("place", base, [rows[n] for n in chosen])
+    assert_close(fused.take(chosen)(parts, own), some(parts, own))
+
+    steps = normal(4, count, inner)  # a vector of each row at each of some steps
+    each = [(n, n + 1) for n in range(count)]
+    assert_close(fused(steps, each), plain(steps, each))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_kernels_add_what_grouped_products_add(dtype: str) -> None:
+    """(The interpreter multiplies bfloat16 as if its bits were integers.)"""
+    run_interpreted(PROGRAM, dtype)
