@@ -10,6 +10,7 @@ from pathlib import Path
 COMMANDS = {
     # The model's steps, and what surrounds them in a worker.
     "step": "benchmarks.step",
+    "bench_adapters": "benchmarks.bench_adapters",
     "kernel_table": "benchmarks.kernel_table",
     "gpu_estimate": "benchmarks.gpu_estimate",
     "first_run": "benchmarks.first_run",

@@ -125,10 +125,10 @@ def measure_mixes(
     dense: list[Any] = [bench.row(None, i) for i in range(len(mixes[0]))]
     cached: list[Any] = [[bench.row(m, i) for i, m in enumerate(mix)] for mix in mixes]
     batches = (dense, *cached)
-    steps = [_kept(bench, count, partial(bench.step, rows, kind)) for rows in batches]
+    steps = [kept(bench, count, partial(bench.step, rows, kind)) for rows in batches]
     if isinstance(bench, Bench) and bench.compiled is not None:
         again = partial(bench.step, kind=kind, compiled=True)
-        steps += [_kept(bench, count, partial(again, rows)) for rows in batches]
+        steps += [kept(bench, count, partial(again, rows)) for rows in batches]
     for step in steps if repeat > 1 else steps[1:2]:
         step()
     rounds = [[timer.ms(step) / count for step in steps] for _ in range(repeat)]
@@ -150,7 +150,7 @@ def measure_mixes(
     return results
 
 
-def _kept(bench: Bench | UnetBench, count: int, step: Callable[[], None]) -> Callable[[], None]:
+def kept(bench: Bench | UnetBench, count: int, step: Callable[[], None]) -> Callable[[], None]:
     """So many steps of rows that stay packed while others are stepped."""
     batch: Any = None
 
