@@ -7,6 +7,9 @@ it, and what is accepted.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import re
 from collections.abc import Collection
 from typing import Any, TypeVar
@@ -73,6 +76,18 @@ def given(value: Any, known: Collection[str]) -> Any:
         key: [given(one, known) for one in each] if isinstance(each, list) else each
         for key, each in items
     }
+
+
+def sentences(table: type) -> dict[str, str]:
+    """Key → the string below it in the class; keys without one are left out."""
+    (body,) = ast.parse(inspect.getsource(table)).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, below in itertools.pairwise(body.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            assert isinstance(field.target, ast.Name)
+            found[field.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return found
 
 
 def show(value: Any) -> str:

@@ -15,6 +15,7 @@ from maskserve_router.admission import Client
 from maskserve_router.http_answers import JSON, Handler, answering, json_response, refused
 from maskserve_router.http_inference import HttpInference, model_of
 from maskserve_router.json_values import values_of
+from maskserve_router.openapi import document
 from maskserve_router.server_calls import ServerCalls, operators_only, shared_memory_refused
 
 
@@ -35,6 +36,7 @@ class HttpApp:
         model = "/v2/models/{model}"
         versions = (model, model + "/versions/{version}")
         routes = [
+            _get("/openapi.json", self._document),
             _get("/healthz", self._live),
             _get("/readyz", self._ready),
             _get("/v2", self._server),
@@ -77,6 +79,9 @@ class HttpApp:
     def _client(self, request: Request) -> Client:
         """Who asks. Health alone is told without a key; see `Keys.client`."""
         return self._who(request.headers)
+
+    async def _document(self, _: Request) -> Response:
+        return Response(msgspec.json.encode(document()), media_type=JSON)
 
     async def _live(self, _: Request) -> Response:
         return Response()

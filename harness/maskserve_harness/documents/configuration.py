@@ -6,8 +6,6 @@ python scripts/config_reference.py --check    # exit code 1 if the document is a
 
 from __future__ import annotations
 
-import ast
-import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any, get_type_hints
@@ -16,7 +14,7 @@ import msgspec
 from msgspec import inspect as types
 
 from maskserve_core.config import Config
-from maskserve_core.reading import Table
+from maskserve_core.reading import Table, sentences
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_router.config import RouterConfig
 
@@ -51,11 +49,11 @@ def tables(whole: type[Table], besides: type[Table] = Table) -> Iterator[str]:
             if kind.cls not in get_type_hints(besides).values():
                 found.append(kind.cls)
         else:
-            plain.append(_key(field, _sentences(whole)))
+            plain.append(_key(field, sentences(whole)))
     yield from _table("", plain)
     for table in found:
         fields = types.type_info(table).fields  # type: ignore[attr-defined]
-        yield from _table(table.__doc__, [_key(f, _sentences(table)) for f in fields])
+        yield from _table(table.__doc__, [_key(f, sentences(table)) for f in fields])
 
 
 def _key(field: types.Field, sentences: dict[str, str]) -> str:
@@ -72,22 +70,6 @@ def _key(field: types.Field, sentences: dict[str, str]) -> str:
     default = field.default
     shown = "" if default is msgspec.NODEFAULT else _toml(default)
     return _row(field.name, shown, accepted, sentences[field.name])
-
-
-def _sentences(table: type) -> dict[str, str]:
-    """Key → the string below it in the class.
-
-    Raises:
-        KeyError: on use, for a key that has none.
-    """
-    (body,) = ast.parse(inspect.getsource(table)).body
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for field, below in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-            assert isinstance(field.target, ast.Name)
-            found[field.target.id] = " ".join(ast.literal_eval(below.value).split())
-    return found
 
 
 def _table(doc: str | None, rows: list[str]) -> Iterator[str]:

@@ -1,0 +1,257 @@
+"""The OpenAPI document of the router's HTTP side, made of what the handlers themselves read by."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from maskserve_core.contracts.keys import TEMPLATE_ID
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.tensors import CONTRACTS
+from maskserve_core.reading import sentences
+from maskserve_router.openai.form import EXTENSIONS, Fields
+
+Json = dict[str, Any]
+_PICTURE = {"type": "string", "contentMediaType": "application/octet-stream", "format": "binary"}
+_TOLD = (400, 401, 404, 413, 429, 503, 504)
+"""Statuses with which any call may be refused (docs/router.md)."""
+_MODEL = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+_TEMPLATE = {
+    "name": "template_id",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "pattern": f"^{TEMPLATE_ID.pattern}$"},
+}
+
+
+@cache
+def document() -> Json:
+    """What `/openapi.json` answers."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "maskserve",
+            "version": importlib.metadata.version("maskserve"),
+            "description": "Masked image edits: OpenAI's API, templates, and KServe v2.",
+        },
+        "security": [{}, {"key": []}],
+        "paths": {**_openai(), **_templates(), **_kserve(), **_health()},
+        "components": {
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": {
+                "Error": _object(error=_object(message=_TEXT, type=_TEXT, param={}, code=_TEXT)),
+                "KServeError": _object(error=_TEXT),
+                "Template": _object(id=_TEXT, object=_TEXT),
+                "Model": _object(id=_TEXT, object=_TEXT, created=_WHOLE, owned_by=_TEXT),
+                "Images": _object(
+                    created=_WHOLE,
+                    size=_TEXT,
+                    output_format=_TEXT,
+                    data=_list(_object(b64_json=_TEXT)),
+                    usage=_object(input_tokens=_WHOLE, output_tokens=_WHOLE, total_tokens=_WHOLE),
+                    maskserve=_list({"type": "object"}),
+                ),
+                **_reachable((Fields, EditSettings)),
+            },
+        },
+    }
+
+
+_TEXT: Json = {"type": "string"}
+_WHOLE: Json = {"type": "integer"}
+
+
+def _openai() -> Json:
+    edit = {
+        "summary": "Repaint the masked part of an image",
+        "requestBody": {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": _edit_form()}},
+        },
+        "responses": {
+            "200": {
+                "description": "The pictures; with `stream`, server-sent events",
+                "content": {
+                    "application/json": {"schema": _ref("Images")},
+                    "text/event-stream": {"schema": _TEXT},
+                },
+            },
+            **_refusals("Error"),
+        },
+    }
+    models = _object(object=_TEXT, data=_list(_ref("Model")))
+    return {
+        "/v1/images/edits": {"post": edit},
+        "/v1/models": {"get": _answers("Models that workers serve now", models, "Error")},
+        "/v1/models/{model}": {
+            "parameters": [_MODEL],
+            "get": _answers("One of them", _ref("Model"), "Error"),
+        },
+    }
+
+
+def _edit_form() -> Json:
+    """Fields of an edit: OpenAI's, then settings under their own names."""
+    own, settings = _properties(Fields), _properties(EditSettings)
+    extensions = {name: settings[name] for name in sorted(EXTENSIONS)}
+    return {
+        "type": "object",
+        "properties": {"image": _PICTURE, "mask": _PICTURE, **own, **extensions},
+        "required": ["prompt"],
+        "additionalProperties": False,
+    }
+
+
+def _templates() -> Json:
+    form = {
+        "type": "object",
+        "properties": {
+            "image": _PICTURE,
+            "prime": {"type": "boolean", "default": True},
+            "shared": {"type": "boolean", "default": False},
+        },
+        "required": ["image"],
+        "additionalProperties": False,
+    }
+    register = _answers("Register a source image", _ref("Template"), "Error")
+    register["requestBody"] = {
+        "required": True,
+        "content": {"multipart/form-data": {"schema": form}},
+    }
+    listed = _object(object=_TEXT, data=_list(_ref("Template")))
+    one = "/v1/templates/{template_id}"
+    paths: Json = {
+        "/v1/templates": {
+            "post": register,
+            "get": _answers("Those of the key", listed, "Error"),
+        },
+        one: {
+            "parameters": [_TEMPLATE],
+            "get": _answers("One of them", _ref("Template"), "Error"),
+            "delete": _answers("Forget the image and its entries", _ref("Template"), "Error"),
+        },
+    }
+    for operation, says in (
+        ("prime", "Compute its entries"),
+        ("pin", "Keep its entries from eviction"),
+        ("unpin", "No longer"),
+    ):
+        answer = _answers(says, _ref("Template"), "Error")
+        paths[f"{one}/{operation}"] = {"parameters": [_TEMPLATE], "post": answer}
+    return paths
+
+
+def _kserve() -> Json:
+    """KServe v2 and Triton's extensions; the tensors of each model are in docs/design.md."""
+    named = {**_MODEL, "schema": {"type": "string", "enum": sorted(CONTRACTS)}}
+    base = "/v2/models/{model}"
+    paths: Json = {
+        "/v2": {"get": _answers("Of the server", {"type": "object"}, "KServeError")},
+        "/v2/repository/index": {
+            "post": _answers("Models", _list({"type": "object"}), "KServeError")
+            | _body(_object(ready={"type": "boolean"}), required=False)
+        },
+    }
+    for path, says in (("", "Inputs and outputs"), ("/config", "Triton's"), ("/stats", "Counts")):
+        answer = _answers(says, {"type": "object"}, "KServeError")
+        paths[base + path] = {"parameters": [named], "get": answer}
+    tensor = {
+        "type": "object",
+        "properties": {
+            "name": _TEXT,
+            "shape": _list(_WHOLE),
+            "datatype": _TEXT,
+            "data": {"type": "array"},
+        },
+        "required": ["name", "shape", "datatype"],
+    }
+    infer = _object(inputs=_list(tensor), id=_TEXT)
+    infer["required"] = ["inputs"]
+    paths[base + "/infer"] = {
+        "parameters": [named],
+        "post": _answers("An inference", {"type": "object"}, "KServeError") | _body(infer),
+    }
+    generate = {"type": "object", "additionalProperties": _TEXT}
+    paths[base + "/generate"] = {
+        "parameters": [named],
+        "post": _answers("An inference, by name", {"type": "object"}, "KServeError")
+        | _body(generate),
+    }
+    streamed = _answers("An inference as it goes", _TEXT, "KServeError", "text/event-stream")
+    paths[base + "/generate_stream"] = {
+        "parameters": [named],
+        "post": streamed | _body(generate),
+    }
+    return paths
+
+
+def _health() -> Json:
+    def probe(says: str, *also: int) -> Json:
+        answers = {str(code): {"description": "no"} for code in also}
+        return {"get": {"summary": says, "responses": {"200": {"description": "yes"}, **answers}}}
+
+    named = {**_MODEL, "schema": {"type": "string", "enum": sorted(CONTRACTS)}}
+    return {
+        "/healthz": probe("Whether the router lives"),
+        "/readyz": probe("Whether a worker takes edits", 503),
+        "/v2/health/live": probe("As /healthz"),
+        "/v2/health/ready": probe("As /readyz", 503),
+        "/v2/models/{model}/ready": {"parameters": [named], **probe("Whether it is served", 400)},
+        "/openapi.json": probe("This document"),
+    }
+
+
+def _answers(says: str, schema: Json, error: str, media: str = "application/json") -> Json:
+    return {
+        "summary": says,
+        "responses": {
+            "200": {"description": says, "content": {media: {"schema": schema}}},
+            **_refusals(error),
+        },
+    }
+
+
+def _refusals(error: str) -> Json:
+    content = {"application/json": {"schema": _ref(error)}}
+    return {str(code): {"description": "refused", "content": content} for code in _TOLD}
+
+
+def _body(schema: Json, *, required: bool = True) -> Json:
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
+def _object(**properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _reachable(tables: tuple[type, ...]) -> Json:
+    """Schemas of tables and of what is inside of them, with a sentence for each key."""
+    _, found = msgspec.json.schema_components(tables, ref_template="#/components/schemas/{name}")
+    return {name: schema for name, schema in found.items() if name not in _names(tables)}
+
+
+def _names(tables: tuple[type, ...]) -> set[str]:
+    return {table.__name__ for table in tables}
+
+
+def _properties(table: type[msgspec.Struct]) -> Mapping[str, Json]:
+    """Of a table's own keys, each with what it means."""
+    _, found = msgspec.json.schema_components((table,), ref_template="#/components/schemas/{name}")
+    says = sentences(table)
+    return {
+        name: {**schema, "description": says[name]} if name in says else schema
+        for name, schema in found[table.__name__]["properties"].items()
+    }

@@ -1,0 +1,86 @@
+"""The OpenAPI document: of the right form, and about the paths that there are."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_router.openai.form import EXTENSIONS, Fields
+from maskserve_router.openapi import document
+
+DOCUMENT = document()
+OPERATORS = re.compile(r"/v2/(trace|logging|repository/models|\w*sharedmemory|.*/trace)|/versions/")
+"""Paths of Triton that are refused, and the same once more with a version."""
+
+
+def schemas(node: Any) -> list[Any]:
+    """Every schema of the document."""
+    found = []
+    if isinstance(node, dict):
+        found += [node["schema"]] if "schema" in node else []
+        for value in node.values():
+            found += schemas(value)
+    elif isinstance(node, list):
+        for value in node:
+            found += schemas(value)
+    return found
+
+
+def test_every_schema_is_one() -> None:
+    every = [*schemas(DOCUMENT["paths"]), *DOCUMENT["components"]["schemas"].values()]
+    assert len(every) > 30
+    for each in every:
+        Draft202012Validator.check_schema(each)
+
+
+def test_every_reference_leads_somewhere() -> None:
+    named = set(re.findall(r"#/components/schemas/(\w+)", str(DOCUMENT)))
+    assert named <= set(DOCUMENT["components"]["schemas"])
+
+
+def test_every_path_is_served_and_every_route_is_told(routes: set[tuple[str, str]]) -> None:
+    told = {
+        (path, method.upper())
+        for path, methods in DOCUMENT["paths"].items()
+        for method in methods
+        if method != "parameters"
+    }
+    served = {(path, method) for path, method in routes if not OPERATORS.search(path)}
+    assert told == served - {("/v2/", "GET"), ("/v2/models/stats", "GET")}
+
+
+@pytest.fixture
+def routes() -> set[tuple[str, str]]:
+    """Paths and methods of the router's application."""
+    from maskserve_router.http_app import HttpApp
+    from maskserve_router.openai.routes import openai_routes
+
+    class Anything:
+        def __getattr__(self, _: str) -> Any:
+            async def handler(*_: Any) -> None: ...
+
+            return handler
+
+        def operation(self, _: str) -> Any:
+            return self.prime
+
+    anything: Any = Anything()
+    app = HttpApp(anything, anything, anything, openai_routes(anything, anything)).app()
+    return {
+        (re.sub(r":path\}", "}", route.path), method)
+        for route in app.routes
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+
+
+def test_the_form_of_an_edit_has_every_field_with_a_sentence() -> None:
+    edit = DOCUMENT["paths"]["/v1/images/edits"]["post"]["requestBody"]
+    form = edit["content"]["multipart/form-data"]["schema"]["properties"]
+    assert set(form) == {"image", "mask", *Fields.__struct_fields__, *EXTENSIONS}
+    assert set(EditSettings.__struct_fields__) > EXTENSIONS
+    assert all("description" in form[name] for name in EXTENSIONS)
+    assert form["mask_feather"]["maximum"] == 512

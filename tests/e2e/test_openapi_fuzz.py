@@ -1,0 +1,69 @@
+"""Whatever a client makes of the OpenAPI document: no 5xx, no hang, and answers as it says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from maskserve_harness.cluster.site import RouterSite
+from maskserve_router.openapi import document
+from maskserve_serving.worker import Worker
+
+
+def modes(methods: dict[str, Any], method: str) -> Iterator[GenerationMode]:
+    """What the document allows, and what it does not, where there is anything that it does not."""
+    yield GenerationMode.POSITIVE
+    bound = any({"enum", "pattern"} & set(p["schema"]) for p in methods.get("parameters", ()))
+    if bound or "requestBody" in methods[method]:
+        yield GenerationMode.NEGATIVE
+
+
+OPERATIONS = [
+    pytest.param(path, method, mode, id=f"{method} {path} {mode.value}")
+    for path, methods in document()["paths"].items()
+    for method in methods
+    if method != "parameters"
+    for mode in modes(methods, method)
+]
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+)
+SLOWEST_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def site(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterSite]:
+    with RouterSite([worker.grpc_url], tmp_path_factory.mktemp("openapi"), {}) as made:
+        yield made
+        assert requests.get(f"http://{made.http_url}/readyz", timeout=10).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "method", "mode"), OPERATIONS)
+def test_nothing_breaks(site: RouterSite, path: str, method: str, mode: GenerationMode) -> None:
+    operation = schemathesis.openapi.from_dict(document())[path][method]
+    url = f"http://{site.http_url}"
+
+    @settings(max_examples=8, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def call(case: Any) -> None:
+        begin = time.monotonic()
+        case.call_and_validate(base_url=url, checks=CHECKS, timeout=30)
+        assert time.monotonic() - begin < SLOWEST_S
+
+    call()
