@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from maskserve_core.config import Config, cores
+from maskserve_core.config import Config
 from maskserve_core.models.facts import anchor_stride
 from maskserve_core.planning.cost_model import CostModel, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat
@@ -24,6 +22,7 @@ from maskserve_engine.cache.sizing import (
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Held, Rebuild, Tier, computed_anew
 from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.stages.device_probe import device_rates
 from maskserve_engine.stages.loader import device_of, dtype_of
 
 _BUFFER = 32 * 2**20
@@ -32,10 +31,7 @@ _BUFFER = 32 * 2**20
 
 def estimated_costs(config: Config) -> CostModel:
     """What steps and loads cost before any was measured."""
-    device = device_of(config)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    dtype = str(dtype_of(config)).removeprefix("torch.")
-    return estimate(name, dtype, cores=config.model.torch_threads or cores())
+    return estimate(device_rates(config))
 
 
 def entry_format(config: Config) -> EntryFormat:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maskserve_core.planning.cost_model import estimate
+from maskserve_core.planning.cost_model import cpu_rates, estimate
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_engine.cache.entries import PARTS, AnchorEntry
 from maskserve_engine.cache.sizing import choose_kinds
@@ -25,7 +25,7 @@ from tests.fakes.jobs import tolerance
 
 KINDS = ("dense", "project", "kv")
 NOISE_SEED = 1234
-_ANY_COSTS = estimate("cpu")
+_ANY_COSTS = estimate(cpu_rates())
 
 
 class Primed:

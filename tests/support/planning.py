@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from maskserve_core.models.flux import flux_work
-from maskserve_core.planning.cost_model import CostModel, Line, estimate
+from maskserve_core.planning.cost_model import H100, CostModel, Line, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_core.planning.step_costs import NO_RESTORE, StepCosts, step_costs
 from maskserve_harness.benchmarks.models import FLUX_DEV
@@ -103,7 +103,7 @@ def flux_costs(
 ) -> StepCosts:
     """FLUX.1 at 1024 x 1024 over a link of so many GB/s, one row per mask ratio."""
     work = flux_work(FLUX_DEV, 128, 128)
-    model = CostModel("x", estimate("H100").compute, {"host": Line(0.0, 1e-9 / gbytes)}, "estimate")
+    model = CostModel("x", estimate(H100).compute, {"host": Line(0.0, 1e-9 / gbytes)}, "estimate")
     rows = [work.row_at(m, 512) for m in masks]
     loads = block_bytes(work, [(4096 - r.active[0],) for r in rows], FORMATS[fmt])
     return step_costs(work, work.totals(rows), model, {"host": loads}, **more)

@@ -10,12 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maskserve_core.planning.cost_model import (
-    DEVICE_CLASSES,
+    H100,
     CostModel,
+    GpuProperties,
     Line,
+    Rates,
+    cpu_rates,
     estimate,
     fit,
     from_json,
+    gpu_rates,
 )
 
 finite = st.just(0.0) | st.floats(1e-9, 1e3)  # seconds: less cannot be told from nothing
@@ -132,34 +136,37 @@ def test_predictions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tflops", "gbytes"),
+    ("gpu", "tflops", "single"),
     [
-        ("NVIDIA H100 80GB HBM3", 494.5, 50),
-        ("NVIDIA H100 PCIe", 378, 50),
-        ("NVIDIA A100-SXM4-80GB", 156, 25),
-        ("NVIDIA A10G", 35, 25),
-        ("NVIDIA A10", 62.5, 25),
-        ("NVIDIA L4", 60.5, 25),
-        ("NVIDIA L40S", 181, 25),
-        ("NVIDIA GeForce RTX 4090", 82.5, 25),
+        (GpuProperties("NVIDIA B200", 148, 1.85e9, (10, 0)), 2250, 70),
+        (GpuProperties("NVIDIA H100 80GB HBM3", 132, 1.83e9, (9, 0)), 989, 62),
+        (GpuProperties("NVIDIA A100-SXM4-80GB", 108, 1.41e9, (8, 0)), 312, 19.5),
+        (GpuProperties("NVIDIA L40", 142, 2.49e9, (8, 9)), 362, 90.5),
+        (GpuProperties("NVIDIA RTX A6000", 84, 1.8e9, (8, 6)), 155, 38.7),
+        (GpuProperties("NVIDIA A10", 72, 1.695e9, (8, 6)), 125, 31.2),
+        (GpuProperties("NVIDIA RTX A1000", 18, 1.14e9, (8, 6)), 21, 5.2),
+        (GpuProperties("what comes next", 200, 2e9, (13, 0)), 410, 102),
     ],
 )
-def test_estimates_of_known_devices(name: str, tflops: float, gbytes: float) -> None:
-    model = estimate(name)
-    assert model.source == "estimate"
-    assert 1e-12 / model.compute.per_unit == pytest.approx(tflops)
-    assert 1e-9 / model.loads["host"].per_unit == pytest.approx(gbytes, rel=0.01)
+def test_peaks_follow_from_what_a_gpu_says_of_itself(
+    gpu: GpuProperties, tflops: float, single: float
+) -> None:
+    assert gpu_rates(gpu).product_flops == pytest.approx(tflops * 1e12, rel=0.02)
+    assert gpu_rates(gpu, "float32").product_flops == pytest.approx(single * 1e12, rel=0.02)
+    model = estimate(gpu_rates(gpu))
+    assert (model.source, model.device) == ("estimate", gpu.name)
+    assert 1e-12 / model.compute.per_unit == pytest.approx(tflops / 2, rel=0.02)
     assert from_json(json.dumps(model.to_json())) == model
+    # No GPU, whatever its name, is taken for a core of a CPU.
+    assert model.compute.per_unit < estimate(cpu_rates(16)).compute.per_unit
 
 
-def test_estimates_order_as_the_tiers_do() -> None:
-    for device in [c.key for c in DEVICE_CLASSES] + ["cpu"]:
-        model = estimate(device)
-        seconds = [model.load_seconds(t, 1e8) for t in ("device", "host", "disk", "remote")]
-        assert seconds == sorted(seconds)
+@pytest.mark.parametrize("rates", [H100, cpu_rates(), cpu_rates(16)])
+def test_estimates_order_as_the_tiers_do(rates: Rates) -> None:
+    model = estimate(rates)
+    seconds = [model.load_seconds(t, 1e8) for t in ("device", "host", "disk", "remote")]
+    assert seconds == sorted(seconds)
 
 
-def test_an_unknown_device_counts_as_a_cpu_and_float32_is_slower() -> None:
-    assert estimate("Frobnicator 9000").compute == estimate("cpu").compute
-    assert estimate("cpu", cores=4).step_seconds(1e12) < estimate("cpu").step_seconds(1e12)
-    assert estimate("H100", "float32").step_seconds(1e13) > estimate("H100").step_seconds(1e13)
+def test_more_cores_compute_more() -> None:
+    assert estimate(cpu_rates(4)).step_seconds(1e12) < estimate(cpu_rates()).step_seconds(1e12)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from maskserve_core.planning.cost_model import estimate
+from maskserve_core.planning.cost_model import H100, estimate
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.movers import Arrival
@@ -201,7 +201,7 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
         executor._rows["edit"] = row
         executor._readers["edit"] = cast(EntryReader, SimpleNamespace(now=handle))
         reads, plan = (Read("edit", whole=False, required=False),), plan_of_kinds(("kv", "kv"))
-        costs = MeasuredCosts(estimate("H100"))
+        costs = MeasuredCosts(estimate(H100))
         times = StepTimes(costs, handle._loader, counters, observed)
         with cuda.watch() as log:
             for number in range(3):

@@ -163,67 +163,91 @@ def from_json(values: Mapping[str, Any] | str | bytes) -> CostModel:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceClass:
-    """Public peak numbers of a device; makers' data sheets, dense (no structured sparsity)."""
+class Rates:
+    """What a device does at most, published or probed: what an estimate stands on."""
 
-    key: str
-    """Found in the device's name, lower case."""
-    half_tflops: float
-    """bfloat16 and float16 matrix peak, TFLOP/s."""
-    single_tflops: float
-    """float32 peak without TF32, TFLOP/s."""
-    link_gbytes: float
-    """Host link, peak GB/s in one direction."""
+    device: str
+    product_flops: float
+    """FLOP/s of matrix products in the model's dtype."""
+    link_bytes: float
+    """Bytes/s of large pinned copies from the host's memory."""
+    step_share: float
+    """Of `product_flops`, what a whole step reaches."""
+    step_fixed: float = 5e-3
+    """Seconds of a step however small."""
+    transfer_fixed: float = 3e-5
+    """Seconds of a copy however small."""
 
 
-# The first key that fits wins: the longer names stand before the names they contain.
-DEVICE_CLASSES = (
-    DeviceClass("h200", 989, 67, 64),
-    DeviceClass("h100 pcie", 756, 51, 64),
-    DeviceClass("h100", 989, 67, 64),
-    DeviceClass("h800", 989, 67, 64),
-    DeviceClass("a100", 312, 19.5, 32),
-    DeviceClass("a10g", 70, 35, 32),
-    DeviceClass("a10", 125, 31.2, 32),
-    DeviceClass("l40s", 362, 91.6, 32),
-    DeviceClass("l4", 121, 30.3, 32),
-    DeviceClass("4090", 165, 82.6, 32),
+@dataclass(frozen=True, slots=True)
+class GpuProperties:
+    """What a GPU says of itself."""
+
+    name: str
+    multiprocessors: int
+    clock_hz: float
+    """At most."""
+    capability: tuple[int, int]
+    """Compute capability."""
+
+
+# Compute capability from which on: FLOPs per multiprocessor and cycle of 16-bit products summed in
+# float32 (matrix units), of float32 ones (without TF32), and the host link's GB/s.
+_ARCHITECTURES = (
+    ((12, 0), 1024, 256, 64),
+    ((10, 0), 8192, 256, 64),
+    ((9, 0), 4096, 256, 64),
+    ((8, 6), 1024, 256, 32),
+    ((8, 0), 2048, 128, 32),
+    ((7, 0), 1024, 128, 16),
+    ((0, 0), 256, 256, 16),
 )
-_CPU_TFLOPS_PER_CORE = 0.08
-"""Two 256-bit multiply-adds a cycle at 2.5 GHz."""
 EFFICIENCY = 0.5
 """Share of the matrix peak that a whole step reaches; within a factor of 2 either way."""
+PROBED_EFFICIENCY = 0.67
+"""Share of a large product's measured rate, which itself is some 3/4 of the peak."""
 LINK_EFFICIENCY = 0.78
 """Share of the link's peak that large pinned copies reach: 50 of 64, 25 of 32 GB/s."""
+_CPU_FLOPS_PER_CORE = 0.08e12
+"""Two 256-bit multiply-adds a cycle at 2.5 GHz."""
+_CPU_COPY = 10e9
+"""Pages of the host tier are the CPU's own memory: a copy, at about what one core moves."""
 _OTHER_GBYTES = {"disk": 7.0, "remote": 1.0}
 """One PCIe 4 NVMe drive; a 10 Gbit/s network."""
-_STEP_SECONDS, _CPU_STEP_SECONDS, _TRANSFER_SECONDS = 5e-3, 1e-3, 3e-5
+
+H100 = Rates("H100", 989e12, 64e9 * LINK_EFFICIENCY, EFFICIENCY)
+"""SXM, bfloat16, by its data sheet: what is simulated where nothing else is asked for."""
 
 
-def estimate(device: str, dtype: str = "bfloat16", *, cores: int = 1) -> CostModel:
-    """A rough cost model for a device nobody has measured yet, flagged `estimate`.
+def gpu_rates(gpu: GpuProperties, dtype: str = "bfloat16") -> Rates:
+    """A GPU's peak, from what it says of itself. Makers halve the matrix rate of some cards
+    (GeForce from 8.6 on), cap others (H20) and give some fewer lanes to the host: only a probe
+    tells (`maskserve_engine.stages.device_probe`).
 
     Args:
-        device: its name, as `torch.cuda.get_device_name` gives it; an unknown name counts as a
-            CPU, the slow side to be wrong on.
+        gpu: its properties.
         dtype: `float32` takes the single-precision peak.
-        cores: CPU cores of the denoiser.
     """
-    name = device.lower().replace("-", " ")
-    found = next((c for c in DEVICE_CLASSES if c.key in name), None)
-    # Pages of the host tier are the CPU's own memory: a copy, at about what one core moves.
-    link = found.link_gbytes * LINK_EFFICIENCY if found else 10.0
-    tflops = _CPU_TFLOPS_PER_CORE * cores
-    if found:
-        tflops = found.single_tflops if dtype == "float32" else found.half_tflops
+    of_generation = (row[1:] for row in _ARCHITECTURES if gpu.capability >= row[0])
+    half, single, link = next(of_generation)
+    per_cycle = single if dtype == "float32" else half
+    flops = gpu.multiprocessors * gpu.clock_hz * per_cycle
+    return Rates(gpu.name, flops, 1e9 * link * LINK_EFFICIENCY, EFFICIENCY)
+
+
+def cpu_rates(cores: int = 1) -> Rates:
+    """Of so many CPU cores, in float32."""
+    return Rates("cpu", _CPU_FLOPS_PER_CORE * cores, _CPU_COPY, EFFICIENCY, 1e-3, 0.0)
+
+
+def estimate(rates: Rates) -> CostModel:
+    """A rough cost model for a device on which no step has been measured, flagged `estimate`."""
     return CostModel(
-        device=device,
-        compute=Line(
-            _STEP_SECONDS if found else _CPU_STEP_SECONDS, 1 / (tflops * 1e12 * EFFICIENCY)
-        ),
+        device=rates.device,
+        compute=Line(rates.step_fixed, 1 / (rates.product_flops * rates.step_share)),
         loads={
             "device": Line(0.0, 0.0),
-            "host": Line(_TRANSFER_SECONDS if found else 0.0, 1e-9 / link),
+            "host": Line(rates.transfer_fixed, 1 / rates.link_bytes),
             **{t: Line(1e-4, 1e-9 / rate) for t, rate in _OTHER_GBYTES.items()},
         },
         source="estimate",

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,12 +27,16 @@ from torch._subclasses.fake_tensor import (
 )
 
 from maskserve_engine.layers import kernels
+from maskserve_engine.stages import device_probe
 from maskserve_harness.benchmarks.launch_log import Log, Recorder, place_of
 
 DEVICE = torch.device("cuda", 0)
 _CUDA, _META = 1, 14  # c10/core/DeviceType.h
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 _PATIENCE_S = 60.0
+_PROPERTIES = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", multi_processor_count=132, clock_rate=1_830_000, major=9, minor=0
+)
 _MEMORY = 80 * 2**30
 _real_numpy = Tensor.numpy
 
@@ -95,7 +100,8 @@ class FakeCuda:
             "device_count": lambda: 1,
             "_exchange_device": lambda _: 0,
             "_maybe_exchange_device": lambda _: 0,
-            "get_device_name": lambda _=None: "NVIDIA H100 80GB HBM3",
+            "get_device_name": lambda _=None: _PROPERTIES.name,
+            "get_device_properties": lambda _=None: _PROPERTIES,
             "mem_get_info": lambda _=None: (_MEMORY, _MEMORY),
             "current_stream": lambda _=None: _FakeStream(),
             "Stream": _FakeStream,
@@ -105,6 +111,8 @@ class FakeCuda:
         self._facts.append(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         self._facts.append(patch.object(Tensor, "numpy", _numpy))
         self._facts.append(patch.object(kernels, "missing_for_launches", lambda: None))
+        # What computes nothing takes no time that a probe could tell.
+        self._facts.append(patch.object(device_probe, "probed", lambda peak, *_: peak))
         # Torch asks `is_available` whether it may make a real tensor there first.
         none = not torch.cuda.is_available()
         self._facts.append(patch.object(FakeTensorMode, "avoid_device_init", none))

@@ -27,11 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskserve_core.config import cores
-from maskserve_core.planning.cost_model import EFFICIENCY, estimate
 from maskserve_engine.cache.codec import encode
 from maskserve_engine.cache.movers import CudaMover, HostMover, Mover
 from maskserve_engine.memory import device_memory, peak_values
+from maskserve_engine.stages.device_probe import peak_rates
 from maskserve_harness.benchmarks.live_bytes import peak_bytes
 from maskserve_harness.benchmarks.step import measure
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
@@ -66,13 +65,12 @@ def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
         steps=1,
     )  # fmt: skip
     rows = measure(bench, asked)
-    dtype = str(bench.dtype).removeprefix("torch.")
-    costs = estimate(hardware(bench.device), dtype, cores=cores())
+    peak = peak_rates(bench.device, bench.dtype)
     for row in rows:
         tokens = [bench.work.row_at(row["mask_ratio"], bench.text)] * row["batch"]
         for name, kind in (("dense_limit_ms", "dense"), ("limit_ms", row["kind"])):
             flops = bench.work.step_flops(tokens, kind)
-            row[name] = round(1e3 * flops * costs.compute.per_unit * EFFICIENCY, 3)
+            row[name] = round(1e3 * flops / peak.product_flops, 3)
     return rows
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.routing import POLICIES
 from maskserve_harness.simulator.capacity import at_load
-from maskserve_harness.simulator.hardware import MODELS, Hardware
+from maskserve_harness.simulator.hardware import DEVICES, MODELS, Hardware
 from maskserve_harness.simulator.result import Result, simulate
 from maskserve_harness.simulator.scenario import BATCHING, Scenario, Tiers
 from maskserve_harness.simulator.workload import MIXES, RING, Workload
@@ -54,7 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--disk-templates", type=int, default=0)
     add("--workers-per-host", type=int, default=1)
     add("--blind", action="store_true", help="the policy does not see where templates are")
-    add("--device", default="h100", help="a device of the cost model's estimates")
+    add("--device", choices=DEVICES, default="h100", help="by its published rates")
     add("--model", choices=MODELS, default=Hardware.model)
     add("--entry-format", choices=FORMATS, default=Hardware.entry_format)
     add("--stride", type=int, default=Hardware.stride, help="steps per anchor; 0: as it needs")
@@ -115,7 +115,7 @@ def show(result: Result) -> None:
 def one(args: argparse.Namespace) -> int:
     """Run one scenario under one or all policies."""
     hardware = Hardware(
-        args.device,
+        DEVICES[args.device],
         args.entry_format,
         args.stride,
         args.model,

@@ -8,7 +8,16 @@ from maskserve_core.config_tables import CacheConfig, ModelConfig
 from maskserve_core.contracts.entry_key import anchor_steps
 from maskserve_core.models.facts import ModelFacts, anchor_stride
 from maskserve_core.models.registry import counted_work
-from maskserve_core.planning.cost_model import CostModel, Line, estimate
+from maskserve_core.planning.cost_model import (
+    H100,
+    CostModel,
+    GpuProperties,
+    Line,
+    Rates,
+    cpu_rates,
+    estimate,
+    gpu_rates,
+)
 from maskserve_core.planning.entry_bytes import (
     FORMATS,
     EntryFormat,
@@ -26,6 +35,14 @@ from maskserve_harness.benchmarks.models import FLUX_FILL_FACTS, SD21_FACTS, SDX
 
 MODELS = {"flux": FLUX_FILL_FACTS, "sdxl": SDXL_FACTS, "sd21": SD21_FACTS}
 """FLUX.1 Fill dev, SDXL base and Stable Diffusion 2.1, each at its native size."""
+DEVICES = {
+    "h100": H100,
+    "a100": gpu_rates(GpuProperties("A100", 108, 1.41e9, (8, 0))),
+    "l40s": gpu_rates(GpuProperties("L40S", 142, 2.52e9, (8, 9))),
+    "b200": gpu_rates(GpuProperties("B200", 148, 1.85e9, (10, 0))),
+    "cpu": cpu_rates(),
+}
+"""Workers that can be simulated, by multiprocessors and clock of data sheets."""
 _CACHE = CacheConfig()
 STEPS = 28
 """Of the schedule that templates are primed for."""
@@ -37,7 +54,7 @@ QUANTUM = 32
 class Hardware:
     """One kind of worker: a model on a device. What is not given is as the product has it."""
 
-    device: str = "h100"
+    device: Rates = H100
     entry_format: str = _CACHE.entry_format
     stride: int = _CACHE.stride
     """Steps per anchor; their entries stay on the device between, so loads divide by it. 0: what

@@ -1,0 +1,92 @@
+"""What this worker's device does at most: what it says of itself, and a probe of under a second.
+
+Names tell little: cards of one name differ, and new ones come. The cost model starts from this
+until steps are measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from maskserve_core.config import Config, cores
+from maskserve_core.planning.cost_model import (
+    PROBED_EFFICIENCY,
+    GpuProperties,
+    Rates,
+    cpu_rates,
+    gpu_rates,
+)
+from maskserve_engine.stages.loader import device_of, dtype_of
+
+_SIDE = 4096
+"""Of the squares that are multiplied: large enough to fill any GPU."""
+_COPIED = 64 * 2**20
+"""Bytes of one pinned copy."""
+_SECONDS = 0.2
+"""Of each of the two."""
+Timer = Callable[[Callable[[], object]], float]
+
+
+def device_rates(config: Config) -> Rates:
+    """Of the denoiser's device, in the model's dtype; a GPU is probed."""
+    device, dtype = device_of(config), dtype_of(config)
+    peak = peak_rates(device, dtype, config.model.torch_threads)
+    if device.type != "cuda":
+        return peak
+    return probed(peak, device, dtype, lambda work: seconds_of(work, device))
+
+
+def peak_rates(device: torch.device, dtype: torch.dtype, threads: int = 0) -> Rates:
+    """By a GPU's properties, or a CPU's threads (0: all cores)."""
+    if device.type != "cuda":
+        return cpu_rates(threads or cores())
+    found = torch.cuda.get_device_properties(device)
+    gpu = GpuProperties(
+        name=found.name,
+        multiprocessors=found.multi_processor_count,
+        clock_hz=1e3 * found.clock_rate,
+        capability=(found.major, found.minor),
+    )
+    return gpu_rates(gpu, str(dtype).removeprefix("torch."))
+
+
+def probed(peak: Rates, device: torch.device, dtype: torch.dtype, seconds: Timer) -> Rates:
+    """Rates as a large product and large pinned copies have them now.
+
+    Args:
+        peak: what holds where a time says nothing (0 or less).
+        device: the GPU.
+        dtype: of the products.
+        seconds: how long one run of some work takes.
+    """
+    a = torch.randn(_SIDE, _SIDE, device=device, dtype=dtype)
+    out = torch.empty_like(a)
+    product = seconds(lambda: torch.mm(a, a, out=out))
+    here = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+    copy = seconds(lambda: there.copy_(here, non_blocking=True))
+    rates = peak
+    if product > 0:
+        flops = 2 * _SIDE**3 / product
+        rates = replace(rates, product_flops=flops, step_share=PROBED_EFFICIENCY)
+    return replace(rates, link_bytes=_COPIED / copy) if copy > 0 else rates
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Of one run, over as many as take some tenths of a second, after a first one."""
+
+    def lasts(times: int) -> float:
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(times):
+            work()
+        torch.cuda.synchronize(device)
+        return (time.perf_counter() - begin) / times
+
+    lasts(1)
+    once = max(lasts(1), 1e-6)
+    return lasts(min(1000, max(1, int(_SECONDS / once))))
