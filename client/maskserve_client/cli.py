@@ -158,6 +158,13 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--feather", dest="mask_feather", type=int, metavar="PX", help="fade out beyond the mask"
     )
     files.add_argument(
+        "--quality",
+        dest="output_quality",
+        type=int,
+        metavar="N",
+        help="of a .jpg (95 unless given) or .webp (lossless unless given), 0 to 100",
+    )
+    files.add_argument(
         "--ring",
         dest="mask_ring",
         type=int,

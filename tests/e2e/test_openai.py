@@ -97,6 +97,19 @@ def test_n_pictures_have_seeds_one_after_the_other(client: openai.OpenAI, files:
     assert not np.array_equal(pixels_of(answer, 0), pixels_of(answer, 1))
 
 
+def test_a_compressed_picture_is_smaller(client: openai.OpenAI, files: dict[str, Any]):
+    more = {"seed": 5, **STEPS}
+    sizes = [
+        len(
+            client.images.edit(**files, output_format="jpeg", extra_body=more, **asked)
+            .data[0]
+            .b64_json
+        )
+        for asked in ({"output_compression": 5}, {"output_compression": 60}, {})
+    ]
+    assert sizes == sorted(set(sizes))
+
+
 def test_without_a_mask_the_images_own_alpha_is_it(client: openai.OpenAI, files: dict[str, Any]):
     selected = blob_mask(SIDE, SIDE) > 0
     alpha = np.where(selected, 0, 255).astype(np.uint8)
@@ -151,6 +164,7 @@ def test_what_cannot_be_done_is_refused_in_openais_form(
         ({"mask": ("m.png", b"no picture")}, "mask", ""),
         ({"size": "1024x1024"}, "size", "auto, 64x64"),
         ({"quality": "high"}, "quality", "accepted: auto"),
+        ({"output_compression": 50}, "output_compression", "jpeg or webp"),
         ({"extra_body": {"num_inference_steps": 0}}, "num_inference_steps", "1 to 1000"),
         ({"extra_body": {"negative_prompt": "x"}}, "negative_prompt", ""),
         ({"extra_body": {"strenght": 0.5}}, "strenght", "not a known key"),

@@ -251,6 +251,14 @@ def test_grey_png_gives_every_pixel_back() -> None:
     np.testing.assert_array_equal(np.asarray(opened), grey)
 
 
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_a_lower_quality_is_a_smaller_file(kind: str) -> None:
+    noisy = np.random.default_rng(3).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    sizes = [len(encode_image(noisy, kind, quality)) for quality in (5, 50, 100)]
+    assert sizes == sorted(set(sizes))
+    assert encode_image(noisy, kind, None) == encode_image(noisy, kind)
+
+
 def test_jpeg_is_near_and_unknown_formats_are_a_bug() -> None:
     smooth = np.asarray(Image.fromarray(scene(4, 4)).resize((64, 64), Image.Resampling.BICUBIC))
     opened = Image.open(io.BytesIO(encode_image(smooth, "jpeg")))

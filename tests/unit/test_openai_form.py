@@ -91,7 +91,6 @@ async def test_json_carries_data_urls_and_nothing_is_fetched():
         ([PICTURE, ("prompt", "x"), ("background", "transparent")], "background: .*opaque"),
         ([PICTURE, ("prompt", "x"), ("response_format", "url")], "response_format: .*b64_json"),
         ([PICTURE, ("prompt", "x"), ("markup", "x")], "markup: is not a known key"),
-        ([PICTURE, ("prompt", "x"), ("output_compression", "50")], "output_compression: is not"),
         ([PICTURE, ("prompt", "x"), ("partial_images", "2")], "partial_images: .*without stream"),
         ([PICTURE, ("prompt", "x"), ("stream", "true"), ("n", "2")], "n: is 2 in a stream"),
         ([PICTURE, ("prompt", "x"), ("prompt", "y")], "prompt: is given twice"),

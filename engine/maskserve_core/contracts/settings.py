@@ -109,6 +109,8 @@ class EditSettings(Table, frozen=True):
     (FirstBlockCache); 0 leaves out none, beyond 1 nearly every step is left out."""
     output_format: OutputFormat = "png"
     """Encoding of the answer."""
+    output_quality: Annotated[int, Meta(ge=0, le=100)] | None = None
+    """Of JPEG (95 unless it is given) and of WebP (lossless unless it is given); PNG has none."""
     output_encoding: OutputEncoding = "auto"
     """`raw` bytes or `base64` text; `auto`: as MASK came, which JSON carries as text only."""
     progress: bool = False

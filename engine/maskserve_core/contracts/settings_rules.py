@@ -80,6 +80,8 @@ def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) ->
         raise InvalidRequest(
             "SETTINGS.adapters", "is fast, and the edit is to be reproducible", "exact"
         )
+    if settings.output_quality is not None and settings.output_format == "png":
+        raise InvalidRequest("SETTINGS.output_quality", "is no setting of PNG", "jpeg or webp")
     if settings.cache == "require" and not config.cache.enabled:
         raise InvalidRequest("SETTINGS.cache", "is require, but caching is off", "auto or off")
 

@@ -155,19 +155,31 @@ def read_size(raw: bytes, field: str, limits: LimitsConfig) -> Size:
     return _read(raw, field, limits)[1].upright_size
 
 
-def encode_image(pixels: Pixels, output_format: str) -> bytes:
+def encode_image(pixels: Pixels, output_format: str, quality: int | None = None) -> bytes:
     """Encode RGB uint8 [H, W, 3] or, as PNG or JPEG, grey [H, W].
 
-    PNG is written for speed, WebP is lossless, JPEG has quality 95 without colour subsampling.
+    PNG is written for speed.
+
+    Args:
+        pixels: of the picture.
+        output_format: `png`, `jpeg` or `webp`.
+        quality: 0 to 100, where the format has one; None: WebP is lossless, JPEG has 95 without
+            colour subsampling.
     """
     if output_format == "png":
         return encode_png(pixels)
     out = io.BytesIO()
     image = Image.fromarray(pixels)
     if output_format == "webp":
-        image.save(out, "WEBP", lossless=True, quality=0, method=0)
+        if quality is None:
+            image.save(out, "WEBP", lossless=True, quality=0, method=0)
+        else:
+            image.save(out, "WEBP", quality=quality)
     elif output_format == "jpeg":
-        image.save(out, "JPEG", quality=95, subsampling=0)
+        if quality is None:
+            image.save(out, "JPEG", quality=95, subsampling=0)
+        else:
+            image.save(out, "JPEG", quality=quality)
     else:
         raise ValueError(f"unknown output format {output_format!r}")
     return out.getvalue()

@@ -32,8 +32,9 @@ def finish_edit(pixels: npt.NDArray[np.uint8], context: PostprocessContext) -> b
         part = Image.fromarray(np.asarray(weights)[top:bottom, left:right])
         # Pillow's paste mixes in integers, exact at 0 and at 255.
         out.paste(edited, (left, top), mask=part)
-    encoded = encode_image(np.asarray(out), request.settings.output_format)
-    return to_base64(encoded) if request.settings.output_encoding == "base64" else encoded
+    asked = request.settings
+    encoded = encode_image(np.asarray(out), asked.output_format, asked.output_quality)
+    return to_base64(encoded) if asked.output_encoding == "base64" else encoded
 
 
 def source_and_weights(context: PostprocessContext, size: Size) -> tuple[Image.Image, Image.Image]:

@@ -182,7 +182,12 @@ class ImageEdits:
 def _message(model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRequest:
     """The request to a worker; `own` are settings that are not the client's."""
     alpha = {} if "mask_mode" in form.settings else {"mask_mode": "alpha"}
-    fields = {"model": form.fields.model, "output_format": form.fields.output_format}
+    asked = form.fields
+    fields = {
+        "model": asked.model,
+        "output_format": asked.output_format,
+        "output_quality": asked.output_compression,
+    }
     settings = {**alpha, **form.settings, **fields, **own, "output_encoding": "raw"}
     inputs = {
         "IMAGE": form.image,
@@ -215,6 +220,8 @@ def _told(form: EditForm, error: MaskserveError | Failure) -> MaskserveError | F
         return InvalidRequest(
             "mask", "has no alpha channel", "transparent pixels where to edit, or mask_mode: white"
         )
+    if "SETTINGS.output_quality" in text_of(error):
+        return InvalidRequest("output_compression", "is no field of a PNG", "jpeg or webp")
     return error
 
 

@@ -26,7 +26,15 @@ _MAX_FIELDS = 64
 _MAX_FILES = 18
 _MAX_TEXT = 256 * 1024
 """Bytes of a field that is no file."""
-_OWN = ("model", "output_format", "output_encoding", "progress", "preview_every", "request_id")
+_OWN = (
+    "model",
+    "output_format",
+    "output_quality",
+    "output_encoding",
+    "progress",
+    "preview_every",
+    "request_id",
+)
 """Settings that follow from OpenAI's own fields, or from how the answer travels."""
 EXTENSIONS = frozenset(EditSettings.__struct_fields__) - frozenset(_OWN)
 _TEXT = frozenset(("negative_prompt", "mask_mode", "cache", "template_id", "adapters"))
@@ -46,6 +54,8 @@ class Fields(Table, frozen=True):
     input_fidelity: Literal["low", "high"] | None = None
     """Both are kept: pixels outside the mask are the image's own."""
     output_format: Literal["png", "jpeg", "webp"] = "png"
+    output_compression: Annotated[int, Meta(ge=0, le=100)] | None = None
+    """Quality of JPEG and WebP."""
     response_format: Literal["b64_json"] = "b64_json"
     stream: bool = False
     partial_images: Annotated[int, Meta(ge=0, le=3)] = 0
