@@ -51,6 +51,7 @@ from maskserve_harness.benchmarks.machine import machine, stolen_s
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.perf.inputs import Edit, InputOptions, draw_mask, find_photos, make_edits
 from maskserve_harness.probing.calls import Grpc, decode
+from maskserve_serving.command import TUNING
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
@@ -274,7 +275,9 @@ def median_of(runs: Sequence[Figures]) -> Figures:
     return {**ordered[len(ordered) // 2], "edits_per_s": statistics.median(rates), "runs": rates}
 
 
-def measure_model(model: Path, size: int, folder: Path, scale: int, *, sweep: bool) -> Figures:
+def measure_model(
+    model: Path, size: int, folder: Path, scale: int, rounds: int, *, sweep: bool
+) -> Figures:
     """All of one model.
 
     Args:
@@ -282,6 +285,7 @@ def measure_model(model: Path, size: int, folder: Path, scale: int, *, sweep: bo
         size: of the pictures, in pixels.
         folder: for files of the workers.
         scale: edits are so many times eight.
+        rounds: in which workers and the pipeline take turns.
         sweep: also over mask ratios, cold templates, and a worker with `[stages]` off.
     """
     edits = drawn_edits(size, 8 * scale, 4)
@@ -299,12 +303,13 @@ def measure_model(model: Path, size: int, folder: Path, scale: int, *, sweep: bo
             for image in sorted({edit.image for edit in edits}):
                 site.prime(image)
             site.run(edits[:8], 8)  # what a worker does once
-        pipeline.run(0)
+        if sweep:
+            pipeline.run(0)
         runs: dict[str, dict[str, list[Figures]]] = {
             name: {way: [] for way in ways} for name in sites
         }
         batches = []
-        for number in range(ROUNDS):
+        for number in range(rounds):
             for way, (sent, concurrent) in ways.items():
                 for name, site in sites.items():
                     runs[name][way].append(site.run(sent, concurrent))
@@ -357,25 +362,36 @@ def summary_of(demo: Figures, large: Figures) -> Figures:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="half of the edits")
+    parser.add_argument("--quick", action="store_true", help="half of the edits, one round")
+    parser.add_argument("--only", choices=("demo", "large"), help="of --json, renew this part")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if any(name not in os.environ for name in TUNING):
+        # Both sides of the comparison get what a worker has; it is read at the start only.
+        os.execve(sys.executable, sys.orig_argv, {**TUNING, **os.environ})
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    scale = 2 if args.quick else 4
-    report: Figures = {
+    scale, report = 2 if args.quick else 4, dict[str, Any]()
+    if args.only and args.json and args.json.exists():
+        report = json.loads(args.json.read_text(encoding="utf-8"))
+    about = {
         "command": "scripts/bench bench_edit" + " --quick" * args.quick,
         "date": time.strftime("%Y-%m-%d"),
         "hardware": machine(),
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "demo").mkdir()
-        (folder / "large").mkdir()
-        report["demo"] = measure_model(DEMO_MODEL, 128, folder / "demo", scale, sweep=True)
-        large = large_model(folder / "model")
-        report["large"] = measure_model(large, 256, folder / "large", scale, sweep=False)
-    report["summary"] = summary_of(report["demo"], report["large"])
-    print(json.dumps(report["summary"]), flush=True)
+        for part in ("demo", "large"):
+            if args.only in (None, part):
+                (folder / part).mkdir()
+                demo = part == "demo"
+                model = DEMO_MODEL if demo else large_model(folder / "model")
+                rounds = 1 if args.quick else ROUNDS
+                size = 128 if demo else 256
+                measured = measure_model(model, size, folder / part, scale, rounds, sweep=demo)
+                report[part] = {**about, **measured}
+    if {"demo", "large"} <= report.keys():
+        report["summary"] = summary_of(report["demo"], report["large"])
+        print(json.dumps(report["summary"]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
