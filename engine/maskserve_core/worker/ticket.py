@@ -30,11 +30,16 @@ class Ticket:
     known."""
     due: float | None = None
     """When its last step should have ended; unlike after `deadline` it goes on when it has not."""
+    seconds: tuple[float, ...] = ()
+    """Predicted of one step by itself on 1, 2, 4 and 8 devices, as far as there are; empty where
+    nobody asks for more than one."""
 
     def __post_init__(self) -> None:
         fits = 0 <= self.active_tokens <= self.total_tokens
         if self.steps < 1 or not fits or not self.cost >= 0.0:
             raise ValueError(f"ticket {self.request_id}: no such work: {self}")
+        if not all(0.0 < t < math.inf for t in self.seconds):
+            raise ValueError(f"ticket {self.request_id}: no such times of a step: {self}")
         if any(math.isnan(t) for t in (self.arrival, self.deadline, self.due) if t is not None):
             raise ValueError(f"ticket {self.request_id}: a time is not a number: {self}")
 

@@ -1,0 +1,1 @@
+"""Which devices step which edits: policies for a worker of several devices."""

@@ -1,0 +1,131 @@
+"""Our policy: decide whenever a step ends, and keep a set of edits that can all be in time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from maskserve_core.worker.gangs.work import (
+    Plan,
+    Work,
+    allocate,
+    choose_block,
+    device_seconds,
+    devices_of,
+    frontier,
+)
+from maskserve_core.worker.ticket import Run
+
+
+class Deadline:
+    """At each step end and arrival:
+
+    1. An edit that its fastest degree cannot bring in time is given up.
+    2. Joint demand: in the order of due times, the device-seconds that edits need must fit into
+       what all devices have until then. Where they do not, the largest demand so far is given up
+       (Moore and Hodgson's rule, which keeps the most edits on one machine).
+    3. Those kept get the degree that just meets their due times, the least slack first; one that
+       waits for devices whose step is under way has them reserved.
+    4. Devices left go to edits given up or without due time, the cheapest first, then to kept
+       edits that gain most by more.
+
+    An edit that has not stepped for `patience` seconds gets one device for one step before all
+    others, so that edits without due time do not starve.
+    """
+
+    def __init__(self, devices: int, patience: float = 10.0) -> None:
+        self.devices = devices
+        self.patience = patience
+
+    def decide(self, now: float, works: Sequence[Work]) -> Plan:
+        """As `GangPolicy.decide`; each run is of one step."""
+        busy = sum(work.gang for work in works if work.until is not None)
+        if busy == (1 << self.devices) - 1:
+            return Plan()
+        kept, rest = self._kept(now, works)
+        starved = [w for w in rest if w.until is None and now - w.idle_since > self.patience]
+        wanted: list[tuple[Work, int]] = [(work, 1) for work in starved]
+        wanted += [(work, degree) for work, degree in kept]
+        starved_ids = {id(work) for work in starved}
+        wanted += [
+            (work, frontier(work.ticket.seconds)[0][0])
+            for work in sorted(rest, key=_cheapest)
+            if id(work) not in starved_ids
+        ]
+        return Plan(tuple(self._place(now, self._scale_up(wanted), busy)))
+
+    def _kept(self, now: float, works: Sequence[Work]) -> tuple[list[tuple[Work, int]], list[Work]]:
+        """Edits that can all be in time, with the degree of their next step, the least slack
+        first; and the others.
+        """
+        heap: list[tuple[float, int]] = []
+        rest: list[Work] = []
+        demand = 0.0
+        chosen: dict[int, tuple[Work, int, float]] = {}
+        ordered = sorted(
+            (work for work in works if work.ticket.due is not None), key=lambda w: w.ticket.due or 0
+        )
+        rest += [work for work in works if work.ticket.due is None]
+        for number, work in enumerate(ordered):
+            seconds, steps = work.ticket.seconds, work.remaining
+            start = now
+            if work.until is not None:
+                start, steps = work.until, steps - work.under_way
+            slack = (work.ticket.due or 0.0) - start
+            if not steps:
+                continue
+            shares = allocate(seconds, steps, slack)
+            if not shares:
+                rest.append(work)
+                continue
+            needs = device_seconds(seconds, shares)
+            demand += needs
+            heapq.heappush(heap, (-needs, number))
+            chosen[number] = (work, shares[0].degree, slack - steps * min(seconds))
+            while demand > self.devices * ((work.ticket.due or 0.0) - now):
+                most, gone = heapq.heappop(heap)
+                demand += most
+                rest.append(chosen.pop(gone)[0])
+        kept = sorted(chosen.values(), key=lambda each: each[2])
+        return [(work, degree) for work, degree, _ in kept], rest
+
+    def _scale_up(self, wanted: list[tuple[Work, int]]) -> list[tuple[Work, int]]:
+        """Devices that are left, to the edits that save most time by twice theirs."""
+        left = self.devices
+        degrees = []
+        for _, degree in wanted:
+            degrees.append(degree if degree <= left else 0)
+            left -= degrees[-1]
+        while left:
+            best, best_gain = -1, 0.0
+            for index, (work, _) in enumerate(wanted):
+                degree = degrees[index]
+                if 0 < degree <= left and 2 * degree <= self.devices:
+                    seconds, at = work.ticket.seconds, degree.bit_length() - 1
+                    gain = work.remaining * (seconds[at] - seconds[at + 1])
+                    if gain > best_gain:
+                        best, best_gain = index, gain
+            if best < 0:
+                break
+            left -= degrees[best]
+            degrees[best] *= 2
+        return [(work, degree) for (work, _), degree in zip(wanted, degrees, strict=True) if degree]
+
+    def _place(self, now: float, wanted: list[tuple[Work, int]], busy: int) -> list[Run]:
+        claimed, runs = 0, []
+        for work, degree in wanted:
+            last = work.gang
+            own = last if work.until is not None else 0
+            block = 0
+            while degree and not block:
+                block = choose_block(degree, self.devices, claimed, last, busy & ~own)
+                degree = degree if block else degree // 2
+            claimed |= block
+            if block and work.until is None and not block & busy:
+                runs.append(Run((work.ticket,), devices_of(block)))
+        return runs
+
+
+def _cheapest(work: Work) -> tuple[float, float]:
+    points = frontier(work.ticket.seconds)
+    return (work.remaining * points[0][0] * points[0][1], work.ticket.arrival)

@@ -1,0 +1,170 @@
+"""TetriServe's policy (Algorithm 1): fixed rounds, and the most edits that survive each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from maskserve_core.worker.gangs.work import (
+    Plan,
+    Share,
+    Work,
+    allocate,
+    choose_block,
+    devices_of,
+    frontier,
+)
+from maskserve_core.worker.ticket import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to spend a round on an edit."""
+
+    degree: int
+    """Devices; 0: it waits."""
+    steps: int
+    survives: bool
+    """Whether it could still be in time if it had its fastest degree from the next round on."""
+
+
+WAIT = 0
+"""Index of the option of waiting, the first of each edit's."""
+
+
+def knapsack(groups: Sequence[Sequence[Option]], devices: int) -> list[int]:
+    """The option of each edit with which most survive on `devices`; of equals one that takes the
+    fewest devices (Algorithm 1, lines 13 to 22).
+    """
+    least = -1
+    best = [0] + [least] * devices
+    chosen: list[list[int]] = []
+    for options in groups:
+        following = [least] * (devices + 1)
+        picks = [WAIT] * (devices + 1)
+        for taken in range(devices + 1):
+            for index, option in enumerate(options):
+                before = best[taken - option.degree] if option.degree <= taken else least
+                if before > least and before + option.survives > following[taken]:
+                    following[taken] = before + option.survives
+                    picks[taken] = index
+        best = following
+        chosen.append(picks)
+    at = max(range(devices + 1), key=lambda c: (best[c], -c))
+    plan = []
+    for options, picks in zip(reversed(groups), reversed(chosen), strict=True):
+        plan.append(picks[at])
+        at -= options[picks[at]].degree
+    return plan[::-1]
+
+
+class Rounds:
+    """At each round's start: the cheapest degrees per edit, a knapsack over who must run now, then
+    idle devices to those that wait, then to those that gain most by more (§4.2.3).
+
+    A round that starts with no edit ends when one comes. Edits with no due time, and those that
+    are late, run where devices are left, first come first.
+    """
+
+    def __init__(self, devices: int, round_seconds: float) -> None:
+        if not round_seconds > 0.0:
+            raise ValueError(f"no such round: {round_seconds} s")
+        self.devices = devices
+        self.round_seconds = round_seconds
+        self._ends = -math.inf
+
+    def decide(self, now: float, works: Sequence[Work]) -> Plan:
+        """As `GangPolicy.decide`; nothing starts between two rounds."""
+        if now < self._ends - 1e-9:
+            return Plan(again=self._ends)
+        busy = sum({work.gang for work in works if work.until is not None})
+        if busy or not works:
+            # A step longer than a round is on its way: the round starts at its end.
+            return Plan()
+        self._ends = now + self.round_seconds
+        ordered = sorted(works, key=lambda w: (_due(w), w.ticket.arrival, w.ticket.request_id))
+        groups = [self._options(work, now) for work in ordered]
+        picked = knapsack(groups, self.devices)
+        wanted = [options[pick].degree for options, pick in zip(groups, picked, strict=True)]
+        self._fill(ordered, groups, wanted)
+        self._scale_up(ordered, wanted)
+        return Plan(tuple(self._place(ordered, wanted)), self._ends)
+
+    def _options(self, work: Work, now: float) -> list[Option]:
+        seconds = work.ticket.seconds
+        slack = _due(work) - now
+        shares = (
+            (Share(frontier(seconds)[0][0], work.remaining),)
+            if slack == math.inf
+            else allocate(seconds, work.remaining, slack)
+        )
+        # Nothing meets its due time any more: it may have what it is fastest with, and no vote.
+        shares = shares or (Share(frontier(seconds)[-1][0], work.remaining),)
+        after, fastest = slack - self.round_seconds, min(seconds)
+        options = [Option(0, 0, work.remaining * fastest <= after)]
+        for share in shares:
+            steps = min(share.steps, self._steps(seconds, share.degree))
+            if steps > 0 and share.degree <= self.devices:
+                options.append(
+                    Option(share.degree, steps, (work.remaining - steps) * fastest <= after)
+                )
+        if len(options) == 1:  # no step fits into a round: the next one starts when it has ended
+            degree = frontier(seconds)[-1][0]
+            options.append(Option(degree, 1, (work.remaining - 1) * fastest <= after))
+        return options
+
+    def _steps(self, seconds: tuple[float, ...], degree: int) -> int:
+        return int(self.round_seconds / seconds[degree.bit_length() - 1] + 1e-9)
+
+    def _fill(self, works: Sequence[Work], groups: list[list[Option]], wanted: list[int]) -> None:
+        """Those that need not run now, where devices are left."""
+        left = self.devices - sum(wanted)
+        for index, options in enumerate(groups):
+            if not wanted[index]:
+                fitting = [o.degree for o in options[1:] if o.degree <= left]
+                if fitting:
+                    wanted[index] = fitting[0]
+                elif left and len(options) > 1:
+                    wanted[index] = 1 << left.bit_length() - 1
+                    if not self._steps(works[index].ticket.seconds, wanted[index]):
+                        wanted[index] = 0  # it would outlast the round
+                left -= wanted[index]
+
+    def _scale_up(self, works: Sequence[Work], wanted: list[int]) -> None:
+        """Twice the devices to the edit that saves most time, while there are some."""
+        left = self.devices - sum(wanted)
+        while left:
+            gains = []
+            for index, (work, degree) in enumerate(zip(works, wanted, strict=True)):
+                if 0 < degree <= left and 2 * degree <= self.devices:
+                    seconds = work.ticket.seconds
+                    now, more = (
+                        seconds[degree.bit_length() - 1],
+                        seconds[degree.bit_length()],
+                    )
+                    if more < now:
+                        gains.append((work.remaining * (now - more), -index))
+            if not gains:
+                return
+            index = -max(gains)[1]
+            left -= wanted[index]
+            wanted[index] *= 2
+
+    def _place(self, works: Sequence[Work], wanted: list[int]) -> list[Run]:
+        """The largest gangs first, so that aligned blocks always fit."""
+        taken, runs = 0, []
+        for index in sorted(range(len(works)), key=lambda i: (-wanted[i], i)):
+            work, degree = works[index], wanted[index]
+            if degree:
+                block = choose_block(degree, self.devices, taken, work.gang)
+                taken |= block
+                steps = self._steps(work.ticket.seconds, degree)
+                runs.append(
+                    Run((work.ticket,), devices_of(block), max(1, min(steps, work.remaining)))
+                )
+        return runs
+
+
+def _due(work: Work) -> float:
+    return math.inf if work.ticket.due is None else work.ticket.due

@@ -1,0 +1,195 @@
+"""Edits with due times on one worker of several devices, in virtual time; core decides."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from maskserve_core.config_tables import ModelConfig
+from maskserve_core.models.registry import counted_work
+from maskserve_core.planning.cost_model import Line
+from maskserve_core.planning.degree_costs import DEGREES, Exchange, seconds_by_degree
+from maskserve_core.worker.gangs.work import GangPolicy, Plan, Work, choose_block, devices_of
+from maskserve_core.worker.ticket import Run, Ticket
+from maskserve_harness.benchmarks.models import FLUX_DEV_FACTS
+
+DUE = {256: 1.5, 512: 2.0, 1024: 3.0, 2048: 5.0}
+"""Seconds by side of the picture (TetriServe §6.1)."""
+MIXES = ("uniform", "skewed")
+SIZES = tuple(DUE)
+
+
+@dataclass(frozen=True, slots=True)
+class GangCosts:
+    """Of FLUX on one kind of device, per step."""
+
+    tflops: float = 650.0
+    """TFLOP/s that a step reaches."""
+    fixed: float = 5e-3
+    exchange: Exchange = field(default_factory=Exchange)
+
+    @property
+    def compute(self) -> Line:
+        return Line(self.fixed, 1e-12 / self.tflops)
+
+    def seconds(self, side: int, ratio: float | None = None) -> tuple[float, ...]:
+        """Of a step by degree: dense, or of keys and values cached at a mask ratio."""
+        work = counted_work(FLUX_DEV_FACTS, side // 8, side // 8, halo=0)
+        text = FLUX_DEV_FACTS.text_tokens(ModelConfig().max_sequence_length)
+        row = work.row_at(1.0 if ratio is None else ratio, text)
+        kind = "dense" if ratio is None else "kv"
+        return seconds_by_degree(work, row, kind, self.compute, self.exchange)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Poisson arrivals of dense edits."""
+
+    mix: str = "uniform"
+    per_minute: float = 12.0
+    scale: float = 1.0
+    """Of the due times."""
+    edits: int = 300
+    steps: int = 50
+
+
+def draw(load: Load, times: dict[int, tuple[float, ...]], seed: int) -> list[Ticket]:
+    """The edits of a load; those of one seed come at the same moments but for the rate's factor."""
+    arrivals, sizes = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
+    latent = np.array([(side / 16) ** 2 for side in SIZES])
+    weight = np.ones(4) if load.mix == "uniform" else np.exp(latent / latent.max())
+    at = np.cumsum(arrivals.exponential(60.0 / load.per_minute, load.edits))
+    drawn = sizes.choice(np.array(SIZES), load.edits, p=weight / weight.sum())
+    return [
+        Ticket(
+            f"{side}-{number}",
+            load.steps,
+            (side // 16) ** 2,
+            (side // 16) ** 2,
+            float(t),
+            due=float(t) + load.scale * DUE[side],
+            seconds=times[side],
+        )
+        for number, (t, side) in enumerate(zip(at, map(int, drawn), strict=True))
+    ]
+
+
+class Fixed:
+    """As engines without such a scheduler: an edit has one degree from its first step to its last,
+    first come first served.
+    """
+
+    def __init__(self, devices: int, degree_of: dict[str, int] | int) -> None:
+        self.devices = devices
+        self.degree_of = degree_of
+
+    def decide(self, now: float, works: Sequence[Work]) -> Plan:
+        busy = 0
+        for work in works:
+            if work.until is not None:
+                busy |= work.gang
+        runs = []
+        for work in sorted(works, key=lambda w: w.ticket.arrival):
+            if work.until is None:
+                degree = self._degree(work.ticket)
+                block = choose_block(degree, self.devices, busy, 0)
+                if not block:
+                    break  # none overtakes
+                busy |= block
+                runs.append(Run((work.ticket,), devices_of(block), work.remaining))
+        return Plan(tuple(runs))
+
+    def _degree(self, ticket: Ticket) -> int:
+        if isinstance(self.degree_of, int):
+            return self.degree_of
+        return self.degree_of[ticket.request_id.split("-")[0]]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of a run."""
+
+    ended: dict[str, float]
+    """When each edit's last step ended."""
+    tickets: dict[str, Ticket]
+    decisions: int = 0
+    device_seconds: float = 0.0
+
+    def in_time(self, prefix: str = "") -> float:
+        """Share of the edits (of a size, if told) that ended by their due times."""
+        among = [t for r, t in self.tickets.items() if r.startswith(prefix)]
+        return sum(self.ended[t.request_id] <= t.due + 1e-6 for t in among if t.due) / max(
+            1, len(among)
+        )
+
+
+def simulate(
+    policy: GangPolicy, tickets: Sequence[Ticket], devices: int, decision_seconds: float = 0.0
+) -> Outcome:
+    """Run `policy` until no edit has steps left.
+
+    Args:
+        policy: of core, or `Fixed`.
+        tickets: the edits.
+        devices: of the worker.
+        decision_seconds: that a gang idles before each run, for deciding and sending.
+
+    Raises:
+        RuntimeError: the policy gave devices twice, or left work lying with all devices idle.
+    """
+    coming = deque(sorted(tickets, key=lambda t: t.arrival))
+    works: dict[str, Work] = {}
+    ends: list[tuple[float, int, str]] = []
+    outcome = Outcome({}, {t.request_id: t for t in tickets})
+    again, number, used = math.inf, 0, 0
+    while coming or works:
+        now = min(coming[0].arrival if coming else math.inf, ends[0][0] if ends else again, again)
+        if now == math.inf:
+            raise RuntimeError(f"{len(works)} edits are left lying")
+        while coming and coming[0].arrival <= now:
+            ticket = coming.popleft()
+            works[ticket.request_id] = Work(ticket, ticket.steps, ticket.arrival)
+        while ends and ends[0][0] <= now:
+            at, _, name = heapq.heappop(ends)
+            work = works[name]
+            work.remaining -= work.under_way
+            work.until, work.under_way, work.idle_since = None, 0, at
+            used &= ~work.gang
+            if not work.remaining:
+                outcome.ended[name] = at
+                del works[name]
+        plan = policy.decide(now, list(works.values()))
+        outcome.decisions += 1
+        again = plan.again if plan.again > now else math.inf
+        for run in plan.runs:
+            gang = sum(1 << d for d in run.devices)
+            if gang & used or gang >> devices:
+                raise RuntimeError(f"devices {run.devices} are not idle")
+            used |= gang
+            for ticket in run.rows:
+                work = works[ticket.request_id]
+                index = len(run.devices).bit_length() - 1
+                took = run.steps * ticket.seconds[index] + decision_seconds
+                outcome.device_seconds += took * len(run.devices)
+                work.gang, work.under_way, work.until = gang, run.steps, now + took
+                number += 1
+                heapq.heappush(ends, (work.until, number, ticket.request_id))
+    return outcome
+
+
+def step_times(costs: GangCosts) -> dict[int, tuple[float, ...]]:
+    """Of dense edits by side."""
+    return {side: costs.seconds(side) for side in SIZES}
+
+
+def best_degrees(times: dict[int, tuple[float, ...]], steps: int) -> dict[str, int]:
+    """Per resolution the fewest devices that alone meet its due time."""
+    return {
+        str(side): next((k for k, t in zip(DEGREES, ts, strict=True) if steps * t <= DUE[side]), 8)
+        for side, ts in times.items()
+    }
