@@ -43,7 +43,8 @@ def memory_table(config: Config, adapter: Adapter, size: TemplateSize) -> Memory
     if config.cache.enabled and adapter.facts.keeps_decoded:
         step += config.cache.placed_bytes
     here: dict[Stage, int] = {}
-    coming = step
+    adapters = config.adapters.device_bytes if config.adapters.store else 0
+    coming = step + adapters
     for stage in ("encoder", "decoder"):
         own = beside_denoiser(config, stage)
         if device_of(own) != device:
@@ -57,7 +58,7 @@ def memory_table(config: Config, adapter: Adapter, size: TemplateSize) -> Memory
         share = _GPU_SHARE if device.type == "cuda" else _CPU_SHARE
         cache = config.cache.budget_bytes or int(share * max(0, free - coming))
     left = free - coming - cache
-    taken = adapter.weight_bytes + sum(here.values()) + step + cache + left
+    taken = adapter.weight_bytes + sum(here.values()) + step + adapters + cache + left
     return MemoryTable(
         device=_name(device),
         total=total,
@@ -70,6 +71,7 @@ def memory_table(config: Config, adapter: Adapter, size: TemplateSize) -> Memory
         left=left,
         rows=config.engine.max_rows,
         template=size.nbytes,
+        adapters=adapters,
     )
 
 

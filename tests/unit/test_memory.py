@@ -80,6 +80,17 @@ def test_what_is_loaded_already_is_not_taken_twice(tiny_fill: Path, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("host")
+def test_loras_have_their_budget(tiny_fill: Path, tmp_path: Path) -> None:
+    without = table(tiny_fill, tmp_path)
+    where = {"store": str(tmp_path), "device_bytes": FREE // 10}
+    told = table(tiny_fill, tmp_path, adapters=where)
+    assert (without.adapters, told.adapters) == (0, FREE // 10)
+    assert without.cache - told.cache == pytest.approx(FREE / 40, abs=1)
+    parts = (told.weights, told.encoder, told.decoder, told.step, told.adapters, told.cache)
+    assert sum(parts) + told.others + told.left == told.total
+
+
+@pytest.mark.usefixtures("host")
 def test_a_stage_elsewhere_takes_nothing_here(tiny_fill: Path, tmp_path: Path) -> None:
     where = {"encoder_device": "meta"}
     told = table(tiny_fill, tmp_path, model=where)
@@ -124,6 +135,9 @@ def test_the_status_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     commands._show_worker("w", {"max_rows": 8, "memory": values, "state": "ready"})
     assert told.text() in capsys.readouterr().out
     assert "cache       0.00  5 templates of 0.0 MiB" in told.text()
+    assert "adapters" not in told.text()
+    with_loras = structs.replace(told, adapters=2**31)
+    assert "\n  adapters    2.00  LoRAs of edits\n" in with_loras.text()
 
 
 CASES = (
