@@ -17,6 +17,7 @@ COMMANDS = {
     "overhead": "benchmarks.overhead",
     "bench_edit": "benchmarks.edit",
     "bytes_table": "benchmarks.bytes_table",
+    "adapter_misses": "benchmarks.adapter_misses",
     # Many workers.
     "router": "cluster.added",
     "simulate_cluster": "simulator.command",

@@ -293,7 +293,7 @@ def test_a_fast_row_changes_entries_when_its_lora_arrives(
     site.loader.let_come("a", "b", "c", "d")
     site.begin(site.job("plain", 1, cache="require")).final()
     exact = site.begin(site.job("exact", 1, ("a", 1.0), cache="require")).final()
-    for name in ("b", "c", "d"):  # push it out
+    for name in ("b", "c", "d") * 2:  # push it out: priming was a use of it, too
         site.begin(site.job(name, 2, (name, 1.0))).final()
     site.loader.open["a"].clear()
     assert site.engine.manager.loras is not None
@@ -392,6 +392,32 @@ def test_what_is_at_hand_is_told_and_loads_are_measured(make: Callable[..., Site
     names = [name for name, _, _ in observed]
     assert names.count("adapter_load_seconds") == 3
     assert "adapter_wait_seconds" in names
+
+
+def test_what_made_room_for_a_rarer_one_comes_back_unasked(make: Callable[..., Site]) -> None:
+    site = make(device_bytes=2 * NBYTES)
+    site.loader.let_come("a", "b", "rare")
+    loras = site.engine.manager.loras
+    assert loras is not None
+    for number, name in enumerate(("a", "b", "a", "b", "rare")):
+        site.begin(site.job(f"{number}", 1, (name, 1.0))).final()
+    eventually("a is back", lambda: loras.names() == ("a", "b"))
+    assert site.loader.asked == ["a", "b", "rare", "a"]
+
+
+def test_what_cannot_come_back_hurts_nobody(make: Callable[..., Site]) -> None:
+    site = make(device_bytes=NBYTES)
+    site.loader.let_come("a", "rare")
+    loras = site.engine.manager.loras
+    assert loras is not None
+    for number in range(2):
+        site.begin(site.job(f"{number}", 1, ("a", 1.0))).final()
+    site.loader.fails["a"] = Overloaded("the storage is gone")
+    site.begin(site.job("other", 1, ("rare", 1.0))).final()
+    eventually("it has failed", lambda: loras.counters["adapter_load_failures_total"] == 1)
+    del site.loader.fails["a"]
+    edit = site.job("again", 1, ("a", 1.0))
+    assert close(site.begin(edit).final().latents, site.alone(edit))
 
 
 def test_a_lora_larger_than_the_budget_fails_its_edits_alone(make: Callable[..., Site]) -> None:

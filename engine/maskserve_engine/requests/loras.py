@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,9 +29,11 @@ from maskserve_core.errors import MaskserveError, Overloaded
 from maskserve_core.planning.cost_model import fit
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.adapters.lora_loader import LoadedLora
+from maskserve_engine.requests.popularity import Popularity
 from maskserve_engine.requests.residency import Residency, Resource
 
 KIND = "lora"
+_EVICTED_KEPT = 64
 _LOADS_KEPT = 64
 """Of each source, that costs are fitted to."""
 
@@ -82,6 +84,9 @@ class Loras:
         self._coming: dict[str, tuple[str, int]] = {}
         """Version → name and file's bytes of what is on its way."""
         self.costs = LoadCosts()
+        self._popularity = Popularity()
+        self._evicted: dict[str, tuple[str, int]] = {}
+        """Version → name and file's bytes of the last ones that made room and are not here."""
         self.counters = new_counters()
         self._listed: tuple[AdapterStatus, ...] | None = None
         self._listed_host: tuple[AdapterFile, ...] = ()
@@ -98,6 +103,7 @@ class Loras:
             self._owners[owner] = wanted
             for resource in wanted:
                 self._residency.pin(resource)
+                self._popularity.used(resource.name)
         try:
             for lora, resource in zip(loras, wanted, strict=True):
                 self._bring(lora, resource)
@@ -108,8 +114,11 @@ class Loras:
 
     def let_go(self, owner: str) -> None:
         """It has ended, or goes on without any."""
-        for resource in self._owners.pop(owner, ()):
+        held = self._owners.pop(owner, ())
+        for resource in held:
             self._residency.unpin(resource)
+        if held:
+            self._bring_back()
 
     def arrived(self, lora: Lora, loaded: LoadedLora) -> list[str]:
         """It can be used; the edits that wait for nothing more."""
@@ -130,7 +139,12 @@ class Loras:
     def dropped(self, resource: Resource) -> None:
         """It has made room for another."""
         self.counters["adapter_evictions_total"] += 1
-        self._loaded.pop(resource.name, None)
+        gone = self._loaded.pop(resource.name, None)
+        if gone is not None:
+            name, loaded = gone
+            self._evicted[resource.name] = name, loaded.file_bytes
+            if len(self._evicted) > _EVICTED_KEPT:
+                del self._evicted[next(iter(self._evicted))]
         self._listed = None
 
     def digest(self, lora: Lora) -> str:
@@ -182,19 +196,48 @@ class Loras:
         return next((i for i, (sigma, _) in enumerate(sigmas) if sigma <= until), len(sigmas))
 
     def _bring(self, lora: Lora, resource: Resource) -> None:
-        now = time.monotonic()
         if self._residency.state(resource) in ("here", "coming"):
-            self._residency.touch(resource, now)
+            self._value(resource)
             return
         file_bytes = self._loader.file_bytes(lora)
-        nbytes = file_bytes * self._bytes_per_weight // 2
-        if not self._residency.coming(resource, nbytes, now):
+        nbytes = self._device_bytes(file_bytes)
+        # It is asked for now, so all that nobody holds may go for it, whatever its worth.
+        if not self._residency.coming(resource, nbytes, math.inf):
             raise Overloaded(
                 f"SETTINGS.loras: there is no room for adapter {lora.name} beside those of the "
                 "edits under way ([adapters] device_bytes); try again later"
             )
+        self._load(lora, resource, file_bytes)
+
+    def _bring_back(self) -> None:
+        """One that made room is worth more than one that nobody holds any more: it comes back,
+        before anybody has to wait for it. Only while no other load is on its way.
+        """
+        if self._coming or not self._evicted:
+            return
+
+        def worth(version: str) -> float:
+            return self._popularity.worth(version, self._device_bytes(self._evicted[version][1]))
+
+        version = max(self._evicted, key=worth)
+        name, file_bytes = self._evicted[version]
+        resource = Resource(KIND, version)
+        if self._residency.coming(resource, self._device_bytes(file_bytes), worth(version)):
+            self._load(Lora(name=name, scale=1.0, version=version), resource, file_bytes)
+
+    def _load(self, lora: Lora, resource: Resource, file_bytes: int) -> None:
+        self._evicted.pop(lora.version, None)
+        self._value(resource)
         self._coming[lora.version], self._listed = (lora.name, file_bytes), None
         self._loader.load(lora, lambda outcome: self._came(lora, outcome))
+
+    def _device_bytes(self, file_bytes: int) -> int:
+        return file_bytes * self._bytes_per_weight // 2
+
+    def _value(self, resource: Resource) -> None:
+        """Who goes first when another needs room: the least uses per byte."""
+        worth = self._popularity.worth(resource.name, self._residency.nbytes_of(resource))
+        self._residency.touch(resource, worth)
 
 
 def new_counters() -> dict[str, int]:

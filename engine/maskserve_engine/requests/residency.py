@@ -69,6 +69,11 @@ class Residency:
         """Of a kind: what is here and what is coming."""
         return sum(h.nbytes for resource, h in self._held.items() if resource.kind == kind)
 
+    def nbytes_of(self, resource: Resource) -> int:
+        """What is booked for it."""
+        held = self._held.get(resource)
+        return 0 if held is None else held.nbytes
+
     def coming(self, resource: Resource, nbytes: int = 0, score: float = 0.0) -> bool:
         """Book its bytes and say that it is on its way; False: there is no room for it.
 

@@ -1,0 +1,37 @@
+"""How much a place on the device is worth to a LoRA: uses, old ones fading, per byte."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+HALF_LIFE = 1_000
+"""Uses of all LoRAs together after which one counts half. A longer life holds on to LoRAs that are
+out of fashion; a shorter one forgets those that are asked for steadily but rarely
+(`scripts/bench adapter_misses`)."""
+_REMEMBERED = 32_768
+"""LoRAs that are remembered, on the device or not: what comes back is not taken for a new one."""
+
+
+class Popularity:
+    """Uses of LoRAs, counted on a clock that ticks with each use of any of them."""
+
+    def __init__(self, half_life: int = HALF_LIFE) -> None:
+        self._half_life = half_life
+        self._uses = 0
+        self._scores: OrderedDict[str, float] = OrderedDict()
+        """log2 of the uses, each worth 2^(when / half-life): fading divides all by the same, so
+        what is stored never changes but by a use. The least recently used stands first."""
+
+    def used(self, name: str) -> None:
+        self._uses += 1
+        now = self._uses / self._half_life
+        before = self._scores.pop(name, -math.inf)
+        high, low = max(before, now), min(before, now)
+        self._scores[name] = high + math.log2(1.0 + 2.0 ** (low - high))
+        if len(self._scores) > _REMEMBERED:
+            self._scores.popitem(last=False)
+
+    def worth(self, name: str, nbytes: int) -> float:
+        """Compares with that of others now, and is not to be kept beyond."""
+        return self._scores.get(name, -math.inf) - math.log2(max(nbytes, 1))

@@ -1,0 +1,160 @@
+"""How often an edit's adapter is not on the device, under the popularity that Katz measured (§3.1).
+
+The paper gives two points, of ControlNets (of LoRAs, whose tail is longer, it prints none): of
+service A's 47 the first 5 take 98 % of the calls, of service B's 94 the first 8 take 95 %. Calls
+are drawn independently by the Zipf law through that point. The production books (`Loras`,
+`Residency`) hold as many adapters as the point names, all of one size; what they load is there
+before the next call. Least-recently-used eviction of the same calls stands beside, and the share
+of the calls that go beyond the first 5 or 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.request import Lora
+from maskserve_core.errors import MaskserveError
+from maskserve_core.worker.observations import Observations
+from maskserve_engine.adapters.lora_loader import LoadedLora
+from maskserve_engine.requests.loras import KIND, Loras
+from maskserve_engine.requests.residency import Residency, Resource
+
+NBYTES = 1000
+WARM = 0.1
+"""Share of the first calls that are not counted."""
+
+
+class Service(NamedTuple):
+    """A point of Katz §3.1, and the misses that are asked for at so many slots."""
+
+    name: str
+    adapters: int
+    slots: int
+    share: float
+    """Of the calls that the first `slots` adapters take."""
+    bar: float
+
+
+SERVICES = (Service("A", 47, 5, 0.98, 0.022), Service("B", 94, 8, 0.95, 0.055))
+
+
+def popularity(service: Service) -> NDArray[np.float64]:
+    """[adapters] shares of the calls: the Zipf law whose first `slots` take `share`."""
+    low, high = 0.0, 10.0
+    shares = np.zeros(service.adapters)
+    for _ in range(60):
+        exponent = (low + high) / 2
+        weights = np.arange(1, service.adapters + 1, dtype=float) ** -exponent
+        shares = weights / weights.sum()
+        if shares[: service.slots].sum() < service.share:
+            low = exponent
+        else:
+            high = exponent
+    return shares
+
+
+def drawn(service: Service, calls: int, seed: int) -> list[int]:
+    """Which adapter each call asks for."""
+    rng = np.random.default_rng(seed)
+    found: list[int] = rng.choice(service.adapters, calls, p=popularity(service)).tolist()
+    return found
+
+
+def misses(service: Service, calls: Sequence[int]) -> tuple[float, float]:
+    """Of the production books: share of the calls, the first apart, that have to wait for their
+    adapter, and loads per call, with what is brought back before anybody asks for it.
+    """
+    residency = Residency(1, {KIND: service.slots * NBYTES}, lambda gone: books.dropped(gone))
+    loader = _AtOnce()
+    books = Loras(Config(), residency, loader, lambda lora, outcome: None, Observations())
+    missed = 0
+    for number, adapter in enumerate(calls):
+        lora = Lora(name=f"a{adapter}", version=f"v{adapter}")
+        there = residency.state(Resource(KIND, lora.version)) == "here"
+        books.hold("edit", (lora,))
+        loader.arrive(books)
+        books.let_go("edit")
+        loader.arrive(books)
+        missed += not there and number >= WARM * len(calls)
+    residency.check_integrity()
+    assert len(books.names()) == service.slots
+    return missed / (len(calls) * (1 - WARM)), loader.loads / len(calls)
+
+
+def misses_of_lru(slots: int, calls: Sequence[int]) -> float:
+    """The same with the least recently used evicted."""
+    held: OrderedDict[int, None] = OrderedDict()
+    missed = 0
+    for number, adapter in enumerate(calls):
+        missed += adapter not in held and number >= WARM * len(calls)
+        held[adapter] = None
+        held.move_to_end(adapter)
+        if len(held) > slots:
+            held.popitem(last=False)
+    return missed / (len(calls) * (1 - WARM))
+
+
+class _AtOnce:
+    """A loader whose adapters come when they are told to."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+        self._asked: list[Lora] = []
+
+    def arrive(self, books: Loras) -> None:
+        while self._asked:
+            self.loads += 1
+            loaded = LoadedLora("", NBYTES, 0.0, NBYTES, "storage")
+            books.arrived(self._asked.pop(), loaded)
+
+    def file_bytes(self, lora: Lora) -> int:
+        return NBYTES
+
+    def on_host(self) -> tuple[()]:
+        return ()
+
+    def load(self, lora: Lora, done: Callable[[LoadedLora | MaskserveError], None]) -> None:
+        self._asked.append(lora)
+
+    def close(self) -> None:
+        pass
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--calls", type=int, default=50_000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    report = {}
+    for service in SERVICES:
+        traces = [drawn(service, args.calls, seed) for seed in args.seeds]
+        own, loads = np.mean([misses(service, calls) for calls in traces], axis=0).tolist()
+        lru = float(np.mean([misses_of_lru(service.slots, calls) for calls in traces]))
+        report[f"{service.name}, {service.slots} slots"] = {
+            "misses": own,
+            "loads_per_call": loads,
+            "lru": lru,
+            "beyond_the_first": 1 - service.share,
+            "bar": service.bar,
+            "met": own <= service.bar,
+        }
+        print(
+            f"service {service.name}, {service.slots} of {service.adapters} adapters fit: "
+            f"{own:.2%} miss, {loads:.2%} loads; LRU {lru:.2%}; beyond the first {service.slots}: "
+            f"{1 - service.share:.0%}; bar {service.bar:.1%}"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0

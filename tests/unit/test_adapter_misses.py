@@ -1,0 +1,48 @@
+"""Which LoRAs stay on the device: uses that fade, per byte, and what comes back unasked."""
+
+from __future__ import annotations
+
+import pytest
+
+from maskserve_engine.requests.popularity import Popularity
+from maskserve_harness.benchmarks.adapter_misses import (
+    SERVICES,
+    Service,
+    drawn,
+    misses,
+    misses_of_lru,
+    popularity,
+)
+
+SEED = 4
+
+
+@pytest.mark.parametrize("service", SERVICES, ids=lambda service: service.name)
+def test_misses_under_the_published_skew(service: Service) -> None:
+    shares = popularity(service)
+    assert shares[: service.slots].sum() == pytest.approx(service.share)
+    calls = drawn(service, 20_000, SEED)
+    own, _ = misses(service, calls)
+    assert own <= service.bar
+    assert own < 0.75 * misses_of_lru(service.slots, calls)
+
+
+def test_what_was_popular_makes_room_for_what_is() -> None:
+    """Calls go by the law, and after a while by the law of another order."""
+    service = SERVICES[0]
+    before = drawn(service, 5_000, SEED)
+    after = [service.adapters - 1 - each for each in drawn(service, 20_000, SEED + 1)]
+    own, _ = misses(service, [*before, *after])
+    assert own < misses_of_lru(service.slots, [*before, *after])
+
+
+def test_uses_fade_and_large_ones_are_worth_less() -> None:
+    popular = Popularity(half_life=10)
+    for name in ("a", "a", "b"):
+        popular.used(name)
+    assert popular.worth("a", 1) > popular.worth("b", 1) > popular.worth("never", 1)
+    assert popular.worth("a", 8) < popular.worth("b", 1)
+    for _ in range(100):
+        popular.used("c")
+    popular.used("b")
+    assert popular.worth("a", 1) < popular.worth("b", 1)  # two uses long ago, and one just now
