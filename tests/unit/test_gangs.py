@@ -20,6 +20,7 @@ from maskserve_core.worker.gangs.work import (
     frontier,
 )
 from maskserve_core.worker.ticket import Ticket
+from maskserve_harness.simulator.deadlines import optimum, small_instance
 from maskserve_harness.simulator.gangs import (
     SIZES,
     Fixed,
@@ -163,3 +164,17 @@ def test_costs_are_those_of_the_counted_table() -> None:
 def test_a_ticket_takes_no_times_that_are_none() -> None:
     with pytest.raises(ValueError, match="times of a step"):
         Ticket("a", 1, 1, 1, 0.0, seconds=(0.1, math.inf))
+
+
+def test_no_policy_beats_the_optimum_that_the_search_finds() -> None:
+    for seed in range(25):
+        tickets = small_instance(TIMES, seed)
+        best = optimum(tickets, 4)
+        assert len(tickets) * simulate(Deadline(4), tickets, 4).in_time() <= best + 1e-9
+        assert len(tickets) * simulate(Rounds(4, 0.2), tickets, 4).in_time() <= best + 1e-9
+
+
+def test_the_optimum_of_two_edits_that_need_all_devices_is_one() -> None:
+    edits = [Ticket(n, 2, 1, 1, 0.0, due=1.1, seconds=(2.0, 1.0, 0.5)) for n in "ab"]
+    assert optimum(edits, 4) == 1
+    assert optimum([edits[0], Ticket("c", 2, 1, 1, 0.0, due=2.2, seconds=(2.0, 1.0, 0.5))], 4) == 2

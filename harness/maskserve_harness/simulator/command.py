@@ -2,6 +2,7 @@
 
     python scripts/bench simulate_cluster --workers 8 --load 0.8 --mix public --json run.json
     python scripts/bench simulate_cluster --bars --json bars.json
+    python scripts/bench simulate_cluster --deadlines --json deadlines.json
 
 The production scheduler, planner, cost model and routing policies decide; only time, the network
 and the numbers of the device are made up. Equal arguments give equal output.
@@ -29,6 +30,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--bars", action="store_true", help="run the comparisons that must hold; exit 1 if not")
+    add("--deadlines", action="store_true", help="due times on eight devices that share edits")
     add("--json", type=Path, help="write all figures here")
     add("--seed", type=int, default=1)
     add("--policy", choices=[*POLICIES, "all"], default="all")
@@ -147,6 +149,17 @@ def bars(args: argparse.Namespace) -> int:
     return 0 if report["met"] else 1
 
 
+def deadlines(args: argparse.Namespace) -> int:
+    from maskserve_harness.simulator.deadlines import run_deadlines
+
+    report = run_deadlines(lambda line: print(line, flush=True))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
+    if args.deadlines:
+        return deadlines(args)
     return bars(args) if args.bars else one(args)

@@ -84,8 +84,18 @@ class Fixed:
     first come first served.
     """
 
-    def __init__(self, devices: int, degree_of: dict[str, int] | int) -> None:
+    def __init__(
+        self, devices: int, degree_of: dict[str, int] | int, *, late_last: bool = False
+    ) -> None:
+        """Make a policy.
+
+        Args:
+            devices: of the worker.
+            degree_of: of every edit, or by side of the picture.
+            late_last: edits that cannot be in time any more let the others go first.
+        """
         self.devices = devices
+        self.late_last = late_last
         self.degree_of = degree_of
 
     def decide(self, now: float, works: Sequence[Work]) -> Plan:
@@ -94,7 +104,7 @@ class Fixed:
             if work.until is not None:
                 busy |= work.gang
         runs = []
-        for work in sorted(works, key=lambda w: w.ticket.arrival):
+        for work in sorted(works, key=lambda w: (self._late(w, now), w.ticket.arrival)):
             if work.until is None:
                 degree = self._degree(work.ticket)
                 block = choose_block(degree, self.devices, busy, 0)
@@ -103,6 +113,11 @@ class Fixed:
                 busy |= block
                 runs.append(Run((work.ticket,), devices_of(block), work.remaining))
         return Plan(tuple(runs))
+
+    def _late(self, work: Work, now: float) -> bool:
+        seconds = work.ticket.seconds[self._degree(work.ticket).bit_length() - 1]
+        due = math.inf if work.ticket.due is None else work.ticket.due
+        return self.late_last and now + work.remaining * seconds > due
 
     def _degree(self, ticket: Ticket) -> int:
         if isinstance(self.degree_of, int):
@@ -129,7 +144,11 @@ class Outcome:
 
 
 def simulate(
-    policy: GangPolicy, tickets: Sequence[Ticket], devices: int, decision_seconds: float = 0.0
+    policy: GangPolicy,
+    tickets: Sequence[Ticket],
+    devices: int,
+    decision_seconds: float = 0.0,
+    took: dict[str, tuple[float, ...]] | None = None,
 ) -> Outcome:
     """Run `policy` until no edit has steps left.
 
@@ -137,6 +156,7 @@ def simulate(
         policy: of core, or `Fixed`.
         tickets: the edits.
         devices: of the worker.
+        took: what steps really take, by id; None: what their tickets say.
         decision_seconds: that a gang idles before each run, for deciding and sending.
 
     Raises:
@@ -174,9 +194,10 @@ def simulate(
             for ticket in run.rows:
                 work = works[ticket.request_id]
                 index = len(run.devices).bit_length() - 1
-                took = run.steps * ticket.seconds[index] + decision_seconds
-                outcome.device_seconds += took * len(run.devices)
-                work.gang, work.under_way, work.until = gang, run.steps, now + took
+                seconds = took[ticket.request_id] if took else ticket.seconds
+                lasts = run.steps * seconds[index] + decision_seconds
+                outcome.device_seconds += lasts * len(run.devices)
+                work.gang, work.under_way, work.until = gang, run.steps, now + lasts
                 number += 1
                 heapq.heappush(ends, (work.until, number, ticket.request_id))
     return outcome

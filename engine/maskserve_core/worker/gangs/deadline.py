@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 from maskserve_core.worker.gangs.work import (
@@ -29,13 +30,22 @@ class Deadline:
     4. Devices left go to edits given up or without due time, the cheapest first, then to kept
        edits that gain most by more.
 
-    An edit that has not stepped for `patience` seconds gets one device for one step before all
-    others, so that edits without due time do not starve.
+    An edit that has not stepped for `patience` seconds gets one step before all others, so that
+    edits without due time do not starve.
     """
 
-    def __init__(self, devices: int, patience: float = 10.0) -> None:
+    def __init__(self, devices: int, patience: float = 10.0, longest_step: float = 0.15) -> None:
+        """Make a policy without memory of edits.
+
+        Args:
+            devices: of the worker: 1, 2, 4 or 8.
+            patience: seconds without a step after which an edit is helped, one per fifth of it.
+            longest_step: seconds that a step of an edit that was given up may hold devices.
+        """
         self.devices = devices
         self.patience = patience
+        self.longest_step = longest_step
+        self._helped = -math.inf
 
     def decide(self, now: float, works: Sequence[Work]) -> Plan:
         """As `GangPolicy.decide`; each run is of one step."""
@@ -43,16 +53,30 @@ class Deadline:
         if busy == (1 << self.devices) - 1:
             return Plan()
         kept, rest = self._kept(now, works)
-        starved = [w for w in rest if w.until is None and now - w.idle_since > self.patience]
-        wanted: list[tuple[Work, int]] = [(work, 1) for work in starved]
-        wanted += [(work, degree) for work, degree in kept]
-        starved_ids = {id(work) for work in starved}
-        wanted += [
-            (work, frontier(work.ticket.seconds)[0][0])
-            for work in sorted(rest, key=_cheapest)
-            if id(work) not in starved_ids
-        ]
+        wanted: list[tuple[Work, int]] = []
+        starved = self._starved(now, rest)
+        if starved is not None:
+            rest.remove(starved)
+            wanted.append((starved, self._short(starved)))
+        wanted += kept
+        wanted += [(work, self._short(work)) for work in sorted(rest, key=_cheapest)]
         return Plan(tuple(self._place(now, self._scale_up(wanted), busy)))
+
+    def _starved(self, now: float, rest: Sequence[Work]) -> Work | None:
+        """The one that has waited longest, if that is too long and none was helped just now."""
+        idle = [work for work in rest if work.until is None]
+        if not idle or now - self._helped < self.patience / 5:
+            return None
+        oldest = min(idle, key=lambda work: work.idle_since)
+        if now - oldest.idle_since <= self.patience:
+            return None
+        self._helped = now
+        return oldest
+
+    def _short(self, work: Work) -> int:
+        """The cheapest degree whose step is not in the way of an edit that comes now."""
+        points = frontier(work.ticket.seconds)
+        return next((k for k, seconds in points if seconds <= self.longest_step), points[-1][0])
 
     def _kept(self, now: float, works: Sequence[Work]) -> tuple[list[tuple[Work, int]], list[Work]]:
         """Edits that can all be in time, with the degree of their next step, the least slack
