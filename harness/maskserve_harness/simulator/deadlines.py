@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -53,10 +53,10 @@ SMALL = 200
 def policies(times: Times) -> dict[str, Make]:
     """By name; the rounds are of 5 of the slowest edit's fastest steps."""
     return {
-        **{f"sp{k}": (lambda k=k: Fixed(DEVICES, k)) for k in DEGREES},
+        **{f"sp{k}": partial(Fixed, DEVICES, k) for k in DEGREES},
         "sp8_late_last": lambda: Fixed(DEVICES, DEVICES, late_last=True),
         "per_resolution": lambda: Fixed(DEVICES, best_degrees(times, STEPS)),
-        **{f"rounds{n}": (lambda n=n: rounds(times, n)) for n in ROUND_STEPS},
+        **{f"rounds{n}": partial(rounds, times, n) for n in ROUND_STEPS},
         "deadline": lambda: Deadline(DEVICES),
     }
 
