@@ -30,6 +30,7 @@ COMMANDS = {
     "eval_demo_model": "demo_model.eval_command",
     "pieces": "quality.pieces",
     "eval_quality": "quality.command",
+    "profile_lora": "quality.profile_lora",
     "eval_unet_quality": "quality.unet_command",
 }
 """The module of each command inside this package. It has a `main()` that reads `sys.argv`, and its

@@ -1,0 +1,176 @@
+"""For how long an edit may go without its LoRA (`adapters: fast`), judged on finished pictures.
+
+    python scripts/bench profile_lora assets/adapters/*.safetensors --out profiles.json
+
+The same edits are made with the LoRA from step K on, for K = 1, 2, …, and held against those that
+have it from the start. The largest K at which, and below which, the pictures agree inside the mask
+by BARS gives the sigma that `[adapters] profiles` reads: steps at a higher sigma may go without. A
+LoRA for which not even K = 1 does is not written, and its fast edits are exact ones.
+
+Katz's rule stands beside (§6): the first step after which the latents with and without the LoRA
+have a cosine similarity under 0.99. It does not look at pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+
+from maskserve_core.adapters.base_layers import BaseLayers
+from maskserve_core.config_file import config_of
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.imaging.preprocess import mask_for_model
+from maskserve_engine.adapters.lora_file import read_lora
+from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
+from maskserve_engine.job import EditJob
+from maskserve_engine.layers.low_rank import LowRankSet
+from maskserve_harness.benchmarks.direct import job_of, request_of
+from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.demo_model.looks import LOOKS, edits_with
+from maskserve_harness.demo_model.scenes import Edit, held_out_edits
+from maskserve_harness.quality.metrics import Quality, compare, summary
+
+BARS = {"mean": 40.0, "worst": 30.0}
+"""dB inside the mask: of all edits, and of each."""
+KATZ = 0.99
+
+Picture = NDArray[np.uint8]
+
+
+class Made(NamedTuple):
+    """Edits that were made."""
+
+    pictures: list[Picture]
+    latents: list[list[NDArray[np.float32]]]
+    """After each step, of each edit."""
+
+
+class Profiler:
+    """A model and edits of it.
+
+    Args:
+        folder: of the model.
+        steps: of every edit.
+    """
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.config, self.steps = config_of({"model": {"path": str(folder)}}), steps
+        self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
+        self.adapter = load_adapter(self.config)
+
+    def lora(self, path: Path) -> LowRankSet:
+        """A file's part for the denoiser."""
+        base = BaseLayers.of_folder(self.config.model.path)
+        assert base is not None
+        parts = read_lora(path, base, self.config.model.path)
+        return self.adapter.low_rank(parts.get("denoiser", {}))
+
+    def jobs(self, edits: Sequence[Edit]) -> list[EditJob]:
+        """Encoded edits; the seed of edit i is i."""
+        facts = self.adapter.facts
+        scale = facts.guidance_default(self.config.model.guidance_scale)
+        settings = EditSettings(num_inference_steps=self.steps, guidance_scale=scale, mask_ring=0)
+        settings = structs.replace(settings, cache="off")
+        found = []
+        for seed, edit in enumerate(edits):
+            request = request_of(edit.source, edit.prompt, settings, seed, str(seed))
+            mask = mask_for_model(edit.mask * np.uint8(255), facts)
+            found.append(job_of(self.encoder, request, edit.source, mask))
+        return found
+
+    def made(
+        self, edits: Sequence[Edit], jobs: Sequence[EditJob], lora: LowRankSet, begin: int
+    ) -> Made:
+        """Dense rows that have the LoRA from step `begin` on."""
+        rows = [self.adapter.dense_row(job) for job in jobs]
+        latents = []
+        for step in range(rows[0].steps):
+            if step == begin:
+                for row, job in zip(rows, jobs, strict=True):
+                    self.adapter.attach(row, job, ((lora, 1.0),))
+            self.adapter.step(rows, None)
+            latents.append([row.result().array().copy() for row in rows])
+        pictures = [
+            np.where(edit.mask[..., None], self.decoder.decode(last), edit.source)
+            for edit, last in zip(edits, latents[-1], strict=True)
+        ]
+        return Made(pictures, latents)
+
+
+def agree(found: Quality) -> bool:
+    return found.psnr_in_mask >= BARS["mean"] and found.worst_psnr_in_mask >= BARS["worst"]
+
+
+def steps_by_cosine(ours: Made, without: Made) -> int:
+    """Katz's K: steps before the first whose latents are less alike than KATZ, mean over edits."""
+    for step, (some, others) in enumerate(zip(ours.latents, without.latents, strict=True)):
+        pairs = [(a.ravel(), b.ravel()) for a, b in zip(some, others, strict=True)]
+        alike = [float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b))) for a, b in pairs]
+        if np.mean(alike) < KATZ:
+            return step
+    return len(ours.latents)
+
+
+def profiled(profiler: Profiler, path: Path, edits: Sequence[Edit]) -> dict[str, Any]:
+    """K and its sigma, Katz's K beside, and how far pictures were off at each K that was tried."""
+    lora, jobs = profiler.lora(path), profiler.jobs(edits)
+    exact = profiler.made(edits, jobs, lora, 0)
+    steps = len(exact.latents)
+    without = profiler.made(edits, jobs, lora, steps)
+    katz = steps_by_cosine(exact, without)
+    late: dict[int, Quality] = {}
+    best = 0
+    for k in range(1, steps):
+        made = profiler.made(edits, jobs, lora, k)
+        late[k] = summary(compare(edits, made.pictures, exact.pictures))
+        if not agree(late[k]):
+            break
+        best = k
+    if 0 < katz < steps and katz not in late:
+        made = profiler.made(edits, jobs, lora, katz)
+        late[katz] = summary(compare(edits, made.pictures, exact.pictures))
+    return {
+        "steps": steps,
+        "k": best,
+        "sigma": profiler.adapter.sigmas(jobs[0])[best][0] if best else None,
+        "katz_k": katz,
+        "psnr_in_mask": {
+            k: {"mean": round(each.psnr_in_mask, 2), "worst": round(each.worst_psnr_in_mask, 2)}
+            for k, each in sorted(late.items())
+        },
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("loras", type=Path, nargs="+", help="files; a file's name is the LoRA's")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--steps", type=int, default=28)
+    parser.add_argument("--edits", type=int, default=8)
+    parser.add_argument("--out", type=Path, help="[adapters] profiles, which others stay in")
+    parser.add_argument("--json", type=Path, help="all figures")
+    args = parser.parse_args(arguments)
+    profiler = Profiler(args.model, args.steps)
+    report = {}
+    for path in args.loras:
+        name = path.name.removesuffix(".safetensors")
+        edits = edits_with(name, args.edits) if name in LOOKS else held_out_edits(args.edits)
+        report[name] = profiled(profiler, path, edits)
+        print(json.dumps({name: report[name]}, indent=2), flush=True)
+    if args.out:
+        kept = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+        kept = {name: sigma for name, sigma in kept.items() if name not in report}
+        kept |= {name: each["sigma"] for name, each in report.items() if each["k"]}
+        args.out.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
