@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.errors import MaskserveError
+from maskserve_engine.control import Control
 from maskserve_engine.timeline import RequestTimeline
 
 Conditioning = dict[str, NDArray[np.float32]]
@@ -48,6 +49,8 @@ class EditJob:
     """Of the negative prompt, where there is one: every step then runs the model twice."""
     adapters: str = ""
     """Names the adapters with which its template's entries are made and read; empty: none."""
+    controls: tuple[Control, ...] = ()
+    """What ControlNets are to add to it."""
     prepared: object = None
     """What its rows begin with, once `Adapter.prepare` has made it; the family's own."""
 

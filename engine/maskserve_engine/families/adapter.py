@@ -166,6 +166,27 @@ class Adapter(Protocol):
         """
         ...
 
+    def control_net(self, model: Any) -> Any:
+        """A ControlNet as the family's rows take it.
+
+        Args:
+            model: diffusers' own, in eval mode, on the device and in the dtype of the model.
+
+        Raises:
+            ValueError: it does not fit the model; in one sentence.
+        """
+        ...
+
+    def control(self, row: Any, job: EditJob, nets: Mapping[str, Any]) -> None:
+        """Have an edit's row add what its ControlNets say.
+
+        Args:
+            row: that has taken no step.
+            job: that it was made of, with `controls`.
+            nets: from `control_net`, by name: all that these name.
+        """
+        ...
+
     def step(
         self,
         rows: Sequence[Row],

@@ -20,9 +20,12 @@ from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
+from maskserve_engine.control import Control
 from maskserve_engine.families.flux.batch import Batch, Row
 from maskserve_engine.families.flux.compiled import compile_segments
 from maskserve_engine.families.flux.conditioning import Inputs, Prompt, TemplateInputs
+from maskserve_engine.families.flux.control import ControlNet, NetInput, RowControl
+from maskserve_engine.families.flux.latents import PATCH
 from maskserve_engine.families.flux.preparation import Preparation, grid_of
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import check_sampler, load_sampler, make_schedule
@@ -233,6 +236,53 @@ class FluxAdapter(Stepping[Row, Weights]):
                 assert inputs.negative is not None
                 negative = self._text(inputs.negative.embeds, adapters)
                 row.negative = replace(row.negative, text=negative)
+
+    def control_net(self, model: Any) -> ControlNet:
+        with torch.inference_mode():
+            return ControlNet.of(model, self.model, self.facts.latent_channels * PATCH**2)
+
+    def control(self, row: Any, job: EditJob, nets: Mapping[str, Any]) -> None:
+        with torch.inference_mode():
+            prepared = self._preparation.prepared(job)
+            given = (prepared.inputs.prompt.embeds, [tokens for _, tokens in prepared.controls])
+            embeds, pictures = moved(given, self.device)
+            inputs = [
+                self._net_input(row, job, control, nets[control.net], tokens, embeds)
+                for (control, _), tokens in zip(prepared.controls, pictures, strict=True)
+            ]
+            row.residuals = RowControl(tuple(inputs)) if inputs else None
+
+    def _net_input(
+        self,
+        row: FluxRow,
+        job: EditJob,
+        control: Control,
+        net: ControlNet,
+        tokens: Tensor,
+        embeds: Tensor,
+    ) -> NetInput:
+        """What a net is given of an edit.
+
+        Args:
+            row: of the edit.
+            job: the edit.
+            control: the picture's part in it.
+            net: the picture's.
+            tokens: [N, 4C] the picture's latents.
+            embeds: [T, in] the prompt's states.
+        """
+        if row.inactive is not None:
+            tokens = tokens[torch.cat((row.inactive.active, row.inactive.index))]
+        text = net.weights.context_embedder(embeds, ((0, len(embeds)),))
+        if net.modes is not None:
+            assert control.mode is not None, (
+                "a union net's control comes with its mode (validation)"
+            )
+            text = torch.cat((net.modes[control.mode][None], text))
+        guided = net.weights.time_text_embed.guidance_embedder is not None
+        guidance = job.request.settings.guidance_scale if guided else None
+        hint = net.hint_embedder(tokens, ((0, len(tokens)),))
+        return NetInput(control, net, hint, text, guidance)
 
     def _text(self, embeds: Tensor, adapters: Adapters = ()) -> Tensor:
         """[T, width] what the model's first layer makes of a prompt's states [T, in]."""

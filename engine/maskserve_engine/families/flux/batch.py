@@ -19,6 +19,7 @@ from maskserve_engine.batch.skipping import Skipper, forward_skipping
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flux.blocks import FluxStep
+from maskserve_engine.families.flux.control import Controlled, RowControl, run_nets
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import Weights
@@ -52,6 +53,11 @@ class Batch(KeptBatch[Row, Weights]):
         self._stream = self.packed.layout.narrow.image_stream
         self._blends = any(row.blends for row in rows)
         self._packed_adapters = (*self._adapters, *(self._adapters[i] for i, _ in self._guided))
+        self._controlled = tuple(
+            (row, row.residuals)
+            for row in rows
+            if isinstance(row, FluxRow) and isinstance(row.residuals, RowControl)
+        )
         self._weights: Weights | None = None
         """The model's, with what the rows' adapters add to them."""
         self._vectors: tuple[Vectors, ...] = ()
@@ -66,6 +72,8 @@ class Batch(KeptBatch[Row, Weights]):
         if self._weights is None:
             self._weights = model.with_adapters(self._packed_adapters)
         weights = self._weights
+        if self._controlled:
+            self._run_nets()
         inputs = FluxStep(weights, self._vectors_of(weights, at)), self.packed, kinds
         velocity = forward_skipping(*inputs, self._skippers) if self._skippers else forward(*inputs)
         if self._guided:
@@ -114,6 +122,17 @@ class Batch(KeptBatch[Row, Weights]):
             emb = embed(weights, ahead, packed.pooled, packed.guidance)
             self._vectors = vectors(weights, emb)
         return self._vectors[at % AHEAD]
+
+    def _run_nets(self) -> None:
+        """Have ControlNets say what they add to this step."""
+        run_nets(
+            [
+                Controlled(
+                    control, row.model_input(), row.walk(row.step)[0].timestep, row.step, row.steps
+                )
+                for row, control in self._controlled
+            ]
+        )
 
     def _guide(self, velocity: Tensor) -> None:
         """Lead rows with a negative prompt away from what their second pass answers."""

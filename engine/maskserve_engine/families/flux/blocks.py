@@ -160,6 +160,8 @@ class FluxStep:
         return qk_norm_rope(k[:, None], norms[1:], cis)[:, 0], v
 
     def last(self, image: Tensor, stream: Stream) -> Tensor:
+        assert self.vectors.last is not None
+        assert self.weights.proj_out is not None
         scale, shift = stream.spread(self.vectors.last, 2)
         normed = modulate(stream.wide(image), shift, scale)
         return self.weights.proj_out(normed.view_as(image), stream.spans)

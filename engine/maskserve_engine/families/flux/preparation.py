@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from maskserve_core.imaging.tokens import TokenIds, active_tokens
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.cache.selection import Selection
+from maskserve_engine.control import Control, acting
 from maskserve_engine.families.flux.conditioning import (
     Inputs,
     Prompt,
@@ -21,7 +23,7 @@ from maskserve_engine.families.flux.conditioning import (
     start_inpaint,
     template_inputs,
 )
-from maskserve_engine.families.flux.latents import PATCH
+from maskserve_engine.families.flux.latents import PATCH, pack_latents
 from maskserve_engine.families.flux.schedule import Schedule, make_schedule
 from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.job import Conditioning, EditJob
@@ -39,6 +41,8 @@ class Prepared:
     """Of a cached row."""
     selection: Selection
     """The other tokens."""
+    controls: tuple[tuple[Control, Tensor], ...] = ()
+    """Those that act, each with its picture's latents as tokens, [N, 4C]."""
 
 
 class Preparation:
@@ -72,15 +76,17 @@ class Preparation:
         if isinstance(job.prepared, Prepared):
             return job.prepared
         schedule, active = self.schedule(job), self.active(job)
+        generator = torch.Generator("cpu").manual_seed(job.request.seed)
+        controls = self._controls(job, schedule, generator)  # they draw first
         inputs = Inputs(
             schedule,
-            self._start(job, schedule),
+            self._start(job, schedule, generator),
             self.prompt(job.conditioning),
             None if job.negative is None else self.prompt(job.negative),
         )
         height, width = grid_of(job)
         rest = np.setdiff1d(np.arange(height * width), active)
-        return Prepared(inputs, None, active, Selection([rest]))
+        return Prepared(inputs, None, active, Selection([rest]), controls)
 
     def template(self, job: EditJob, noise_seed: int) -> TemplateInputs:
         """The job's own, if it has been prepared; else draws the template's noise."""
@@ -106,9 +112,20 @@ class Preparation:
         embeds, pooled = given["prompt_embeds"], given["pooled"]
         return Prompt(*(torch.from_numpy(each).to(self._dtype) for each in (embeds, pooled)))
 
-    def _start(self, job: EditJob, schedule: Schedule) -> Start:
-        """Draw everything random of the edit, in the pipeline's own order, on the CPU."""
-        generator = torch.Generator("cpu").manual_seed(job.request.seed)
+    def _controls(
+        self, job: EditJob, schedule: Schedule, generator: torch.Generator
+    ) -> tuple[tuple[Control, Tensor], ...]:
+        """Draw the latents of the edit's control pictures."""
+        found = []
+        for control in acting(job.controls, schedule.steps):
+            assert control.moments is not None, "FLUX's control pictures come encoded"
+            found.append(
+                (control, pack_latents(self._posterior(control.moments).sample(generator)))
+            )
+        return tuple(found)
+
+    def _start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> Start:
+        """Draw everything else random of the edit, in the pipeline's own order, on the CPU."""
         image, factor = self._posterior(job.moments), self._facts.vae_scale_factor
         if self._facts.semantics == "fill":
             masked = self._posterior(job.masked_moments)

@@ -32,8 +32,8 @@ class Vectors:
     """Per double block, for image and text: [R, 6 · width]."""
     single: tuple[Tensor, ...]
     """Per single block: [R, 3 · width]."""
-    last: Tensor
-    """[R, 2 · width]: scale and shift of the last layer."""
+    last: Tensor | None
+    """[R, 2 · width]: scale and shift of the last layer; None: of a ControlNet, which has none."""
 
     def of(self, index: int) -> Tensor:
         """[R, …] of the image tokens of a block, double blocks first; shift and scale lead."""
@@ -43,11 +43,12 @@ class Vectors:
 
     def take(self, rows: Sequence[int]) -> Vectors:
         """Those of some rows."""
-        [at] = to_device([torch.tensor(rows)], self.last.device)
+        first = self.single[0] if self.single else self.double[0][0]
+        [at] = to_device([torch.tensor(rows)], first.device)
         return Vectors(
             tuple((image[at], text[at]) for image, text in self.double),
             tuple(block[at] for block in self.single),
-            self.last[at],
+            None if self.last is None else self.last[at],
         )
 
 
@@ -102,12 +103,12 @@ def vectors(weights: Weights, emb: Tensor) -> tuple[Vectors, ...]:
         for block in weights.double_blocks
     ]
     singles = [steps(block.vectors, (1,)) for block in weights.single_blocks]
-    last = steps(weights.last_vectors, (0,))
+    last = None if weights.last_vectors is None else steps(weights.last_vectors, (0,))
     return tuple(
         Vectors(
             tuple((image[at], text[at]) for image, text in doubles),
             tuple(block[at] for block in singles),
-            last[at],
+            None if last is None else last[at],
         )
         for at in range(len(emb))
     )

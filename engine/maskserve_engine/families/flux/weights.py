@@ -131,8 +131,9 @@ class Weights:
     """Of the prompt's states; the same at every step, so rows keep what it makes of theirs."""
     double_blocks: tuple[Double, ...]
     single_blocks: tuple[Single, ...]
-    last_vectors: Linear
-    proj_out: Linear
+    last_vectors: Linear | None
+    proj_out: Linear | None
+    """Both None: a ControlNet, which ends with its blocks."""
     head_dim: int
     device: torch.device
     dtype: torch.dtype
@@ -145,7 +146,9 @@ class Weights:
 
     @classmethod
     def of(cls, model: Any) -> Weights:
+        """Of a FluxTransformer2DModel or a FluxControlNetModel."""
         doubles, singles = model.transformer_blocks, model.single_transformer_blocks
+        whole = hasattr(model, "proj_out")
         with torch.no_grad():
             return cls(
                 linear(model.x_embedder),
@@ -153,8 +156,8 @@ class Weights:
                 linear(model.context_embedder),
                 tuple(_double(block) for block in doubles),
                 tuple(_single(block) for block in singles),
-                linear(model.norm_out.linear),
-                linear(model.proj_out),
+                linear(model.norm_out.linear) if whole else None,
+                linear(model.proj_out) if whole else None,
                 (singles or doubles)[0].attn.head_dim,
                 model.device,
                 model.dtype,
