@@ -59,6 +59,14 @@ NETS: dict[str, FluxControlNetModel] = {
 }
 
 
+def large_case(rng: np.random.Generator, **asked: Any) -> Case:
+    """A random edit whose mask is seen by some latents."""
+    case = random_case(rng, **asked)
+    mask = case.mask.copy()
+    mask[8:24, 8:24] = 255
+    return replace(case, mask=mask)
+
+
 class Model:
     def __init__(self, folder: Path) -> None:
         config = config_of(folder, model={"outside_noise": "edit"})
@@ -130,7 +138,7 @@ def asked_of(net: str, rng: np.random.Generator) -> dict[str, Any]:
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_dense_row_equals_the_pipeline(inpaint: Model, net: str, whole: bool) -> None:
     rng = np.random.default_rng()
-    case = random_case(rng, num_inference_steps=6, strength=float(rng.choice([1.0, 0.7])))
+    case = large_case(rng, num_inference_steps=6, strength=float(rng.choice([1.0, 0.7])))
     asked = asked_of(net, rng)
     asked |= {"start": 0.0, "end": 1.0} if whole else {"start": 0.2, "end": 0.7}
     controls = (inpaint.control(rng, case, net, **asked),)
@@ -142,7 +150,7 @@ def test_a_dense_row_equals_the_pipeline(inpaint: Model, net: str, whole: bool) 
 def test_several_nets_sum_as_in_the_pipeline(inpaint: Model) -> None:
     """Of equal depths: where these differ, diffusers drops the deeper net's last blocks."""
     rng = np.random.default_rng()
-    case = random_case(rng, num_inference_steps=5, strength=1.0)
+    case = large_case(rng, num_inference_steps=5, strength=1.0)
     controls = (
         inpaint.control(rng, case, "plain", scale=0.8),
         inpaint.control(rng, case, "plain", scale=0.5, start=0.3),
@@ -205,7 +213,7 @@ def test_fill_and_nets_of_unequal_depth_equal_the_classes_called_by_hand(
     fill: Model, names: tuple[str, ...]
 ) -> None:
     rng = np.random.default_rng()
-    case = random_case(rng, num_inference_steps=3, strength=1.0)
+    case = large_case(rng, num_inference_steps=3, strength=1.0)
     controls = tuple(
         fill.control(rng, case, net, scale=0.7, mode=1 if net == "union" else None) for net in names
     )
@@ -221,7 +229,7 @@ def test_fill_and_nets_of_unequal_depth_equal_the_classes_called_by_hand(
 
 def test_a_control_that_never_acts_is_as_none_bit_for_bit(inpaint: Model) -> None:
     rng = np.random.default_rng()
-    case = random_case(rng, num_inference_steps=4, strength=1.0)
+    case = large_case(rng, num_inference_steps=4, strength=1.0)
     plain = inpaint.alone(inpaint.job(case))
     for asked in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
         control = inpaint.control(rng, case, "plain", **asked)
@@ -230,7 +238,7 @@ def test_a_control_that_never_acts_is_as_none_bit_for_bit(inpaint: Model) -> Non
 
 def test_steps_outside_start_and_end_are_as_without_bit_for_bit(inpaint: Model) -> None:
     rng = np.random.default_rng()
-    case = random_case(rng, num_inference_steps=4, strength=1.0)
+    case = large_case(rng, num_inference_steps=4, strength=1.0)
     job = inpaint.job(case, (inpaint.control(rng, case, "plain", start=0.5),))
     controlled, without = inpaint.row(job), inpaint.adapter.dense_row(job)
     for step in range(3):
@@ -245,7 +253,7 @@ def test_rows_with_and_without_control_do_not_change_one_another(fill: Model) ->
     asked: tuple[tuple[str, ...], ...] = ((), ("plain",), ("union", "plain"), (), ("union",))
     jobs = []
     for i, names in enumerate(asked):
-        case = random_case(rng, num_inference_steps=int(rng.integers(2, 6)), strength=1.0)
+        case = large_case(rng, num_inference_steps=int(rng.integers(2, 6)), strength=1.0)
         controls = tuple(fill.control(rng, case, net, **asked_of(net, rng)) for net in names)
         jobs.append(fill.job(case, controls, str(i)))
     expected = [fill.alone(job) for job in jobs]

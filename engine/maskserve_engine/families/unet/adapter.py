@@ -18,8 +18,10 @@ from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
+from maskserve_engine.control import Control, acting
 from maskserve_engine.families.unet.batch import Batch, Row
 from maskserve_engine.families.unet.conditioning import Inputs
+from maskserve_engine.families.unet.control import NetInput, PassControl, RowControl, check_net
 from maskserve_engine.families.unet.forward import added_embedding
 from maskserve_engine.families.unet.preparation import Preparation
 from maskserve_engine.families.unet.rows import Guidance, Inactive, Prompt, UnetPrimingRow, UnetRow
@@ -201,6 +203,36 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
 
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         row.adapters = adapters
+
+    def control_net(self, model: Any) -> Any:
+        check_net(model, self.model, self.facts.latent_channels)
+        return model
+
+    def control(self, row: Any, job: EditJob, nets: Mapping[str, Any]) -> None:
+        acts = acting(job.controls, row.steps)
+        if not acts:
+            return
+        with torch.inference_mode():
+            prompts = [job.conditioning]
+            if row.guidance is not None:
+                assert job.negative is not None, "guided rows have a negative prompt"
+                prompts.append(job.negative)
+            texts = [self._preparation.texts(each, job) for each in prompts]
+            own = tuple([torch.stack(each) for each in zip(*texts, strict=True)])
+            given, pictures = moved((own, [self._picture(each) for each in acts]), self.device)
+            text, *micro = given
+            inputs = tuple(
+                [
+                    NetInput(control, nets[control.net], picture, text, tuple(micro))
+                    for control, picture in zip(acts, pictures, strict=True)
+                ]
+            )
+            row.control = RowControl(inputs, tuple([PassControl() for _ in prompts]))
+
+    def _picture(self, control: Control) -> Tensor:
+        """[1, 3, H, W] from 0 to 1."""
+        pixels = torch.from_numpy(control.picture).permute(2, 0, 1)[None]
+        return (pixels.float() / 255).to(self.dtype)
 
     def _inactive(self, job: EditJob, noise_seed: int) -> Inactive:
         _, height, width = job.moments.shape

@@ -9,6 +9,7 @@ import torch
 
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
+from maskserve_engine.families.unet.control import Controlled, run_nets
 from maskserve_engine.families.unet.forward import Packed, forward
 from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
 from maskserve_engine.families.unet.weights import UnetWeights
@@ -51,12 +52,25 @@ class Batch(KeptBatch[Row, UnetWeights]):
         if self._weights is None:
             rows = zip(self._order, self._passes, strict=True)
             self._weights = model.with_adapters([r.adapters for r, n in rows for _ in range(n)])
+        self._run_nets(samples)
         answers = forward(
             self._weights, self._packed, sample, self._timesteps(sample.device), kinds,
             self._captures(),
         ).split(self._passes)  # fmt: skip
         for row, answer in zip(self._order, answers, strict=True):
             row.advance(answer)
+
+    def _run_nets(self, samples: Sequence[torch.Tensor]) -> None:
+        """Have ControlNets say what they add to this step, of the rows' [in_channels, h, w]."""
+        run_nets(
+            [
+                Controlled(
+                    row.control, sample[: len(row.latents)], row.timestep, row.step, row.steps
+                )
+                for row, sample in zip(self._order, samples, strict=True)
+                if isinstance(row, UnetRow) and row.control is not None
+            ]
+        )
 
     def _timesteps(self, device: torch.device) -> torch.Tensor:
         if self._by_step.device != device:

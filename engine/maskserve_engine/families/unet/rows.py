@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from maskserve_core.contracts.entry_key import Anchor
-from maskserve_engine.batch.residuals import Residuals
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.codec import Coded
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.selection import Selection
 from maskserve_engine.families.unet.conditioning import Blend, TemplateInputs
+from maskserve_engine.families.unet.control import RowControl
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.surroundings import Surroundings
@@ -109,7 +109,8 @@ class UnetRow:
     """[C, h, w]; what lies outside a cached row's active tokens is never read."""
     condition: Tensor | None
     blend: Blend | None
-    residuals: Residuals | None = None
+    control: RowControl | None = None
+    """None: no ControlNet."""
     adapters: Adapters = ()
     inactive: Inactive | None = None
     """None for a dense row."""
@@ -157,9 +158,11 @@ class UnetRow:
         prompts = [self.prompt]
         if self.guidance is not None:
             prompts.append(self.guidance.negative)
+        residuals = (None, None) if self.control is None else self.control.passes
+        each_with = list(zip(prompts, residuals, strict=False))
         inactive = self.inactive
         if inactive is None or self.entry is None:
-            return [PassInput(each.text, each.added, residuals=self.residuals) for each in prompts]
+            return [PassInput(each.text, each.added, residuals=own) for each, own in each_with]
         return [
             PassInput(
                 each.text,
@@ -167,9 +170,9 @@ class UnetRow:
                 inactive.active,
                 CachedRest(self, min(number, inactive.halves - 1)),
                 self.surroundings,
-                self.residuals,
+                own,
             )
-            for number, each in enumerate(prompts)
+            for number, (each, own) in enumerate(each_with)
         ]
 
     def sample(self) -> Tensor:

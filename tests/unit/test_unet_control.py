@@ -1,0 +1,197 @@
+"""UNet rows with ControlNets against diffusers' own pipelines and classes, alone and in any mix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    ControlNetModel,
+    MultiControlNetModel,
+    StableDiffusionControlNetInpaintPipeline,
+    StableDiffusionXLControlNetInpaintPipeline,
+)
+from numpy.typing import NDArray
+from PIL import Image
+
+from maskserve_engine.control import Control
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.unet.adapter import UnetAdapter
+from maskserve_engine.job import EditJob
+from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
+from tests.fakes.pipelines import diffusers_edit
+from tests.fakes.tiny_unet import VARIANTS
+
+
+def random_net(unet: Any, seed: int, **asked: Any) -> ControlNetModel:
+    """Of a UNet's sizes; nothing in it is zero. The tiny VAE shrinks 4 times, not 8: so does the
+    part that reads pictures.
+    """
+    names = (
+        "down_block_types", "block_out_channels", "layers_per_block", "norm_num_groups",
+        "cross_attention_dim", "attention_head_dim", "use_linear_projection",
+        "transformer_layers_per_block", "addition_embed_type", "addition_time_embed_dim",
+        "projection_class_embeddings_input_dim",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = ControlNetModel(
+            **{
+                "in_channels": 4,
+                "conditioning_embedding_out_channels": (8, 8, 16),
+                **{name: unet.config[name] for name in names},
+                **asked,
+            }
+        ).eval()
+        for name, weight in net.named_parameters():
+            if name.startswith("controlnet"):
+                torch.nn.init.normal_(weight, std=0.2)
+    return net
+
+
+def large_case(rng: np.random.Generator, **asked: Any) -> Case:
+    """A random edit whose mask is seen by some latents."""
+    case = unet_case(rng, **asked)
+    mask = case.mask.copy()
+    mask[8:24, 8:24] = 255
+    return replace(case, mask=mask)
+
+
+class Model:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.xl = folder, (folder / "text_encoder_2").exists()
+        config = config_of(folder, model={"outside_noise": "edit"})
+        adapter = load_adapter(config)
+        assert isinstance(adapter, UnetAdapter)
+        self.encoder, self.adapter = load_encoder(config), adapter
+        self.nets = {
+            "one": random_net(adapter.model, 1),
+            "two": random_net(adapter.model, 2, controlnet_conditioning_channel_order="bgr"),
+        }
+        for net in self.nets.values():
+            assert adapter.control_net(net) is net
+
+    def job(self, case: Case, controls: tuple[Control, ...] = (), name: str = "r") -> EditJob:
+        return replace(encode_case(self.encoder, case, name), controls=controls)
+
+    def row(self, job: EditJob) -> Any:
+        row = self.adapter.dense_row(job)
+        self.adapter.control(row, job, self.nets)
+        return row
+
+    def alone(self, job: EditJob) -> NDArray[np.float32]:
+        row = self.row(job)
+        while row.step < row.steps:
+            self.adapter.step([row], None)
+        return np.asarray(row.result().array())
+
+    def oracle(self, case: Case, controls: tuple[Control, ...]) -> NDArray[np.float32]:
+        """[C, h, w] of the ControlNet inpaint pipeline."""
+        nets = [self.nets[each.net] for each in controls]
+        pictures = [Image.fromarray(each.picture) for each in controls]
+        cls: Any = StableDiffusionControlNetInpaintPipeline
+        asked: dict[str, Any] = {"safety_checker": None}
+        if self.xl:
+            cls, asked = StableDiffusionXLControlNetInpaintPipeline, {}
+        one = len(nets) == 1
+        pipeline = cls.from_pretrained(
+            self.folder, controlnet=nets[0] if one else MultiControlNetModel(nets), **asked
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        scales, starts, ends = zip(*[(c.scale, c.start, c.end) for c in controls], strict=True)
+        latents = diffusers_edit(
+            pipeline,
+            case.pixels,
+            case.mask,
+            case.prompt,
+            case.settings,
+            case.seed,
+            output_type="latent",
+            control_image=pictures[0] if one else pictures,
+            controlnet_conditioning_scale=scales[0] if one else list(scales),
+            control_guidance_start=starts[0] if one else list(starts),
+            control_guidance_end=ends[0] if one else list(ends),
+        )
+        return np.asarray(latents[0].numpy())
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def model(request: pytest.FixtureRequest, tiny_unets: dict[str, Path]) -> Model:
+    return Model(tiny_unets[request.param])
+
+
+def picture(rng: np.random.Generator, case: Case) -> NDArray[np.uint8]:
+    return rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 7.5])
+@pytest.mark.parametrize("nets", [("one",), ("two", "one")])
+def test_a_dense_row_equals_the_pipeline(
+    model: Model, nets: tuple[str, ...], guidance: float
+) -> None:
+    rng = np.random.default_rng()
+    case = large_case(rng, num_inference_steps=5, strength=1.0, guidance_scale=guidance)
+    controls = tuple(
+        Control(net, picture(rng, case), float(rng.uniform(0.3, 1.2)), start, end)
+        for net, start, end in zip(nets, (0.2, 0.0), (0.9, 1.0), strict=False)
+    )
+    expected, found = model.oracle(case, controls), model.alone(model.job(case, controls))
+    assert np.abs(found - expected).max() <= tolerance(expected)
+    assert np.abs(found - model.alone(model.job(case))).max() > 10 * tolerance(expected)
+
+
+def test_a_control_that_never_acts_and_steps_outside_are_as_without_bit_for_bit(
+    model: Model,
+) -> None:
+    rng = np.random.default_rng()
+    case = large_case(rng, num_inference_steps=4, strength=1.0)
+    plain = model.alone(model.job(case))
+    for asked in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
+        control = Control("one", picture(rng, case), **asked)
+        assert np.array_equal(model.alone(model.job(case, (control,))), plain), asked
+    late = Control("one", picture(rng, case), start=0.5)
+    controlled, without = model.row(model.job(case, (late,))), model.row(model.job(case))
+    for step in range(controlled.steps):
+        outside = step / controlled.steps < 0.5
+        model.adapter.step([controlled], None)
+        model.adapter.step([without], None)
+        assert torch.equal(controlled.latents, without.latents) == outside, step
+
+
+def test_rows_with_and_without_control_do_not_change_one_another(model: Model) -> None:
+    rng = np.random.default_rng()
+    first = large_case(rng)
+    jobs = []
+    for i, names in enumerate(((), ("one",), ("two", "one"), (), ("one",))):
+        case = large_case(rng, num_inference_steps=int(rng.integers(4, 7)), strength=1.0)
+        case = replace(case, pixels=first.pixels, mask=first.mask)
+        controls = tuple(Control(net, picture(rng, case), 0.7, end=0.8) for net in names)
+        jobs.append(model.job(case, controls, str(i)))
+    expected = [model.alone(job) for job in jobs]
+    running, late = [model.row(job) for job in jobs[:3]], [model.row(job) for job in jobs[3:]]
+    results = {}
+    while running:
+        model.adapter.step(running, None)
+        done = [row for row in running if row.step == row.steps]
+        results |= {row.request_id: row.result().array() for row in done}
+        running = [row for row in running if row.step < row.steps] + late
+        late = []
+    for i, latents in enumerate(expected):
+        assert np.abs(results[str(i)] - latents).max() <= tolerance(latents), i
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"in_channels": 9}, "in_channels"),
+        ({"block_out_channels": (32, 32, 64)}, "block_out_channels"),
+        ({"global_pool_conditions": True}, "global_pool_conditions"),
+    ],
+)
+def test_a_net_of_another_base_is_refused(model: Model, asked: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        model.adapter.control_net(random_net(model.adapter.model, 0, **asked))
