@@ -174,7 +174,7 @@ class StagesConfig(Table, frozen=True):
     """Latents round the mask that are encoded with it where a Fill model's masked picture is the
     template's elsewhere, and the template is kept. 0: all of it is encoded. `reproducible` edits
     and those with `cache` `off` have all of it encoded."""
-    decode_halo: Annotated[int, Meta(ge=0, le=64)] = 3
+    decode_halo: Annotated[int, Meta(ge=0, le=64)] = 4
     """Positions round what a cached edit pastes that are decoded with it, at each level of the VAE;
     the rest of the picture is not decoded. 0: all of it is. Dense and reproducible edits are always
     decoded as a whole."""
