@@ -69,6 +69,9 @@ for _ in range(4):
             changes = alone(x[begin:end], [(0, end - begin)]) - base(x[begin:end])
             assert_close(found[begin:end], base(x[begin:end]) + changes)
 
+    none = [(0, 0)] * count
+    assert fused(x[:0], none).shape == (0, 3 * outputs)
+
     begin = draw(0, 3 * outputs - 1)
     end = draw(begin + 1, 3 * outputs + 1)
     assert_close(fused.columns(begin, end)(x, spans), plain.columns(begin, end)(x, spans))

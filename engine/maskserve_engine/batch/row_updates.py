@@ -132,9 +132,11 @@ class FusedLowRank:
 
     def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
         out, length = self.base(x, rows), x.shape[-2]
+        if not length:
+            return out
         flat, table = x.reshape(-1, x.shape[-1]), self.table
         own = [row if table.counts[row] else None for row in self.rows]
-        tiles = self.tiles.of(rows, own, length, len(flat) // max(length, 1))
+        tiles = self.tiles.of(rows, own, length, len(flat) // length)
         if len(tiles):
             target, most = out.view(-1, out.shape[-1]), max(table.counts)
             device = table.slices, table.ends, table.scales
