@@ -17,6 +17,7 @@ from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.contracts.status_record import AdapterTierTotal
 from maskserve_core.models.flux import flux_work
 from maskserve_core.triton.metric_table import (
+    ADAPTER_SERIES,
     ENDS,
     ENGINE_METRICS,
     FRONT_METRICS,
@@ -102,7 +103,8 @@ def test_a_record_that_starts_anew_takes_nothing_back(
 def test_everything_is_there_from_the_start(api: FakeTriton, metrics: EngineMetrics) -> None:
     assert set(api.metrics) == {PREFIX + name for name in ENGINE_METRICS}
     for name, spec in ENGINE_METRICS.items():
-        assert len(api.metrics[PREFIX + name]) == (0 if spec.labels else 1)
+        labelled = sum(series == name for series, _ in ADAPTER_SERIES)
+        assert len(api.metrics[PREFIX + name]) == (labelled if spec.labels else 1)
 
 
 @pytest.mark.usefixtures("beat")

@@ -121,6 +121,11 @@ ENGINE_METRICS = {
         "Seconds from the engine's acceptance of an edit to its row.", _WAIT
     ),
 }
+ADAPTER_SERIES = (
+    *((name, tier) for name in ("adapters", "adapter_bytes") for tier in ("device", "host")),
+    *(("adapter_load_seconds", source) for source in ("host", "storage")),
+)
+"""Metric and label of what is there from the start, in workers without adapters, too."""
 FRONT_METRICS = {
     "edit_ends_total": _counter(
         "Edits answered, by outcome and error code.", "model", "outcome", "code"

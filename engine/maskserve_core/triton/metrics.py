@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from maskserve_core.triton.metric_table import (
+    ADAPTER_SERIES,
     ENDS,
     ENGINE_METRICS,
     FRONT_METRICS,
@@ -86,6 +87,9 @@ class EngineMetrics:
 
     def __init__(self, api: Any, worker: str, observations: Observations, runtime_dir: str) -> None:
         self._page = MetricPage(api, worker, ENGINE_METRICS)
+        # A rate sees the first load only if there was a zero before it.
+        for name, label in ADAPTER_SERIES:
+            self._page.metric(name, label)
         self._observations = observations
         self._reader = StatusReader(Path(runtime_dir) / "status")
         self._sequence = 0
