@@ -135,8 +135,8 @@ def masks() -> Report:
         "dense": dense,
         "cached": cached,
         "priced_by_resolution_220": sar(220, "believed"),
-        "rate_dense": max((float(r) for r, s in dense.items() if s >= 0.9), default=0.0),
-        "rate_cached": max((float(r) for r, s in cached.items() if s >= 0.9), default=0.0),
+        "rate_dense": max((float(r) for r, s in dense.items() if s >= 0.9 - 1e-9), default=0.0),
+        "rate_cached": max((float(r) for r, s in cached.items() if s >= 0.9 - 1e-9), default=0.0),
     }
 
 
