@@ -34,6 +34,10 @@ class ModelConfig(Table, frozen=True):
     """Of the VAE's decoder, likewise."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` (float32 on CPU, bfloat16 on CUDA) or a dtype."""
+    weights: Literal["bf16", "fp8", "int8"] = "bf16"
+    """Of the denoiser's transformer blocks: `bf16` as the folder has them, in `dtype`; `fp8`
+    and `int8` are made of these at start and take a byte per weight. They need the
+    extra `quantised`. Not with `compile`."""
     native_resolution: Annotated[int, Meta(ge=0, le=8192)] = 0
     """Side of the square whose area bounds the model's input; 0: asked of the model."""
     max_sequence_length: Annotated[int, Meta(ge=1, le=4096)] = 512

@@ -43,6 +43,7 @@ from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, dtype_of
+from maskserve_engine.stages.quantise import form_in_words
 from maskserve_engine.stages.revision import model_revision
 from maskserve_engine.status_publisher import StatusPublisher, new_counters
 from maskserve_engine.step_planner import StepPlanner
@@ -154,7 +155,7 @@ class Engine:
         _log.info("the denoiser's device: %s", device_in_words(config))
         with one_cpu_thread():
             adapter = load_adapter(config)
-        revision = model_revision(config.model.path)
+        revision = model_revision(config.model.path, form_in_words(config))
         return cls(config, adapter, revision=revision, lora_loader=lora_loader)
 
     # Called from any thread.

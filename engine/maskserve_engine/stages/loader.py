@@ -72,7 +72,7 @@ def dtype_of(config: Config) -> torch.dtype:
     return _DTYPES[config.model.dtype]
 
 
-def load_part(config: Config, name: str, cls: Any) -> Any:
+def load_part(config: Config, name: str, cls: Any, device: torch.device | None = None) -> Any:
     """A model of the folder in eval mode on the configured device and dtype. Its weights go there
     one by one, from the mapped file: the host never holds them all.
 
@@ -80,6 +80,7 @@ def load_part(config: Config, name: str, cls: Any) -> Any:
         config: names folder, device and dtype.
         name: subfolder, such as `transformer`.
         cls: class with `from_pretrained`.
+        device: another than the configured one.
 
     Raises:
         ConfigError: the part is missing or cannot be read.
@@ -92,7 +93,7 @@ def load_part(config: Config, name: str, cls: Any) -> Any:
         model = cls.from_pretrained(
             str(folder),
             local_files_only=True,
-            device_map={"": device_of(config)},
+            device_map={"": device or device_of(config)},
             **{argument: dtype},
         )
     except (OSError, ValueError, RuntimeError) as error:
@@ -101,8 +102,15 @@ def load_part(config: Config, name: str, cls: Any) -> Any:
 
 
 def held_bytes(model: torch.nn.Module) -> int:
-    """Of a model's parameters and buffers."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    """Of a model's parameters and buffers, whatever form a library has given them."""
+    return sum(_bytes(tensor) for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):  # torchao's: made of tensors
+        return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    scales = getattr(getattr(tensor, "quant_state", None), "absmax", None)  # bitsandbytes'
+    return tensor.nbytes + (0 if scales is None else scales.nbytes)
 
 
 def warm_up_side(config: Config, facts: ModelFacts) -> int:

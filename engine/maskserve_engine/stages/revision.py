@@ -15,12 +15,16 @@ _CACHED = ".maskserve-digests.json"
 _CHUNK = 2**24
 
 
-def model_revision(folder: str | Path) -> str:
+def model_revision(folder: str | Path, form: str = "") -> str:
     """32 hexadecimal digits over every byte of every part that shapes activations.
 
     Entries outlive a process, so two trainings must never share a name. Digests of files are kept
     beside them and hold for as long as size and time of change do: tens of gigabytes are read at
     the first start only. A folder that cannot be written is read at each start.
+
+    Args:
+        folder: of the model.
+        form: that the weights are brought to when they are loaded; empty: none.
     """
     folder = Path(folder)
     known, digest = _read(folder), xxhash.xxh3_128()
@@ -35,6 +39,8 @@ def model_revision(folder: str | Path) -> str:
             digest.update(f"{name}:{about.st_size}:{of_file};".encode())
     if now != known:
         _write(folder, now)
+    if form:
+        digest.update(f"weights:{form};".encode())
     return digest.hexdigest()
 
 

@@ -39,7 +39,8 @@ from maskserve_engine.layers.low_rank import (
     low_rank_set,
 )
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
-from maskserve_engine.stages.loader import held_bytes, load_part
+from maskserve_engine.stages.loader import held_bytes
+from maskserve_engine.stages.quantise import load_denoiser
 
 _CONTEXT = "context_embedder"
 
@@ -105,7 +106,7 @@ class FluxAdapter(Stepping[Row, Weights]):
             raise ConfigError("[cache] conv_halo: a setting of UNets; use 0")
         return cls(
             facts,
-            load_part(config, "transformer", FluxTransformer2DModel),
+            load_denoiser(config, "transformer", FluxTransformer2DModel),
             load_sampler(config),
             facts.latents.shift,
             facts.latents.scale,

@@ -29,7 +29,8 @@ from maskserve_engine.families.unet.sampler import TRAINED_STEPS, check_sampler,
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, low_rank_set
-from maskserve_engine.stages.loader import held_bytes, load_part
+from maskserve_engine.stages.loader import held_bytes
+from maskserve_engine.stages.quantise import load_denoiser
 
 
 class UnetAdapter(Stepping[Row, UnetWeights]):
@@ -103,7 +104,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         vae = AutoencoderKL.load_config(f"{config.model.path}/vae")
         return cls(
             facts,
-            load_part(config, "unet", UNet2DConditionModel),
+            load_denoiser(config, "unet", UNet2DConditionModel),
             load_sampler(config, facts),
             facts.latents.scale,
             exact_vae=facts.micro_conditioning and bool(vae.get("force_upcast", True)),
