@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, FluxFillPipeline
+from diffusers import AutoencoderKL, FluxFillPipeline, StableDiffusionInpaintPipeline
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
@@ -54,17 +54,20 @@ class Continuation:
 
 
 def run_edits(
-    pipe: FluxFillPipeline,
+    pipe: FluxFillPipeline | StableDiffusionInpaintPipeline,
     edits: list[Edit],
     steps: int,
     batch: int,
     report: Callable[[int, float], None],
+    **arguments: float,
 ) -> list[Picture]:
     """Edited pictures, the source pasted back outside each mask.
 
     The noise of edit i is drawn from seed i, whatever the batch size. `report` is told how
-    many edits are done and the seconds spent.
+    many edits are done and the seconds spent. More `arguments` go to the pipeline's call.
     """
+    if isinstance(pipe, FluxFillPipeline):
+        arguments = {"max_sequence_length": MAX_SEQUENCE_LENGTH, **arguments}
     pictures: list[Picture] = []
     begin = time.monotonic()
     for first in range(0, len(edits), batch):
@@ -76,9 +79,9 @@ def run_edits(
             height=some[0].source.shape[0],
             width=some[0].source.shape[1],
             num_inference_steps=steps,
-            max_sequence_length=MAX_SEQUENCE_LENGTH,
             generator=[torch.Generator("cpu").manual_seed(first + i) for i in range(len(some))],
             output_type="np",
+            **arguments,
         ).images
         for edit, image in zip(some, output, strict=True):
             edited = np.rint(image * 255).astype(np.uint8)

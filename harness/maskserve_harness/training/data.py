@@ -57,7 +57,7 @@ class _Drawn:
 def encode(vae: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
     """(B, 3, H, W) in -1..1 as normalised latents (B, C, h, w), posterior mode."""
     latents = vae.encode(pictures).latent_dist.mode()
-    return (latents - vae.config.shift_factor) * vae.config.scaling_factor
+    return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
 def write_part(
