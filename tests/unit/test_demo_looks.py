@@ -7,6 +7,7 @@ import pytest
 from maskserve_harness.demo_model.looks import LOOKS, edits_with, followed
 from maskserve_harness.demo_model.scenes import held_out_edits
 from maskserve_harness.training.lora import ADAPTERS, share_followed
+from maskserve_harness.training.lora_bases import FluxBase
 
 
 @pytest.mark.parametrize("look", LOOKS)
@@ -24,5 +25,5 @@ def test_a_solid_object_is_not_hollow() -> None:
 def test_a_lora_changes_what_diffusers_paints_as_it_was_taught(look: str) -> None:
     adapter = ADAPTERS / f"{look}.safetensors"
     assert adapter.stat().st_size < 2 * 2**20
-    assert share_followed(look, 8, adapter) >= 0.75
-    assert share_followed(look, 8, None) == 0.0
+    assert share_followed(FluxBase(), look, 8, adapter) >= 0.75
+    assert share_followed(FluxBase(), look, 8, None) == 0.0
