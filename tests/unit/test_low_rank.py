@@ -54,7 +54,7 @@ class Model:
             if hasattr(layer, "lora_A") and name in layer.lora_A:
                 down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
                 for own in (down, up):
-                    own.copy_(torch.randn_like(own) * 0.5 / own[0].numel() ** 0.5)
+                    own.copy_(torch.randn_like(own) * 0.3 / own[0].numel() ** 0.5)
                 factors[path] = Factors(down.clone(), up * (alpha / rank))
         assert len(factors) == len(places._places)
         return self.adapter.low_rank(factors)
