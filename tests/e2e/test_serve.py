@@ -127,7 +127,7 @@ def test_a_bad_configuration(serve: Callable[..., Serving], model: Path, tmp_pat
     config.write_text("[engine]\nmax_rowz = 3\n")
     serving = serve("--model", str(model), "--config", str(config))
     assert refused(serving).startswith(
-        "maskserve serve: [engine] has no key 'max_rowz'; it has max_rows"
+        "maskserve serve: [engine] max_rowz: is not a known key; accepted: "
     )
 
 

@@ -78,6 +78,7 @@ store = Store(MemoryTier(10**9), [tier], None, Loader(HostMover()))
 source = None
 while source is None:
     source = store.hold("k", ANCHORS[0])
+    store.settle(10.0)  # no second search is under way, which would open the file once more
 handle = store.request("k", ANCHORS[0], Selection([np.arange(5, 4000, 3)]), source)
 for path in Path(sys.argv[1]).glob("k/*.safetensors"):
     with path.open("r+b") as file:
