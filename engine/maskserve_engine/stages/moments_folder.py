@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+MOMENTS = "moments"
+"""Name of the folder."""
+
 
 class MomentsFolder:
     """A file per template in the worker's runtime folder, which is best in memory. The encoder
@@ -17,7 +20,7 @@ class MomentsFolder:
     """
 
     def __init__(self, runtime: str | os.PathLike[str]) -> None:
-        self._folder = Path(runtime) / "moments"
+        self._folder = Path(runtime) / MOMENTS
 
     def clear(self) -> None:
         """Begin with nothing: the encoder that wrote what is there has ended."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from maskserve_engine.stages.moments_folder import MOMENTS
 from maskserve_harness.probing.calls import Grpc
 from maskserve_harness.soaking.ledger import Ledger, Window
 from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
@@ -50,7 +51,9 @@ class Sample:
     shared_memory_size: int
     """Bytes that the regions may take without growing."""
     runtime_files: int
-    """Files of its runtime folder."""
+    """Files of its runtime folder, templates' kept moments apart: a store with a budget, which
+    grows until it is full (`[stages] template_bytes`).
+    """
     runtime_bytes: int
     log_bytes: int
     running: int
@@ -120,7 +123,7 @@ class Sampler:
         entries = [entry for template in templates for entry in template["entries"]]
         mean, largest = drifts(entries)
         regions = _stats(SHARED_MEMORY, f"{region_prefix(worker.spec.ports.http)}*")
-        files = _stats(worker.spec.files.runtime, "**/*")
+        files = _stats(worker.spec.files.runtime, "**/*", but=MOMENTS)
         return Sample(
             time_s=round(now - self._began, 2),
             processes=processes(worker.pid),
@@ -209,10 +212,12 @@ def _model_of(stub: psutil.Process) -> str:
     return f"process-{stub.pid}"
 
 
-def _stats(folder: Path, pattern: str) -> list[os.stat_result]:
-    """Of the files in a folder that changes while it is read."""
+def _stats(folder: Path, pattern: str, but: str = "") -> list[os.stat_result]:
+    """Of the files in a folder that changes while it is read; `but`: a folder that is left out."""
     found = []
     for path in folder.glob(pattern):
+        if path.parent.name == but:
+            continue
         with contextlib.suppress(FileNotFoundError):
             found.append(path.stat())
     return [entry for entry in found if stat.S_ISREG(entry.st_mode)]
