@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -58,12 +58,15 @@ class AsyncClient:
         mask: ImageInput,
         prompt: str,
         *,
+        control: Sequence[ImageInput] = (),
         timeout: float | None = None,
         **settings: Any,
     ) -> EditResult:
         """One edit; see `Client.edit`."""
         # Files and pixels are read and written off the event loop, as everywhere below.
-        request = await asyncio.to_thread(wire.edit_request, "edit", image, mask, prompt, settings)
+        request = await asyncio.to_thread(
+            wire.edit_request, "edit", image, mask, prompt, settings, control
+        )
         return await asyncio.to_thread(wire.edit_result, await self._infer(request, timeout))
 
     async def edit_stream(
@@ -72,6 +75,7 @@ class AsyncClient:
         mask: ImageInput,
         prompt: str,
         *,
+        control: Sequence[ImageInput] = (),
         timeout: float | None = None,
         **settings: Any,
     ) -> AsyncGenerator[Event, None]:
@@ -87,6 +91,7 @@ class AsyncClient:
             mask,
             prompt,
             {"progress": True, **settings},
+            control,
         )
 
         async def requests() -> AsyncGenerator[service_pb2.ModelInferRequest, None]:

@@ -204,6 +204,13 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAME[:SCALE]",
         help="a LoRA that the server knows; may be given again, and the scale may be negative",
     )
+    model.add_argument(
+        "--control",
+        action="append",
+        metavar="NAME[:SCALE]=FILE",
+        help="a ControlNet that the server knows, and its picture, as large as the image; may be "
+        "given again",
+    )
 
     running = edit.add_argument_group("how to serve it")
     running.add_argument(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -58,6 +58,7 @@ class Client:
         mask: ImageInput,
         prompt: str,
         *,
+        control: Sequence[ImageInput] = (),
         timeout: float | None = None,
         **settings: Any,
     ) -> EditResult:
@@ -67,6 +68,7 @@ class Client:
             image: the source; None with the setting `template_id`.
             mask: of the same size; white edits, or alpha 0 where it has transparency.
             prompt: what to paint there.
+            control: pictures of the same size for ControlNets, as the setting `controls` says.
             timeout: seconds after which the edit is cancelled.
             settings: see maskserve_core.contracts.settings.EditSettings.
 
@@ -74,7 +76,7 @@ class Client:
             MaskserveError: what the server answered, or ServerUnavailable.
             OSError: a path that cannot be read.
         """
-        request = wire.edit_request("edit", image, mask, prompt, settings)
+        request = wire.edit_request("edit", image, mask, prompt, settings, control)
         return wire.edit_result(self._infer(request, timeout))
 
     def edit_stream(
@@ -83,6 +85,7 @@ class Client:
         mask: ImageInput,
         prompt: str,
         *,
+        control: Sequence[ImageInput] = (),
         timeout: float | None = None,
         **settings: Any,
     ) -> Generator[Event, None, None]:
@@ -93,7 +96,8 @@ class Client:
         `progress` is on unless it is set.
         """
         asked = {"progress": True, **settings}
-        return self._events(wire.edit_request("edit_stream", image, mask, prompt, asked), timeout)
+        request = wire.edit_request("edit_stream", image, mask, prompt, asked, control)
+        return self._events(request, timeout)
 
     def control(self, op: str, *, timeout: float | None = 10.0, **fields: Any) -> dict[str, Any]:
         """An operation on the worker: `status`, `heartbeat`, `templates`, `cancel`, …

@@ -59,6 +59,7 @@ def edit(options: argparse.Namespace) -> None:
     out = Path(options.out)
     settings = _settings(options, out)
     inputs = (options.image, options.mask, options.prompt)
+    settings["control"] = [_control(text)[1] for text in options.control or ()]
     terminal = sys.stderr.isatty()
     stream = options.stream if options.stream is not None else terminal
     with _connected(options) as client:
@@ -80,6 +81,8 @@ def _settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     settings = {name: value for name, value in given.items() if value is not None}
     if options.lora:
         settings["loras"] = [_lora(text) for text in options.lora]
+    if options.control:
+        settings["controls"] = [_control(text)[0] for text in options.control]
     settings["output_format"] = _FORMATS[out.suffix.lower()]
     if options.previews:
         settings["preview_every"] = options.preview_every or _PREVIEW_EVERY
@@ -97,6 +100,19 @@ def _lora(text: str) -> dict[str, Any]:
         raise InvalidRequest(
             "--lora", f"{scale!r} is not a number", "NAME or NAME:SCALE, as hollow:0.8"
         ) from None
+
+
+def _control(text: str) -> tuple[dict[str, Any], str]:
+    """NAME=FILE or NAME:SCALE=FILE: as the setting has it, and the file."""
+    said, equals, file = text.partition("=")
+    name, colon, scale = said.partition(":")
+    form = "NAME=FILE or NAME:SCALE=FILE, as outline:0.8=edges.png"
+    if not equals or not file:
+        raise InvalidRequest("--control", f"{text!r} names no file", form)
+    try:
+        return ({"name": name, "scale": float(scale)} if colon else {"name": name}), file
+    except ValueError:
+        raise InvalidRequest("--control", f"{scale!r} is not a number", form) from None
 
 
 def _follow(
@@ -313,6 +329,9 @@ def adapters_list(options: argparse.Namespace) -> None:
         return
     for adapter in values["adapters"]:
         print(f"{adapter['name']:32} {_adapter(adapter)}")
+    for net in values.get("controlnets", ()):
+        size = f"ControlNet, {net['bytes'] / 2**20:.1f} MiB"
+        print(f"{net['name']:32} {'not served: it ' + net['problem'] if net['problem'] else size}")
     if values["problem"]:
         print(f"the storage does not answer: {values['problem']}", file=sys.stderr)
 

@@ -10,7 +10,7 @@ import io
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from PIL import Image
@@ -73,6 +73,7 @@ def edit_request(
     mask: ImageInput,
     prompt: str,
     settings: Mapping[str, Any],
+    control: Sequence[ImageInput] = (),
 ) -> service_pb2.ModelInferRequest:
     """A request to `edit` or `edit_stream`.
 
@@ -87,6 +88,7 @@ def edit_request(
             "MASK": image_bytes(mask),
             "PROMPT": prompt.encode(),
             "SETTINGS": _settings_bytes(settings),
+            **({"CONTROL": [image_bytes(picture) for picture in control]} if control else {}),
         },
     )
 
@@ -135,13 +137,17 @@ def _settings_bytes(settings: Mapping[str, Any]) -> bytes:
     return raw
 
 
-def _request(model: str, tensors: Mapping[str, bytes]) -> service_pb2.ModelInferRequest:
+def _request(
+    model: str, tensors: Mapping[str, bytes | list[bytes]]
+) -> service_pb2.ModelInferRequest:
     request = service_pb2.ModelInferRequest(model_name=model)
     for declared in CONTRACTS[model].inputs:
         if declared.name in tensors:
-            value = tensors[declared.name]
-            request.inputs.add(name=declared.name, datatype=declared.dtype, shape=[1])
-            request.raw_input_contents.append(struct.pack("<I", len(value)) + value)
+            given = tensors[declared.name]
+            values = [given] if isinstance(given, bytes) else given
+            request.inputs.add(name=declared.name, datatype=declared.dtype, shape=[len(values)])
+            raw = b"".join(struct.pack("<I", len(value)) + value for value in values)
+            request.raw_input_contents.append(raw)
     return request
 
 

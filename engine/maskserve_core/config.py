@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from maskserve_core.config_tables import (
     AdaptersConfig,
     CacheConfig,
+    ControlsConfig,
     EngineConfig,
     LimitsConfig,
     LogConfig,
@@ -37,6 +38,7 @@ class Config(Table, frozen=True):
     cache: CacheConfig = CacheConfig()
     stages: StagesConfig = StagesConfig()
     adapters: AdaptersConfig = AdaptersConfig()
+    controls: ControlsConfig = ControlsConfig()
     log: LogConfig = LogConfig()
     trace: TraceConfig = TraceConfig()
     runtime_dir: str = ""

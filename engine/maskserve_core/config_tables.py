@@ -220,6 +220,16 @@ class AdaptersConfig(Table, frozen=True):
     the model without any."""
 
 
+class ControlsConfig(Table, frozen=True):
+    """`[controls]`: the ControlNets that edits may name."""
+
+    folder: str = ""
+    """Where they are: a ControlNet NAME is the folder NAME below it, as diffusers saves one
+    (config.json and safetensors files). Empty: edits may name none."""
+    device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
+    """Bytes of ControlNets that stay on the denoiser's device."""
+
+
 class LogConfig(Table, frozen=True):
     """`[log]`: what a worker's own processes write down (docs/observability.md)."""
 

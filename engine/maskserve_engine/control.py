@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ class Control:
     """A ControlNet's picture and its weight in one edit."""
 
     net: str
-    """Name of the ControlNet."""
+    """Which ControlNet: its version, as the engine keeps them."""
     picture: NDArray[np.uint8]
     """[H, W, 3] at model resolution."""
     scale: float = 1.0
@@ -29,15 +30,36 @@ class Control:
     """[2C, h, w] VAE posterior of the picture: mean, log-variance; FLUX's nets are given it."""
 
     def scale_at(self, step: int, steps: int) -> float:
-        """The scale of step `step` of `steps`, as diffusers' pipelines have it; 0: adds nothing."""
-        outside = step / steps < self.start or (step + 1) / steps > self.end
-        return 0.0 if outside else self.scale
+        """The scale of step `step` of `steps`; 0: adds nothing."""
+        return scale_at(self, step, steps)
 
 
-def acting(controls: Sequence[Control], steps: int) -> tuple[Control, ...]:
+class Ranged(Protocol):
+    """What says when a control acts."""
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def start(self) -> float: ...
+
+    @property
+    def end(self) -> float: ...
+
+
+R = TypeVar("R", bound=Ranged)
+
+
+def scale_at(control: Ranged, step: int, steps: int) -> float:
+    """The scale of step `step` of `steps`, as diffusers' pipelines have it; 0: adds nothing."""
+    outside = step / steps < control.start or (step + 1) / steps > control.end
+    return 0.0 if outside else control.scale
+
+
+def acting(controls: Sequence[R], steps: int) -> tuple[R, ...]:
     """Those that add something in any step. The others are as if nobody had asked for them: no
     random number is drawn for them, either, as diffusers would.
     """
     return tuple(
-        each for each in controls if any(each.scale_at(step, steps) for step in range(steps))
+        each for each in controls if any(scale_at(each, step, steps) for step in range(steps))
     )

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.request import Lora
+from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, guarded
+from maskserve_core.models.facts import ModelFacts
 from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.step_scheduler import StepScheduler
 from maskserve_core.worker.ticket import MakePolicy
+from maskserve_engine.adapters.control_net_loader import Bring as BringNet
+from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
 from maskserve_engine.adapters.lora_loader import Bring, LoadedLora, LoraLoader
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.cache.store import Store
@@ -36,6 +39,8 @@ from maskserve_engine.memory import memory_table
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.price_list import PriceList
 from maskserve_engine.requests.audits import Audits
+from maskserve_engine.requests.control_nets import EditControlNets
+from maskserve_engine.requests.control_nets import Loader as NetLoader
 from maskserve_engine.requests.loras import Loader, Loras
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.residency import Residency
@@ -67,6 +72,7 @@ class Engine:
         executor: makes what holds and steps the rows.
         policy: makes what decides which rows run.
         lora_loader: makes what brings LoRAs to the executor, where edits may have any.
+        net_loader: the same of ControlNets.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class Engine:
         executor: Callable[[Adapter, Store], Executor] = LocalExecutor,
         policy: MakePolicy = StepScheduler,
         lora_loader: Callable[[Config, Bring], Loader] = LoraLoader,
+        net_loader: Callable[[Config, ModelFacts, BringNet], NetLoader] = ControlNetLoader,
     ) -> None:
         self.config, self.adapter = config, adapter
         runtime = Path(config.runtime_dir) if config.runtime_dir else None
@@ -104,6 +111,9 @@ class Engine:
         self.lora_loader = None
         if config.adapters.store:
             self.lora_loader = lora_loader(config, self.executor.bring)
+        self.net_loader = None
+        if config.controls.folder:
+            self.net_loader = net_loader(config, adapter.facts, self.executor.bring_net)
         self.manager = RequestManager(
             config,
             adapter,
@@ -113,6 +123,7 @@ class Engine:
             self._output,
             policy,
             self._loras if self.lora_loader else None,
+            self._nets if self.net_loader else None,
         )
         self.counters = new_counters()
         self._publisher = StatusPublisher(
@@ -259,6 +270,8 @@ class Engine:
         self._output.close(5.0)
         if self.lora_loader is not None:
             self.lora_loader.close()
+        if self.net_loader is not None:
+            self.net_loader.close()
         self.cache.store.close()
 
     def _loras(self, residency: Residency) -> Loras:
@@ -268,6 +281,14 @@ class Engine:
             self._inbox.put(lambda: self.manager.lora_came(lora, outcome))
 
         return Loras(self.config, residency, self.lora_loader, came, self.observations)
+
+    def _nets(self, residency: Residency) -> EditControlNets:
+        assert self.net_loader is not None
+
+        def came(control: ResolvedControl, outcome: LoadedNet | MaskserveError) -> None:
+            self._inbox.put(lambda: self.manager.net_came(control, outcome))
+
+        return EditControlNets(residency, self.net_loader, came, self.observations)
 
     def _arrived(self, key: str) -> None:
         self._inbox.put(lambda: self.manager.arrived(key))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.errors import EngineFailed
@@ -183,12 +183,28 @@ class Executor(Protocol):
         """
         ...
 
+    def bring_net(self, net: str, model: Any) -> None:
+        """Bring a ControlNet to the rows' devices, under a name that no other has; from any thread.
+
+        Args:
+            net: its name, as `Control.net`.
+            model: diffusers' own, in eval mode and in the dtype of the served model.
+
+        Raises:
+            ValueError: it does not fit the served model.
+        """
+        ...
+
+    def drop_net(self, net: str) -> None:
+        """Let go of a ControlNet that no row has; one that is not there may be named."""
+        ...
+
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
         """Have a cached row read other entries from its next step on; as of `CachedRow`."""
         ...
 
     def make(self, row: str, spec: RowSpec) -> RowMade:
-        """Make a row under a name that no other has.
+        """Make a row under a name that no other has; the ControlNets that act on it are there.
 
         Raises whatever went wrong; there is no row then.
         """

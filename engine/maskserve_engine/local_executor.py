@@ -58,6 +58,7 @@ class LocalExecutor:
         self._jobs: dict[str, EditJob] = {}
         """Of all rows."""
         self._adapters: dict[str, LowRankSet] = {}
+        self._nets: dict[str, Any] = {}
         self._failed_steps = 0
 
     def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
@@ -73,6 +74,13 @@ class LocalExecutor:
         found = tuple([(self._adapters[name], scale) for name, scale in adapters if scale])
         self._adapter.attach(self._rows[row], self._jobs[row], found)
 
+    def bring_net(self, net: str, model: Any) -> None:
+        with beside(self._adapter.device):
+            self._nets[net] = self._adapter.control_net(model.to(self._adapter.device))
+
+    def drop_net(self, net: str) -> None:
+        self._nets.pop(net, None)
+
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
         self._readers[row].turn_over(key, anchors)
 
@@ -85,9 +93,12 @@ class LocalExecutor:
             )
             return RowMade()
         if not isinstance(spec, CachedRow):
-            self._rows[row] = adapter.dense_row(spec.job)
+            dense = adapter.dense_row(spec.job)
+            adapter.control(dense, spec.job, self._nets)
+            self._rows[row] = dense
             return RowMade()
         made = adapter.cached_row(spec.job, spec.noise_seed)
+        adapter.control(made, spec.job, self._nets)
         selection = made.selection
         assert selection is not None
         reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)

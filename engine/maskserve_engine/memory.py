@@ -44,7 +44,8 @@ def memory_table(config: Config, adapter: Adapter, size: TemplateSize) -> Memory
         step += config.cache.placed_bytes
     here: dict[Stage, int] = {}
     adapters = config.adapters.device_bytes if config.adapters.store else 0
-    coming = step + adapters
+    controls = config.controls.device_bytes if config.controls.folder else 0
+    coming = step + adapters + controls
     for stage in ("encoder", "decoder"):
         own = beside_denoiser(config, stage)
         if device_of(own) != device:
@@ -58,7 +59,7 @@ def memory_table(config: Config, adapter: Adapter, size: TemplateSize) -> Memory
         share = _GPU_SHARE if device.type == "cuda" else _CPU_SHARE
         cache = config.cache.budget_bytes or int(share * max(0, free - coming))
     left = free - coming - cache
-    taken = adapter.weight_bytes + sum(here.values()) + step + adapters + cache + left
+    taken = adapter.weight_bytes + sum(here.values()) + step + adapters + controls + cache + left
     return MemoryTable(
         device=_name(device),
         total=total,
@@ -72,6 +73,7 @@ def memory_table(config: Config, adapter: Adapter, size: TemplateSize) -> Memory
         rows=config.engine.max_rows,
         template=size.nbytes,
         adapters=adapters,
+        controls=controls,
     )
 
 

@@ -271,9 +271,13 @@ def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, An
 
 
 def merged_adapters(answers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Adapters of all workers by name, with the tiers in which each worker's host has them."""
+    """Adapters of all workers by name, with the tiers in which each worker's host has them, and
+    ControlNets.
+    """
     merged: dict[str, dict[str, Any]] = {}
+    nets: dict[str, dict[str, Any]] = {}
     for address, answer in answers.items():
+        nets |= {net["name"]: net for net in answer.get("controlnets", ())}
         for adapter in answer["adapters"]:
             into = merged.setdefault(adapter["name"], {**adapter, "tiers": {}, "pinned": False})
             into["tiers"][address] = adapter["tiers"]
@@ -281,5 +285,6 @@ def merged_adapters(answers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     problems = [answer["problem"] for answer in answers.values() if answer["problem"]]
     return {
         "adapters": [merged[name] for name in sorted(merged)],
+        "controlnets": [nets[name] for name in sorted(nets)],
         "problem": problems[0] if problems else "",
     }

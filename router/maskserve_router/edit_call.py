@@ -185,6 +185,12 @@ def _check_tensors(message: pb.ModelInferRequest, contract: Contract) -> None:
                 raise InvalidRequest(
                     tensor.name, "is not one element in BYTES form", "a length of 4 bytes, then it"
                 ) from None
+        elif count_input(message, tensor.name) != tensor.shape[0]:
+            raise InvalidRequest(
+                tensor.name,
+                f"is not {tensor.shape[0]} elements in BYTES form",
+                "of each a length of 4 bytes, then it",
+            )
     outputs = [tensor.name for tensor in contract.outputs]
     for output in message.outputs:
         if output.name not in outputs:
@@ -270,6 +276,18 @@ def view_input(message: pb.ModelInferRequest, name: str) -> memoryview:
     if int.from_bytes(raw[:4], "little") + 4 != len(raw):
         raise LookupError(name)
     return memoryview(raw)[4:]
+
+
+def count_input(message: pb.ModelInferRequest, name: str) -> int:
+    """Elements of a BYTES input of any size; -1: it is in no such form."""
+    place = [tensor.name for tensor in message.inputs].index(name)
+    if not message.raw_input_contents:
+        return len(message.inputs[place].contents.bytes_contents)
+    raw, at, count = message.raw_input_contents[place], 0, 0
+    while at < len(raw):
+        at += 4 + int.from_bytes(raw[at : at + 4], "little")
+        count += 1
+    return count if at == len(raw) else -1
 
 
 def _write(message: pb.ModelInferRequest, name: str, value: bytes) -> None:

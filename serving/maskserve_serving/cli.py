@@ -96,6 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="serve the LoRAs there: NAME.safetensors, or NAME/pytorch_lora_weights.safetensors",
     )
     add(
+        "--controlnets",
+        default="",
+        metavar="DIR",
+        help="serve the ControlNets there: a folder for each, as diffusers saves them",
+    )
+    add(
         "--compile",
         action="store_true",
         help="compile parts of a FLUX model at start: a minute at first, then seconds",
@@ -174,6 +180,7 @@ def _options(given: argparse.Namespace) -> ServeOptions:
         tritonserver=given.tritonserver,
         entries=given.entries,
         adapters=given.adapters,
+        controlnets=given.controlnets,
         load_timeout_s=given.load_timeout,
         drain_grace_s=given.drain_grace,
         compile=given.compile,

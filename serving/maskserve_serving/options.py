@@ -67,6 +67,8 @@ class ServeOptions:
     host tier in memory while it runs; None: neither, unless the configuration names them."""
     adapters: str = ""
     """Folder or URL of LoRAs; laid over `[adapters]`. Empty: what the configuration says."""
+    controlnets: str = ""
+    """Folder of ControlNets; laid over `[controls]`. Empty: what the configuration says."""
     load_timeout_s: float = 900.0
     """How long a worker may take to load its model."""
     drain_grace_s: float | None = None

@@ -70,3 +70,10 @@ class Spec:
         else:
             given["store"] = str(Path(given["store"]).absolute())
         return with_values(tables, "adapters", **{**own, **given})
+
+    def with_controlnets(self, tables: dict[str, Any]) -> dict[str, Any]:
+        """`tables`, with where ControlNets are."""
+        given = self.options.controlnets
+        if not given:
+            return tables
+        return with_values(tables, "controls", folder=str(Path(given).absolute()))

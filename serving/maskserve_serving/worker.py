@@ -78,6 +78,7 @@ class Worker(Process):
             "templates_dir": str(spec.files.templates),
         }
         tables = spec.with_adapters(spec.with_entries(spec.with_log(spec.tables)))
+        tables = spec.with_controlnets(tables)
         tables = spec.with_compile(tables)
         tables = with_values(tables, "", worker=self.name, **folders)
         self.config = spec.files.prepare(tables)

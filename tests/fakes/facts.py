@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from maskserve_core.models.facts import ALL_STEPS, EditDefaults, LatentSpace, ModelFacts
+from maskserve_core.models.flux import CONTROL
 
 FILL_FACTS = ModelFacts(
     family="flux",
@@ -17,5 +18,6 @@ FILL_FACTS = ModelFacts(
     skips_steps=True,
     true_cfg=False,
     denoiser={},
+    control=CONTROL,
 )
 """A small FLUX.1 Fill."""

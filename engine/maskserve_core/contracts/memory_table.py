@@ -32,6 +32,8 @@ class MemoryTable(msgspec.Struct, frozen=True):
     """Of a square template of the model's native size, all its anchors."""
     adapters: int = 0
     """The device's budget for LoRAs; 0 where edits may name none."""
+    controls: int = 0
+    """The same for ControlNets."""
 
     def text(self) -> str:
         """For people: a line per part, in GiB."""
@@ -41,13 +43,14 @@ class MemoryTable(msgspec.Struct, frozen=True):
             "decoder": "and what decoding takes",
             "step": f"of {self.rows} rows",
             "adapters": "LoRAs of edits",
+            "controls": "ControlNets of edits",
             "cache": f"{self.cache // max(1, self.template)} templates of "
             f"{self.template / _MIB:.1f} MiB",
             "others": "other processes",
         }
         lines = [f"memory of {self.device}: {self.total / _GIB:.2f} GiB"]
-        adapters = ("adapters",) if self.adapters else ()
-        for part in ("weights", "encoder", "decoder", "step", *adapters, "cache", "others", "left"):
+        named = [part for part in ("adapters", "controls") if getattr(self, part)]
+        for part in ("weights", "encoder", "decoder", "step", *named, "cache", "others", "left"):
             size = getattr(self, part) / _GIB
             lines.append(f"  {part:8}{size:8.2f}  {notes.get(part, '')}".rstrip())
         return "\n".join(lines)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from maskserve_core.contracts.settings import EditSettings, LoraSetting
+from maskserve_core.contracts.settings import ControlSetting, EditSettings, LoraSetting
 
 
 class Lora(LoraSetting, frozen=True):
@@ -26,6 +26,15 @@ class Lora(LoraSetting, frozen=True):
     """
 
 
+class ResolvedControl(ControlSetting, frozen=True):
+    """A control of an edit, with the ControlNet that its name stands for since the edit was
+    accepted, and with its picture.
+    """
+
+    version: str = ""
+    """Which ControlNet of that name (`models.control_nets.ControlNet.version`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class AcceptedEdit:
     """What a front hands to preprocess, beside the client's IMAGE and MASK."""
@@ -36,6 +45,7 @@ class AcceptedEdit:
     accepted_ns: int
     """Wall clock (time.time_ns) when the front took the request; deadlines count from here."""
     loras: tuple[Lora, ...] = ()
+    controls: tuple[ResolvedControl, ...] = ()
 
     def to_json(self) -> bytes:
         return _encode(self)
@@ -60,6 +70,8 @@ class EditRequest:
     accepted_ns: int
     """As of AcceptedEdit."""
     loras: tuple[Lora, ...] = ()
+    controls: tuple[ResolvedControl, ...] = ()
+    """Each with its `image`."""
     pixels_id: str = ""
     """Digest of the source's pixels at model resolution; entries are keyed on it."""
     edit_boxes: tuple[tuple[int, int, int, int], ...] = ()

@@ -29,6 +29,7 @@ MAX_SEED = 2**63 - 1
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 PRIORITIES = (-100, 100)
 MAX_LORAS = 4
+MAX_CONTROLS = 3
 
 Pixels = Annotated[int, Meta(ge=0, le=512)]
 Guidance = Annotated[float, Meta(ge=0, le=1000)]
@@ -74,6 +75,32 @@ LoraSettings = Annotated[
     Meta(
         max_length=MAX_LORAS,
         description=f'up to {MAX_LORAS} objects such as {{"name": "hollow", "scale": 0.8}}',
+    ),
+]
+
+
+class ControlSetting(Table, frozen=True):
+    """A control picture of an edit, and the ControlNet that reads it."""
+
+    name: AdapterName
+    """Of the ControlNet; never a path or URL."""
+    scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
+    """What the ControlNet adds is multiplied by it; 0 is none."""
+    start: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Share of the edit's steps before which it adds nothing."""
+    end: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Share of the edit's steps behind which it adds nothing."""
+    image: Annotated[int, Meta(ge=0, le=MAX_CONTROLS - 1)] | None = None
+    """Which picture of CONTROL; by default the one at the control's own place."""
+    mode: Annotated[int, Meta(ge=0, le=255)] | None = None
+    """The kind of picture, for a union ControlNet, which has several."""
+
+
+ControlSettings = Annotated[
+    tuple[ControlSetting, ...],
+    Meta(
+        max_length=MAX_CONTROLS,
+        description=f'up to {MAX_CONTROLS} objects such as {{"name": "outline", "scale": 0.8}}',
     ),
 ]
 
@@ -125,6 +152,8 @@ class EditSettings(Table, frozen=True):
     """LoRAs whose updates are added up, each with its own scale."""
     adapters: AdapterMode = "exact"
     """`exact`: no step runs before the LoRAs are there; `fast`: the first steps may run without."""
+    controls: ControlSettings = ()
+    """ControlNets whose additions are summed, each for a picture of CONTROL."""
     private_prompt: bool = False
     """Keep the prompt's embeddings for edits of the same API key only: whether the prompt was used
     before cannot be told from another key's times."""
@@ -184,6 +213,13 @@ def parse_settings(raw: bytes) -> EditSettings:
     except Misread as error:
         raise InvalidRequest(f"SETTINGS.{error.path}", error.problem, error.accepted) from None
     _once("loras", [lora.name for lora in settings.loras])
+    for index, control in enumerate(settings.controls):
+        if control.end < control.start:
+            raise InvalidRequest(
+                f"SETTINGS.controls[{index}].end",
+                f"is {control.end:g}, before the start",
+                f"{control.start:g} to 1",
+            )
     return settings
 
 
@@ -201,7 +237,7 @@ def dump_settings(settings: EditSettings) -> bytes:
 
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(EditSettings)}
-_KEYS = frozenset((*_DEFAULTS, *LoraSetting.__struct_fields__))
+_KEYS = frozenset((*_DEFAULTS, *LoraSetting.__struct_fields__, *ControlSetting.__struct_fields__))
 _encode = msgspec.json.Encoder().encode
 
 

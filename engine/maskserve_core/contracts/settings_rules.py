@@ -10,13 +10,14 @@ import secrets
 import time
 import uuid
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from maskserve_core.adapters.catalogue import Catalogue
 from maskserve_core.config import Config, model_name
-from maskserve_core.contracts.request import AcceptedEdit, Lora
-from maskserve_core.contracts.settings import EditSettings, LoraSetting
+from maskserve_core.contracts.request import AcceptedEdit, Lora, ResolvedControl
+from maskserve_core.contracts.settings import ControlSetting, EditSettings, LoraSetting
 from maskserve_core.errors import InvalidRequest
+from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.facts import ModelFacts
 
 _SEED_BITS = 32
@@ -29,6 +30,7 @@ def accept_edit(
     facts: ModelFacts,
     config: Config,
     catalogue: Catalogue | None = None,
+    nets: ControlNets | None = None,
 ) -> AcceptedEdit:
     """Check all of an edit but its pictures, fill in the worker's defaults, and note the time.
 
@@ -38,16 +40,18 @@ def accept_edit(
         facts: of the served model.
         config: of this worker.
         catalogue: of the adapters; None where none are served.
+        nets: ControlNets; None where none are served.
 
     Raises:
         InvalidRequest: naming PROMPT or `SETTINGS.<key>`.
-        AdapterNotFound: naming `SETTINGS.loras[i].name`.
+        AdapterNotFound: naming `SETTINGS.loras[i].name` or `SETTINGS.controls[i].name`.
         Overloaded: the adapters' storage does not answer.
     """
     check_settings(asked, facts, config)
     text = check_prompt(prompt, config)
     loras = _versions(asked.loras, catalogue) if asked.loras else ()
-    return AcceptedEdit(text, with_defaults(asked, facts, config), time.time_ns(), loras)
+    controls = _resolved(asked.controls, nets) if asked.controls else ()
+    return AcceptedEdit(text, with_defaults(asked, facts, config), time.time_ns(), loras, controls)
 
 
 def steps_run(num_inference_steps: int, strength: float, *, rounds_up: bool = True) -> int:
@@ -95,6 +99,27 @@ def _versions(loras: tuple[LoraSetting, ...], catalogue: Catalogue | None) -> tu
         adapter = catalogue.find(lora.name, f"SETTINGS.loras[{index}].name")
         text = any(part.startswith("text_encoder") for part in adapter.parts)
         found.append(Lora(name=lora.name, scale=lora.scale, version=adapter.version, text=text))
+    return tuple(found)
+
+
+def _resolved(
+    controls: tuple[ControlSetting, ...], nets: ControlNets | None
+) -> tuple[ResolvedControl, ...]:
+    """The same, with the ControlNets that the names stand for now, and each with its picture."""
+    if nets is None:
+        raise InvalidRequest("SETTINGS.controls", "ControlNets are not served here", "no controls")
+    found = []
+    for index, control in enumerate(controls):
+        field = f"SETTINGS.controls[{index}]"
+        net = nets.find(control.name, f"{field}.name")
+        if net.modes and (control.mode is None or control.mode >= net.modes):
+            said = "is missing" if control.mode is None else f"is {control.mode}"
+            raise InvalidRequest(f"{field}.mode", said, f"0 to {net.modes - 1}")
+        if not net.modes and control.mode is not None:
+            raise InvalidRequest(f"{field}.mode", f"is no setting of {control.name}", "no mode")
+        picture = index if control.image is None else control.image
+        asked = {**asdict(control), "image": picture, "version": net.version}
+        found.append(ResolvedControl(**asked))
     return tuple(found)
 
 

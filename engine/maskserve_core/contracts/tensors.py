@@ -57,6 +57,7 @@ IMAGE = text("IMAGE")
 MASK = text("MASK")
 PROMPT = text("PROMPT")
 SETTINGS = text("SETTINGS")
+CONTROL = Tensor("CONTROL", "BYTES", (-1,), optional=True)  # control pictures of IMAGE's size
 EDITED = text("EDITED")  # IMAGE, as it leaves the ensemble: inputs and outputs share one namespace
 META = text("META")
 
@@ -69,14 +70,17 @@ CONTEXT = Tensor("CONTEXT", "UINT8", (-1,))
 
 PIXELS = Tensor("PIXELS", "UINT8", (-1, -1, 3))  # [H, W, RGB] at model resolution
 EDIT_MASK = Tensor("EDIT_MASK", "UINT8", (-1, -1))  # [H, W] at model resolution, 255 = edit
+CONTROLS = Tensor("CONTROLS", "UINT8", (-1, -1, -1, 3))  # [pictures, H, W, RGB] as PIXELS
 MOMENTS = Tensor("MOMENTS", "FP32", (-1, -1, -1))  # VAE mean and log-variance [2C, h, w]
 MASKED_MOMENTS = Tensor("MASKED_MOMENTS", "FP32", (-1, -1, -1))  # same, masked area blanked; Fill
+# Of each control picture [pictures, 2C, h, w], where ControlNets are given latents; else empty.
+CONTROL_MOMENTS = Tensor("CONTROL_MOMENTS", "FP32", (-1, -1, -1, -1))
 # Named arrays of the prompt and, where one is given, of the negative prompt: safetensors bytes.
 CONDITIONING = Tensor("CONDITIONING", "UINT8", (-1,))
 ENCODED = text("ENCODED")  # how that was made, and its time: JSON
 LATENTS = Tensor("LATENTS", "FP32", (-1, -1, -1))  # [C, h, w]; [0, 0, 0] on plain progress
 
-PICTURES = (IMAGE, MASK)
+PICTURES = (IMAGE, MASK, CONTROL)
 """What of a client's tensors a front hands on to the ensemble unread: BYTES, [1], or [-1] where a
 client may send any number."""
 
@@ -117,13 +121,13 @@ CONTRACTS: dict[str, Contract] = {
         "Decodes, checks and resizes on the CPU. Two processes: one large image does not hold up "
         "the next.",
         _PIPELINE_IN,
-        (PIXELS, EDIT_MASK, REQUEST, CONTEXT),
+        (PIXELS, EDIT_MASK, CONTROLS, REQUEST, CONTEXT),
         instances=2,
     ),
     "encoder": Contract(
         "KIND_MODEL: the model places itself, on the GPU if there is one.",
-        (PIXELS, EDIT_MASK, REQUEST),
-        (MOMENTS, MASKED_MOMENTS, CONDITIONING, ENCODED),
+        (PIXELS, EDIT_MASK, CONTROLS, REQUEST),
+        (MOMENTS, MASKED_MOMENTS, CONTROL_MOMENTS, CONDITIONING, ENCODED),
         on_device=True,
     ),
     "denoiser": Contract(
@@ -134,8 +138,10 @@ CONTRACTS: dict[str, Contract] = {
             REQUEST,
             *_optional(
                 EDIT_MASK,
+                CONTROLS,
                 MOMENTS,
                 MASKED_MOMENTS,
+                CONTROL_MOMENTS,
                 CONDITIONING,
                 ENCODED,
                 CONTEXT,

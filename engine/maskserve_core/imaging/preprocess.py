@@ -6,7 +6,7 @@ Pictures that cannot be edited are refused here; all else was refused by the fro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,9 +17,9 @@ from PIL import Image
 from maskserve_core.config import Config
 from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.postprocess_context import PostprocessContext
-from maskserve_core.contracts.request import AcceptedEdit, EditRequest
+from maskserve_core.contracts.request import AcceptedEdit, EditRequest, ResolvedControl
 from maskserve_core.contracts.scopes import scope_of
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings import MAX_CONTROLS, EditSettings
 from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_core.imaging.geometry import Size, model_size, resize
@@ -54,6 +54,8 @@ class PreparedEdit:
     """PIXELS: RGB [h, w, 3] at the model's size."""
     edit_mask: npt.NDArray[np.uint8]
     """EDIT_MASK: [h, w] at the model's size, 255 edits."""
+    controls: npt.NDArray[np.uint8]
+    """CONTROLS: RGB [pictures, h, w, 3] at the model's size."""
     request: EditRequest
     """REQUEST."""
     context: PostprocessContext
@@ -67,6 +69,7 @@ def prepare_edit(
     facts: ModelFacts,
     config: Config,
     find_template: FindTemplate | None = None,
+    control: Sequence[bytes] = (),
 ) -> PreparedEdit:
     """Check an edit's pictures and bring them to the model's resolution.
 
@@ -77,6 +80,7 @@ def prepare_edit(
         facts: of the served model.
         config: of this worker.
         find_template: reads a registered template; None when the worker keeps none.
+        control: the elements of CONTROL.
 
     Raises:
         InvalidRequest: naming the field.
@@ -94,6 +98,7 @@ def prepare_edit(
         asked.mask_dilate,
         asked.mask_feather,
     )
+    controls = _control_pictures(control, accepted.controls, source.size, size, config)
     if asked.output_encoding == "auto":
         encoding = "base64" if came_as_text(mask) else "raw"
         asked = structs.replace(asked, output_encoding=encoding)
@@ -106,7 +111,7 @@ def prepare_edit(
     taken_ms = (time.perf_counter() - start) * 1e3
     request.timings_ms["preprocess"] = round(taken_ms, 3)
     context = PostprocessContext(request.to_json(), source_bytes, paste, decoded)
-    return PreparedEdit(pixels, edit, request, context)
+    return PreparedEdit(pixels, edit, controls, request, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,58 @@ def prepare_template(encoded: bytes, facts: ModelFacts, config: Config) -> Prepa
     accepted = accept_edit(EditSettings(), b"", facts, config)
     request = _request(accepted, source, template_id(source.pixels), pixels)
     return PreparedTemplate(pixels, np.zeros(size, np.uint8), request)
+
+
+def _control_pictures(
+    encoded: Sequence[bytes],
+    controls: Sequence[ResolvedControl],
+    size: Size,
+    at: Size,
+    config: Config,
+) -> npt.NDArray[np.uint8]:
+    """Control pictures [pictures, h, w, 3], resized as their source was.
+
+    Args:
+        encoded: the elements of CONTROL.
+        controls: each with its `image`.
+        size: of the source.
+        at: the model's.
+        config: of this worker.
+
+    Raises:
+        InvalidRequest: a picture is missing, not used, unreadable or of another size.
+    """
+    if not encoded and not controls:
+        return np.zeros((0, 0, 0, 3), np.uint8)
+    shape = f"{size[1]}x{size[0]} pixels, as IMAGE"
+    if len(encoded) > MAX_CONTROLS:
+        raise InvalidRequest("CONTROL", f"has {len(encoded)} pictures", f"up to {MAX_CONTROLS}")
+    for index, control in enumerate(controls):
+        picture = control.image
+        assert picture is not None, "it was resolved at the front"
+        if picture >= len(encoded):
+            raise InvalidRequest(
+                f"SETTINGS.controls[{index}].image",
+                f"is {picture}, but CONTROL has {len(encoded)} pictures",
+                f"a picture of {shape} in CONTROL for each control",
+            )
+    used = {control.image for control in controls}
+    unused = next((i for i in range(len(encoded)) if i not in used), None)
+    if unused is not None:
+        raise InvalidRequest(
+            f"CONTROL[{unused}]", "is named by no control", "one in SETTINGS.controls for each"
+        )
+    pictures = []
+    for index, raw in enumerate(encoded):
+        found = decode_image(raw, f"CONTROL[{index}]", config.limits)
+        if found.size != size:
+            told = f"is {found.size[1]}x{found.size[0]} pixels"
+            raise InvalidRequest(f"CONTROL[{index}]", told, shape)
+        same = size == at
+        pictures.append(
+            found.pixels if same else np.asarray(resize(Image.fromarray(found.pixels), at))
+        )
+    return np.stack(pictures)
 
 
 def _check_output(settings: EditSettings, size: Size) -> None:
@@ -169,6 +226,7 @@ def _request(
         model_size=size,
         accepted_ns=accepted.accepted_ns,
         loras=accepted.loras,
+        controls=accepted.controls,
         pixels_id=source_id if source.size == size else template_id(pixels),
     )
 

@@ -45,6 +45,18 @@ class LatentSpace:
 
 
 @dataclass(frozen=True, slots=True)
+class ControlFacts:
+    """ControlNets that fit a family's models."""
+
+    net: str
+    """Their class in diffusers."""
+    latents: bool
+    """Whether they are given the VAE's latents of a control picture; else its pixels."""
+    equal: tuple[str, ...]
+    """Of their config.json, what must be as the model's own has it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Sizes and capabilities of one served model."""
 
@@ -70,6 +82,8 @@ class ModelFacts:
     """Whether `true_cfg_scale` is served: a second pass, beside embedded guidance."""
     denoiser: dict[str, Any]
     """The transformer's or UNet's config.json, for FLOP counting."""
+    control: ControlFacts
+    """ControlNets that it takes."""
     skips_steps: bool = False
     """Whether `first_block_threshold` is served."""
     dense_sides: bool = False

@@ -7,6 +7,7 @@ from typing import Any
 
 from maskserve_core.models.facts import (
     ALL_STEPS,
+    ControlFacts,
     EditDefaults,
     ModelFacts,
     latent_space,
@@ -34,6 +35,18 @@ anchor of its own."""
 _STRIDES = {"fill": ALL_STEPS, "inpaint": 7}
 """FLUX Fill sees the picture round the mask in extra channels, at every step. To others it is
 noised like the rest and its activations change with the noise."""
+
+CONTROL = ControlFacts(
+    net="FluxControlNetModel",
+    latents=True,
+    equal=(
+        "num_attention_heads",
+        "attention_head_dim",
+        "joint_attention_dim",
+        "pooled_projection_dim",
+        "axes_dims_rope",
+    ),
+)
 
 STEPS_AHEAD = 8
 """Steps for which a FLUX batch has its shifts, scales and gates computed at once."""
@@ -132,6 +145,7 @@ def read(folder: Path, semantics: str, native_resolution: int) -> ModelFacts:
         stride=1 if distilled else _STRIDES[semantics],
         true_cfg=semantics == "inpaint",
         denoiser=transformer,
+        control=CONTROL,
         skips_steps=True,
         keeps_decoded=True,
         least_steps=2 if sampler.get("shift_terminal") else 1,

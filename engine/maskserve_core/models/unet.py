@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from maskserve_core.config import ConfigError
-from maskserve_core.models.facts import EditDefaults, ModelFacts, latent_space, read_json
+from maskserve_core.models.facts import (
+    ControlFacts,
+    EditDefaults,
+    ModelFacts,
+    latent_space,
+    read_json,
+)
 from maskserve_core.planning.flops import BlockWork, FeatureMap, FixedWork, ModelWork
 
 PIPELINES = dict.fromkeys(
@@ -30,6 +36,18 @@ PIPELINES = dict.fromkeys(
 """A UNet's channels say which semantics it has, whatever pipeline it was saved from."""
 DEFAULTS = EditDefaults(num_inference_steps=50, guidance_scale=7.5)
 """Those of StableDiffusionInpaintPipeline and StableDiffusionXLInpaintPipeline."""
+CONTROL = ControlFacts(
+    net="ControlNetModel",
+    latents=False,
+    equal=(
+        "block_out_channels",
+        "layers_per_block",
+        "cross_attention_dim",
+        "addition_embed_type",
+        "addition_time_embed_dim",
+        "projection_class_embeddings_input_dim",
+    ),
+)
 _STRIDE = 7
 
 _DOWN = ("CrossAttnDownBlock2D", "DownBlock2D")
@@ -297,6 +315,7 @@ def read(folder: Path, _: str, native_resolution: int) -> ModelFacts:
         stride=_STRIDE,
         true_cfg=False,
         denoiser=unet,
+        control=CONTROL,
         dense_sides=True,
         strength_rounds_up=False,
         zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", xl)),

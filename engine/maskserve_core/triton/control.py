@@ -27,6 +27,7 @@ from maskserve_core.errors import (
 )
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.imaging.preprocess import prepare_template
+from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.registry import load_facts
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.cancels import cancel_edit
@@ -178,7 +179,7 @@ class WorkerControl:
             case "evict":
                 return self._evict(self._named(operation), operation.get("scope", NO_SCOPE))
             case "adapters":
-                return self._adapters.overview()
+                return {**self._adapters.overview(), "controlnets": self._controlnets()}
             case "adapter_check" | "adapter_load":
                 return self._adapters.load(operation["name"])
             case "adapter_pin" | "adapter_unpin":
@@ -189,6 +190,16 @@ class WorkerControl:
                 return self._adapters.evict(operation["name"])
             case _:
                 return ask_denoiser(self._api, operation)
+
+    def _controlnets(self) -> list[dict[str, Any]]:
+        if not self._config.controls.folder:
+            return []
+        model = self._config.model
+        facts = load_facts(model.path, model.native_resolution)
+        return [
+            {"name": net.name, "bytes": net.nbytes, "modes": net.modes, "problem": net.problem}
+            for net in ControlNets(self._config, facts).all()
+        ]
 
     def _read_status(self) -> dict[str, Any]:
         """The engine's record, with what the record cannot say: its age and the admission."""

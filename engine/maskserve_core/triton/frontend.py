@@ -26,6 +26,7 @@ from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.contracts.tensors import PICTURES
 from maskserve_core.errors import EngineFailed, Overloaded, guarded
+from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.triton.acks import AckSender
 from maskserve_core.triton.answer import Answer
@@ -77,6 +78,7 @@ class EditFront:
         self._metrics = MetricsThread(metrics)
         self._adapters = AdapterStore(config)
         self._adapters.start()
+        self._nets = ControlNets(config, facts)
         self._pool = ThreadPoolExecutor(config.engine.front_threads, f"{name}-pool")
         self._calls = Calls()
         self._traffic = Traffic()
@@ -116,7 +118,7 @@ class EditFront:
         asked, limit_name = bounded(parse_settings(settings), request, streaming=self._streaming)
         request_log.request_id = asked.request_id or ""
         catalogue = self._adapters.catalogue
-        edit = accept_edit(asked, prompt, self._facts, self._config, catalogue)
+        edit = accept_edit(asked, prompt, self._facts, self._config, catalogue, self._nets)
         if self._admission.state() != OPEN:
             raise Overloaded("the worker is draining and takes no new edits")
         problem = self._watcher.problem()

@@ -107,6 +107,10 @@ ENGINE_METRICS = {
     "adapter_wait_seconds": _histogram(
         "Seconds that an edit waited for its adapters; edits that did.", _WAIT
     ),
+    "controlnet_load_seconds": _histogram("Seconds to bring a ControlNet to the device.", _EDIT),
+    "controlnet_wait_seconds": _histogram(
+        "Seconds that an edit waited for its ControlNets; edits that did.", _WAIT
+    ),
     "cache_drift": _histogram(
         "Difference of cached from dense latents inside the mask, relative, of audited edits; the "
         "first templates have histograms of their own.",

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from maskserve_core.errors import EngineFailed
 from maskserve_core.imaging.preprocess import PreparedTemplate
 from maskserve_core.triton.acks import ACKS, AckSender
@@ -98,6 +100,7 @@ def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:
         inputs=[
             api.Tensor("PIXELS", prepared.pixels),
             edit_mask,
+            api.Tensor("CONTROLS", np.zeros((0, 0, 0, 3), np.uint8)),
             tensor(api, "REQUEST", prepared.request.to_json()),
         ],
     )

@@ -109,6 +109,15 @@ def view_array(
     return array
 
 
+def read_array_or_none(
+    api: Any, request: Any, name: str, dtype: type[np.generic], *, ndim: int
+) -> npt.NDArray[Any] | None:
+    """As `read_array`; None of an absent tensor."""
+    if api.get_input_tensor_by_name(request, name) is None:
+        return None
+    return read_array(api, request, name, dtype, ndim=ndim)
+
+
 def tensor(api: Any, name: str, value: npt.NDArray[Any] | bytes | list[bytes]) -> Any:
     """A Triton tensor of an array, or of bytes elements."""
     if isinstance(value, np.ndarray):

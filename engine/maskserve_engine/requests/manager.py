@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from maskserve_core.config import Config, model_name
-from maskserve_core.contracts.request import Lora
+from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.contracts.scopes import name_of
 from maskserve_core.errors import (
     Cancelled,
@@ -25,12 +25,15 @@ from maskserve_core.errors import (
 from maskserve_core.worker.status import RowStatus
 from maskserve_core.worker.step_scheduler import StepScheduler
 from maskserve_core.worker.ticket import MakePolicy, Run, Ticket
+from maskserve_engine.adapters.control_net_loader import LoadedNet
 from maskserve_engine.adapters.lora_loader import LoadedLora
 from maskserve_engine.executor import CachedRow, DenseRow, Executor, RowMade
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob, Failed, Final
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.audits import Audits
+from maskserve_engine.requests.control_nets import KIND as CONTROL_NET
+from maskserve_engine.requests.control_nets import EditControlNets
 from maskserve_engine.requests.loras import KIND as LORA
 from maskserve_engine.requests.loras import Loras, adapters_id, used
 from maskserve_engine.requests.primings import Primings
@@ -55,6 +58,7 @@ class RequestManager:
         output: OutputThread,
         policy: MakePolicy = StepScheduler,
         make_loras: Callable[[Residency], Loras] | None = None,
+        make_nets: Callable[[Residency], EditControlNets] | None = None,
     ) -> None:
         self.config, self.adapter, self.output = config, adapter, output
         self.executor = executor
@@ -67,9 +71,13 @@ class RequestManager:
             adapter, cache, self.scheduler, executor, self._priming_ended, self._attach_to
         )
         self.residency = Residency(
-            config.engine.max_waiting, {LORA: config.adapters.device_bytes}, self._dropped
+            config.engine.max_waiting,
+            {LORA: config.adapters.device_bytes, CONTROL_NET: config.controls.device_bytes},
+            self._dropped,
         )
         self.loras = None if make_loras is None else make_loras(self.residency)
+        """None: edits have none."""
+        self.nets = None if make_nets is None else make_nets(self.residency)
         """None: edits have none."""
         self._late: dict[str, RequestState] = {}
         """Rows that run, and whose LoRAs are not here yet (`adapters: fast`)."""
@@ -157,10 +165,12 @@ class RequestManager:
         self._let_go(edit.request_id)
 
     def _let_go(self, owner: str) -> None:
-        """An edit or a priming has ended: its LoRAs may make room."""
+        """An edit or a priming has ended: its LoRAs and ControlNets may make room."""
         self._late.pop(owner, None)
         if self.loras is not None:
             self.loras.let_go(owner)
+        if self.nets is not None:
+            self.nets.let_go(owner)
 
     def end(self, request_id: str, error: MaskserveError) -> None:
         """Answer an edit that will not finish; its row and entries are let go."""
@@ -218,6 +228,18 @@ class RequestManager:
             else:
                 self._resume(self.edits.pop(request_id))
 
+    def net_came(self, control: ResolvedControl, outcome: LoadedNet | MaskserveError) -> None:
+        """A ControlNet is on the device, or will not be: who waited goes on, or is answered."""
+        assert self.nets is not None
+        if isinstance(outcome, MaskserveError):
+            self.executor.drop_net(control.version)
+            for request_id in self.nets.failed(control, outcome):
+                self.end(request_id, outcome)
+            return
+        for request_id in self.nets.arrived(control, outcome):
+            self._end_wait(self.edits[request_id])
+            self._resume(self.edits.pop(request_id))
+
     def rows(self) -> tuple[tuple[RowStatus, ...], tuple[RowStatus, ...]]:
         """Status of what runs and of what waits; the latter is the same object for as long as the
         same edits wait.
@@ -252,11 +274,11 @@ class RequestManager:
                 f"the edit's template was lost {edit.starts} times before the edit could begin "
                 "(the cache may be too small for the templates in use); try again later"
             )
-        absent = self._absent(edit)
-        if absent and not self._may_begin_without(edit):
-            self._wait(edit, absent)
+        nets, loras = self._absent_nets(edit), self._absent(edit)
+        if nets or (loras and not self._may_begin_without(edit)):
+            self._wait(edit, (*nets, *loras))
             return
-        if not absent:
+        if not loras:
             self._name_adapters(edit)
         self._route(edit)
         edit.starts += 1
@@ -283,16 +305,20 @@ class RequestManager:
             self._check_id(edit)
         self.residency.wait(edit.request_id, resources)
         edit.waited = edit.waiting = True
-        edit.loras.stopped = time.monotonic()
+        edit.stopped = time.monotonic()
         self.edits[edit.request_id] = edit
 
     def _end_wait(self, edit: RequestState) -> None:
         edit.waiting = False
-        if edit.loras.wanted and edit.mode != "wait":
-            waited = time.monotonic() - edit.loras.stopped
+        if edit.mode == "wait":
+            return
+        waited = time.monotonic() - edit.stopped
+        if edit.loras.wanted and self.loras is not None:
             edit.loras.waited_s += waited
-            if self.loras is not None:
-                self.loras.waited(waited)
+            self.loras.waited(waited)
+        if edit.controls.wanted and self.nets is not None:
+            edit.controls.waited_s += waited
+            self.nets.waited(waited)
 
     def _wait_for_template(self, edit: RequestState) -> None:
         if not self.cache.is_coming(edit.route.key):
@@ -303,6 +329,26 @@ class RequestManager:
                 "is short of memory); with cache: off the edit needs no template"
             )
         self._wait(edit, (Resource("template", edit.route.key),))
+
+    # ControlNets.
+
+    def _absent_nets(self, edit: RequestState) -> tuple[Resource, ...]:
+        """Of the edit's ControlNets those that are not on the device; they are brought there.
+
+        Raises:
+            MaskserveError: one of them cannot be had.
+        """
+        controls = edit.controls
+        if not controls.wanted:
+            return ()
+        if self.nets is None:
+            raise InvalidRequest(
+                "SETTINGS.controls", "ControlNets are not served here", "no controls"
+            )
+        absent = self.nets.hold(edit.request_id, controls.wanted)
+        if not absent:
+            controls.digests = tuple([self.nets.digest(each) for each in controls.wanted])
+        return absent
 
     # LoRAs.
 
@@ -386,6 +432,11 @@ class RequestManager:
 
     def _dropped(self, resource: Resource) -> None:
         """It has to make room."""
+        if resource.kind == CONTROL_NET:
+            assert self.nets is not None
+            self.nets.dropped(resource)
+            self.executor.drop_net(resource.name)
+            return
         if self.loras is not None:
             self.loras.dropped(resource)
         self.executor.drop(resource.name)
@@ -407,7 +458,7 @@ class RequestManager:
         edit = RequestState.of(audit.again(), lambda event: None, self.adapter)
         edit.audit = audit
         with suppress(MaskserveError):  # a client's edit has this very id, or a LoRA is gone
-            if self._absent(edit):
+            if self._absent_nets(edit) or self._absent(edit):
                 self._let_go(edit.request_id)
             else:
                 self._queue(edit)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maskserve_core.contracts.entry_key import Anchor
-from maskserve_core.contracts.request import Lora
+from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.contracts.scopes import name_of
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.planning.flops import Totals
 from maskserve_core.worker.ticket import Ticket
+from maskserve_engine.control import acting
 from maskserve_engine.executor import RowLoads, RowStep
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob, Sink
@@ -155,8 +156,6 @@ class LoraUse:
     """Of their files, once they are here."""
     asked: float = 0.0
     """When they were first asked for; 0: never."""
-    stopped: float = 0.0
-    """Since when the edit waits for them; 0: it does not."""
     waited_s: float = 0.0
 
     def meta(self, mode: str) -> dict[str, Any]:
@@ -171,6 +170,39 @@ class LoraUse:
             ],
             "loras_from_step": self.from_step,
             "loras_waited_ms": _ms(self.waited_s),
+        }
+
+
+@dataclass(slots=True)
+class ControlUse:
+    """An edit's ControlNets."""
+
+    asked: tuple[ResolvedControl, ...] = ()
+    wanted: tuple[ResolvedControl, ...] = ()
+    """Those that add something in any step."""
+    digests: tuple[str, ...] = ()
+    """Of the wanted ones' weights, once they are here."""
+    waited_s: float = 0.0
+
+    def meta(self) -> dict[str, Any]:
+        """What META says; empty without controls."""
+        if not self.asked:
+            return {}
+        digests = dict(zip((each.version for each in self.wanted), self.digests, strict=False))
+        return {
+            "controls": [
+                {
+                    "name": each.name,
+                    "digest": digests.get(each.version, ""),
+                    "scale": each.scale,
+                    "start": each.start,
+                    "end": each.end,
+                    "image": each.image,
+                    **({} if each.mode is None else {"mode": each.mode}),
+                }
+                for each in self.asked
+            ],
+            "controls_waited_ms": _ms(self.waited_s),
         }
 
 
@@ -193,7 +225,10 @@ class RequestState:
     """For what it needs."""
     waiting: bool = False
     """For something that is not here; it is not queued, and if it has a row that is parked."""
+    stopped: float = 0.0
+    """When it last began to wait; 0: it never did."""
     loras: LoraUse = field(default_factory=lambda: LoraUse())
+    controls: ControlUse = field(default_factory=lambda: ControlUse())
     running: bool = False
     """Whether it has a row."""
     reads: EntryReads | None = None
@@ -216,8 +251,10 @@ class RequestState:
         if request.settings.deadline_ms is not None:
             left_s = (request.accepted_ns - time.time_ns()) / 1e9
             deadline = now + left_s + request.settings.deadline_ms / 1e3
-        loras = LoraUse(used(request))
-        return cls(job, sink, EditWork.of(job, adapter), EditTimes(now), deadline, loras=loras)
+        loras, work = LoraUse(used(request)), EditWork.of(job, adapter)
+        controls = ControlUse(request.controls, acting(request.controls, work.steps))
+        times = EditTimes(now)
+        return cls(job, sink, work, times, deadline, loras=loras, controls=controls)
 
     @property
     def request_id(self) -> str:
@@ -306,6 +343,7 @@ class RequestState:
             "kinds": self.tally.kinds(),
             **({} if self.drift is None else {"drift": round(self.drift, 4)}),
             **self.loras.meta(request.settings.adapters),
+            **self.controls.meta(),
             **({"dense_for": self.route.dense_for} if self.route.dense_for else {}),
             **self._work(self.work.steps),
             "timings_ms": {

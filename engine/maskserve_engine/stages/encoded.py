@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -14,6 +14,8 @@ from maskserve_engine.job import Conditioning
 
 NO_MOMENTS = np.zeros((0, 0, 0), np.float32)
 """Of a masked picture, for models that take none."""
+NO_CONTROLS = np.zeros((0, 0, 0, 0), np.float32)
+"""Of no control pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class Encoded:
     """Of the prompt."""
     negative: Conditioning | None = None
     """Of the negative prompt, where there is one."""
+    control_moments: NDArray[np.float32] = field(default_factory=lambda: NO_CONTROLS)
+    """[pictures, 2C, h, w] of the control pictures, where ControlNets are given latents."""
 
 
 How = Literal["made", "kept"]

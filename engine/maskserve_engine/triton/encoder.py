@@ -9,6 +9,7 @@ in pieces round the mask, nearly as if whole.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_
 from maskserve_engine.families.encoder import Encoder, TemplateEncoding
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.job import Conditioning
-from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded, EncodeReport
+from maskserve_engine.stages.encoded import NO_CONTROLS, NO_MOMENTS, Encoded, EncodeReport
 from maskserve_engine.stages.kept import Kept
 from maskserve_engine.stages.moments_folder import MomentsFolder
 from maskserve_engine.stages.vae_pieces import Box, Pieces
@@ -82,7 +83,11 @@ class EditEncoder:
         self._adapters.close()
 
     def encode(
-        self, edit: EditRequest, pixels: NDArray[np.uint8], edit_mask: NDArray[np.uint8]
+        self,
+        edit: EditRequest,
+        pixels: NDArray[np.uint8],
+        edit_mask: NDArray[np.uint8],
+        controls: Sequence[NDArray[np.uint8]] = (),
     ) -> tuple[Encoded, EncodeReport]:
         """Encode one edit.
 
@@ -90,6 +95,7 @@ class EditEncoder:
             edit: the request.
             pixels: [H, W, 3] source at model resolution.
             edit_mask: [H, W], above 127 = edit.
+            controls: control pictures [H, W, 3].
 
         Raises:
             InvalidRequest: a LoRA's file does not fit.
@@ -109,7 +115,7 @@ class EditEncoder:
                 masked = self._encoder.masked_pieces(pixels, edit_mask, pieces, template)
                 masked_whole = False
         return (
-            Encoded(template.moments, masked, prompt, negative),
+            Encoded(template.moments, masked, prompt, negative, self._control_moments(controls)),
             EncodeReport(
                 ms=1e3 * (time.perf_counter() - begin),
                 prompt="kept" if prompt_kept else "made",
@@ -117,6 +123,12 @@ class EditEncoder:
                 masked="whole" if masked_whole else "pieces",
             ),
         )
+
+    def _control_moments(self, controls: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        """[pictures, 2C, h, w], where ControlNets are given latents."""
+        if not self._encoder.facts.control.latents or not len(controls):
+            return NO_CONTROLS
+        return np.stack([self._encoder.moments(picture) for picture in controls])
 
     def _conditioning(self, edit: EditRequest) -> tuple[Conditioning, Conditioning | None, bool]:
         """Of the prompt, of the negative one, and whether nothing had to be computed."""

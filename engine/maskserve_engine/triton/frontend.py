@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from maskserve_core.config import Config, model_name
 from maskserve_core.contracts.meta import event_meta, failed_meta, final_meta
 from maskserve_core.contracts.postprocess_context import NOTHING
-from maskserve_core.contracts.request import EditRequest
-from maskserve_core.errors import InvalidRequest, MaskserveError, guarded
+from maskserve_core.contracts.request import EditRequest, ResolvedControl
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, guarded
 from maskserve_core.triton.acks import ACKS, AckReceiver, FlowControl
 from maskserve_core.triton.answer import Answer
-from maskserve_core.triton.tensor_io import parameters, read_array, read_bytes
+from maskserve_core.triton.tensor_io import parameters, read_array, read_array_or_none, read_bytes
 from maskserve_core.triton.tracing import Tracer, parent_of
+from maskserve_engine.control import Control
 from maskserve_engine.engine import Engine
 from maskserve_engine.job import (
     EditJob,
@@ -104,6 +105,8 @@ class DenoiserFrontend:
     def _job(self, edit: EditRequest, request: Any) -> EditJob:
         packed = self._array(request, "CONDITIONING", np.uint8, 1)
         conditioning, negative = unpack_conditioning(packed)
+        pictures = read_array_or_none(self._api, request, "CONTROLS", np.uint8, ndim=4)
+        moments = read_array_or_none(self._api, request, "CONTROL_MOMENTS", np.float32, ndim=4)
         return EditJob(
             request=edit,
             edit_mask=self._array(request, "EDIT_MASK", np.uint8, 2),
@@ -111,6 +114,7 @@ class DenoiserFrontend:
             masked_moments=self._array(request, "MASKED_MOMENTS", np.float32, 3),
             conditioning=conditioning,
             negative=negative,
+            controls=tuple([_control(each, pictures, moments) for each in edit.controls]),
         )
 
     def _array(self, request: Any, name: str, dtype: type[np.generic], ndim: int) -> NDArray[Any]:
@@ -192,6 +196,26 @@ class DenoiserFrontend:
                     "is not known",
                     "cancel, evict, heartbeat, pin, prime, templates, unpin",
                 )
+
+
+def _control(
+    asked: ResolvedControl,
+    pictures: NDArray[np.uint8] | None,
+    moments: NDArray[np.float32] | None,
+) -> Control:
+    """A control with its picture, of CONTROLS and CONTROL_MOMENTS."""
+    if pictures is None or asked.image is None:
+        raise EngineFailed("an edit with controls came without its control pictures")
+    encoded = None if moments is None or not len(moments) else moments[asked.image]
+    return Control(
+        net=asked.version,
+        picture=pictures[asked.image],
+        scale=asked.scale,
+        start=asked.start,
+        end=asked.end,
+        mode=asked.mode,
+        moments=encoded,
+    )
 
 
 def _reply_when_done(

@@ -44,6 +44,7 @@ FLUX_DEV_FACTS = ModelFacts(
     keeps_decoded=True,
     true_cfg=True,
     denoiser=FLUX_DEV,
+    control=flux.CONTROL,
 )
 """What is read from the folder of FLUX.1-dev."""
 
@@ -101,6 +102,7 @@ SDXL_FACTS = ModelFacts(
     stride=7,
     true_cfg=False,
     denoiser=SDXL,
+    control=unet.CONTROL,
     strength_rounds_up=False,
     tokenizer_length=77,
     zeros_for_empty_prompt=True,

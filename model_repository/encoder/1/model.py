@@ -35,10 +35,12 @@ class TritonPythonModel(WorkerModel):
             EditRequest.from_json(read_bytes(pb_utils, request, "REQUEST")),
             view_array(pb_utils, request, "PIXELS", np.uint8, ndim=3),
             view_array(pb_utils, request, "EDIT_MASK", np.uint8, ndim=2),
+            view_array(pb_utils, request, "CONTROLS", np.uint8, ndim=4),
         )
         return {
             "MOMENTS": encoded.moments,
             "MASKED_MOMENTS": encoded.masked_moments,
+            "CONTROL_MOMENTS": encoded.control_moments,
             "CONDITIONING": pack_conditioning(encoded.conditioning, encoded.negative),
             "ENCODED": report.to_json(),
         }

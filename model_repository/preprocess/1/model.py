@@ -6,10 +6,11 @@ import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import Config, templates_folder
 from maskserve_core.contracts.request import AcceptedEdit
+from maskserve_core.contracts.tensors import CONTROL
 from maskserve_core.imaging.preprocess import prepare_edit
 from maskserve_core.models.registry import load_facts
 from maskserve_core.triton.sync_execute import respond
-from maskserve_core.triton.tensor_io import read_bytes
+from maskserve_core.triton.tensor_io import read_bytes, read_elements
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
 from maskserve_core.worker.templates import TemplateFolder
@@ -39,10 +40,12 @@ class TritonPythonModel(WorkerModel):
             self._facts,
             self._config,
             self._templates.get,
+            read_elements(pb_utils, request, CONTROL),
         )
         return {
             "PIXELS": prepared.pixels,
             "EDIT_MASK": prepared.edit_mask,
+            "CONTROLS": prepared.controls,
             "REQUEST": prepared.context.request,
             "CONTEXT": prepared.context.pack(),
         }

@@ -243,6 +243,8 @@ class FluxAdapter(Stepping[Row, Weights]):
             return ControlNet.of(model, self.model, self.facts.latent_channels * PATCH**2)
 
     def control(self, row: Any, job: EditJob, nets: Mapping[str, Any]) -> None:
+        if not job.controls:
+            return
         with torch.inference_mode():
             prepared = self._preparation.prepared(job)
             given = (prepared.inputs.prompt.embeds, [tokens for _, tokens in prepared.controls])

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maskserve_core.models.flux import CONTROL
 from maskserve_engine.batch.forward import State
 from maskserve_engine.batch.inputs import Packed, RowInput
 from maskserve_engine.control import Control
@@ -22,16 +23,6 @@ from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.vectors import embed, vectors
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.layers.linear import Linear, linear
-
-_EQUAL = (
-    "in_channels",
-    "num_attention_heads",
-    "attention_head_dim",
-    "joint_attention_dim",
-    "pooled_projection_dim",
-    "axes_dims_rope",
-)
-"""Of the net's configuration, what must be as the base has it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +56,7 @@ class ControlNet:
         if model.input_hint_block is not None:
             raise ValueError("it takes pixels (conditioning_embedding_channels), not VAE latents")
         own, of_base = model.config, {**base.config, "in_channels": channels}
-        for name in _EQUAL:
+        for name in ("in_channels", *CONTROL.equal):
             if list(np.ravel(own[name])) != list(np.ravel(of_base[name])):
                 raise ValueError(f"its {name} is {own[name]}, that of the model {of_base[name]}")
         doubles, singles = len(base.transformer_blocks), len(base.single_transformer_blocks)

@@ -9,17 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from maskserve_core.models.unet import CONTROL
 from maskserve_engine.control import Control
-
-_EQUAL = (
-    "block_out_channels",
-    "layers_per_block",
-    "cross_attention_dim",
-    "addition_embed_type",
-    "addition_time_embed_dim",
-    "projection_class_embeddings_input_dim",
-)
-"""Of the net's configuration, what must be as the base has it."""
 
 
 def check_net(model: Any, base: Any, channels: int) -> None:
@@ -34,7 +25,7 @@ def check_net(model: Any, base: Any, channels: int) -> None:
         ValueError: it does not; in one sentence.
     """
     own, of_base = model.config, {**base.config, "in_channels": channels}
-    for name in ("in_channels", *_EQUAL):
+    for name in ("in_channels", *CONTROL.equal):
         if own[name] != of_base[name]:
             raise ValueError(f"its {name} is {own[name]}, that of the model {of_base[name]}")
     if own.global_pool_conditions:

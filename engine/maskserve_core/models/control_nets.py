@@ -1,0 +1,155 @@
+"""ControlNets that edits may name: a folder for each, as diffusers saves them.
+
+A ControlNet has gigabytes, and a deployment a handful: they lie in a folder of the host (or a
+volume that is mounted there), are looked up when an edit names one, and are read by the denoiser
+alone, when it first needs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maskserve_core.adapters.storage import NAME
+from maskserve_core.config import Config
+from maskserve_core.errors import AdapterNotFound, InvalidRequest
+from maskserve_core.models.facts import ControlFacts, ModelFacts
+
+_CONFIG = "config.json"
+_WEIGHTS = "*.safetensors"
+_MOST_HEADER = 2**27
+
+
+class ControlNet(NamedTuple):
+    """A ControlNet of the folder."""
+
+    name: str
+    path: Path
+    version: str
+    """32 hexadecimal digits, others after a file has been replaced."""
+    nbytes: int = 0
+    """Of its files of weights."""
+    numbers: int = 0
+    """Its weights."""
+    modes: int = 0
+    """Kinds of control pictures among which an edit has to choose; 0: it has no choice."""
+    problem: str = ""
+    """Why it is not served; empty if it is."""
+
+
+class ControlNets:
+    """The ControlNets of `[controls] folder`; looks at the disk, each time for one name.
+
+    Args:
+        config: of the worker.
+        facts: of the served model.
+    """
+
+    def __init__(self, config: Config, facts: ModelFacts) -> None:
+        self._folder = Path(config.controls.folder) if config.controls.folder else None
+        self._facts = facts
+        self._known: dict[str, ControlNet] = {}
+
+    def all(self) -> list[ControlNet]:
+        """By name, those with a problem, too."""
+        if self._folder is None or not self._folder.is_dir():
+            return []
+        names = sorted(path.parent.name for path in self._folder.glob(f"*/{_CONFIG}"))
+        return [self._described(name) for name in names if NAME.fullmatch(name)]
+
+    def find(self, name: str, field: str) -> ControlNet:
+        """The ControlNet of this name.
+
+        Raises:
+            AdapterNotFound: there is none.
+            InvalidRequest: it is not served, or ControlNets are not.
+        """
+        if self._folder is None:
+            raise InvalidRequest(field, "ControlNets are not served here", "no controls")
+        if NAME.fullmatch(name) is None or not (self._folder / name / _CONFIG).is_file():
+            raise AdapterNotFound(f"{field}: there is no ControlNet {name}")
+        found = self._described(name)
+        if found.problem:
+            raise InvalidRequest(field, f"ControlNet {name} {found.problem}")
+        return found
+
+    def _described(self, name: str) -> ControlNet:
+        assert self._folder is not None
+        path = self._folder / name
+        try:
+            version = _version(path)
+            known = self._known.get(name)
+            if known is None or known.version != version:
+                known = self._known[name] = self._read(ControlNet(name, path, version))
+            return known
+        except OSError as error:
+            return ControlNet(name, path, "", problem=f"cannot be read: {error.strerror or error}")
+
+    def _read(self, plain: ControlNet) -> ControlNet:
+        try:
+            config = json.loads((plain.path / _CONFIG).read_text(encoding="utf-8"))
+            check_config(config, self._facts)
+            files = sorted(plain.path.glob(_WEIGHTS))
+            if not files:
+                raise ValueError("has no safetensors weights, and no others are read")
+            numbers = sum(chain.from_iterable(map(_numbers, files)))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return plain._replace(problem=str(error))
+        return plain._replace(
+            nbytes=sum(file.stat().st_size for file in files),
+            numbers=numbers,
+            modes=int(config.get("num_mode") or 0),
+        )
+
+
+def check_config(config: dict[str, Any], facts: ModelFacts) -> None:
+    """Whether a ControlNet's config.json is of a net for the served model, as far as it says.
+
+    Raises:
+        ValueError: it is not; a sentence whose subject is the net.
+    """
+    asked: ControlFacts = facts.control
+    if config.get("_class_name") != asked.net:
+        raise ValueError(f"is a {config.get('_class_name')}; the served model takes {asked.net}")
+    base = {**facts.denoiser, "in_channels": facts.latent_channels * facts.patch**2}
+    for key in ("in_channels", *asked.equal):
+        if key in config and key in base and _plain(config[key]) != _plain(base[key]):
+            raise ValueError(
+                f"is for another model: its {key} is {config[key]}, the served model's {base[key]}"
+            )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _version(path: Path) -> str:
+    files = [path / _CONFIG, *sorted(path.glob(_WEIGHTS))]
+    about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
+
+
+def _numbers(file: Path) -> Iterator[int]:
+    """Of each tensor of a safetensors file.
+
+    Raises:
+        ValueError: it is cut off, or none.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if not 2 <= length <= min(size - 8, _MOST_HEADER):
+            raise ValueError(f"has a file that is cut off, or no safetensors file: {file.name}")
+        header = json.loads(opened.read(length))
+    end = 0
+    for name, each in header.items():
+        if name != "__metadata__":
+            end = max(end, int(each["data_offsets"][1]))
+            yield prod(each["shape"])
+    if 8 + length + end != size:
+        raise ValueError(f"has a file that is cut off: {file.name}")

@@ -1,0 +1,113 @@
+"""From a ControlNet's name to the executor that runs it, off the engine's thread."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.request import ResolvedControl
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
+from maskserve_core.models.control_nets import ControlNets
+from maskserve_core.models.facts import ModelFacts
+from maskserve_engine.stages.cpu_threads import one_cpu_thread
+from maskserve_engine.stages.loader import dtype_of
+
+_log = logging.getLogger(__name__)
+_FIELD = "SETTINGS.controls"
+
+
+class LoadedNet(NamedTuple):
+    """A ControlNet that rows can be stepped with."""
+
+    name: str
+    digest: str
+    """sha256 of its files of weights, one after the other."""
+    seconds: float
+    """From when it was asked for."""
+
+
+Bring = Callable[[str, Any], None]
+"""`Executor.bring_net`."""
+
+
+class ControlNetLoader:
+    """Reads folders, one at a time, and hands the models to the executor.
+
+    Args:
+        config: of the worker.
+        facts: of the served model.
+        bring: takes a model by its version; from any thread.
+    """
+
+    def __init__(self, config: Config, facts: ModelFacts, bring: Bring) -> None:
+        self._config, self._facts, self._bring = config, facts, bring
+        self._nets = ControlNets(config, facts)
+        self._pool = ThreadPoolExecutor(1, "controlnets")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def device_bytes(self, control: ResolvedControl) -> int:
+        """That it takes on the device.
+
+        Raises:
+            MaskserveError: it is not served, or no longer.
+        """
+        net = self._nets.find(control.name, _FIELD)
+        return net.numbers * dtype_of(self._config).itemsize
+
+    def load(
+        self, control: ResolvedControl, done: Callable[[LoadedNet | MaskserveError], None]
+    ) -> None:
+        """Have it loaded; `done` is told in another thread what became of it."""
+        self._pool.submit(self._load, control, done, time.monotonic())
+
+    def _load(
+        self,
+        control: ResolvedControl,
+        done: Callable[[LoadedNet | MaskserveError], None],
+        begin: float,
+    ) -> None:
+        try:
+            net = self._nets.find(control.name, _FIELD)
+            if net.version != control.version:
+                raise Overloaded(
+                    f"{_FIELD}: ControlNet {control.name} has just been replaced; "
+                    "send the edit again"
+                )
+            with one_cpu_thread():
+                model = getattr(diffusers, self._facts.control.net).from_pretrained(
+                    net.path,
+                    torch_dtype=dtype_of(self._config),
+                    use_safetensors=True,
+                    local_files_only=True,
+                )
+                self._bring(control.version, model.eval())
+            done(LoadedNet(net.name, _digest(net.path), time.monotonic() - begin))
+        except MaskserveError as error:
+            done(error)
+        except ValueError as error:
+            done(InvalidRequest(_FIELD, f"ControlNet {control.name}: {error}"))
+        except MemoryError as error:
+            _log.warning("ControlNet %s could not be loaded: %s", control.name, error)
+            done(Overloaded(f"{_FIELD}: there is no memory for ControlNet {control.name} now"))
+        except Exception:
+            _log.exception("ControlNet %s could not be loaded", control.name)
+            done(EngineFailed(f"{_FIELD}: ControlNet {control.name} could not be loaded"))
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            while piece := opened.read(2**20):
+                digest.update(piece)
+    return digest.hexdigest()
