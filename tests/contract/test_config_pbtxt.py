@@ -54,8 +54,8 @@ def test_the_files_are_those_that_the_command_writes(name: str) -> None:
 
 def test_a_tensor_more_that_clients_may_send_is_one_declaration() -> None:
     declared = Path(tensor_tables.__file__).read_text()
-    more = 'PICTURES = (IMAGE, MASK, Tensor("CONTROL", "BYTES", (-1,), optional=True))'
-    changed = declared.replace("PICTURES = (IMAGE, MASK)", more)
+    more = 'PICTURES = (IMAGE, MASK, CONTROL, Tensor("DEPTH", "BYTES", (-1,), optional=True))'
+    changed = declared.replace("PICTURES = (IMAGE, MASK, CONTROL)", more)
     assert changed != declared
     module = types.ModuleType("changed_tensors")
     sys.modules["changed_tensors"] = module
@@ -64,11 +64,11 @@ def test_a_tensor_more_that_clients_may_send_is_one_declaration() -> None:
     finally:
         del sys.modules["changed_tensors"]
     for front in ("edit", "edit_stream"):
-        assert module.CONTRACTS[front].input("CONTROL").optional
+        assert module.CONTRACTS[front].input("DEPTH").optional
     for inner in ("edit_pipeline", "preprocess"):
-        assert not module.CONTRACTS[inner].input("CONTROL").optional
+        assert not module.CONTRACTS[inner].input("DEPTH").optional
     [preprocess, *_] = module.ensemble_steps()
-    assert preprocess.inputs["CONTROL"] == "CONTROL"
+    assert preprocess.inputs["DEPTH"] == "DEPTH"
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

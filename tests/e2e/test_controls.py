@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from diffusers import FluxControlNetInpaintPipeline, FluxMultiControlNetModel
+from openai import OpenAI
 from PIL import Image
 
 from maskserve_client.client import Client
@@ -20,12 +22,12 @@ from maskserve_core.errors import AdapterNotFound, InvalidRequest
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
+from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_model import VAE_FACTOR
 from tests.support.calls import Pixels, pixels
-from tests.unit.test_flux_control import random_net
 
 SIDE, STEPS = 64, 4
 SOURCE = scene(SIDE, SIDE)
@@ -51,8 +53,8 @@ MIX: tuple[Asked, ...] = (
 
 
 class Site:
-    def __init__(self, url: str, nets: Path, model: Path) -> None:
-        self.url, self.nets, self.model = url, nets, model
+    def __init__(self, url: str, http: str, model: Path) -> None:
+        self.url, self.http, self.model = url, http, model
 
     def edit(self, controls: Asked, pictures: list[Pixels], **more: Any) -> tuple[Pixels, Any]:
         asked = {"num_inference_steps": STEPS, "cache": "off", "seed": 1, **more}
@@ -94,7 +96,8 @@ def site(tiny_inpaint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         log_dir=tmp_path_factory.mktemp("control-logs"),
     )
     with Supervisor(options):
-        yield Site(f"127.0.0.1:{options.router_port + 1}", nets, tiny_inpaint)
+        http = f"http://127.0.0.1:{options.router_port}/v1"
+        yield Site(f"127.0.0.1:{options.router_port + 1}", http, tiny_inpaint)
 
 
 def expected(site: Site, seed: int, controls: Asked, pictures: list[Pixels]) -> Pixels:
@@ -199,9 +202,9 @@ def test_the_command_sends_controls_and_lists_them(site: Site, tmp_path: Path) -
         (tmp_path / f"{name}.png").write_bytes(data)
     base = [sys.executable, "-m", "maskserve_client.cli"]
     command = [
-        *base, "edit", "--url", site.url, "--image", "a.png", "--mask", "m.png", "--prompt", "a red star",
-        "--control", "plain:0.8=c.png", "--seed", "1", "--steps", str(STEPS), "--cache", "off",
-        "--out", "o.png",
+        *base, "edit", "--url", site.url, "--image", "a.png", "--mask", "m.png", "--out", "o.png",
+        "--prompt", "a red star", "--control", "plain:0.8=c.png", "--seed", "1",
+        "--steps", str(STEPS), "--cache", "off",
     ]  # fmt: skip
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     edited, _ = site.edit(({"name": "plain", "scale": 0.8},), [picture(7)])
@@ -211,3 +214,18 @@ def test_the_command_sends_controls_and_lists_them(site: Site, tmp_path: Path) -
     )
     assert "plain" in listed.stdout
     assert "not served: it is for another model" in listed.stdout
+
+
+def test_openai_s_clients_send_control_pictures_behind_the_image(site: Site) -> None:
+    client = OpenAI(base_url=site.http, api_key="none", max_retries=0)
+    more = {"controls": '[{"name": "plain", "scale": 0.8}]', "cache": "off", "mask_mode": "white"}
+    answer = client.images.edit(
+        image=[("a.png", encode(SOURCE)), ("c.png", encode(picture(7)))],
+        mask=("m.png", encode(MASK)),
+        prompt="a red star",
+        extra_body={**more, "seed": 1, "num_inference_steps": STEPS},
+    )
+    assert answer.data
+    assert answer.data[0].b64_json
+    edited, _ = site.edit(({"name": "plain", "scale": 0.8},), [picture(7)])
+    assert np.array_equal(pixels(base64.b64decode(answer.data[0].b64_json)), edited)

@@ -82,7 +82,7 @@ def test_what_cannot_be_had_is_told(ask: Callable[..., Any], served: Config, op:
 
 
 def test_without_a_store_there_are_none(ask: Callable[..., Any], config: Config) -> None:
-    assert ask(config, "adapters") == {"adapters": [], "problem": ""}
+    assert ask(config, "adapters") == {"adapters": [], "problem": "", "controlnets": []}
     for op in ("adapter_check", "adapter_load", "adapter_pin", "adapter_unpin", "adapter_evict"):
         assert ask(config, op, name="x").startswith("[INVALID_REQUEST] OP.op: adapters are not")
 

@@ -22,34 +22,9 @@ from maskserve_engine.control import Control
 from maskserve_engine.families.flux.control import ControlNet
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import EditJob
+from tests.fakes.control_nets import CHANNELS, random_net
 from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
-
-CHANNELS = 16
-
-
-def random_net(seed: int, doubles: int, singles: int, **asked: Any) -> FluxControlNetModel:
-    """Of the tiny models' size; nothing in it is zero."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        net = FluxControlNetModel(
-            **{
-                "in_channels": CHANNELS,
-                "num_layers": doubles,
-                "num_single_layers": singles,
-                "attention_head_dim": 16,
-                "num_attention_heads": 2,
-                "joint_attention_dim": 32,
-                "pooled_projection_dim": 32,
-                "axes_dims_rope": (4, 6, 6),
-                **asked,
-            }
-        ).eval()
-        for name, weight in net.named_parameters():
-            if name.startswith("controlnet"):
-                torch.nn.init.normal_(weight, std=0.3)
-    return net
-
 
 NETS: dict[str, FluxControlNetModel] = {
     "plain": random_net(1, 1, 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any, TypeAlias
 
@@ -189,16 +189,18 @@ def _message(model: str, form: EditForm, own: dict[str, Any]) -> pb.ModelInferRe
         "output_quality": asked.output_compression,
     }
     settings = {**alpha, **form.settings, **fields, **own, "output_encoding": "raw"}
-    inputs = {
-        "IMAGE": form.image,
-        "MASK": form.image if form.mask is None else form.mask,
-        "PROMPT": form.fields.prompt.encode(),
-        "SETTINGS": msgspec.json.encode(settings),
+    inputs: dict[str, Sequence[bytes]] = {
+        "IMAGE": [form.image],
+        "MASK": [form.image if form.mask is None else form.mask],
+        "PROMPT": [form.fields.prompt.encode()],
+        "SETTINGS": [msgspec.json.encode(settings)],
+        **({"CONTROL": form.control} if form.control else {}),
     }
     message = pb.ModelInferRequest(model_name=model)
-    for name, value in inputs.items():
-        message.inputs.add(name=name, datatype="BYTES", shape=[1])
-        message.raw_input_contents.append(len(value).to_bytes(4, "little") + value)
+    for name, values in inputs.items():
+        message.inputs.add(name=name, datatype="BYTES", shape=[len(values)])
+        raw = b"".join(len(value).to_bytes(4, "little") + value for value in values)
+        message.raw_input_contents.append(raw)
     return message
 
 

@@ -73,6 +73,8 @@ class EditForm:
     mask: bytes | None
     settings: dict[str, Any]
     """Of SETTINGS, as the client gave them."""
+    control: tuple[bytes, ...] = ()
+    """Control pictures."""
 
 
 async def read_form(headers: Headers, body: bytes) -> EditForm:
@@ -100,6 +102,10 @@ async def read_form(headers: Headers, body: bytes) -> EditForm:
         raise InvalidRequest(next(iter(files))[:40], "is no picture of an edit", "image, mask")
     asked = {name: values.pop(name) for name in list(values) if name in EXTENSIONS}
     settings = {name: _setting(name, value) for name, value in asked.items()}
+    control: list[bytes] = []
+    if "controls" in settings:  # the pictures behind the source are those of its controls
+        source = 0 if "template_id" in settings else 1
+        images, control = images[:source], images[source:]
     if len(images) > 1:
         raise InvalidRequest("image", f"is given {len(images)} times", "one image")
     if len(masks) > 1:
@@ -107,7 +113,11 @@ async def read_form(headers: Headers, body: bytes) -> EditForm:
     if not images and "template_id" not in settings:
         raise InvalidRequest("image", "is missing", "a PNG, JPEG or WebP file, or template_id")
     form = EditForm(
-        convert(values, Fields), images[0] if images else b"", masks[0] if masks else None, settings
+        convert(values, Fields),
+        images[0] if images else b"",
+        masks[0] if masks else None,
+        settings,
+        tuple(control),
     )
     if form.mask is None and not form.image:
         raise InvalidRequest("mask", "is missing", "a PNG with transparent pixels where to edit")
