@@ -14,7 +14,6 @@ from maskserve_engine.batch.packing import SparseLayout, sparse_layout
 from maskserve_engine.batch.resident_kv import ResidentKV
 from maskserve_engine.batch.residuals import Residuals
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.layers.scatter_kv import Source
 
 
@@ -42,6 +41,18 @@ class InactiveTokens(Protocol):
         ...
 
 
+class Capture(Protocol):
+    """Sees what the model has between its blocks of a row's image tokens."""
+
+    def hidden(self, block: int, hidden: Tensor, /) -> None:
+        """[tokens, width] at the block's input; only valid during the call."""
+        ...
+
+    def keys_values(self, block: int, keys: Tensor, values: Tensor, /) -> None:
+        """[tokens, heads, head_dim]; only valid during the call."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RowInput:
     """One row's part of a model call: what is packed with the other rows'."""
@@ -58,8 +69,8 @@ class RowInput:
     """[T + n, head_dim / 2] complex rotary factors of text and computed tokens."""
     rest: InactiveTokens | None = None
     """A cached row's inactive tokens; None where all are computed."""
-    capture: Recorder | None = None
-    """Of a priming row."""
+    capture: Capture | None = None
+    """Of a priming row, or of one whose ControlNet computes all tokens."""
     residuals: Residuals | None = None
     """What is added to its hidden states; None: nothing."""
 

@@ -56,19 +56,24 @@ def outline(shape: str) -> NDArray[np.float64]:
 
 
 def coverage(
-    shape: str, centre: tuple[float, float], radius: float, size: tuple[int, ...]
+    shape: str,
+    centre: tuple[float, float],
+    radius: float,
+    size: tuple[int, ...],
+    turn: float = 0.0,
 ) -> NDArray[np.float32]:
     """Share of each pixel that a shape covers, antialiased: (H, W) float32 in 0..1.
 
     `centre` is x, y, and `radius` that of the circle round the shape, both in pixels; `size`
-    is the height and width of the result.
+    is the height and width of the result; the shape is turned clockwise by `turn` radians.
     """
     height, width = size
     out = np.zeros((height, width), np.float32)
     left, top = math.floor(centre[0] - radius) - 1, math.floor(centre[1] - radius) - 1
     side = math.ceil(2 * radius) + 3
     patch = Image.new("L", (side * _SUPERSAMPLE, side * _SUPERSAMPLE))
-    corners = (outline(shape) * radius + np.asarray(centre) - (left, top)) * _SUPERSAMPLE - 0.5
+    rotated = outline(shape) @ [[math.cos(turn), math.sin(turn)], [-math.sin(turn), math.cos(turn)]]
+    corners = (rotated * radius + np.asarray(centre) - (left, top)) * _SUPERSAMPLE - 0.5
     ImageDraw.Draw(patch).polygon([(float(x), float(y)) for x, y in corners], fill=255)
     small = np.asarray(patch.resize((side, side), Image.Resampling.BOX), np.float32) / 255
     y0, y1 = max(top, 0), min(top + side, height)

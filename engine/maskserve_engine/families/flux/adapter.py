@@ -57,6 +57,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         compiled: whether segments of blocks are compiled (`compiled`); takes its time.
         placed_bytes: `[cache] placed_bytes`.
         outside_noise: `[model] outside_noise`.
+        control_refresh: `[controls] refresh`.
     """
 
     anchor_tolerance = 1.0
@@ -74,6 +75,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         compiled: bool = False,
         placed_bytes: int = 0,
         outside_noise: str = "template",
+        control_refresh: int = 1,
     ) -> None:
         check_sampler(sampler)
         self.facts, self.model, self.sampler = facts, model, sampler
@@ -92,6 +94,7 @@ class FluxAdapter(Stepping[Row, Weights]):
             dtype=self.dtype,
             outside_noise=outside_noise,
         )
+        self._control_refresh = control_refresh
         self._places = places_of(model)
         self._cis = lru_cache(maxsize=64)(self._make_cis)
         self.work = lru_cache(maxsize=64)(self._make_work)
@@ -113,6 +116,7 @@ class FluxAdapter(Stepping[Row, Weights]):
             compiled=config.model.compile,
             placed_bytes=config.cache.placed_bytes,
             outside_noise=config.model.outside_noise,
+            control_refresh=config.controls.refresh,
         )
 
     def steps(self, job: EditJob) -> int:
@@ -253,7 +257,7 @@ class FluxAdapter(Stepping[Row, Weights]):
                 self._net_input(row, job, control, nets[control.net], tokens, embeds)
                 for (control, _), tokens in zip(prepared.controls, pictures, strict=True)
             ]
-            row.residuals = RowControl(tuple(inputs)) if inputs else None
+            row.residuals = RowControl(tuple(inputs), self._control_refresh) if inputs else None
 
     def _net_input(
         self,

@@ -2,6 +2,11 @@
 
 A net is a shorter FLUX whose blocks' outputs, each through a product of its own, are added to the
 hidden states of the base. It runs on the same packed blocks as the base does (`batch.forward`).
+
+Beside a cached row a net computes the row's active tokens, too, as its additions to the others are
+read by nobody. The others enter as keys and values, as in the base. They cannot come from the
+template's entries, which know nothing of the control picture: the net computes all tokens at one
+step in so many and keeps them with the edit.
 """
 
 from __future__ import annotations
@@ -18,11 +23,13 @@ from torch import Tensor
 from maskserve_core.models.flux import CONTROL
 from maskserve_engine.batch.forward import State
 from maskserve_engine.batch.inputs import Packed, RowInput
+from maskserve_engine.cache.codec import Coded
 from maskserve_engine.control import Control
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.vectors import embed, vectors
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.layers.linear import Linear, linear
+from maskserve_engine.layers.scatter_kv import Source
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,15 +91,16 @@ class ControlNet:
             timesteps: [rows] the sampler's, float32.
 
         Returns:
-            per block, per row [n, width].
+            per block, per row [n, width] of the computed tokens.
         """
         packed, own = Packed(inputs), self.weights
+        kinds = ("kv",) * len(own.blocks)
         spans = packed.layout.narrow.image_stream.spans
         emb = embed(own, timesteps[None], packed.pooled, packed.guidance)
         [at] = vectors(own, emb)
         latents, hints = packed.tokens.split((self.channels, own.width), dim=1)
         image = own.x_embedder(latents.contiguous(), spans) + hints
-        state = State(FluxStep(own, at), packed, (), (packed.text, image))
+        state = State(FluxStep(own, at), packed, kinds, (packed.text, image))
         found = []
         for number, out in enumerate(self.outs):
             state.run(number, number + 1)
@@ -122,8 +130,9 @@ class NetInput(NamedTuple):
     guidance: float | None
 
     def of(self, row: RowInput) -> RowInput:
-        """Of a row all whose tokens are computed."""
-        tokens = torch.cat((row.tokens[:, : self.net.channels], self.hint), dim=1)
+        """Of a row, for the tokens that it computes."""
+        hint = self.hint[: len(row.tokens)]
+        tokens = torch.cat((row.tokens[:, : self.net.channels], hint), dim=1)
         cis = row.cis
         if len(self.text) > len(row.text):  # the mode stands where all text does
             cis = torch.cat((cis[:1], cis))
@@ -132,13 +141,51 @@ class NetInput(NamedTuple):
         )
 
 
+class KeptKV:
+    """Keys and values of a row's inactive tokens in a net's blocks, as of a step that computed all
+    tokens (`Capture`), for the steps that compute the active ones (`InactiveTokens`).
+
+    Args:
+        active: tokens, the first ones of the image.
+        cis: [m, head_dim / 2] of the others.
+    """
+
+    def __init__(self, active: int, cis: Tensor) -> None:
+        self.active, self.cis = active, cis
+        self.age = 0
+        """Steps since."""
+        self._blocks: dict[int, Source] = {}
+
+    def hidden(self, block: int, hidden: Tensor) -> None:
+        """Nobody reads it."""
+
+    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
+        both = (Coded("model", x[self.active :].flatten(1).clone()) for x in (keys, values))
+        self._blocks[block] = Source(tuple(both))
+
+    def tokens(self) -> Tensor:
+        raise AssertionError("no block of a net brings the inactive tokens in")
+
+    @property
+    def entry(self) -> object:
+        return self
+
+    def source(self, block: int, part: str) -> Source:
+        assert part == "kv"
+        return self._blocks[block]
+
+
 @dataclass(slots=True, eq=False)
 class RowControl:
     """The residuals of one row (`batch.residuals.Residuals`), computed before each of its steps."""
 
     inputs: tuple[NetInput, ...]
+    refresh: int = 1
+    """Steps from one that computes all tokens to the next."""
     added: dict[int, Tensor] = field(default_factory=dict)
     """By the base's block."""
+    kept: dict[int, KeptKV] = field(default_factory=dict)
+    """By the number of the input, of a cached row."""
 
     def after(self, number: int) -> Tensor | None:
         return self.added.get(number)
@@ -159,28 +206,38 @@ def run_nets(rows: Sequence[Controlled]) -> None:
     """Have what ControlNets add to the next step of these rows in their `RowControl`. Each net runs
     once, over all rows that have it.
     """
-    asked: dict[int, list[tuple[Controlled, NetInput, float]]] = {}
+    asked: dict[int, list[tuple[Controlled, NetInput, RowInput, float]]] = {}
     for each in rows:
         each.control.added.clear()
-        for own in each.control.inputs:
+        for number, own in enumerate(each.control.inputs):
             scale = own.control.scale_at(each.step, each.steps)
             if scale:
-                asked.setdefault(id(own.net), []).append((each, own, scale))
+                given = own.of(_sparse(each, number))
+                asked.setdefault(id(own.net), []).append((each, own, given, scale))
     for same in asked.values():
         net, device = same[0][1].net, same[0][0].row.tokens.device
-        timesteps = torch.tensor([each.timestep for each, _, _ in same], device=device)
-        found = net.samples([own.of(_with_rest(each.row)) for each, own, _ in same], timesteps)
+        timesteps = torch.tensor([each.timestep for each, _, _, _ in same], device=device)
+        found = net.samples([given for _, _, given, _ in same], timesteps)
         for places, by_row in zip(net.places, found, strict=True):
-            for (each, _, scale), sample in zip(same, by_row, strict=True):
+            for (each, _, _, scale), sample in zip(same, by_row, strict=True):
                 scaled = sample[: len(each.row.tokens)] * scale
                 for place in places:
                     before = each.control.added.get(place)
                     each.control.added[place] = scaled if before is None else before + scaled
 
 
-def _with_rest(row: RowInput) -> RowInput:
-    """A cached row with its inactive tokens, pinned to the template, among those computed."""
-    if row.rest is None:
-        return row
-    tokens, cis = torch.cat((row.tokens, row.rest.tokens())), torch.cat((row.cis, row.rest.cis))
-    return replace(row, tokens=tokens, cis=cis, rest=None)
+def _sparse(row: Controlled, number: int) -> RowInput:
+    """What an input's net is to compute of the row: of a cached one the active tokens, or, where
+    those kept of the others are old, all of them, which are kept.
+    """
+    own, kept = row.row, row.control.kept
+    if own.rest is None:  # the base computes all tokens itself
+        kept.pop(number, None)
+        return own
+    held = kept.get(number)
+    if held is not None and held.age + 1 < row.control.refresh:
+        held.age += 1
+        return replace(own, rest=held)
+    kept[number] = fresh = KeptKV(len(own.tokens), own.rest.cis)
+    tokens, cis = torch.cat((own.tokens, own.rest.tokens())), torch.cat((own.cis, own.rest.cis))
+    return replace(own, tokens=tokens, cis=cis, rest=None, capture=fresh)

@@ -1,0 +1,169 @@
+"""Cached rows with ControlNets, whose nets compute active tokens between refreshes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from maskserve_core.config import Config
+from maskserve_engine.control import Control
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.flux.control import Controlled, RowControl, run_nets
+from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.job import EditJob
+from maskserve_harness.benchmarks.replay import Replay
+from tests.fakes.control_nets import random_net
+from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
+from tests.support.cached_rows import KINDS, Primed, assert_equal, cached, result, run
+
+
+@pytest.fixture(scope="module", params=["fill", "inpaint"])
+def config(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -> Config:
+    return config_of(tiny_fill if request.param == "fill" else tiny_inpaint)
+
+
+@pytest.fixture(scope="module")
+def encoder(config: Config) -> Encoder:
+    return load_encoder(config)
+
+
+@pytest.fixture(scope="module")
+def adapter(config: Config) -> FluxAdapter:
+    return cast(FluxAdapter, load_adapter(config))
+
+
+@pytest.fixture
+def replay(adapter: FluxAdapter) -> Replay:
+    return Replay(adapter)
+
+
+@pytest.fixture(scope="module")
+def nets(adapter: FluxAdapter) -> dict[str, Any]:
+    made = {"plain": random_net(21, 1, 1), "union": random_net(22, 1, 2, num_mode=3)}
+    return {name: adapter.control_net(net) for name, net in made.items()}
+
+
+def controlled_job(encoder: Encoder, name: str, *asked: str, **settings: Any) -> EditJob:
+    rng = np.random.default_rng()
+    case = random_case(rng, num_inference_steps=5, strength=1.0, **settings)
+    job = encode_case(encoder, case, name)
+    controls = []
+    for net in asked:
+        picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
+        moments = encoder.encode(picture, case.mask, "").moments
+        mode = 1 if net == "union" else None
+        controls.append(Control(net, picture, scale=0.8, moments=moments, mode=mode))
+    return replace(job, controls=tuple(controls))
+
+
+def with_nets(replay: Replay, row: Any, job: EditJob, nets: dict[str, Any], refresh: int) -> Any:
+    replay.adapter.control(row, job, nets)
+    assert isinstance(row.residuals, RowControl)
+    row.residuals.refresh = refresh
+    return row
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("refresh", [1, 3])
+def test_with_all_tokens_active_cached_equals_dense(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any], kind: str, refresh: int
+) -> None:
+    job = controlled_job(encoder, "e", "plain", "union")
+    job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
+    row = with_nets(
+        replay, cached(replay, job, Primed(replay.adapter, encoder, job)), job, nets, refresh
+    )
+    dense = with_nets(replay, replay.adapter.dense_row(job), job, nets, 1)
+    assert_equal(result(replay, row, kind), result(replay, dense))
+
+
+@pytest.mark.parametrize("net", ["plain", "union"])
+def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any], net: str
+) -> None:
+    """The kept keys and values of a step serve that step exactly."""
+    job = controlled_job(encoder, "e", net)
+    row = cast(FluxRow, cached(replay, job, Primed(replay.adapter, encoder, job)))
+    with_nets(replay, row, job, nets, 100)
+    run_until(replay, row, 2)
+    control = cast(RowControl, row.residuals)
+    control.kept.clear()
+    replay.step([row], ("kv",) * replay.adapter.blocks)  # its entry is here, and it was refreshed
+    timestep = row.walk(row.step)[0].timestep
+    now = Controlled(control, row.model_input(), timestep, row.step, row.steps)
+    assert now.row.rest is not None
+    with torch.inference_mode():
+        control.kept.clear()
+        run_nets([now])
+        whole = {place: added.clone() for place, added in control.added.items()}
+        run_nets([now])
+    assert [kept.age for kept in control.kept.values()] == [1]
+    for place, added in control.added.items():
+        expected = whole[place][: len(added)].numpy()
+        assert np.abs(added.numpy() - expected).max() <= tolerance(expected)
+
+
+def run_until(replay: Replay, row: FluxRow, step: int) -> None:
+    while row.step < step:
+        replay.step([row], ("kv",) * replay.adapter.blocks)
+
+
+def test_nets_compute_all_tokens_at_one_step_in_so_many(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = controlled_job(encoder, "e", "plain")
+    row = with_nets(replay, cached(replay, job, Primed(replay.adapter, encoder, job)), job, nets, 3)
+    net, computed = nets["plain"], []
+    plain = type(net).samples
+
+    def watched(self: Any, inputs: Any, timesteps: Any) -> Any:
+        computed.append([len(each.tokens) for each in inputs])
+        return plain(self, inputs, timesteps)
+
+    monkeypatch.setattr(type(net), "samples", watched)
+    tokens = replay.adapter.tokens(job)
+    run(replay, [row], "kv")
+    assert computed == [[tokens.total if step % 3 == 0 else tokens.active] for step in range(5)]
+
+
+def test_a_mixed_batch_is_as_each_row_alone(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any]
+) -> None:
+    asked: tuple[tuple[str, ...], ...] = ((), ("plain",), ("union", "plain"), ("plain",), ())
+    jobs = [controlled_job(encoder, str(i), *names) for i, names in enumerate(asked)]
+    primed = [Primed(replay.adapter, encoder, job) for job in jobs]
+
+    def rows() -> list[Any]:
+        made = []
+        for number, (job, own) in enumerate(zip(jobs, primed, strict=True)):
+            row = replay.adapter.dense_row(job) if number == 3 else cached(replay, job, own)
+            made.append(with_nets(replay, row, job, nets, 2) if job.controls else row)
+        return made
+
+    alone = [result(replay, row, "kv") for row in rows()]
+    together = rows()
+    run(replay, together[:2], "kv")  # the others join when these have left
+    replay.step(together[2:4], ("kv",) * replay.adapter.blocks)
+    run(replay, together[2:], "kv")
+    for row, expected in zip(together, alone, strict=True):
+        assert_equal(row.result().array(), expected)
+
+
+def test_entries_and_rows_without_control_are_as_ever(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any]
+) -> None:
+    """A template that is primed by an edit with control has the entries of one without."""
+    job = controlled_job(encoder, "e", "plain")
+    entries = Primed(replay.adapter, encoder, job).entries
+    plain = Primed(replay.adapter, encoder, replace(job, controls=())).entries
+    for one, other in zip(entries, plain, strict=True):
+        for a, b in zip(one.blocks, other.blocks, strict=True):
+            for x, y in zip(a.part("kv"), b.part("kv"), strict=True):
+                assert torch.equal(x.data, y.data)
