@@ -10,6 +10,8 @@ from maskserve_core.reading import Table
 
 EntryFormat = Literal["model", "int8", "float8", "int4"]
 ENTRY_FORMATS: tuple[EntryFormat, ...] = get_args(EntryFormat)
+WeightForm = Literal["bf16", "fp8", "int8", "int8-dynamic", "nf4"]
+WEIGHT_FORMS: tuple[WeightForm, ...] = get_args(WeightForm)
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 LOG_LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
 Device = Annotated[
@@ -34,10 +36,14 @@ class ModelConfig(Table, frozen=True):
     """Of the VAE's decoder, likewise."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` (float32 on CPU, bfloat16 on CUDA) or a dtype."""
-    weights: Literal["bf16", "fp8", "int8"] = "bf16"
-    """Of the denoiser's transformer blocks: `bf16` as the folder has them, in `dtype`; `fp8`
-    and `int8` are made of these at start and take a byte per weight. They need the
-    extra `quantised`. Not with `compile`."""
+    weights: WeightForm = "bf16"
+    """Of the denoiser's transformer blocks: `bf16` as the folder has them, in `dtype`; the others
+    are made of these at start and need the extra `quantised`. `fp8`, `int8` and `int8-dynamic`
+    (which multiplies in int8, too) take a byte per weight, `nf4` half a byte and a bit. Not with
+    `compile`."""
+    t5_weights: Literal["bf16", "int8"] = "bf16"
+    """Of FLUX's T5: `bf16` as the folder has them, in `dtype`; `int8` is made of these at start and
+    takes a byte per weight. It needs the extra `quantised`."""
     native_resolution: Annotated[int, Meta(ge=0, le=8192)] = 0
     """Side of the square whose area bounds the model's input; 0: asked of the model."""
     max_sequence_length: Annotated[int, Meta(ge=1, le=4096)] = 512

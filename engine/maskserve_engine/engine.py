@@ -27,6 +27,7 @@ from maskserve_engine.adapters.control_net_loader import ControlNetLoader, Loade
 from maskserve_engine.adapters.lora_loader import Bring, LoadedLora, LoraLoader
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.cache.store import Store
+from maskserve_engine.card_table import check_fits
 from maskserve_engine.entry_store import estimated_costs, open_store, sized
 from maskserve_engine.executor import Executor
 from maskserve_engine.families.adapter import Adapter
@@ -35,7 +36,7 @@ from maskserve_engine.inbox import Inbox
 from maskserve_engine.job import Conditioning, EditJob, Failed, Sink
 from maskserve_engine.local_executor import LocalExecutor
 from maskserve_engine.measured_costs import MeasuredCosts
-from maskserve_engine.memory import memory_table
+from maskserve_engine.memory import device_memory, memory_table
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.price_list import PriceList
 from maskserve_engine.requests.audits import Audits
@@ -47,7 +48,7 @@ from maskserve_engine.requests.residency import Residency
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
-from maskserve_engine.stages.loader import device_in_words, dtype_of
+from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
 from maskserve_engine.stages.quantise import form_in_words
 from maskserve_engine.stages.revision import model_revision
 from maskserve_engine.status_publisher import StatusPublisher, new_counters
@@ -164,6 +165,9 @@ class Engine:
             ConfigError: the model cannot be served.
         """
         _log.info("the denoiser's device: %s", device_in_words(config))
+        device = device_of(config)
+        if device.type == "cuda":
+            check_fits(config, device_memory(device)[1])
         with one_cpu_thread():
             adapter = load_adapter(config)
         revision = model_revision(config.model.path, form_in_words(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -12,15 +13,19 @@ import torch
 
 from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.contracts.memory_table import MemoryTable
-from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.facts import ModelFacts, read_json
 from maskserve_core.planning.flops import ModelWork
 from maskserve_core.worker.liveness import signed_in
 from maskserve_engine.cache.sizing import TemplateSize
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.stages.loader import device_of, dtype_of
+from maskserve_engine.stages.loader import device_of, dtype_of, shape_of
+from maskserve_engine.stages.quantise import bytes_as
 
+T5 = "text_encoder_2"
+"""Of FLUX; of other families nothing is quantised in it."""
+_DENOISERS = ("transformer", "unet")
 _PARTS = {"encoder": ("vae", "text_encoder", "text_encoder_2"), "decoder": ("vae",)}
-_GPU_SHARE, _CPU_SHARE = 0.8, 0.25
+GPU_SHARE, _CPU_SHARE = 0.8, 0.25
 """Of what is left, the cache's. On a GPU kernels want workspace and the allocator leaves gaps; a
 host's memory is not this worker's alone.
 """
@@ -53,10 +58,10 @@ def memory_table(config: Config, adapter: Adapter, size: TemplateSize) -> Memory
             continue
         weights, work = weight_bytes(own, stage), image_bytes(own, stage, adapter.facts)
         here[stage] = weights + work
-        coming += work if _is_loaded(config, stage) else weights + work
+        coming += work if is_loaded(config, stage) else weights + work
     cache = 0
     if config.cache.enabled:
-        share = _GPU_SHARE if device.type == "cuda" else _CPU_SHARE
+        share = GPU_SHARE if device.type == "cuda" else _CPU_SHARE
         cache = config.cache.budget_bytes or int(share * max(0, free - coming))
     left = free - coming - cache
     taken = adapter.weight_bytes + sum(here.values()) + step + adapters + controls + cache + left
@@ -94,10 +99,30 @@ def peak_values(work: ModelWork, passes: int, text: int) -> int:
 
 
 def weight_bytes(config: Config, stage: Stage) -> int:
-    """Of the parts of the model folder that a stage loads, in the dtype that it loads them in."""
-    folders = [Path(config.model.path) / part for part in _PARTS[stage]]
-    files = [file for folder in folders for file in folder.glob("*.safetensors")]
-    return sum(map(_numbers, files)) * dtype_of(config).itemsize
+    """Of the parts of the model folder that a stage loads, in the form that it loads them in. By
+    their files' headers; by their classes where no such file is there, or T5 is quantised.
+    """
+    total, folder = 0, Path(config.model.path)
+    for part in _PARTS[stage]:
+        files = list((folder / part).glob("*.safetensors"))
+        form = config.model.t5_weights if part == T5 else "bf16"
+        if files and form == "bf16":
+            total += sum(map(_numbers, files)) * dtype_of(config).itemsize
+        elif (folder / part / "config.json").is_file():
+            total += bytes_as(shape_of(config, part), form, within="")
+    return total
+
+
+def denoiser_bytes(config: Config, forms: Iterable[str]) -> dict[str, int]:
+    """Of the denoiser in each form that it can be brought to, by its config.json. A folder that is
+    quantised already has the one form in which it is, as the headers of its files say.
+    """
+    folder = Path(config.model.path)
+    part = next(name for name in _DENOISERS if (folder / name).is_dir())
+    if read_json(folder / part / "config.json").get("quantization_config"):
+        return {"bf16": sum(map(_file_bytes, (folder / part).glob("*.safetensors")))}
+    model = shape_of(config, part)
+    return {form: bytes_as(model, form) for form in forms}
 
 
 def image_bytes(config: Config, stage: Stage, facts: ModelFacts) -> int:
@@ -123,13 +148,24 @@ def device_memory(device: torch.device) -> tuple[int, int]:
 
 
 def _numbers(file: Path) -> int:
-    """Numbers in a file of the safetensors format, whose header says all shapes."""
+    """Numbers in a file of the safetensors format."""
+    return sum(prod(each["shape"]) for each in _tensors(file))
+
+
+def _file_bytes(file: Path) -> int:
+    """Of all tensors in such a file, as they lie there."""
+    return sum(each["data_offsets"][1] - each["data_offsets"][0] for each in _tensors(file))
+
+
+def _tensors(file: Path) -> list[dict[str, Any]]:
+    """What the file's header says of each of its tensors."""
     with file.open("rb") as opened:
         header: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    return sum(prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
+    return [each for name, each in header.items() if name != "__metadata__"]
 
 
-def _is_loaded(config: Config, stage: Stage) -> bool:
+def is_loaded(config: Config, stage: Stage) -> bool:
+    """Whether the worker's process of a stage has its model in memory."""
     folder = config.runtime_dir
     return bool(folder) and any(model == stage for model, _ in signed_in(folder))
 

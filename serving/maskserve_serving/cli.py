@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from maskserve_core.config_tables import WEIGHT_FORMS
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import (
     DEFAULT_BASE_PORT,
@@ -102,6 +103,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="serve the ControlNets there: a folder for each, as diffusers saves them",
     )
     add(
+        "--weights",
+        choices=WEIGHT_FORMS,
+        default="",
+        help="form of the denoiser's weights (default: the configuration's, or bf16)",
+    )
+    add(
+        "--plan",
+        action="store_true",
+        help="print what cards of 16 to 80 GB hold of the model, for each form of its weights, "
+        "and end; weights are neither fetched nor loaded",
+    )
+    add(
         "--compile",
         action="store_true",
         help="compile parts of a FLUX model at start: a minute at first, then seconds",
@@ -136,6 +149,10 @@ def serve(given: argparse.Namespace) -> int:
     except ServeError as error:
         print(f"maskserve serve: {error}", file=sys.stderr)
         return 1
+    if given.plan:
+        from maskserve_serving.cards import print_cards
+
+        return print_cards(_options(given))
     # Only here: the other commands of `maskserve` have no use for it, nor for what it imports.
     from maskserve_serving.supervisor import Supervisor
 
@@ -183,6 +200,7 @@ def _options(given: argparse.Namespace) -> ServeOptions:
         controlnets=given.controlnets,
         load_timeout_s=given.load_timeout,
         drain_grace_s=given.drain_grace,
+        weights=given.weights,
         compile=given.compile,
         otlp_url=given.otlp_url,
         trace_rate=given.trace_rate,

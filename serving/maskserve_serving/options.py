@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parent
 # An installed package carries Triton's models; in a checkout they lie at its root.
@@ -60,6 +61,8 @@ class ServeOptions:
     """An installed server to use in place of the one from pip."""
     cache_dir: Path = field(default_factory=default_cache_dir)
     """Where the server from pip is laid out, once per version, and what was compiled is kept."""
+    weights: str = ""
+    """Form of the denoiser's weights; laid over `[model]`. Empty: what the configuration says."""
     compile: bool = False
     """Whether parts of the model are compiled at start; laid over `[model]`."""
     entries: Path | None = None
@@ -82,3 +85,9 @@ class ServeOptions:
     repositories: tuple[Path, ...] = (MODELS, ENSEMBLE)
     say: Callable[[str], None] = _say
     """Where progress goes, a line at a time."""
+
+    @property
+    def of_model(self) -> dict[str, Any]:
+        """What is laid over `[model]`."""
+        given: dict[str, Any] = {"weights": self.weights} if self.weights else {}
+        return {**given, "compile": True} if self.compile else given

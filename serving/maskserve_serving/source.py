@@ -15,29 +15,41 @@ from maskserve_serving.files import with_values
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def with_model(tables: dict[str, Any], model: str) -> dict[str, Any]:
+def with_model(
+    tables: dict[str, Any], model: str, files: list[str] | None = None
+) -> dict[str, Any]:
     """Configuration tables that name the local folder of `model`, at the revision they ask for.
+
+    Args:
+        tables: of the configuration.
+        model: folder or hub id.
+        files: patterns of those that are wanted of a hub model; None: all.
 
     Raises:
         ServeError: there is no such model, or it is none that is served.
     """
     revision = str(tables.get("model", {}).get("revision", ""))
-    tables = with_values(tables, "model", path=str(resolve_model(model, revision)))
+    tables = with_values(tables, "model", path=str(resolve_model(model, revision, files)))
     if not Path(model).exists() and not tables["model"].get("name"):
         # A downloaded model's folder is named after its revision; clients know the hub id.
         tables = with_values(tables, "model", name=model.split("/")[-1])
     return tables
 
 
-def resolve_model(model: str, revision: str = "") -> Path:
+def resolve_model(model: str, revision: str = "", files: list[str] | None = None) -> Path:
     """The local folder of a path or hub id; a hub model is downloaded, or found downloaded.
+
+    Args:
+        model: path or hub id.
+        revision: of a hub model; empty: the default branch.
+        files: as `with_model`.
 
     Raises:
         ServeError: there is no such model, or it is none that is served.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        folder = _download(model, revision or None)
+        folder = _download(model, revision or None, files)
     try:
         load_facts(folder)
     except ConfigError as error:
@@ -49,7 +61,7 @@ def resolve_model(model: str, revision: str = "") -> Path:
     return folder.resolve()
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, files: list[str] | None) -> Path:
     if _HUB_ID.fullmatch(model) is None:
         raise ServeError(f"--model: there is no folder {model}")
     try:
@@ -59,7 +71,7 @@ def _download(model: str, revision: str | None) -> Path:
             f"--model: there is no folder {model}, and huggingface_hub is not installed"
         ) from None
     try:
-        return Path(snapshot_download(model, revision=revision))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files))
     except Exception as error:
         # The hub client raises its own and its transports' errors; the first line says enough.
         why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__

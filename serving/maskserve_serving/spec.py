@@ -43,9 +43,9 @@ class Spec:
             return tables
         return with_values(tables, "log", file=str(self.log.with_suffix(".jsonl")))
 
-    def with_compile(self, tables: dict[str, Any]) -> dict[str, Any]:
-        """`tables`, with what the command line says of it laid over them."""
-        return with_values(tables, "model", compile=True) if self.options.compile else tables
+    def with_model(self, tables: dict[str, Any]) -> dict[str, Any]:
+        """`tables`, with what the command line says of the model laid over them."""
+        return with_values(tables, "model", **self.options.of_model)
 
     def with_entries(self, tables: dict[str, Any]) -> dict[str, Any]:
         """`tables`, with folders for cached activations unless they name their own."""

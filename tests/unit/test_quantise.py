@@ -12,19 +12,22 @@ from torch import nn
 
 from maskserve_core.config import ConfigError
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.layers.linear import linear
-from maskserve_engine.stages.quantise import form_in_words, quantise
+from maskserve_engine.layers.linear import Linear, linear
+from maskserve_engine.memory import weight_bytes
+from maskserve_engine.stages.loader import held_bytes, shape_of
+from maskserve_engine.stages.quantise import bytes_as, form_in_words, quantise
 from maskserve_engine.stages.revision import model_revision
 from maskserve_harness.checkout import CHECKOUT
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
 
 pytest.importorskip("torchao")
+pytest.importorskip("bitsandbytes")
 
 DEMO = CHECKOUT / "assets" / "models" / "demo"
 CPU = torch.device("cpu")
-FORMS = ("int8", "fp8")
-LEAST_SAVED = {"int8": 0.5, "fp8": 0.5}  # of float32
+FORMS = ("int8", "int8-dynamic", "fp8", "nf4")
+LEAST_SAVED = {"int8": 0.5, "int8-dynamic": 0.5, "fp8": 0.5, "nf4": 0.7}  # of float32
 
 
 class Block(nn.Module):
@@ -38,12 +41,61 @@ class Block(nn.Module):
 
 def library_layer(form: str, dense: nn.Linear) -> nn.Module:
     """What the library makes of a layer by its own documentation."""
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    if form == "nf4":
+        from bitsandbytes.nn import Linear4bit
 
+        four: Any = Linear4bit(
+            dense.in_features,
+            dense.out_features,
+            bias=dense.bias is not None,
+            compute_dtype=torch.float32,
+            compress_statistics=False,
+            quant_type="nf4",
+        )
+        four.load_state_dict(dense.state_dict())
+        # With AVX512-BF16 a CPU would compute in bfloat16 instead.
+        four.support_avx512bf16_for_cpu = False
+        return four.to("cpu").eval()
+    from torchao import quantization
+
+    configs = {
+        "int8": quantization.Int8WeightOnlyConfig,
+        "int8-dynamic": quantization.Int8DynamicActivationInt8WeightConfig,
+        "fp8": quantization.Float8WeightOnlyConfig,
+    }
     made = nn.Linear(dense.in_features, dense.out_features, bias=dense.bias is not None)
     made.load_state_dict(dense.state_dict())
-    quantize_(made, Int8WeightOnlyConfig() if form == "int8" else Float8WeightOnlyConfig())
+    quantization.quantize_(made, configs[form]())
     return made
+
+
+def part_of(product: Linear) -> Linear:
+    return product.columns(62, 67)
+
+
+@pytest.mark.parametrize("form", ["bf16", *FORMS])
+def test_bytes_are_counted_as_they_are_held(form: str) -> None:
+    config = config_of(DEMO, model={"weights": form})
+    counted = bytes_as(shape_of(config, "transformer"), form)
+    assert counted == load_adapter(config).weight_bytes
+
+
+def test_t5_in_8_bits_is_the_librarys_own() -> None:
+    prompt = "a red star"
+    config = config_of(DEMO, model={"t5_weights": "int8"})
+    own: Any = load_encoder(config)
+    expected: Any = load_encoder(config_of(DEMO))
+    folder = load_encoder(config_of(DEMO)).encode_prompt(prompt)["prompt_embeds"]
+    for name, layer in list(expected.t5.model.named_modules()):
+        if type(layer) is nn.Linear:
+            expected.t5.model.set_submodule(name, library_layer("int8", layer))
+    found = own.encode_prompt(prompt)["prompt_embeds"]
+    np.testing.assert_allclose(
+        found, expected.encode_prompt(prompt)["prompt_embeds"], rtol=0, atol=1e-5
+    )
+    assert 0 < np.abs(found - folder).max() < 0.1 * np.abs(folder).max()
+    held = sum(held_bytes(each) for each in (own.vae, own.clip.model, own.t5.model))
+    assert weight_bytes(config, "encoder") == pytest.approx(held, rel=1e-3)  # but for buffers
 
 
 @torch.inference_mode()
@@ -63,6 +115,7 @@ def test_a_layer_equals_the_librarys_own(form: str) -> None:
         torch.testing.assert_close(part, outs[-1][:, 8:40])
     joined = linear(*model.transformer_blocks)
     torch.testing.assert_close(joined(x), torch.cat(outs, -1))
+    assert [tuple(each(x[:0]).shape) for each in (joined, part_of(joined))] == [(0, 256), (0, 5)]
     assert type(model.proj_out) is nn.Linear
     assert torch.equal(model.proj_out.weight, before)
 
@@ -79,7 +132,8 @@ def test_dense_rows_equal_the_pipeline_with_the_same_weights(form: str) -> None:
         if "transformer_blocks." in name and type(layer) is nn.Linear
     ]
     for name, layer in layers:
-        pipeline.transformer.set_submodule(name, library_layer(form, layer))
+        if form != "nf4" or layer.in_features % 64 == 0:
+            pipeline.transformer.set_submodule(name, library_layer(form, layer))
     config = config_of(DEMO, model={"weights": form, "outside_noise": "edit"})
     encoder, adapter = load_encoder(config), load_adapter(config)
     plain = load_adapter(config_of(DEMO))
@@ -89,7 +143,21 @@ def test_dense_rows_equal_the_pipeline_with_the_same_weights(form: str) -> None:
     row: Any = adapter.dense_row(encode_case(encoder, case, "r"))
     while row.step < row.steps:
         adapter.step([row], None)
-    assert np.abs(row.result().array() - expected).max() <= tolerance(expected)
+    apart = row.result().array() - expected
+    if form != "int8-dynamic":
+        assert np.abs(apart).max() <= tolerance(expected)
+        return
+    # Tokens are rounded to 8 bits: what differs by rounding of float32 may differ by a step of
+    # these. So it is held against the pipeline itself, whose first tokens were nudged by as much.
+    noise = torch.Generator().manual_seed(1)
+
+    def nudge(_: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        return (args[0] + 1e-6 * torch.randn(args[0].shape, generator=noise),)
+
+    pipeline.transformer.x_embedder.register_forward_pre_hook(nudge)
+    nudged = diffusers_latents(pipeline, case) - expected
+    assert np.square(apart).mean() <= 2 * np.square(nudged).mean()
+    assert np.abs(apart).max() <= 0.05 * np.abs(expected).max()
 
 
 def test_entries_of_one_form_are_not_another_forms(tmp_path: Path) -> None:
@@ -101,11 +169,21 @@ def test_entries_of_one_form_are_not_another_forms(tmp_path: Path) -> None:
     assert words[0] == ""
     assert len({model_revision(tmp_path, each) for each in words}) == len(words)
     assert model_revision(tmp_path) == model_revision(tmp_path, words[0])
+    assert form_in_words(config_of(tmp_path, model={"t5_weights": "int8"})) not in words
 
 
-def test_what_cannot_be_is_said(tiny_fill: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_is_said(
+    tiny_fill: Path, tiny_unets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"\[model\] t5_weights: a setting of FLUX"):
+        load_adapter(config_of(tiny_unets["sdxl-base"], model={"t5_weights": "int8"}))
     with pytest.raises(ConfigError, match=r"\[model\] compile: not with weights"):
         load_adapter(config_of(tiny_fill, model={"weights": "int8", "compile": True}))
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
     with pytest.raises(ConfigError, match=r'weights: "int8" needs torchao: pip install'):
         load_adapter(config_of(tiny_fill, model={"weights": "int8"}))
+    with pytest.raises(ConfigError, match=r't5_weights: "int8" needs torchao: pip install'):
+        load_encoder(config_of(tiny_fill, model={"t5_weights": "int8"}))
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r'weights: "nf4" needs bitsandbytes: pip install'):
+        load_adapter(config_of(tiny_fill, model={"weights": "nf4"}))

@@ -184,7 +184,7 @@ def test_a_hub_id_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
     asked = []
 
-    def refuse(name: str, revision: str | None) -> str:
+    def refuse(name: str, revision: str | None, allow_patterns: None) -> str:
         asked.append((name, revision))
         raise OSError("the network is down\nand so on")
 

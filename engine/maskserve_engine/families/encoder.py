@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,12 @@ class TextEncoder:
 
     @classmethod
     def load(
-        cls, config: Config, model: Any, number: str = "", length: int | None = None
+        cls,
+        config: Config,
+        model: Any,
+        number: str = "",
+        length: int | None = None,
+        load: Callable[[Config, str, Any], Any] = load_part,
     ) -> TextEncoder:
         """The text encoder of a folder.
 
@@ -55,6 +60,7 @@ class TextEncoder:
             model: its class.
             number: what the folder's parts have behind their names: "", or "_2" for the second.
             length: of prompts; None: the tokenizer's own.
+            load: reads the model.
 
         Raises:
             ConfigError: a part is missing or cannot be read.
@@ -62,7 +68,7 @@ class TextEncoder:
         from transformers import AutoTokenizer
 
         tokenizer = load_plain(config, f"tokenizer{number}", AutoTokenizer)
-        own = load_part(config, f"text_encoder{number}", model)
+        own = load(config, f"text_encoder{number}", model)
         return cls(tokenizer, own, length or tokenizer.model_max_length)
 
     def __call__(self, prompt: str, *, hidden_states: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.facts import ModelFacts, read_json
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 """Where NVIDIA's driver lists its devices."""
+_LIBRARIES = ("diffusers", "transformers")
+"""That model_index.json may name: no other module is imported on a folder's word."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -77,7 +80,7 @@ def load_part(config: Config, name: str, cls: Any, device: torch.device | None =
     one by one, from the mapped file: the host never holds them all.
 
     Args:
-        config: names folder, device and dtype.
+        config: names folder, device and dtype; on the device `meta` it is `shape_of` the part.
         name: subfolder, such as `transformer`.
         cls: class with `from_pretrained`.
         device: another than the configured one.
@@ -85,20 +88,48 @@ def load_part(config: Config, name: str, cls: Any, device: torch.device | None =
     Raises:
         ConfigError: the part is missing or cannot be read.
     """
-    folder = _part(config, name)
-    dtype = dtype_of(config)
+    folder, dtype = _part(config, name), dtype_of(config)
+    device = device or device_of(config)
+    if device.type == "meta":
+        return shape_of(config, name)
     try:
         # diffusers says torch_dtype, transformers has moved to dtype.
         argument = "dtype" if cls.__module__.startswith("transformers") else "torch_dtype"
         model = cls.from_pretrained(
             str(folder),
             local_files_only=True,
-            device_map={"": device or device_of(config)},
+            device_map={"": device},
             **{argument: dtype},
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"[model] path: cannot load {folder}: {_first_line(error)}") from error
     return model.eval().requires_grad_(False)
+
+
+def shape_of(config: Config, name: str) -> torch.nn.Module:
+    """A part of the model folder as its config.json and the class in model_index.json say, on
+    torch's device `meta`: no weights are read, and none need be there. What config.json leaves out
+    is as in the class.
+
+    Raises:
+        ConfigError: the part is missing, or of a class that is not known.
+    """
+    folder, dtype = _part(config, name), dtype_of(config)
+    index = read_json(Path(config.model.path) / "model_index.json")
+    try:
+        library, named = index[name]
+        if library not in _LIBRARIES:
+            raise ValueError(f"model_index.json: {library} is neither of {_LIBRARIES}")
+        cls = getattr(importlib.import_module(library), named)
+        with torch.device("meta"):
+            if library == "transformers":
+                model = cls(cls.config_class.from_pretrained(str(folder), local_files_only=True))
+            else:
+                model = cls.from_config(cls.load_config(str(folder), local_files_only=True))
+    except (KeyError, AttributeError, OSError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"[model] path: cannot tell the shapes of {folder}: {error}") from error
+    # Not by diffusers' own `to`: it warns of layers that are best kept in float32.
+    return torch.nn.Module.to(model, dtype).eval().requires_grad_(False)
 
 
 def held_bytes(model: torch.nn.Module) -> int:

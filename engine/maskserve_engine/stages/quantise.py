@@ -1,21 +1,24 @@
-"""Weights of transformer blocks in fewer bits, by torchao.
+"""Weights in fewer bits, by torchao and bitsandbytes.
 
-Only the products of transformer blocks change: they hold nearly all of a model's weights. What
-leads in and out, embeddings and convolutions stay as they are.
+Of a denoiser only the products of transformer blocks change: they hold nearly all of its weights.
+What leads in and out, embeddings and convolutions stay as they are.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_engine.stages.loader import device_of, load_part
+from maskserve_engine.stages.loader import device_of, held_bytes, load_part
 
 _BLOCKS = "transformer_blocks."
+_NF4_GROUP = 64
+"""Weights that share a scale; a layer whose inputs these do not divide stays as it is."""
 _FP8_CAPABILITY = (8, 9)
 """From here on a GPU multiplies numbers of 8 bits in floating point."""
 
@@ -29,39 +32,46 @@ def load_denoiser(config: Config, name: str, cls: Any) -> Any:
             or blocks of that form are to be compiled.
     """
     form = config.model.weights
-    if form == "bf16":
-        return load_part(config, name, cls)
-    if config.model.compile:
+    if form != "bf16" and config.model.compile:
         raise ConfigError(f'[model] compile: not with weights = "{form}"; use "bf16"')
-    try:
-        importlib.import_module("torchao")
-    except ImportError as error:
-        raise ConfigError(
-            f'[model] weights: "{form}" needs torchao: pip install "maskserve[quantised]"'
-        ) from error
-    model = load_part(config, name, cls, device=torch.device("cpu"))
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise ConfigError(f'[model] weights: {name} is quantised already; use "bf16"')
-    quantise(model, form, device_of(config))
-    return model.to(device_of(config))
+    return _load(config, name, cls, "weights", form, _BLOCKS)
 
 
-def quantise(model: nn.Module, form: str, device: torch.device) -> None:
-    """Replace the products of transformer blocks in place.
+def load_t5(config: Config, name: str, cls: Any) -> Any:
+    """As `load_part`, with all products in the form that `[model] t5_weights` names.
+
+    Raises:
+        ConfigError: as `load_denoiser`.
+    """
+    return _load(config, name, cls, "t5_weights", config.model.t5_weights, "")
+
+
+def quantise(model: nn.Module, form: str, device: torch.device, within: str = _BLOCKS) -> None:
+    """Replace a model's products in place.
 
     Args:
         model: its layers are torch's own.
-        form: `int8`: one scale per output, products in the model's dtype; `fp8`: likewise, and
-            where the device multiplies FP8 each token has a scale, too.
+        form: `int8`: one scale per output, products in the model's dtype; `int8-dynamic`: likewise,
+            and each token has a scale, products in int8; `fp8`: one scale per output, and where the
+            device multiplies FP8 each token has one, too; `nf4`: one scale per 64 weights, products
+            in the model's dtype.
         device: where the replaced products go to.
+        within: part of the names of layers that are replaced.
     """
-    layers = [
-        layer
-        for path, layer in model.named_modules()
-        if _BLOCKS in path and type(layer) is nn.Linear
-    ]
-    for layer in layers:
-        _by_torchao(layer.to(device), form)
+    for path, layer in list(_products(model, form, within)):
+        if form == "nf4":
+            model.set_submodule(path, _nf4(layer, device))
+        else:
+            _by_torchao(layer.to(device), form)
+
+
+def bytes_as(model: nn.Module, form: str, within: str = _BLOCKS) -> int:
+    """What a model will take in a form, by its shapes: it may lie on torch's device `meta`."""
+    total = held_bytes(model)
+    if form != "bf16":
+        for _, layer in _products(model, form, within):
+            total += _packed_bytes(layer, form) - layer.weight.nbytes
+    return total
 
 
 def form_in_words(config: Config) -> str:
@@ -69,9 +79,47 @@ def form_in_words(config: Config) -> str:
     weights as the folder has them.
     """
     form = config.model.weights
+    words: list[str] = []
+    if form == "nf4":
+        words.append(form)
+    elif form != "bf16":
+        words.append(f"{form} {_torchao_config(form, device_of(config))}")
+    if config.model.t5_weights != "bf16":
+        words.append(f"t5 {config.model.t5_weights}")
+    return "; ".join(words)
+
+
+def _load(config: Config, name: str, cls: Any, key: str, form: str, within: str) -> Any:
     if form == "bf16":
-        return ""
-    return f"{form} {_torchao_config(form, device_of(config))}"
+        return load_part(config, name, cls)
+    library = "bitsandbytes" if form == "nf4" else "torchao"
+    try:
+        importlib.import_module(library)
+    except ImportError as error:
+        raise ConfigError(
+            f'[model] {key}: "{form}" needs {library}: pip install "maskserve[quantised]"'
+        ) from error
+    model = load_part(config, name, cls, device=torch.device("cpu"))
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ConfigError(f'[model] {key}: {name} is quantised already; use "bf16"')
+    quantise(model, form, device_of(config), within)
+    return model.to(device_of(config))
+
+
+def _products(model: nn.Module, form: str, within: str) -> Iterator[tuple[str, nn.Linear]]:
+    for path, layer in model.named_modules():
+        if within not in path or type(layer) is not nn.Linear:
+            continue
+        if form != "nf4" or layer.in_features % _NF4_GROUP == 0:
+            yield path, layer
+
+
+def _packed_bytes(layer: nn.Linear, form: str) -> int:
+    """Weights and scales; of int8 also a zero point of a byte per output."""
+    numbers, outputs = layer.weight.numel(), layer.out_features
+    if form == "nf4":
+        return numbers // 2 + 4 * (numbers // _NF4_GROUP)
+    return numbers + (4 if form == "fp8" else 5) * outputs
 
 
 def _by_torchao(layer: nn.Linear, form: str) -> None:
@@ -85,8 +133,37 @@ def _torchao_config(form: str, device: torch.device) -> Any:
 
     if form == "int8":
         return quantization.Int8WeightOnlyConfig()
+    if form == "int8-dynamic":
+        return quantization.Int8DynamicActivationInt8WeightConfig()
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY:
         return quantization.Float8DynamicActivationFloat8WeightConfig(
             granularity=quantization.PerRow()
         )
     return quantization.Float8WeightOnlyConfig()
+
+
+def _nf4(layer: nn.Linear, device: torch.device) -> nn.Module:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    dtype = layer.weight.dtype
+    packed = Linear4bit(
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        compute_dtype=dtype,
+        compress_statistics=False,
+        quant_type="nf4",
+        device="meta",
+    )
+    packed.weight = Params4bit(
+        layer.weight.detach().contiguous(),
+        requires_grad=False,
+        compress_statistics=False,
+        quant_type="nf4",
+        module=packed,
+    ).to(device)
+    if layer.bias is not None:
+        packed.bias = nn.Parameter(layer.bias.detach().to(device), requires_grad=False)
+    # A CPU with AVX512-BF16 would round tokens to bfloat16 whatever `compute_dtype` is.
+    packed.support_avx512bf16_for_cpu &= dtype == torch.bfloat16
+    return packed.eval().requires_grad_(False)

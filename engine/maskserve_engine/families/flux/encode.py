@@ -12,6 +12,7 @@ from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
 from maskserve_engine.job import Conditioning
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.loader import load_part
+from maskserve_engine.stages.quantise import load_t5
 
 
 class FluxEncoder(Encoder):
@@ -39,7 +40,9 @@ class FluxEncoder(Encoder):
             facts,
             load_part(config, "vae", AutoencoderKL),
             TextEncoder.load(config, CLIPTextModel),
-            TextEncoder.load(config, T5EncoderModel, "_2", config.model.max_sequence_length),
+            TextEncoder.load(
+                config, T5EncoderModel, "_2", config.model.max_sequence_length, load=load_t5
+            ),
         )
 
     @property

@@ -96,6 +96,8 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
 
         if config.model.first_block_threshold:
             raise ConfigError("[model] first_block_threshold: a setting of FLUX models; use 0")
+        if config.model.t5_weights != "bf16":
+            raise ConfigError('[model] t5_weights: a setting of FLUX models; use "bf16"')
         if config.cache.conv_halo and config.cache.entry_kind != "kv":
             raise ConfigError(
                 f"[cache] conv_halo: {config.cache.conv_halo} goes with entry_kind kv, "

@@ -1,0 +1,278 @@
+"""What cards of several sizes hold of a model, in each form of its weights; nothing is loaded.
+
+`maskserve serve --plan` runs it:
+
+    python -m maskserve_engine.card_table CONFIG.toml
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from maskserve_core.config import Config, ConfigError, beside_denoiser, model_name
+from maskserve_core.config_file import load_config
+from maskserve_core.config_tables import WEIGHT_FORMS
+from maskserve_core.models.facts import ModelFacts
+from maskserve_core.planning.cost_model import H100, estimate
+from maskserve_engine.entry_store import sized
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.memory import (
+    GPU_SHARE,
+    Stage,
+    denoiser_bytes,
+    image_bytes,
+    is_loaded,
+    step_bytes,
+    weight_bytes,
+)
+
+CARDS = (16, 24, 40, 48, 80)
+"""GB, as cards are sold; nearly GiB."""
+_USABLE = 0.98
+"""Of these, what a program sees: 23.5 GiB of a card of 24 GB."""
+_CONTEXT = 2**29
+"""Bytes that CUDA itself takes for each process of a worker that uses the card; assumed."""
+_FEW_ROWS, _FEW_TEMPLATES = 4, 8
+"""Enough: with settings that hold so much, none are tried that leave more of the card free."""
+_NO_WEIGHTS = "meta"
+"""torch's device for shapes alone."""
+_GIB = 2**30
+Settings = tuple[tuple[str, str], ...]
+"""Keys and values of `[model]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a device holds with some settings. All sizes in bytes."""
+
+    form: str
+    """Of the denoiser's weights."""
+    settings: Settings
+    """Beside `weights`, where they differ from what is configured."""
+    weights: int
+    encoder: int
+    decoder: int
+    rows: int
+    step: int
+    """Of so many rows, with what goes along with any step."""
+    templates: int
+    missing: int
+    """For so many rows and, in the cache, one template; 0: it fits."""
+
+    @property
+    def enough(self) -> bool:
+        return not self.missing and self.rows >= _FEW_ROWS and self.templates >= _FEW_TEMPLATES
+
+    @property
+    def worth(self) -> tuple[int, int, int, int]:
+        """To compare those that hold less than enough."""
+        if self.missing:
+            return 0, 0, 0, -self.missing
+        few = min(self.rows, _FEW_ROWS) * min(self.templates, _FEW_TEMPLATES)
+        return few, self.rows, self.templates, 0
+
+    def words(self, configured: Config) -> str:
+        """The settings as in a configuration file; empty: as configured."""
+        named = [f'{key} = "{value}"' for key, value in self.settings]
+        if self.form != configured.model.weights:
+            named.insert(0, f'weights = "{self.form}"')
+        if self.rows != configured.engine.max_rows:
+            named.append(f"max_rows = {self.rows}")
+        return ", ".join(named)
+
+
+class Shapes:
+    """A model's sizes, by its folder's config.json and the headers of its files.
+
+    Args:
+        config: of a worker; its device does not matter. Dtype `auto` is bfloat16, as on a GPU.
+
+    Raises:
+        ConfigError: the folder has no model that is served, or a part of it cannot be told.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.configured = config
+        dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
+        plain = replace(
+            config.model, device=_NO_WEIGHTS, dtype=dtype, weights="bf16", compile=False
+        )
+        self.config = replace(config, model=plain)
+        self.adapter: Adapter = load_adapter(self.config)
+        self.facts: ModelFacts = self.adapter.facts
+        self.size = sized(self.config, self.adapter, estimate(H100))[1]
+        self._held = cache(self._held_by)
+
+    @property
+    def name(self) -> str:
+        """Of the model, for people."""
+        return model_name(self.configured)
+
+    @cached_property
+    def weights(self) -> dict[str, int]:
+        """Bytes of the denoiser in each form that it can be brought to."""
+        return denoiser_bytes(self.config, WEIGHT_FORMS)
+
+    def fit(self, form: str, usable: int, *, running: bool = False) -> Fit:
+        """With the first settings by which a device holds what a worker wants; if none do, with
+        those by which it holds most.
+
+        Args:
+            form: of the denoiser's weights.
+            usable: bytes.
+            running: whether encoder and decoder may have taken their part of the device already.
+        """
+        found = []
+        for settings in self._settings():
+            for rows in range(self.configured.engine.max_rows, 0, -1):
+                found.append(self.fit_with(form, settings, rows, usable, running=running))
+                if found[-1].enough:
+                    return found[-1]
+        return max(found, key=lambda fit: fit.worth)
+
+    def fit_with(
+        self, form: str, settings: Settings, rows: int, usable: int, *, running: bool = False
+    ) -> Fit:
+        """With these settings; as `fit`."""
+        encoder, decoder, coming = self._held(settings, running)
+        step = self._step(rows)
+        left = usable - self.weights[form] - coming - step
+        return Fit(
+            form=form,
+            settings=settings,
+            weights=self.weights[form],
+            encoder=encoder,
+            decoder=decoder,
+            rows=rows,
+            step=step,
+            templates=self._templates(left),
+            missing=max(0, self.least - left),
+        )
+
+    def _settings(self) -> Iterator[Settings]:
+        """Beside the weights' form, from what costs an edit least to what costs it most."""
+        yield ()
+        if self.facts.family == "flux" and self.configured.model.t5_weights == "bf16":
+            yield (("t5_weights", "int8"),)
+        if not self.configured.model.encoder_device:
+            yield (("encoder_device", "cpu"),)
+            if not self.configured.model.decoder_device:
+                yield ("encoder_device", "cpu"), ("decoder_device", "cpu")
+
+    def _held_by(self, settings: Settings, running: bool) -> tuple[int, int, int]:
+        """(encoder's, decoder's, what is still to come of them and of CUDA's own)."""
+        config = replace(self.config, model=replace(self.config.model, **dict(settings)))
+        held, coming = [], 0 if running else _CONTEXT
+        stages: tuple[Stage, ...] = ("encoder", "decoder")
+        for stage in stages:
+            own = beside_denoiser(config, stage)
+            if own.model.device != _NO_WEIGHTS:
+                held.append(0)
+                continue
+            work, weights = image_bytes(own, stage, self.facts), weight_bytes(own, stage)
+            held.append(work + weights)
+            there = running and is_loaded(self.configured, stage)
+            coming += work + (0 if there else weights + _CONTEXT)
+        return held[0], held[1], coming
+
+    def _step(self, rows: int) -> int:
+        engine = replace(self.config.engine, max_rows=rows)
+        config = replace(self.config, engine=engine)
+        total = step_bytes(config, self.adapter) + self.size.anchor_bytes
+        if config.cache.enabled and self.facts.keeps_decoded:
+            total += config.cache.placed_bytes
+        total += config.adapters.device_bytes if config.adapters.store else 0
+        return total + (config.controls.device_bytes if config.controls.folder else 0)
+
+    @property
+    def least(self) -> int:
+        """That a worker leaves for its cache: one template at least."""
+        asked = self.config.cache
+        if not asked.enabled:
+            return 0
+        return asked.budget_bytes or int(self.size.nbytes / GPU_SHARE) + 1
+
+    def _templates(self, left: int) -> int:
+        asked = self.config.cache
+        if not asked.enabled or left < self.least:
+            return 0
+        return (asked.budget_bytes or int(GPU_SHARE * left)) // self.size.nbytes
+
+
+def check_fits(config: Config, free: int) -> None:
+    """Raise if a model cannot run on the denoiser's device, before anything of it is loaded.
+
+    Args:
+        config: of the worker.
+        free: bytes of the device.
+
+    Raises:
+        ConfigError: it names settings with which the model fits.
+    """
+    shapes, form, rows = Shapes(config), config.model.weights, config.engine.max_rows
+    asked = shapes.fit_with(form, (), rows, free, running=True)
+    if asked.missing <= shapes.least:  # at worst without a template
+        return
+    needed = ", ".join(
+        f"{part} {getattr(asked, part) / _GIB:.1f}" for part in ("weights", "encoder", "decoder")
+    )
+    told = (
+        f"[model] path: {shapes.name} does not fit the device, of which {free / _GIB:.1f} GiB are "
+        f"free: {needed}, a step of {rows} rows {asked.step / _GIB:.1f} GiB; "
+    )
+    for other in dict.fromkeys((form, "int8", "nf4")):
+        fit = shapes.fit(other, free, running=True)
+        if not fit.missing:
+            raise ConfigError(
+                f"{told}{fit.words(config)} would: rows {fit.rows}, templates {fit.templates}"
+            )
+    raise ConfigError(f"{told}{fit.missing / _GIB:.1f} GiB are missing with {fit.words(config)}")
+
+
+def text(shapes: Shapes) -> str:
+    """The table, in Markdown; forms of nearly the same size are one line."""
+    facts, config = shapes.facts, shapes.configured
+    size = shapes.size
+    lines = [
+        f"{shapes.name}: {facts.native_resolution}x{facts.native_resolution}, "
+        f"{shapes.config.model.dtype}, cached activations in {config.cache.entry_format}: a "
+        f"template takes {size.nbytes / _GIB:.2f} GiB. Sizes in GiB; settings beside the "
+        "configured ones.",
+        "",
+        "| card | weights | denoiser | encoder | decoder | rows | step | templates | settings |",
+        "|---" * 9 + "|",
+    ]
+    by_size: dict[float, list[str]] = {}
+    for form, nbytes in shapes.weights.items():
+        by_size.setdefault(round(nbytes / _GIB, 1), []).append(form)
+    for card in CARDS:
+        for forms in by_size.values():
+            fit = shapes.fit(forms[0], int(_USABLE * card * _GIB))
+            sizes = [f"{each / _GIB:.1f}" for each in (fit.weights, fit.encoder, fit.decoder)]
+            told = ["–", f"{fit.step / _GIB:.1f}", "–", f"{fit.missing / _GIB:.1f} missing"]
+            if not fit.missing:
+                settings = fit.words(replace(config, model=replace(config.model, weights=fit.form)))
+                told = [str(fit.rows), told[1], str(fit.templates), settings]
+            cells = [f"{card} GB", ", ".join(forms), *sizes, *told]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    try:
+        print(text(Shapes(load_config(Path(argv[1])))))
+    except ConfigError as error:
+        print(f"maskserve serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv))

@@ -1,0 +1,41 @@
+"""`maskserve serve --plan`: what cards hold of a model. The engine tells it, in its own process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import tomli_w
+
+from maskserve_serving.errors import ServeError
+from maskserve_serving.files import checked, read_tables, with_values
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.source import with_model
+
+_SHAPES = ["*.json"]
+"""Files of a hub model that say its shapes."""
+
+
+def print_cards(options: ServeOptions) -> int:
+    """Print the table; returns the exit code."""
+    try:
+        tables = with_model(read_tables(options.config), options.model, _SHAPES)
+        tables = with_values(tables, "model", **options.of_model)
+        checked(tables)
+    except ServeError as error:
+        print(f"maskserve serve: {error}", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="maskserve-plan-") as folder:
+        config = Path(folder) / "config.toml"
+        config.write_text(tomli_w.dumps(tables), encoding="utf-8")
+        command = [sys.executable, "-m", "maskserve_engine.card_table", str(config)]
+        ended = subprocess.run(command, check=False, capture_output=True)
+    # Libraries say much as they are imported: of a sentence of ours, nothing else is shown.
+    said = ended.stderr.decode(errors="replace")
+    if ended.returncode:
+        last = next(reversed(said.strip().splitlines()), "")
+        print(last if last.startswith("maskserve serve: ") else said, file=sys.stderr)
+    print(ended.stdout.decode(), end="")
+    return 1 if ended.returncode else 0

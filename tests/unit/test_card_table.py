@@ -1,0 +1,126 @@
+"""What cards hold: counted as the engine counts, from shapes alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from maskserve_core.config import ConfigError
+from maskserve_core.config_tables import WEIGHT_FORMS
+from maskserve_engine import card_table
+from maskserve_engine.card_table import CARDS, Shapes, check_fits, text
+from maskserve_engine.entry_store import estimated_costs, sized
+from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.memory import memory_table
+from maskserve_harness.checkout import CHECKOUT
+from maskserve_serving.cards import print_cards
+from maskserve_serving.options import ServeOptions
+from tests.fakes.jobs import config_of
+
+FLUX_FILL = CHECKOUT / "assets" / "models" / "flux1-fill-shapes"
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def flux_fill() -> Shapes:
+    return Shapes(config_of(FLUX_FILL))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_counts_what_the_memory_table_counts(tiny_fill: Path, dtype: str) -> None:
+    config = config_of(tiny_fill, model={"dtype": dtype})
+    shapes, adapter = Shapes(config), load_adapter(config)
+    size = sized(config, adapter, estimated_costs(config))[1]
+    told = memory_table(config, adapter, size)
+    fit = shapes.fit_with("bf16", (), config.engine.max_rows, 10 * GIB)
+    assert (fit.weights, fit.step, shapes.size) == (told.weights, told.step, size)
+    assert (fit.encoder, fit.decoder) == (told.encoder, told.decoder)
+
+
+def test_a_folder_without_weights_is_told_by_its_classes(
+    tiny_fill: Path, tiny_unets: dict[str, Path], tmp_path: Path
+) -> None:
+    for number, folder in enumerate((tiny_fill, tiny_unets["sdxl-base"])):
+        bare = tmp_path / str(number)
+        shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+        with_weights, without = (Shapes(config_of(each)) for each in (folder, bare))
+        assert with_weights.weights == without.weights
+        fits = [each.fit("bf16", GIB) for each in (with_weights, without)]
+        assert fits[0].encoder == pytest.approx(fits[1].encoder, rel=0.02)  # but for buffers
+        assert fits[0].decoder == fits[1].decoder
+
+
+def test_flux_fill_has_its_published_size(flux_fill: Shapes) -> None:
+    assert flux_fill.weights["bf16"] == pytest.approx(23.8e9, rel=0.01)
+    encoder = flux_fill.fit("bf16", 200 * GIB).encoder
+    assert encoder == pytest.approx(2 * (4.76e9 + 0.12e9 + 0.08e9), rel=0.15)
+
+
+def test_a_card_of_24_gb_holds_flux_fill(flux_fill: Shapes) -> None:
+    usable = int(0.98 * 24 * GIB)
+    assert flux_fill.fit("bf16", usable).missing
+    for form in ("int8", "fp8", "nf4"):
+        fit = flux_fill.fit(form, usable)
+        assert fit.rows >= 4
+        assert fit.templates >= 8
+        taken = fit.weights + fit.encoder + fit.decoder + fit.step
+        assert taken + fit.templates * flux_fill.size.nbytes < usable
+
+
+def test_more_memory_never_holds_less(flux_fill: Shapes) -> None:
+    for form in WEIGHT_FORMS:
+        worths = [flux_fill.fit(form, 4 * GIB * n).worth[0] for n in range(1, 24)]
+        enough = [worth >= 32 for worth in worths]
+        assert enough == sorted(enough)
+
+
+def test_the_document_has_the_table(flux_fill: Shapes) -> None:
+    lines = text(flux_fill).splitlines()
+    assert len(lines) == 4 + len(CARDS) * 3  # int8 and FP8 are of one size
+    assert "\n".join(lines[2:]) in (CHECKOUT / "docs" / "gpu.md").read_text(encoding="utf-8")
+
+
+def test_a_start_that_cannot_fit_names_what_would(tiny_fill: Path) -> None:
+    config = config_of(FLUX_FILL)
+    with pytest.raises(ConfigError) as refused:
+        check_fits(config, 23 * GIB)
+    said = str(refused.value)
+    assert "does not fit the device, of which 23.0 GiB are free: weights 22.2" in said
+    assert 'weights = "int8"' in said
+    assert said.endswith("would: rows 5, templates 8")
+    with pytest.raises(ConfigError, match=r"GiB are missing with weights = .nf4."):
+        check_fits(config, 5 * GIB)
+    named = config_of(FLUX_FILL, model={"weights": "nf4", "encoder_device": "cpu"})
+    check_fits(named, 23 * GIB)
+    check_fits(config_of(tiny_fill), 4 * GIB)
+
+
+@pytest.mark.slow
+def test_the_command_prints_it_and_says_what_is_wrong(
+    tmp_path: Path, tiny_fill: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert print_cards(ServeOptions(str(tiny_fill), weights="nf4")) == 0
+    out, err = capfd.readouterr()
+    assert out.count("\n| 24 GB | ") >= 1
+    assert err == ""
+    bad = tmp_path / "bad"
+    shutil.copytree(FLUX_FILL, bad)
+    (bad / "text_encoder_2" / "config.json").write_text("[]")
+    assert print_cards(ServeOptions(str(bad))) == 1
+    out, err = capfd.readouterr()
+    assert err.startswith("maskserve serve: [model] path: cannot tell the shapes of ")
+    assert print_cards(ServeOptions(str(tmp_path / "none"))) == 1
+    assert "there is no folder" in capfd.readouterr().err
+
+
+def test_main_is_told_a_file(
+    tmp_path: Path, tiny_fill: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.toml"
+    assert card_table.main(["card_table", str(config)]) == 1
+    assert capsys.readouterr().err.startswith("maskserve serve: ")
+    config.write_text(f'[model]\npath = "{tiny_fill}"\nweights = "nf4"\n')
+    assert card_table.main(["card_table", str(config)]) == 0
+    assert "\n| 24 GB | bf16" in capsys.readouterr().out
