@@ -158,9 +158,10 @@ class CacheConfig(Table, frozen=True):
     stride: Annotated[int, Meta(ge=0, le=1000)] = 0
     """So many steps of the priming schedule share an anchor; as many as it has, or more: one serves
     all. 0: what the model needs, all steps for FLUX Fill, 7 for others."""
-    dense_steps: Annotated[int, Meta(ge=0, le=1000)] = 0
-    """First steps of a cached edit that compute all tokens: nearer to a dense edit, above all where
-    the model has Inpaint semantics, for that many dense steps."""
+    dense_steps: Annotated[int, Meta(ge=-1, le=1000)] = -1
+    """First steps of a cached edit that compute all tokens: nearer to a dense edit, for that many
+    dense steps. -1: what the model needs, one for FLUX base models where the edit has ten
+    steps or more and a prompt, or covers a whole side of the picture, none for others."""
     dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
     """Mask ratio from which a row runs dense even on a hit."""
     priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25

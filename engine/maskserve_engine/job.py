@@ -29,7 +29,7 @@ class TokenCounts:
     total: int
     cover_a_side: bool = False
     """Whether the active ones cover a whole side of the picture; False where that decides nothing
-    (`ModelFacts.dense_sides`)."""
+    (`ModelFacts.dense_sides`, `ModelFacts.dense_steps`)."""
 
 
 @dataclass(frozen=True, slots=True)

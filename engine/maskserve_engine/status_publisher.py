@@ -8,6 +8,7 @@ from maskserve_core.config import Config, model_name
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.status_record import Served, State
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.planning.dense_steps import dense_steps
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.worker.status import StatusWriter, WorkerStatus
 from maskserve_engine.price_list import PriceList
@@ -79,6 +80,7 @@ class StatusPublisher:
                 dense_above_ratio=config.cache.dense_above_ratio,
                 mask_ring=config.model.mask_ring,
                 dense_sides=facts.dense_sides,
+                dense_steps=dense_steps(config.cache.dense_steps, facts.dense_steps),
             ),
         )
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "eval_quality": "quality.command",
     "profile_lora": "quality.profile_lora",
     "eval_unet_quality": "quality.unet_command",
+    "unet_parts": "quality.unet_parts",
 }
 """The module of each command inside this package. It has a `main()` that reads `sys.argv`, and its
 docstring's first paragraph says what is measured."""

@@ -30,6 +30,7 @@ Verdict = Literal["killed", "survived", "broken"]
 _COPIED = ("engine", "router", "client", "serving", "harness", "scripts", "tests")
 _PASSED, _FAILED = 0, 1
 """Exit codes of pytest; others say that nothing was judged."""
+_TOO_LONG = "took too long"
 _PATIENCE_S = 120.0
 """A mutation may make its test hang: so it was noticed."""
 
@@ -127,7 +128,7 @@ MUTATIONS = (
     Mutation(
         "masks along a side are cached",
         f"{_ENGINE}/requests/templates.py",
-        'return "mask_side" if tokens.cover_a_side else ""',
+        'return "mask_side" if sided else ""',
         'return ""',
         f"{_UNIT}/test_dense_sides.py"
         "::test_an_edit_of_a_whole_side_runs_dense_and_says_so_and_others_are_cached",
@@ -135,9 +136,17 @@ MUTATIONS = (
     Mutation(
         "dense_steps is ignored",
         f"{_ENGINE}/requests/templates.py",
-        "if step < self.config.dense_steps",
+        "if step < first",
         "if step < 0",
         f"{_UNIT}/test_cache.py::test_first_steps_run_dense_where_the_configuration_says_so",
+    ),
+    Mutation(
+        "prompts do not matter to how an edit begins",
+        f"{_CORE}/planning/dense_steps.py",
+        "needed = max(self.prompt if prompt else 0, self.side if side else 0)",
+        "needed = self.side if side else 0",
+        f"{_UNIT}/test_dense_steps.py"
+        "::test_a_base_models_edit_begins_dense_where_it_has_a_prompt_or_covers_a_side",
     ),
     Mutation(
         "one-shot images are primed",
@@ -243,7 +252,7 @@ class Copy:
                 timeout=_PATIENCE_S * len(tests), check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return _FAILED, "took too long"
+            return _FAILED, _TOO_LONG
         return run.returncode, run.stdout[-2000:] + run.stderr[-2000:]
 
 
@@ -255,7 +264,7 @@ def judge(copy: Copy, mutation: Mutation) -> tuple[Verdict, str]:
     except ValueError as error:
         return "broken", str(error)
     if code == _FAILED:
-        return "killed", mutation.test
+        return "killed", f"{mutation.test} {said if said == _TOO_LONG else ''}".rstrip()
     if code == _PASSED:
         return "survived", mutation.test
     return "broken", f"{mutation.test} was not run:\n{said}"

@@ -163,7 +163,9 @@ class Dispatcher:
         )
         if served is None:
             return Edit(call.settings.num_inference_steps or 1, 1, 1, model=model), b""
-        return await self._measure.edit(call.image, call.mask, call.settings, served, model)
+        return await self._measure.edit(
+            call.image, call.mask, call.settings, served, model, prompted=call.prompted
+        )
 
     def _model(self, asked: str | None) -> str:
         """The model that is to run the edit: as asked, as configured, or what most workers serve,

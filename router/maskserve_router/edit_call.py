@@ -42,6 +42,8 @@ class EditCall:
     says what is wrong with it."""
     image: memoryview
     mask: bytes
+    prompted: bool
+    """Whether its prompt has any text."""
     request_id: str
     size: int
     """Bytes of the request."""
@@ -228,10 +230,11 @@ def make_edit_call(
     try:
         image = view_input(message, "IMAGE")
         mask, raw = read_input(message, "MASK"), read_input(message, "SETTINGS")
+        prompted = len(view_input(message, "PROMPT")) > 0
     except LookupError:
         nothing = memoryview(b"")
         name = scoped(scope, uuid.uuid4().hex)
-        return EditCall(message, None, nothing, b"", name, size, metadata, timeout)
+        return EditCall(message, None, nothing, b"", False, name, size, metadata, timeout)
     settings = parse_settings(raw)
     settings = structs.replace(
         settings,
@@ -240,7 +243,9 @@ def make_edit_call(
         seed=secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
     )
     assert settings.request_id is not None
-    return EditCall(message, settings, image, mask, settings.request_id, size, metadata, timeout)
+    return EditCall(
+        message, settings, image, mask, prompted, settings.request_id, size, metadata, timeout
+    )
 
 
 def request_id_of(name: str, scope: str) -> str:

@@ -72,7 +72,14 @@ class Measure:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def edit(
-        self, image: memoryview, mask: bytes, settings: EditSettings, served: Served, model: str
+        self,
+        image: memoryview,
+        mask: bytes,
+        settings: EditSettings,
+        served: Served,
+        model: str,
+        *,
+        prompted: bool,
     ) -> tuple[Edit, bytes]:
         """The edit as policies see it, and its image's digest.
 
@@ -82,6 +89,7 @@ class Measure:
             settings: as the client sent them.
             served: of the model that will run it.
             model: its name.
+            prompted: whether the edit has a prompt.
 
         Raises:
             InvalidRequest: the mask cannot be used.
@@ -97,10 +105,11 @@ class Measure:
         digest = image_digest(image)
         cache = served.cache and settings.cache != "off"
         passes = 2 if settings.negative_prompt is not None else 1
+        steps = steps_run(
+            settings.num_inference_steps or served.num_inference_steps, settings.strength
+        )
         edit = Edit(
-            steps=steps_run(
-                settings.num_inference_steps or served.num_inference_steps, settings.strength
-            ),
+            steps=steps,
             active_tokens=passes * active,
             total_tokens=passes * total,
             template_id=settings.template_id or self._templates.get(digest) or "",
@@ -109,6 +118,7 @@ class Measure:
             cache=cache
             and active < served.dense_above_ratio * total
             and not (served.dense_sides and side),
+            dense_steps=served.dense_steps.of(steps, prompt=prompted, side=side),
             adapters=tuple(lora.name for lora in settings.loras if lora.scale),
         )
         return edit, digest

@@ -114,6 +114,6 @@ async def test_the_router_expects_the_same(name: str) -> None:
     mask, image = encode(masks()[name]), memoryview(b"")
     for sides in (True, False):
         served = Served(64, 8, 20, mask_ring=0, dense_sides=sides)
-        measured, _ = await measure.edit(image, mask, EditSettings(), served, "m")
+        measured, _ = await measure.edit(image, mask, EditSettings(), served, "m", prompted=False)
         assert measured.cache == (not (sides and name.startswith("side")))
     measure.close()

@@ -15,6 +15,7 @@ import msgspec
 
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.pricing import Pricing
+from maskserve_core.planning.dense_steps import NONE, DenseSteps
 
 VERSION = 2
 ADAPTERS_LISTED = 256
@@ -58,6 +59,8 @@ class Served:
     """Tokens that are computed round the mask, of an edit that does not say how many."""
     dense_sides: bool = False
     """Whether a row that computes a whole side of the picture runs dense even on a hit."""
+    dense_steps: DenseSteps = NONE
+    """First steps of a cached row that compute all tokens."""
 
 
 class AdapterStatus(msgspec.Struct, frozen=True):

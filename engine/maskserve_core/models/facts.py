@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maskserve_core.config import ConfigError
+from maskserve_core.planning.dense_steps import NONE, DenseSteps
 
 Guidance = Literal["embedded", "cfg", "none"]
 """`embedded`: an input of the model; `cfg`: classifier-free, each step above 1 runs the model a
@@ -89,6 +90,8 @@ class ModelFacts:
     dense_sides: bool = False
     """Whether an edit that computes a whole side of the picture computes all of it (docs/adr/0023):
     cached it would miss the bars of quality."""
+    dense_steps: DenseSteps = NONE
+    """First steps of cached edits that compute all tokens (docs/adr/0028)."""
     keeps_decoded: bool = False
     """Whether rows keep decoded keys and values from step to step (`[cache] placed_bytes`)."""
     strength_rounds_up: bool = True

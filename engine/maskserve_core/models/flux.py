@@ -13,6 +13,7 @@ from maskserve_core.models.facts import (
     latent_space,
     read_json,
 )
+from maskserve_core.planning.dense_steps import DenseSteps
 from maskserve_core.planning.flops import BlockWork, FixedWork, ModelWork
 
 PIPELINES = {
@@ -32,6 +33,7 @@ DEFAULTS = {
 _FEW_STEPS = 4
 """Of FLUX.1-schnell, which is distilled to as many: no pipeline's signature says so. Each has an
 anchor of its own."""
+_DENSE_STEPS = {"fill": DenseSteps(), "inpaint": DenseSteps(prompt=1, side=1)}
 _STRIDES = {"fill": ALL_STEPS, "inpaint": 7}
 """FLUX Fill sees the picture round the mask in extra channels, at every step. To others it is
 noised like the rest and its activations change with the noise."""
@@ -143,6 +145,7 @@ def read(folder: Path, semantics: str, native_resolution: int) -> ModelFacts:
         guidance="embedded" if embedded else "none",
         defaults=defaults,
         stride=1 if distilled else _STRIDES[semantics],
+        dense_steps=_DENSE_STEPS[semantics],
         true_cfg=semantics == "inpaint",
         denoiser=transformer,
         control=CONTROL,

@@ -26,6 +26,8 @@ class Edit:
     """Name of the model it needs; empty: any."""
     cache: bool = True
     """Whether it may use cached activations."""
+    dense_steps: int = 0
+    """First steps that compute all tokens in any case."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRAs that it is made with."""
 
@@ -92,6 +94,8 @@ class WorkerView:
         compute, load = pricing.row(edit.active_tokens, edit.total_tokens, cached=True)
         if tier == "device":
             load = 0.0
+        first = min(1.0, edit.dense_steps / edit.steps)
+        compute, load = compute + first * (dense - compute), (1.0 - first) * load
         fetch = 0.0 if compute == dense else pricing.fetch_s(tier)
         if fetch and fetch + edit.steps * compute >= edit.steps * dense:
             return dense, 0.0, 0.0

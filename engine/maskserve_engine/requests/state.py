@@ -345,6 +345,7 @@ class RequestState:
             **self.loras.meta(request.settings.adapters),
             **self.controls.meta(),
             **({"dense_for": self.route.dense_for} if self.route.dense_for else {}),
+            **({"dense_steps": self.route.dense_steps} if self.route.dense_steps else {}),
             **self._work(self.work.steps),
             "timings_ms": {
                 **request.timings_ms,

@@ -14,6 +14,7 @@ from typing import Literal
 from maskserve_core.config import Config
 from maskserve_core.contracts.entry_key import Anchor, TemplateKey, nearest_anchor
 from maskserve_core.models.facts import anchor_stride
+from maskserve_core.planning.dense_steps import dense_steps
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import Store
@@ -46,6 +47,8 @@ class Route:
     """Whether the template should now be primed."""
     dense_for: str = ""
     """What of its mask has it run dense: `mask_ratio` or `mask_side`; empty where nothing has."""
+    dense_steps: int = 0
+    """First steps that compute all tokens, when cached."""
 
 
 DENSE = Route("dense", "off")
@@ -171,6 +174,7 @@ class TemplateCache:
         self.config, self.adapter, self.store = config.cache, adapter, store
         self.model_revision, self.dtype = model_revision, dtype
         self.default_steps = adapter.facts.steps_default(config.model.num_inference_steps)
+        self.dense_steps = dense_steps(self.config.dense_steps, adapter.facts.dense_steps)
         self.kinds = kinds
         self._kept = ",".join("+".join(sorted(kept)) for kept in kinds)
         """The kinds as the key says them."""
@@ -222,7 +226,8 @@ class TemplateCache:
         # Computing nearly everything is faster than loading the rest.
         if tokens.active / tokens.total >= self.config.dense_above_ratio:
             return "mask_ratio"
-        return "mask_side" if tokens.cover_a_side else ""
+        sided = self.adapter.facts.dense_sides and tokens.cover_a_side
+        return "mask_side" if sided else ""
 
     def route(self, job: EditJob, *, again: bool = False) -> Route:
         """Decide how the edit runs and whether its template is worth priming now.
@@ -239,12 +244,17 @@ class TemplateCache:
         if not again:
             self._reuse.add(key)
         anchors = self._anchors(job)
-        per_step = self._nearest(anchors, job)
+        first = self.dense_steps.of(
+            self.adapter.steps(job),
+            prompt=job.request.prompt != PRIMING_PROMPT,
+            side=self.adapter.tokens(job).cover_a_side,
+        )
+        per_step = self._nearest(anchors, job, first)
         tier = None if key in self.priming else self.store.locate(key, anchors)
         if tier is not None and any(per_step):
             ready = self.store.fetch(key, [a for a in anchors if a in per_step])
             mode: ExecutionMode = "wait" if settings.insists and not ready else "cached"
-            return Route(mode, "hit", key, per_step, tier)
+            return Route(mode, "hit", key, per_step, tier, dense_steps=first)
         coming = self.is_coming(key)
         if settings.insists and any(per_step):
             may_prime = self._reuse.may_prime(key)
@@ -376,15 +386,15 @@ class TemplateCache:
         stride = anchor_stride(self.config.stride, self.adapter.facts)
         return self.adapter.anchors(tokens, self.default_steps, stride)
 
-    def _nearest(self, anchors: tuple[Anchor, ...], job: EditJob) -> tuple[Anchor | None, ...]:
+    def _nearest(
+        self, anchors: tuple[Anchor, ...], job: EditJob, first: int
+    ) -> tuple[Anchor | None, ...]:
         """Per step of the edit the anchor whose entry it would read.
 
-        The first `dense_steps`, and steps beyond the tolerance of every anchor, compute all tokens.
+        The `first` steps, and those beyond the tolerance of every anchor, compute all tokens.
         """
         reach = self.adapter.anchor_tolerance
         return tuple(
-            None
-            if step < self.config.dense_steps
-            else nearest_anchor(anchors, sigma, timestep, reach)
+            None if step < first else nearest_anchor(anchors, sigma, timestep, reach)
             for step, (sigma, timestep) in enumerate(self.adapter.sigmas(job))
         )

@@ -128,15 +128,18 @@ def first_looks(chosen: CacheChoice, facts: ModelFacts, steps: int) -> list[Cach
     if facts.semantics == "fill":
         return [chosen, replace(chosen, stride=-(-steps // 2)), CacheChoice()]
     denser = replace(chosen, dense_steps=1)
-    return [
+    found = [
         chosen,
         replace(chosen, ring=2),
         replace(chosen, stride=of_schedule(4, steps)),
+        replace(chosen, stride=of_schedule(7, steps)),
         denser,
+        replace(denser, stride=of_schedule(7, steps)),
         replace(denser, lifted=True),
         replace(denser, ring=2),
-        replace(chosen, dense_steps=2),
+        *(replace(chosen, dense_steps=dense) for dense in (2, 4, 8)),
     ]
+    return list(dict.fromkeys(found))
 
 
 def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:

@@ -21,12 +21,14 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
@@ -102,14 +104,19 @@ class Run:
                     "flux_gib_per_template": round(choice.flux_bytes(rig.steps) / 2**30, 3),
                     **flux_facts(choice, rig.skipped(choice)),
                 }
-            # What a worker does by default: where nearly all is masked it reads no entries.
-            cached = self.pictures[self.default.name][name]
-            large = [rig.too_large(job, self.default.ring) for job in jobs]
-            self.keep(
-                "served", name, [dense[i] if large[i] else cached[i] for i in range(len(jobs))]
-            )
+            self.keep("served", name, [self._served(name, i, job) for i, job in enumerate(jobs)])
             self.facts["served"] = self.facts[self.default.name]
             said(f"{name}: {len(edits)} edits by {len(choices)} caches")
+
+    def _served(self, name: str, number: int, job: EditJob) -> Picture:
+        """What a worker makes by default of an edit: where nearly all is masked it reads no
+        entries, and where the model needs it the first steps are dense.
+        """
+        if self.rig.too_large(job, self.default.ring):
+            return self.pictures["dense"][name][number]
+        first = self.rig.dense_steps(job, self.default.ring)
+        chosen = replace(self.default, dense_steps=first)
+        return self.pictures[chosen.name][name][number]
 
     def diffusers(self, pipe: Any, *, fbcache: bool) -> None:
         """Every class by diffusers' pipeline, and by its FirstBlockCache."""

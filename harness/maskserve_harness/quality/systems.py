@@ -18,7 +18,7 @@ from maskserve_core.config_file import config_of
 from maskserve_core.contracts.entry_key import Anchor, anchor_steps
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.preprocess import mask_for_model
-from maskserve_core.imaging.tokens import active_tokens
+from maskserve_core.imaging.tokens import active_tokens, cover_a_side
 from maskserve_core.models.registry import load_facts
 from maskserve_engine.batch.inputs import RowInput
 from maskserve_engine.batch.skipping import FirstBlockCache
@@ -210,6 +210,14 @@ class Rig:
         """Whether a worker runs the edit dense for its mask's size."""
         total = job.edit_mask.size // self.adapter.facts.token_pixels**2
         return len(self.tokens_of(job, ring)) >= self.config.cache.dense_above_ratio * total
+
+    def dense_steps(self, job: EditJob, ring: int) -> int:
+        """First steps of the edit that compute all tokens on a worker."""
+        down, across = (side // self.adapter.facts.token_pixels for side in job.edit_mask.shape)
+        side = cover_a_side(self.tokens_of(job, ring), down, across)
+        return self.adapter.facts.dense_steps.of(
+            self.steps, prompt=job.request.prompt != "", side=side
+        )
 
     def window_of(self, job: EditJob, margin: int) -> TokenIds:
         """Tokens of the mask's bounding box, grown by `margin` tokens."""

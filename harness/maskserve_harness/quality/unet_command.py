@@ -8,7 +8,8 @@ The naive rival reads the entries of another picture.
 
     python scripts/bench eval_unet_quality --n 8 --json docs/benchmarks/unet-quality.json
 
-With --frontier kinds, formats, strides, rings and tiles are compared.
+With --frontier kinds, formats, strides, rings and tiles are compared; with --base the model is made
+a base model (`quality/unet_base.py`), whose edits have Inpaint semantics.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.metrics import EditQuality, Picture, by_class, compare
 from maskserve_harness.quality.report import table
+from maskserve_harness.quality.unet_base import write_base
 
 BATCH = 8
 AT_ONCE = 8
@@ -69,12 +72,15 @@ class Choice:
     """Reads the entries of the picture so many edits later."""
     halo: int = 0
     """`[cache] conv_halo`."""
+    dense: int = 0
+    """First steps that compute every token."""
 
     @property
     def name(self) -> str:
         anchors = "one anchor" if self.stride >= ALL_STEPS else f"stride {self.stride}"
         more = ", own prompts" * self.own + ", another picture's" * bool(self.shift)
         more += f", halo {self.halo}" if self.halo else ""
+        more += f", {self.dense} dense" if self.dense else ""
         return f"{self.kind}, {self.format}, {anchors}, ring {self.ring}{more}"
 
 
@@ -87,6 +93,14 @@ FEW = (
     Choice("project", "model", 1, ring=1),
     Choice("kv", "int4", 7, ring=1, shift=1),
 )
+BASE = (
+    DEFAULT,
+    Choice("kv", "int4", 7, ring=2),
+    Choice("kv", "int4", 1, ring=1),
+    *(Choice("kv", "int4", 7, ring=1, dense=dense) for dense in (1, 2, 4)),
+    Choice("kv", "int4", 7, ring=1, shift=1),
+)
+"""Of a base model, whose picture round the mask is noised like the rest."""
 FRONTIER = (
     *FEW,
     Choice("kv", "model", 1),
@@ -177,8 +191,10 @@ class Rig:
                 steps = anchor_steps([entry.anchor.sigma for entry in kept], choice.stride)
                 kept = [_coded(kept[step], choice.format) for step in steps]
             per_step = [
-                min(kept, key=lambda entry: abs(entry.anchor.sigma - sigma))
-                for sigma, _ in self.adapter.sigmas(job)
+                None
+                if step < choice.dense
+                else min(kept, key=lambda entry: abs(entry.anchor.sigma - sigma))
+                for step, (sigma, _) in enumerate(self.adapter.sigmas(job))
             ]
             seed = job.request.template_noise_seed
             rows.append(self.replay.cached_row(job, per_step, seed))
@@ -238,12 +254,17 @@ def main() -> int:
     add("--guidance", type=float, default=0.0, help="0: the model's own")
     add("--frontier", action="store_true", help="compare ways of caching")
     add("--dense", action="store_true", help="judge dense rows only")
+    add("--base", action="store_true", help="of the model, made a base model")
     add("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    choices = () if args.dense else FRONTIER if args.frontier else FEW
+    few = BASE if args.base else FEW
+    choices = () if args.dense else FRONTIER if args.frontier else few
     systems: dict[str, dict[str, list[EditQuality]]] = {}
-    with torch.inference_mode():
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        if args.base:
+            write_base(args.model, Path(folder) / "base")
+            args.model = Path(folder) / "base"
         for name in args.classes:
             edits = edits_of(name, args.n)
             for first in range(0, len(edits), AT_ONCE):

@@ -14,6 +14,7 @@ from torch import Tensor
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.entry_key import Anchor, anchor_steps, cover
 from maskserve_core.contracts.settings_rules import steps_run
+from maskserve_core.imaging.tokens import cover_a_side
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
@@ -125,8 +126,9 @@ class FluxAdapter(Stepping[Row, Weights]):
         return steps_run(settings.num_inference_steps, settings.strength)
 
     def tokens(self, job: EditJob) -> TokenCounts:
-        gh, gw = grid_of(job)
-        return TokenCounts(len(self._preparation.active(job)), gh * gw)
+        (gh, gw), active = grid_of(job), self._preparation.active(job)
+        side = self.facts.dense_steps.side > 0 and cover_a_side(active, gh, gw)
+        return TokenCounts(len(active), gh * gw, side)
 
     def _make_work(self, height: int, width: int) -> ModelWork:
         return flux_work(self.facts.denoiser, height, width)
