@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from maskserve_client import commands
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.wire import DEFAULT_URL
-from maskserve_core.contracts.settings import ADAPTER_MODES, CACHE_MODES, MASK_MODES
+from maskserve_core.contracts.settings import ADAPTER_MODES, CACHE_MODES, LATE_MODES, MASK_MODES
 from maskserve_core.errors import (
     AdapterNotFound,
     Cancelled,
@@ -232,7 +232,12 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="leave a step's other blocks out where the first one changed less (FirstBlockCache)",
     )
     running.add_argument("--priority", type=int, metavar="N", help="higher runs first")
-    running.add_argument("--deadline-ms", type=int, metavar="MS", help="give up after so long")
+    running.add_argument("--deadline-ms", type=int, metavar="MS", help="due after so long")
+    running.add_argument(
+        "--on-late",
+        choices=LATE_MODES,
+        help="what becomes of an edit that is late (default: drop)",
+    )
     running.add_argument("--request-id", metavar="ID", help="name for cancel and logs")
     running.add_argument(
         "--timeout", type=float, metavar="S", help="give up waiting and cancel after so long"

@@ -19,6 +19,7 @@ from maskserve_core.config_tables import (
     LimitsConfig,
     LogConfig,
     ModelConfig,
+    SloConfig,
     StagesConfig,
     TraceConfig,
 )
@@ -37,6 +38,7 @@ class Config(Table, frozen=True):
     engine: EngineConfig = EngineConfig()
     cache: CacheConfig = CacheConfig()
     stages: StagesConfig = StagesConfig()
+    slo: SloConfig = SloConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     controls: ControlsConfig = ControlsConfig()
     log: LogConfig = LogConfig()

@@ -193,6 +193,33 @@ class StagesConfig(Table, frozen=True):
     """Bytes of templates' norms that the decoder keeps for this; FLUX.1's take 2 MB."""
 
 
+class SloConfig(Table, frozen=True):
+    """`[slo]`: when answers are due."""
+
+    enabled: bool = False
+    """Whether edits without `deadline_ms` are due by their size, too. Such an edit goes on when it
+    is late (`on_late: finish`)."""
+    seconds_256: Annotated[float, Meta(gt=0.0, le=86400.0)] = 1.5
+    """From acceptance to answer, of edits that the model computes at up to 256 x 256 pixels."""
+    seconds_512: Annotated[float, Meta(gt=0.0, le=86400.0)] = 2.0
+    """Up to 512 x 512."""
+    seconds_1024: Annotated[float, Meta(gt=0.0, le=86400.0)] = 3.0
+    """Up to 1024 x 1024."""
+    seconds_2048: Annotated[float, Meta(gt=0.0, le=86400.0)] = 5.0
+    """Of larger ones."""
+    refuse_above: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.5
+    """An edit that would be dropped at its `deadline_ms` is refused at once if its predicted time
+    is over what is left, times this; 0: never."""
+
+    @property
+    def times_ms(self) -> tuple[int, ...]:
+        """Of edits without `deadline_ms`, as `contracts.due_times.due_by_size` takes them."""
+        if not self.enabled:
+            return ()
+        seconds = (self.seconds_256, self.seconds_512, self.seconds_1024, self.seconds_2048)
+        return tuple(round(1e3 * each) for each in seconds)
+
+
 class AdaptersConfig(Table, frozen=True):
     """`[adapters]`: the LoRAs that edits may name."""
 

@@ -42,6 +42,7 @@ from maskserve_engine.price_list import PriceList
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.control_nets import EditControlNets
 from maskserve_engine.requests.control_nets import Loader as NetLoader
+from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.loras import Loader, Loras
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.residency import Residency
@@ -115,6 +116,7 @@ class Engine:
         self.net_loader = None
         if config.controls.folder:
             self.net_loader = net_loader(config, adapter.facts, self.executor.bring_net)
+        prices = PriceList(config, adapter, costs, size.anchors)
         self.manager = RequestManager(
             config,
             adapter,
@@ -122,6 +124,7 @@ class Engine:
             self.executor,
             self.audits,
             self._output,
+            InTime(config, prices.measured),
             policy,
             self._loras if self.lora_loader else None,
             self._nets if self.net_loader else None,
@@ -130,7 +133,7 @@ class Engine:
         self._publisher = StatusPublisher(
             config,
             adapter.facts,
-            PriceList(config, adapter, costs, size.anchors),
+            prices,
             self.manager,
             self.cache,
             self.counters,
@@ -202,7 +205,7 @@ class Engine:
     def submit(self, job: EditJob, sink: Sink) -> None:
         """Take an edit; its answer, an error included, comes through `sink`."""
         try:
-            edit = RequestState.of(self.prepared(job), sink, self.adapter)
+            edit = RequestState.of(self.prepared(job), sink, self.adapter, self.config.slo.times_ms)
         except Exception as error:
             sink(Failed(guarded(job.request.request_id, error)))
             return

@@ -44,3 +44,7 @@ class PriceList:
         if self._made != self._costs.sequence:
             self._made, self._pricing = self._costs.sequence, self._priced(self._costs.model)
         return self._pricing
+
+    def measured(self) -> Pricing | None:
+        """The same; None while it is an estimate, and follows no steps that were taken."""
+        return self.pricing if self._costs.model.source == "measured" else None

@@ -81,6 +81,7 @@ class StatusPublisher:
                 mask_ring=config.model.mask_ring,
                 dense_sides=facts.dense_sides,
                 dense_steps=dense_steps(config.cache.dense_steps, facts.dense_steps),
+                due_ms=config.slo.times_ms,
             ),
         )
 

@@ -10,11 +10,13 @@ worker failed it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
 
-from maskserve_core.errors import Cancelled, InvalidRequest
+from maskserve_core.contracts.due_times import OK, due_by_size
+from maskserve_core.errors import Cancelled, DeadlineExceeded, InvalidRequest, MaskserveError
 from maskserve_core.routing import Edit, NoWorkerAvailable
 from maskserve_router.admission import Admission, Client
 from maskserve_router.config import RouterConfig
@@ -81,6 +83,7 @@ class Dispatcher:
 
     async def _run(self, call: EditCall, client: Client, send: Send) -> AsyncGenerator[bytes, None]:
         with ExitStack() as held:
+            held.enter_context(self._judged(call))
             held.enter_context(self._named(call))
             held.enter_context(self._admission.edit(client, call.size))
             edit, digest = await self._measured(call)
@@ -137,6 +140,32 @@ class Dispatcher:
             raise failure from None
 
     @contextmanager
+    def _judged(self, call: EditCall) -> Iterator[None]:
+        """An edit until it is answered; if it is due at some time it is counted by its end."""
+        code: str | None = OK
+        try:
+            yield
+        except (MaskserveError, Failure) as error:
+            code = error.code
+            raise
+        except BaseException:  # its client has left
+            code = None
+            raise
+        finally:
+            slack_s = self._slack_s(call)
+            if slack_s is not None and code is not None:
+                self._metrics.due(code, slack_s)
+
+    def _slack_s(self, call: EditCall) -> float | None:
+        """Seconds that are left until its answer is due; None: it is due at no time."""
+        due_s = call.due_s
+        if due_s is not None:
+            return call.arrival + due_s - time.monotonic()
+        # Refused before its size was known: due it was, at whatever time.
+        by_size = any(w.served.due_ms for w in self._pool.workers.values() if w.served)
+        return -math.inf if by_size else None
+
+    @contextmanager
     def _named(self, call: EditCall) -> Iterator[None]:
         """No two edits of one request id: their cancels could not be told apart."""
         if call.request_id in self._calls:
@@ -163,9 +192,13 @@ class Dispatcher:
         )
         if served is None:
             return Edit(call.settings.num_inference_steps or 1, 1, 1, model=model), b""
-        return await self._measure.edit(
+        edit, digest = await self._measure.edit(
             call.image, call.mask, call.settings, served, model, prompted=call.prompted
         )
+        passes = 2 if call.settings.negative_prompt is not None else 1
+        pixels = edit.total_tokens // passes * served.token_pixels**2
+        call.by_size_ms = due_by_size(served.due_ms, pixels)
+        return edit, digest
 
     def _model(self, asked: str | None) -> str:
         """The model that is to run the edit: as asked, as configured, or what most workers serve,
@@ -188,7 +221,8 @@ class Dispatcher:
         """Refuse at once what would not be done in time.
 
         Raises:
-            RetryLater: no worker would be done with it in time.
+            DeadlineExceeded: no worker would, whatever else it had to do.
+            RetryLater: no worker would now.
         """
         if call.deadline is None:
             return
@@ -196,9 +230,18 @@ class Dispatcher:
         takers = [worker for worker in self._pool.ready() if worker.view(now).takes(edit)]
         if not takers:
             return
+        slack = self._config.admission.deadline_slack
+        limit = call.deadline - call.arrival
+        least = min(worker.predict_alone(edit, now).answered_s for worker in takers)
+        if least > limit * slack:
+            self._metrics.rejections.labels("deadline").inc()
+            raise DeadlineExceeded(
+                f"{call.deadline_name}: {1e3 * limit:.0f} ms never pass before this edit is done; "
+                f"alone on a worker it takes about {math.ceil(1e3 * least)} ms"
+            )
         soonest = min(worker.predict(edit, now).answered_s for worker in takers)
         left = call.deadline - now
-        if soonest > left * self._config.admission.deadline_slack:
+        if soonest > left * slack:
             self._metrics.rejections.labels("deadline").inc()
             raise RetryLater(
                 f"{call.deadline_name}: the edit would take about {soonest:.1f} s, and "

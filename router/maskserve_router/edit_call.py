@@ -57,6 +57,8 @@ class EditCall:
     tries: int = 0
     restarts: int = 0
     """Tries that failed after the client had seen events of them."""
+    by_size_ms: int | None = None
+    """When it is due by its size if it does not say so; None: at no time, or it is not known."""
     cancelled: bool = False
     """By its id: it is not sent any more."""
 
@@ -64,8 +66,9 @@ class EditCall:
     def deadline(self) -> float | None:
         """When nobody will want it any more, on time.monotonic's clock."""
         limits = [self.timeout] if self.timeout is not None else []
-        if self.settings is not None and self.settings.deadline_ms is not None:
-            limits.append(self.settings.deadline_ms / 1e3)
+        limit_ms = None if self.settings is None else self.settings.limit_ms
+        if limit_ms is not None:
+            limits.append(limit_ms / 1e3)
         # KServe's own; the worker keeps it too. Looked for first: a map makes what is asked of it.
         if "timeout" in self.message.parameters:
             asked_us = self.message.parameters["timeout"].int64_param
@@ -77,13 +80,24 @@ class EditCall:
     def deadline_name(self) -> str:
         """What the client gave, or what of it is nearest."""
         given = {"the call's own timeout": self.timeout}
-        if self.settings is not None and self.settings.deadline_ms is not None:
-            given["SETTINGS.deadline_ms"] = self.settings.deadline_ms / 1e3
+        limit_ms = None if self.settings is None else self.settings.limit_ms
+        if limit_ms is not None:
+            given["SETTINGS.deadline_ms"] = limit_ms / 1e3
         if "timeout" in self.message.parameters:
             asked_us = self.message.parameters["timeout"].int64_param
             given["parameter timeout"] = asked_us / 1e6 if asked_us > 0 else None
         limits = {name: seconds for name, seconds in given.items() if seconds is not None}
         return min(limits, key=limits.__getitem__)
+
+    @property
+    def due_s(self) -> float | None:
+        """Seconds from `arrival` to when its answer is due; None: at no time, as far as known."""
+        said = None if self.settings is None else self.settings.deadline_ms
+        limits = [] if self.deadline is None else [self.deadline - self.arrival]
+        limits += [] if said is None else [said / 1e3]
+        if not limits and self.by_size_ms is not None:
+            return self.by_size_ms / 1e3
+        return min(limits, default=None)
 
     def left(self) -> float | None:
         """Seconds that the client still waits; None: for as long as it takes."""

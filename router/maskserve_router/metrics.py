@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from maskserve_core.contracts.due_times import OK, SLO_OUTCOMES, slo_outcome
 from maskserve_router.predictions import Predictions
 from maskserve_router.worker import Sent
 
@@ -53,6 +54,16 @@ class Metrics:
             "|predicted - actual| / actual seconds of an edit at its worker.",
             _RELATIVE,
         )
+        self.slo = counter(
+            "router_slo_total", "Edits with a due time, by how they ended.", "outcome"
+        )
+        for outcome in SLO_OUTCOMES:
+            self.slo.labels(outcome)
+        self.slack = histogram(
+            "router_slack_seconds",
+            "Seconds that were left when an edit with a due time was answered; below 0: late.",
+            _ERROR,
+        )
         self.predictions = Predictions()
 
     def answered(self, sent: Sent, seconds: float) -> None:
@@ -60,6 +71,19 @@ class Metrics:
         self.edit_seconds.observe(seconds)
         self.predicted.observe(seconds - sent.predicted.answered_s)
         self.prediction_error.observe(self.predictions.add(sent.predicted.answered_s, seconds))
+
+    def due(self, code: str, slack_s: float) -> None:
+        """An edit with a due time has ended.
+
+        Args:
+            code: `OK`, or the error's.
+            slack_s: seconds that were left.
+        """
+        outcome = slo_outcome(code, slack_s)
+        if outcome is not None:
+            self.slo.labels(outcome).inc()
+        if code == OK:
+            self.slack.observe(slack_s)
 
     def page(self) -> bytes:
         """The page that Prometheus reads."""

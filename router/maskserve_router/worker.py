@@ -206,6 +206,12 @@ class Worker:
         denoised = predicted_seconds(edit, self.view(now), now)
         return Prediction(denoised, self.times.predict(edit.total_tokens, denoised))
 
+    def predict_alone(self, edit: Edit, now: float) -> Prediction:
+        """The same, had the worker nothing else to do."""
+        idle = replace(self.view(now), running=(), waiting=())
+        denoised = predicted_seconds(edit, idle, idle.as_of)
+        return Prediction(denoised, self.times.predict(edit.total_tokens, denoised))
+
     def add(self, sent: Sent) -> None:
         """Write an edit into the ledger."""
         self.sent[sent.request_id] = sent

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from maskserve_core.contracts.due_times import SLO_OUTCOMES
 from maskserve_core.triton.metric_table import ENDS, ENGINE_METRICS, FRONT_METRICS
 from maskserve_serving.worker import Worker
 from tests.fakes.pictures import blob_mask, encode, scene
@@ -192,6 +193,29 @@ def test_cached_edits_are_hits_of_their_tier(worker: Worker, grpc: Grpc) -> None
 
     eventually("the eviction is counted", counted)
     assert settled(worker, grpc)[0].value("cache_evictions_total", tier="device") == evictions + 1
+
+
+def test_edits_with_a_due_time_are_counted_by_how_they_end(worker: Worker, grpc: Grpc) -> None:
+    before, _ = settled(worker, grpc)
+    _, met = grpc.edit(plain_edit(num_inference_steps=2, deadline_ms=60_000))
+    _, late = grpc.edit(plain_edit(num_inference_steps=2, deadline_ms=1, on_late="finish"))
+    _, free = grpc.edit(plain_edit(num_inference_steps=2))
+    with pytest.raises(InferenceServerException, match="DEADLINE_EXCEEDED"):
+        grpc.edit(plain_edit(num_inference_steps=1000, deadline_ms=1))
+    with pytest.raises(InferenceServerException, match=r"SETTINGS.on_late"):
+        grpc.edit(plain_edit(deadline_ms=1, on_late="wait"))
+    assert (met["due_ms"], met["slo"]) == (60_000, "met")
+    assert 0 < met["slack_ms"] < 60_000
+    assert (late["due_ms"], late["slo"], late["slack_ms"] < 0) == (1, "late", True)
+    assert not {"due_ms", "slack_ms", "slo"} & set(free)
+    page, _ = settled(worker, grpc, before.value("edit_ends_total") + 5)
+    grown = {
+        outcome: page.value("slo_total", outcome=outcome)
+        - before.value("slo_total", outcome=outcome)
+        for outcome in SLO_OUTCOMES
+    }
+    assert grown == {"met": 1, "late": 1, "deadline": 1, "refused": 0, "failed": 0}
+    assert page.value("slack_seconds_count") - before.value("slack_seconds_count") == 2
 
 
 def test_each_way_of_ending_is_counted_and_has_one_line(worker: Worker, grpc: Grpc) -> None:

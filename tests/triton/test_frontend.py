@@ -688,3 +688,60 @@ def test_one_answer_that_cannot_be_sent_holds_up_no_other_edits_cancel(
         assert "[CANCELLED]" in error_of(second)[0]
     finally:
         goes_on.set()
+
+
+def slo_counts(front: EditFront) -> dict[str, float]:
+    counts: dict[str, float] = {}
+    for name, value, labels in front._observations.take():
+        if name == "slo_total":
+            counts[labels[1]] = counts.get(labels[1], 0.0) + value
+    return counts
+
+
+def test_an_answer_says_how_it_stands_to_its_due_time(api: FakeTriton, front: EditFront) -> None:
+    asked: list[AcceptedEdit] = []
+
+    def answers(call: Call) -> Iterator[InferenceResponse]:
+        asked.append(call.accepted())
+        time.sleep(0.005)
+        due = asked[-1].due_ms
+        said = {"event": "final", "step": 1, "total_tokens": 4, "timings_ms": {"denoise": 0.0}}
+        yield reply(EDITED=b"", META=json.dumps(said | ({"due_ms": due} if due else {})).encode())
+
+    api.models["edit_pipeline"] = answers
+    metas = []
+    for settings in ({"deadline_ms": 60_000}, {"deadline_ms": 1, "on_late": "finish"}, {}):
+        request = edit(api, settings)
+        front.execute([request])
+        metas.append(json.loads(request.sender.wait().text("META")))
+    met, late, free = metas
+    assert (met["due_ms"], met["slo"], late["slo"]) == (60_000, "met", "late")
+    assert 0 < met["slack_ms"] < 60_000
+    assert late["slack_ms"] < 0
+    assert not {"due_ms", "slack_ms", "slo"} & set(free)
+    eventually("they are counted", lambda: len(front._observations._held) >= 8)
+    assert slo_counts(front) == {"met": 1, "late": 1}
+    # The next edit is told how long the last ones took behind their steps.
+    assert asked[0].after_token_s == 0.0 < asked[2].after_token_s
+    assert [each.settings.deadline_ms for each in asked] == [60_000, None, None]
+
+
+def test_a_refusal_is_a_miss_and_a_mistake_is_not(
+    api: FakeTriton, front: EditFront, config: Config
+) -> None:
+    for text in ("[OVERLOADED] full", "[DEADLINE_EXCEEDED] never", "[ENGINE_FAILED] no", "boom",
+                 "[INVALID_REQUEST] MASK: is empty", "[CANCELLED] by its client"):  # fmt: skip
+        api.models["edit_pipeline"] = lambda call, text=text: [failure(text)]
+        request = edit(api, {"deadline_ms": 60_000})
+        front.execute([request])
+        error_of(request)
+    refused = edit(api, {"deadline_ms": 60_000, "seed": -1})
+    front.execute([refused])
+    error_of(refused)
+    Gate(config.runtime_dir).drain()
+    drained = edit(api, {"deadline_ms": 60_000})
+    front.execute([drained])
+    error_of(drained)
+    assert becomes_idle(config)
+    eventually("all are counted", lambda: len(front._observations._held) >= 8 + 5)
+    assert slo_counts(front) == {"refused": 2, "deadline": 1, "failed": 2}

@@ -7,7 +7,9 @@ import base64
 import gzip
 import hashlib
 import json
+import re
 import ssl
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from maskserve_core.routing import Edit
 from maskserve_harness.cluster.requests import INFER, mask_of
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.config import router_config_of
@@ -28,12 +31,44 @@ from tests.support.router import FAST, SIDE, calling, cluster, control_request, 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     async with cluster(hardware=FAST) as (router, workers), calling(router) as call:
-        with pytest.raises(grpc.aio.AioRpcError, match=r"deadline_ms: the edit would take") as late:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"deadline_ms: 10 ms never pass") as never:
             await call(edit(active=4096, deadline_ms=10))
-        assert late.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert dict(late.value.trailing_metadata())["retry-after"] == "1"
+        assert never.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert re.search(r"it takes about [1-9]\d+ ms", never.value.details() or "")
         await call(edit(active=4096, deadline_ms=10_000))
         assert sum(len(worker.seen) for worker in workers) == 1
+
+
+async def test_a_deadline_that_cannot_be_met_now_is_refused_until_later():
+    async with cluster(hardware=FAST) as (router, workers), calling(router) as call:
+        for worker in workers:
+            worker.hold()
+        pending = [asyncio.ensure_future(call(edit(active=4096))) for _ in range(8)]
+        await until("they are sent", lambda: sum(len(w.seen) for w in workers) == 8)
+        alone = workers_alone_s(router)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"deadline_ms: the edit would take") as now:
+            await call(edit(active=4096, deadline_ms=int(1.1e3 * alone)))
+        assert now.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert int(dict(now.value.trailing_metadata())["retry-after"]) >= 1
+        soft = edit(active=4096, deadline_ms=1, on_late="finish")
+        pending.append(asyncio.ensure_future(call(soft)))
+        for worker in workers:
+            worker.let_go()
+        await asyncio.gather(*pending)
+        counted = router.metrics.registry.get_sample_value
+        ends = {
+            outcome: counted("maskserve_router_slo_total", {"outcome": outcome})
+            for outcome in ("met", "late", "deadline", "refused", "failed")
+        }
+        assert ends == {"met": 0, "late": 1, "deadline": 0, "refused": 1, "failed": 0}
+        assert counted("maskserve_router_slack_seconds_count") == 1
+
+
+def workers_alone_s(router: Router) -> float:
+    """What the soonest of idle workers would take for an edit of all tokens."""
+    now = time.monotonic()
+    wanted = Edit(28, 4096, 4096, model="flux")
+    return min(worker.predict_alone(wanted, now).answered_s for worker in router.pool.ready())
 
 
 async def test_overload_is_refused_and_every_edit_is_answered():

@@ -376,6 +376,19 @@ def test_the_first_of_three_deadlines_counts():
     assert call.deadline == pytest.approx(call.arrival + 1.0)
 
 
+def test_an_edit_that_may_be_late_is_due_and_has_no_deadline():
+    late = b'{"deadline_ms":5000,"on_late":"finish"}'
+    call = make_edit_call(message_of({**TENSORS, "SETTINGS": late}), 1)
+    assert (call.deadline, call.due_s) == (None, 5.0)
+    assert settings_of(call.encoded())["deadline_ms"] in range(4_000, 5_001)
+    call = make_edit_call(message_of({**TENSORS, "SETTINGS": late}), 1, timeout=9.0)
+    assert (call.deadline, call.due_s) == (pytest.approx(call.arrival + 9.0), 5.0)
+    free = make_edit_call(message_of(TENSORS), 1)
+    assert free.due_s is None
+    free.by_size_ms = 3000
+    assert free.due_s == 3.0
+
+
 def test_contents_that_are_not_raw_are_read_and_written_too():
     message = pb.ModelInferRequest(model_name="edit")
     for name, value in TENSORS.items():

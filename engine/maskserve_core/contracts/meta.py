@@ -84,5 +84,18 @@ def with_decoded(meta: bytes, share: float) -> bytes:
     return b'%b"decoded":%.3f%b' % (before, share, after) if slot else meta
 
 
+def with_slack(meta: bytes, due_ms: int, taken_ms: float) -> bytes:
+    """META of a final event that says how the edit stands to its due time; spliced likewise.
+
+    Args:
+        meta: as the pipeline gave it.
+        due_ms: after acceptance.
+        taken_ms: from acceptance to the answer.
+    """
+    slack = round(due_ms - taken_ms, 3)
+    slo = "met" if slack >= 0.0 else "late"
+    return b'%b,"slack_ms":%.3f,"slo":"%b"}' % (meta[:-1], slack, slo.encode())
+
+
 def _dump(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values, separators=(",", ":")).encode()

@@ -44,6 +44,10 @@ class AcceptedEdit:
     """Checked, with the worker's defaults, a seed and a request id."""
     accepted_ns: int
     """Wall clock (time.time_ns) when the front took the request; deadlines count from here."""
+    due_ms: int | None = None
+    """From then on, of what the client asked; None: it asked for nothing."""
+    after_token_s: float = 0.0
+    """Seconds from an edit's last step to its answer, of late, per token of its picture."""
     loras: tuple[Lora, ...] = ()
     controls: tuple[ResolvedControl, ...] = ()
 
@@ -69,6 +73,8 @@ class EditRequest:
     model_size: tuple[int, int]
     accepted_ns: int
     """As of AcceptedEdit."""
+    due_ms: int | None = None
+    after_token_s: float = 0.0
     loras: tuple[Lora, ...] = ()
     controls: tuple[ResolvedControl, ...] = ()
     """Each with its `image`."""

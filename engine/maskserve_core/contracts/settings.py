@@ -20,8 +20,10 @@ CacheMode = Literal["auto", "off", "require"]
 AdapterMode = Literal["exact", "fast"]
 OutputFormat = Literal["png", "jpeg", "webp"]
 OutputEncoding = Literal["auto", "raw", "base64"]
+LateMode = Literal["drop", "finish"]
 MASK_MODES: tuple[MaskMode, ...] = get_args(MaskMode)
 CACHE_MODES: tuple[CacheMode, ...] = get_args(CacheMode)
+LATE_MODES: tuple[LateMode, ...] = get_args(LateMode)
 ADAPTER_MODES: tuple[AdapterMode, ...] = get_args(AdapterMode)
 
 MAX_SETTINGS_BYTES = 64 * 1024
@@ -160,11 +162,19 @@ class EditSettings(Table, frozen=True):
     template_id: TemplateId | None = None
     """A registered template to edit in place of IMAGE."""
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
-    """Give up after this many milliseconds."""
+    """The answer is due after this many milliseconds."""
+    on_late: LateMode = "drop"
+    """What becomes of an edit that is not done by then: `drop`: it ends with an error; `finish`: it
+    goes on."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
     """Higher runs first."""
     request_id: RequestId | None = None
     """Name for cancel and logs; made by the server when absent."""
+
+    @property
+    def limit_ms(self) -> int | None:
+        """When nobody wants the answer any more; None: that never comes."""
+        return self.deadline_ms if self.on_late == "drop" else None
 
     @property
     def insists(self) -> bool:

@@ -51,7 +51,8 @@ def accept_edit(
     text = check_prompt(prompt, config)
     loras = _versions(asked.loras, catalogue) if asked.loras else ()
     controls = _resolved(asked.controls, nets) if asked.controls else ()
-    return AcceptedEdit(text, with_defaults(asked, facts, config), time.time_ns(), loras, controls)
+    settings = with_defaults(asked, facts, config)
+    return AcceptedEdit(text, settings, time.time_ns(), loras=loras, controls=controls)
 
 
 def steps_run(num_inference_steps: int, strength: float, *, rounds_up: bool = True) -> int:

@@ -39,6 +39,9 @@ class RowStatus(msgspec.Struct):
     steps_left: int
     template_id: str = ""
     priority: int = 0
+    due_ns: int = 0
+    """When its last step is to have ended for its answer to come in time, on the host's
+    time.monotonic_ns; 0: it is due at no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class Served:
     """Whether a row that computes a whole side of the picture runs dense even on a hit."""
     dense_steps: DenseSteps = NONE
     """First steps of a cached row that compute all tokens."""
+    due_ms: tuple[int, ...] = ()
+    """When edits are due that do not say so (`due_times.due_by_size`)."""
 
 
 class AdapterStatus(msgspec.Struct, frozen=True):

@@ -225,6 +225,8 @@ def _request(
         source_size=source.size,
         model_size=size,
         accepted_ns=accepted.accepted_ns,
+        due_ms=accepted.due_ms,
+        after_token_s=accepted.after_token_s,
         loras=accepted.loras,
         controls=accepted.controls,
         pixels_id=source_id if source.size == size else template_id(pixels),

@@ -98,7 +98,19 @@ class Calls:
             call.answer.fail(problem)
 
 
-def bounded(asked: EditSettings, request: Any, *, streaming: bool) -> tuple[EditSettings, str]:
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """What a client asked, as a front takes it."""
+
+    settings: EditSettings
+    """Their `deadline_ms` is when the edit is dropped; None: never."""
+    limit_name: str
+    """What the client bounded the edit by."""
+    due_ms: int | None
+    """When it wants the answer."""
+
+
+def bounded(asked: EditSettings, request: Any, *, streaming: bool) -> Bounded:
     """A client's settings as a front takes them: with an id, the nearer of both time limits, and
     no events that the client would not see.
 
@@ -106,11 +118,8 @@ def bounded(asked: EditSettings, request: Any, *, streaming: bool) -> tuple[Edit
         asked: as the client gave them.
         request: Triton's; its parameter `timeout` comes in microseconds, 0 if there is none.
         streaming: whether the front sends progress and previews on.
-
-    Returns:
-        The settings, and the name of the limit.
     """
-    limit_ms, limit_name = asked.deadline_ms, "SETTINGS.deadline_ms"
+    limit_ms, limit_name = asked.limit_ms, "SETTINGS.deadline_ms"
     timeout_ms = -(-request.timeout() // 1000)
     if 0 < timeout_ms <= MAX_DEADLINE_MS and (limit_ms is None or timeout_ms < limit_ms):
         limit_ms, limit_name = timeout_ms, "timeout"
@@ -121,4 +130,5 @@ def bounded(asked: EditSettings, request: Any, *, streaming: bool) -> tuple[Edit
         progress=asked.progress and streaming,
         preview_every=asked.preview_every if streaming else 0,
     )
-    return taken, limit_name
+    wanted = [ms for ms in (asked.deadline_ms, limit_ms) if ms is not None]
+    return Bounded(taken, limit_name, min(wanted, default=None))

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config
+from maskserve_core.contracts.meta import with_slack
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.contracts.tensors import PICTURES
@@ -29,11 +31,12 @@ from maskserve_core.errors import EngineFailed, Overloaded, guarded
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.triton.acks import AckSender
+from maskserve_core.triton.after_steps import AfterSteps
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.call import Call, Calls, bounded
 from maskserve_core.triton.cancels import Withdrawals
 from maskserve_core.triton.metrics import FrontMetrics, MetricsThread
-from maskserve_core.triton.pipeline import run_edit
+from maskserve_core.triton.pipeline import Event, run_edit
 from maskserve_core.triton.request_log import RequestLog
 from maskserve_core.triton.tensor_io import read_bytes, read_elements
 from maskserve_core.triton.tracing import TRACEPARENT, Tracer, make_tracer
@@ -81,6 +84,7 @@ class EditFront:
         self._nets = ControlNets(config, facts)
         self._pool = ThreadPoolExecutor(config.engine.front_threads, f"{name}-pool")
         self._calls = Calls()
+        self._after_steps = AfterSteps()
         self._traffic = Traffic()
         self._withdrawals = Withdrawals(api, config.runtime_dir, name, self._calls)
         self._watcher = Watcher(config, name, self._calls, self._withdrawals, self._traffic)
@@ -115,10 +119,13 @@ class EditFront:
             declared.name: read_elements(self._api, request, declared) for declared in PICTURES
         }
         prompt, settings = [read_bytes(self._api, request, name) for name in ("PROMPT", "SETTINGS")]
-        asked, limit_name = bounded(parse_settings(settings), request, streaming=self._streaming)
-        request_log.request_id = asked.request_id or ""
+        asked = bounded(parse_settings(settings), request, streaming=self._streaming)
+        request_log.request_id = asked.settings.request_id or ""
+        request_log.due = asked.due_ms is not None or self._config.slo.enabled
         catalogue = self._adapters.catalogue
-        edit = accept_edit(asked, prompt, self._facts, self._config, catalogue, self._nets)
+        edit = accept_edit(asked.settings, prompt, self._facts, self._config, catalogue, self._nets)
+        after = self._after_steps.per_token_s
+        edit = replace(edit, due_ms=asked.due_ms, after_token_s=after)
         if self._admission.state() != OPEN:
             raise Overloaded("the worker is draining and takes no new edits")
         problem = self._watcher.problem()
@@ -127,18 +134,18 @@ class EditFront:
             return
         for lora in edit.loras:
             self._adapters.begin(lora.name, lora.version)
-        call = Call(edit, pictures, answer, limit_name, request_log.span.traceparent)
+        call = Call(edit, pictures, answer, asked.limit_name, request_log.span.traceparent)
         self._calls.add(call)
         self._watcher.wake()
-        self._pool.submit(self._run, call)
+        self._pool.submit(self._run, call, request_log)
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: Call, request_log: RequestLog) -> None:
         try:
             for lora in call.edit.loras:
                 if lora.text:
                     self._adapters.fetch(lora.name, lora.version)
             if not call.answer.done:
-                self._relay(call)
+                self._relay(call, request_log)
                 call.answer.fail(EngineFailed("the pipeline ended without an answer"))
         except Exception as error:
             call.answer.fail(guarded(call.request_id, error))
@@ -147,7 +154,7 @@ class EditFront:
                 self._traffic.ended()
             self._calls.remove(call)
 
-    def _relay(self, call: Call) -> None:
+    def _relay(self, call: Call, request_log: RequestLog) -> None:
         settings, parameters = call.edit.settings, {TRACEPARENT: call.traceparent}
         more = settings.progress or settings.preview_every
         acks = AckSender(self._config.runtime_dir) if more else None
@@ -156,6 +163,17 @@ class EditFront:
             call.heard = time.monotonic()
             self._traffic.returned()
             if event.kind == "final":
-                call.answer.finish({"IMAGE": event.image, "META": event.meta})
+                meta = self._judged(call, request_log, event)
+                call.answer.finish({"IMAGE": event.image, "META": meta})
             elif self._streaming:
                 call.answer.event(event.kind, {"IMAGE": event.image, "META": event.meta})
+
+    def _judged(self, call: Call, request_log: RequestLog, event: Event) -> bytes:
+        """META of the final event, with how it stands to its due time if it has one."""
+        taken_s = time.monotonic() - call.accepted
+        self._after_steps.learn(event.values, taken_s)
+        due_ms = event.values.get("due_ms")
+        if due_ms is None:
+            return event.meta
+        request_log.slack_s = due_ms / 1e3 - taken_s
+        return with_slack(event.meta, due_ms, 1e3 * taken_s)

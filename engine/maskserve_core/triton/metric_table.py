@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from maskserve_core.contracts.due_times import OK
 from maskserve_core.errors import (
     CODES,
     Cancelled,
@@ -12,7 +13,6 @@ from maskserve_core.errors import (
 )
 
 PREFIX = "maskserve_"
-OK = "OK"
 _OUTCOMES = {
     OK: "done",
     Cancelled.code: "cancelled",
@@ -54,6 +54,7 @@ def _histogram(description: str, buckets: tuple[float, ...], *labels: str) -> Me
     return MetricSpec("HISTOGRAM", description, labels, buckets)
 
 
+_SLACK = (-30.0, -10.0, -3.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _STALL = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 _WAIT = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -136,5 +137,11 @@ FRONT_METRICS = {
     ),
     "edit_seconds": _histogram(
         "Seconds from a front's acceptance of an edit to its picture.", _EDIT, "model"
+    ),
+    "slo_total": _counter("Edits with a due time, by how they ended.", "model", "outcome"),
+    "slack_seconds": _histogram(
+        "Seconds that were left when an edit with a due time was answered; below 0: it was late.",
+        _SLACK,
+        "model",
     ),
 }

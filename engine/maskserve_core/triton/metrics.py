@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from maskserve_core.contracts.due_times import SLO_OUTCOMES
 from maskserve_core.triton.metric_table import (
     ADAPTER_SERIES,
     ENDS,
@@ -135,7 +136,10 @@ class FrontMetrics:
         # A rate sees the first of its kind only if there was a zero before it.
         for outcome, code in ENDS:
             self._page.metric("edit_ends_total", model, outcome, code)
-        self._page.metric("edit_seconds", model)
+        for outcome in SLO_OUTCOMES:
+            self._page.metric("slo_total", model, outcome)
+        for name in ("edit_seconds", "slack_seconds"):
+            self._page.metric(name, model)
 
     def publish(self) -> None:
         """Bring every metric up to date."""

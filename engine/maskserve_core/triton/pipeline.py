@@ -26,6 +26,8 @@ class Event:
     meta: bytes
     kind: str
     """`progress`, `preview` or `final`."""
+    values: dict[str, Any]
+    """What `meta` says."""
 
 
 def run_edit(
@@ -75,7 +77,7 @@ def run_edit(
             else:
                 if values["event"] == "final":
                     failed = ""  # it was a preview that could not be made
-                yield Event(output(api, answer, "EDITED"), meta, values["event"])
+                yield Event(output(api, answer, "EDITED"), meta, values["event"], values)
     finally:
         if acks is not None:
             acks.over()

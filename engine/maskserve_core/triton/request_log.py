@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from maskserve_core.contracts.due_times import OK, slo_outcome
 from maskserve_core.errors import MaskserveError, Overloaded
-from maskserve_core.triton.metric_table import OK, outcome_of
+from maskserve_core.triton.metric_table import outcome_of
 from maskserve_core.triton.tracing import OpenSpan
 from maskserve_core.worker.observations import Observations
 
@@ -17,7 +18,7 @@ log = logging.getLogger("maskserve.edit")
 
 _FROM_META = (
     "seed", "template_id", "mask_ratio", "mask_ring", "active_tokens", "total_tokens",
-    "computed_tokens", "steps", "steps_skipped", "cache", "batch_mean",
+    "computed_tokens", "steps", "steps_skipped", "cache", "batch_mean", "due_ms", "slack_ms", "slo",
 )  # fmt: skip
 _LEVELS = {
     "done": logging.INFO,
@@ -50,6 +51,10 @@ class RequestLog:
         self._accepted = time.monotonic()
         self.request_id = ""
         """Set as soon as it is known."""
+        self.due = False
+        """Whether it has a due time."""
+        self.slack_s = 0.0
+        """What was left of it when the answer was there."""
 
     def answered(self, error: MaskserveError | None, outputs: dict[str, Any]) -> None:
         """The final answer has been sent: an error, or `outputs`."""
@@ -61,6 +66,7 @@ class RequestLog:
         self._observations.add("edit_ends_total", 1.0, self._model, outcome, code)
         if error is None:
             self._observations.add("edit_seconds", taken_s, self._model)
+        self._judge(code)
         level = logging.WARNING if code == Overloaded.code else _LEVELS[outcome]
         if not log.isEnabledFor(level):
             return
@@ -70,6 +76,15 @@ class RequestLog:
             fields["trace_id"] = traceparent.split("-")[1]
         extra = {"event": "edit", "request_id": self.request_id, "fields": fields}
         log.log(level, "edit %s", outcome, extra=extra)
+
+    def _judge(self, code: str) -> None:
+        """Count it among those that were to be answered by some time."""
+        outcome = slo_outcome(code, self.slack_s) if self.due else None
+        if outcome is None:
+            return
+        self._observations.add("slo_total", 1.0, self._model, outcome)
+        if code == OK:
+            self._observations.add("slack_seconds", self.slack_s, self._model)
 
 
 def _of_meta(raw: bytes) -> dict[str, Any]:

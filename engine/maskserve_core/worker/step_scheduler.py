@@ -3,8 +3,8 @@
 The scheduler only decides. It holds tickets, never tensors, and reads no clock, so the engine and
 the simulator run the same code. It is not thread-safe: one thread owns it.
 
-Order of live tickets: higher priority first; within a priority the earliest deadline first, those
-without a deadline last; then first come, first served. Rows join and leave at any step boundary
+Order of live tickets: higher priority first; within a priority the one that is due first, those
+without a due time last; then first come, first served. Rows join and leave at any step boundary
 and a live row that runs is never held back, but for rows that cannot share a step (`batch_key`):
 those take turns.
 
@@ -41,7 +41,7 @@ class _Place:
     """A ticket's place in the order; `number` is unique, so tickets are never compared."""
 
     minus_priority: int
-    deadline: float
+    due: float
     arrival: float
     number: int
 
@@ -118,7 +118,8 @@ class StepScheduler:
         if len(queue) >= self.max_waiting:
             raise Overloaded(f"{self.max_waiting} edits are waiting already; try again later")
         deadline = math.inf if ticket.deadline is None else ticket.deadline
-        place = _Place(-ticket.priority, deadline, ticket.arrival, self._number)
+        due = deadline if ticket.due is None else ticket.due
+        place = _Place(-ticket.priority, due, ticket.arrival, self._number)
         self._number += 1
         insort(queue, place)
         self._held[ticket.request_id] = (place, ticket)
@@ -268,7 +269,7 @@ class StepScheduler:
             "each deadline is watched": all(
                 place.number in deadlines
                 for place, ticket in self._held.values()
-                if place.deadline < math.inf
+                if ticket.deadline is not None and ticket.deadline < math.inf
             ),
             "no debts": self._credit >= 0.0,
         }

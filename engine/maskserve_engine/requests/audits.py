@@ -56,7 +56,8 @@ class Audit:
         )
         name = f"audit:{self.job.request.request_id}"
         return replace(
-            self.job, request=replace(self.job.request, request_id=name, settings=settings)
+            self.job,
+            request=replace(self.job.request, request_id=name, settings=settings, due_ms=None),
         )
 
 

@@ -34,6 +34,7 @@ from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.control_nets import KIND as CONTROL_NET
 from maskserve_engine.requests.control_nets import EditControlNets
+from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.loras import KIND as LORA
 from maskserve_engine.requests.loras import Loras, adapters_id, used
 from maskserve_engine.requests.primings import Primings
@@ -56,13 +57,14 @@ class RequestManager:
         executor: Executor,
         audits: Audits,
         output: OutputThread,
+        in_time: InTime,
         policy: MakePolicy = StepScheduler,
         make_loras: Callable[[Residency], Loras] | None = None,
         make_nets: Callable[[Residency], EditControlNets] | None = None,
     ) -> None:
         self.config, self.adapter, self.output = config, adapter, output
         self.executor = executor
-        self.cache, self.audits = cache, audits
+        self.cache, self.audits, self.in_time = cache, audits, in_time
         self.scheduler = policy(
             config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
         )
@@ -281,6 +283,8 @@ class RequestManager:
         if not loras:
             self._name_adapters(edit)
         self._route(edit)
+        if not edit.starts:
+            self._check_in_time(edit)
         edit.starts += 1
         if edit.route.prime:
             self._prime(edit.job, urgent=edit.mode == "wait")
@@ -288,6 +292,21 @@ class RequestManager:
             self._wait_for_template(edit)
         else:
             self._queue(edit)
+
+    def _check_in_time(self, edit: RequestState) -> None:
+        """Refuse it at once if it would be dropped on its way.
+
+        Raises:
+            MaskserveError: it would.
+        """
+        if edit.deadline is None:
+            return
+
+        def edits(tickets: Sequence[Ticket]) -> list[RequestState]:
+            return [self.edits[t.request_id] for t in tickets if t.request_id in self.edits]
+
+        running, waiting = edits(self.scheduler.running), edits(self.scheduler.waiting)
+        self.in_time.check(edit, running, waiting, time.monotonic())
 
     def _prime(self, job: EditJob, *, urgent: bool) -> None:
         """Have a job's template primed, with the adapters that its entries are named by."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from maskserve_core.contracts.due_times import due_by_size
 from maskserve_core.contracts.entry_key import Anchor
 from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.contracts.scopes import name_of
@@ -215,6 +217,11 @@ class RequestState:
     work: EditWork
     times: EditTimes
     deadline: float | None
+    """When nobody wants it any more, on time.monotonic's clock; None: never."""
+    due_ms: int | None = None
+    """When its answer is due, from its acceptance on; None: at no time."""
+    due: float | None = None
+    """When its last step is to have ended for that."""
     route: Route = DENSE
     """How it runs."""
     drift: float | None = None
@@ -242,19 +249,37 @@ class RequestState:
     """Its status, kept from step to step."""
 
     @classmethod
-    def of(cls, job: EditJob, sink: Sink, adapter: Adapter) -> RequestState:
+    def of(
+        cls, job: EditJob, sink: Sink, adapter: Adapter, times_ms: tuple[int, ...] = ()
+    ) -> RequestState:
         """An edit that is handed to the engine's thread now; its deadline counts from when its
         client was heard.
+
+        Args:
+            job: the edit.
+            sink: where its events go.
+            adapter: the model.
+            times_ms: when it is due by its size if it does not say so.
         """
         request, now = job.request, time.monotonic()
-        deadline = None
-        if request.settings.deadline_ms is not None:
-            left_s = (request.accepted_ns - time.time_ns()) / 1e9
-            deadline = now + left_s + request.settings.deadline_ms / 1e3
+        heard = now + (request.accepted_ns - time.time_ns()) / 1e9
+        limit_ms, due_ms = request.settings.deadline_ms, request.due_ms
+        if due_ms is None:
+            due_ms = due_by_size(times_ms, math.prod(request.model_size))
         loras, work = LoraUse(used(request)), EditWork.of(job, adapter)
         controls = ControlUse(request.controls, acting(request.controls, work.steps))
-        times = EditTimes(now)
-        return cls(job, sink, work, times, deadline, loras=loras, controls=controls)
+        after_s = request.after_token_s * work.total_tokens
+        return cls(
+            job,
+            sink,
+            work,
+            EditTimes(now),
+            None if limit_ms is None else heard + limit_ms / 1e3,
+            due_ms,
+            None if due_ms is None else heard + due_ms / 1e3 - after_s,
+            loras=loras,
+            controls=controls,
+        )
 
     @property
     def request_id(self) -> str:
@@ -301,7 +326,7 @@ class RequestState:
             background=self.audit is not None,
             batch_key=(work.batch_key, self.request_id) if alone else work.batch_key,
             cost=work.cached_flops if self.mode == "cached" else work.dense_flops,
-            due=self.deadline,
+            due=self.deadline if self.due is None else self.due,
         )
 
     def count_step(self, step: RowStep, rows: int, kinds: tuple[str, ...]) -> tuple[str, ...]:
@@ -323,6 +348,7 @@ class RequestState:
                 steps_left=left,
                 template_id=self.job.request.template_id,
                 priority=self.job.request.settings.priority,
+                due_ns=0 if self.due is None else int(1e9 * self.due),
             )
         self.said.steps_left = left
         return self.said
@@ -341,6 +367,7 @@ class RequestState:
             "cache_tier": self.route.tier,
             "cache_bytes": {} if self.loads is None else dict(self.loads.loaded),
             "kinds": self.tally.kinds(),
+            **({} if self.due_ms is None else {"due_ms": self.due_ms}),
             **({} if self.drift is None else {"drift": round(self.drift, 4)}),
             **self.loras.meta(request.settings.adapters),
             **self.controls.meta(),

@@ -1,0 +1,40 @@
+"""How long an edit takes from its last step to its answer, as a front has seen it of late.
+
+Decoding takes its turn behind other pictures, and the rest is postprocess and the way back. An
+edit that is due at some time must be through its last step by so much earlier.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+_LAST = 32
+_BEFORE = ("preprocess", "encode", "prepare", "queue", "denoise")
+
+
+class AfterSteps:
+    """Seconds per token of the picture, the median of the last answers; 0 before the first.
+
+    Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self.per_token_s = 0.0
+        self._last: deque[float] = deque(maxlen=_LAST)
+
+    def learn(self, meta: Mapping[str, Any], taken_s: float) -> None:
+        """An edit was answered.
+
+        Args:
+            meta: what META says of it.
+            taken_s: from its acceptance on.
+        """
+        timings, tokens = meta.get("timings_ms"), meta.get("total_tokens")
+        if not timings or not tokens:
+            return
+        after_s = taken_s - sum(timings.get(stage, 0.0) for stage in _BEFORE) / 1e3
+        self._last.append(max(after_s, 0.0) / tokens)
+        self.per_token_s = median(tuple(self._last))

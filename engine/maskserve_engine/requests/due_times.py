@@ -1,0 +1,109 @@
+"""Whether an edit can be done by the time at which it would be dropped, asked as it comes in.
+
+One that cannot is refused at once: its client learns of it while there is time for something else,
+and no step is taken for nothing. Edits that go on when they are late are never refused for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.pricing import Pricing
+from maskserve_core.contracts.status_record import WorkerStatus
+from maskserve_core.errors import DeadlineExceeded, Overloaded
+from maskserve_core.routing import Edit, WorkerView, predicted_seconds
+from maskserve_engine.requests.state import RequestState
+
+
+class InTime:
+    """Judges edits by what the worker's steps have taken so far.
+
+    Args:
+        config: of this worker.
+        prices: what rows cost, by steps that were taken; None before that is known.
+    """
+
+    def __init__(self, config: Config, prices: Callable[[], Pricing | None]) -> None:
+        self._engine, self._refuse_above = config.engine, config.slo.refuse_above
+        self._worker = config.worker
+        self._prices = prices
+
+    def check(
+        self,
+        edit: RequestState,
+        running: Iterable[RequestState],
+        waiting: Iterable[RequestState],
+        now: float,
+    ) -> None:
+        """See that there is time enough for it.
+
+        Args:
+            edit: it is known how it runs.
+            running: edits that have a row.
+            waiting: those that wait for one.
+            now: time.monotonic().
+
+        Raises:
+            DeadlineExceeded: it could not be done in time with the whole worker to itself.
+            Overloaded: not now.
+        """
+        limit_ms = edit.job.request.settings.deadline_ms
+        if edit.deadline is None or limit_ms is None or not self._refuse_above:
+            return
+        pricing = self._prices()
+        if pricing is None:
+            return
+        work, request = edit.work, edit.job.request
+        wanted = Edit(
+            steps=work.steps,
+            active_tokens=work.passes * work.active_tokens,
+            total_tokens=work.passes * work.total_tokens,
+            template_id=request.template_id,
+            cache=edit.mode != "dense",
+            dense_steps=edit.route.dense_steps,
+        )
+        alone = self._view(wanted, pricing, (), ())
+        after_s = request.after_token_s * work.total_tokens
+        least_s = predicted_seconds(wanted, alone, 0.0) + after_s
+        if least_s > self._refuse_above * limit_ms / 1e3:
+            raise DeadlineExceeded(
+                f"SETTINGS.deadline_ms: {limit_ms} ms never pass before this edit is done; alone "
+                f"on this worker it takes about {math.ceil(1e3 * least_s)} ms"
+            )
+        ahead = [other for other in waiting if _order(other) <= _order(edit)]
+        now_s = predicted_seconds(wanted, self._view(wanted, pricing, running, ahead), 0.0)
+        soonest_s = now_s + after_s
+        left_s = edit.deadline - now
+        if soonest_s > self._refuse_above * left_s:
+            raise Overloaded(
+                f"SETTINGS.deadline_ms: the edit would be done in about {soonest_s:.1f} s, and "
+                f"{max(left_s, 0.0):.1f} s are left; try again later"
+            )
+
+    def _view(
+        self,
+        wanted: Edit,
+        pricing: Pricing,
+        running: Iterable[RequestState],
+        waiting: Iterable[RequestState],
+    ) -> WorkerView:
+        """What a router would see, were these all that the worker has; entries are at hand."""
+        status = WorkerStatus(
+            worker=self._worker,
+            model="",
+            state="ready",
+            max_rows=self._engine.max_rows,
+            max_waiting=self._engine.max_waiting,
+            running=tuple([edit.status() for edit in running]),
+            waiting=tuple([edit.status() for edit in waiting]),
+            templates={"device": (wanted.template_id,)},
+        )
+        return WorkerView.from_status(status, pricing, 0.0)
+
+
+def _order(edit: RequestState) -> tuple[int, float]:
+    """Of those that wait for a row the least comes first, as the scheduler has it."""
+    due = edit.make_ticket().due
+    return -edit.job.request.settings.priority, math.inf if due is None else due

@@ -1,0 +1,203 @@
+"""Due times: by setting or size, the order of the queue, refusals at once, and what META says."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from maskserve_core.config_tables import SloConfig
+from maskserve_core.contracts.due_times import SLO_OUTCOMES, due_by_size, slo_outcome
+from maskserve_core.contracts.pricing import Pricing
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.errors import CODES, DeadlineExceeded, Overloaded
+from maskserve_core.triton.after_steps import AfterSteps
+from maskserve_core.triton.call import bounded
+from maskserve_core.worker.step_scheduler import StepScheduler
+from maskserve_core.worker.ticket import Ticket
+from maskserve_engine.engine import Engine
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.job import EditJob
+from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.state import RequestState
+from tests.fakes.jobs import config_of
+from tests.support.engines import edit, job, make_engine
+from tests.support.sink import Sink
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_fill: Path) -> Encoder:
+    return load_encoder(config_of(tiny_fill))
+
+
+@pytest.fixture
+def engine(tiny_fill: Path, encoder: Encoder) -> Any:
+    engine = make_engine(tiny_fill, encoder)
+    yield engine
+    engine.close(5.0)
+    assert len(engine.manager.scheduler) == 0
+
+
+def due(each: EditJob, **request: Any) -> EditJob:
+    return replace(each, request=replace(each.request, accepted_ns=time.time_ns(), **request))
+
+
+def dropped(each: EditJob, ms: int, **request: Any) -> EditJob:
+    """Due after so long, and dropped then."""
+    settings = structs.replace(each.request.settings, deadline_ms=ms)
+    return due(each, settings=settings, due_ms=ms, **request)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "ms"),
+    [(1, 1500), (256**2, 1500), (256**2 + 1, 2000), (512**2, 2000), (1024**2, 3000),
+     (1024**2 + 1, 5000), (4096**2, 5000)],
+)  # fmt: skip
+def test_an_edit_is_due_by_its_size(pixels: int, ms: int) -> None:
+    assert due_by_size(SloConfig(enabled=True).times_ms, pixels) == ms
+    assert due_by_size(SloConfig().times_ms, pixels) is None
+
+
+def test_every_end_but_the_clients_own_doing_is_a_hit_or_a_miss() -> None:
+    assert (slo_outcome("OK", 0.0), slo_outcome("OK", -0.001)) == ("met", "late")
+    outcomes = {code: slo_outcome(code, 1.0) for code in CODES}
+    assert {code for code, outcome in outcomes.items() if outcome is None} == {
+        "CANCELLED", "INVALID_REQUEST", "TEMPLATE_NOT_FOUND", "ADAPTER_NOT_FOUND",
+    }  # fmt: skip
+    assert {"met", "late"} | {o for o in outcomes.values() if o} == set(SLO_OUTCOMES)
+
+
+@pytest.mark.parametrize(
+    ("ms", "on_late", "timeout_ms", "limit", "name", "wanted"),
+    [
+        (None, "drop", 0, None, "SETTINGS.deadline_ms", None),
+        (900, "drop", 0, 900, "SETTINGS.deadline_ms", 900),
+        (900, "finish", 0, None, "SETTINGS.deadline_ms", 900),
+        (900, "drop", 500, 500, "timeout", 500),
+        (900, "finish", 500, 500, "timeout", 500),
+        (900, "finish", 2000, 2000, "timeout", 900),
+        (None, "finish", 500, 500, "timeout", 500),
+    ],
+)
+def test_on_late_leaves_the_timeout_of_a_request_as_it_is(
+    ms: int | None, on_late: Any, timeout_ms: int, limit: int | None, name: str, wanted: int | None
+) -> None:
+    request = SimpleNamespace(timeout=lambda: 1000 * timeout_ms)
+    taken = bounded(EditSettings(deadline_ms=ms, on_late=on_late), request, streaming=False)
+    assert (taken.settings.deadline_ms, taken.limit_name, taken.due_ms) == (limit, name, wanted)
+
+
+def test_what_follows_the_last_step_is_learned_per_token() -> None:
+    after = AfterSteps()
+    assert after.per_token_s == 0.0
+    after.learn({"event": "final"}, 1.0)
+    assert after.per_token_s == 0.0
+    drawn = random.Random(3)
+    for _ in range(40):
+        tokens = drawn.choice((16, 256, 4096))
+        timings = {"preprocess": 10.0, "encode": 20.0, "prepare": 5.0, "queue": 15.0}
+        meta = {"total_tokens": tokens, "timings_ms": {**timings, "denoise": 50.0, "decode": 9.0}}
+        after.learn(meta, 0.1 + 1e-4 * tokens)
+    after.learn({"total_tokens": 16, "timings_ms": {"denoise": 0.0}}, 60.0)  # one that was held up
+    assert after.per_token_s == pytest.approx(1e-4)
+
+
+def test_the_queue_is_ordered_by_when_the_last_step_is_to_end() -> None:
+    """Not by when the edit would be dropped, which one that goes on never is."""
+    scheduler = StepScheduler(1, 8)
+    for name, deadline, wanted in (
+        ("free", None, None), ("tight", 9.0, 5.0), ("soft", None, 4.0), ("loose", 6.0, None),
+    ):  # fmt: skip
+        scheduler.submit(Ticket(name, 1, 4, 4, 0.0, deadline=deadline, due=wanted))
+    assert [t.request_id for t in scheduler.waiting] == ["soft", "tight", "loose", "free"]
+    decision = scheduler.schedule(7.0)
+    assert [t.request_id for t in decision.expired] == ["loose"]
+    scheduler.check_integrity()
+
+
+def test_a_late_edit_goes_on_and_says_when_it_was_due(engine: Engine, encoder: Encoder) -> None:
+    meta = edit(engine, due(job(encoder, 1, "late", num_inference_steps=4), due_ms=1)).meta
+    assert (meta["due_ms"], meta["steps"]) == (1, 4)
+    assert "due_ms" not in edit(engine, job(encoder, 1, "free", num_inference_steps=4)).meta
+
+
+def test_without_a_setting_it_is_due_by_its_size(engine: Engine, encoder: Encoder) -> None:
+    each = due(job(encoder, 2, "sized"))
+    times = SloConfig(enabled=True).times_ms
+    state = RequestState.of(engine.prepared(each), Sink(), engine.adapter, times)
+    assert (state.due_ms, state.deadline) == (1500, None)
+    said = RequestState.of(engine.prepared(due(each, due_ms=70)), Sink(), engine.adapter, times)
+    assert said.due_ms == 70
+
+
+def test_the_last_step_is_due_before_the_answer(engine: Engine, encoder: Encoder) -> None:
+    each = due(job(encoder, 3, "tail"), due_ms=2000, after_token_s=0.01)
+    state = RequestState.of(engine.prepared(each), Sink(), engine.adapter)
+    expected = time.monotonic() + 2.0 - 0.01 * state.work.total_tokens
+    assert state.due == pytest.approx(expected, abs=0.2)
+    assert state.make_ticket().due == state.due
+    assert state.status().due_ns == int(1e9 * state.due)
+
+
+def test_what_can_never_be_in_time_is_refused_with_the_time_that_it_takes(
+    engine: Engine, encoder: Encoder
+) -> None:
+    engine.manager.in_time = InTime(engine.config, lambda: Pricing(1.0, 1.0, 1.0, 0.0))
+    sink, soft = Sink(), Sink()
+    asked = job(encoder, 4, "never", num_inference_steps=4, cache="off")
+    engine.submit(dropped(asked, 1000), sink)
+    error = sink.error()
+    assert isinstance(error, DeadlineExceeded)
+    assert "SETTINGS.deadline_ms: 1000 ms never pass" in str(error)
+    assert "about 8000 ms" in str(error)
+    engine.submit(due(job(encoder, 4, "soft", num_inference_steps=4), due_ms=1000), soft)
+    assert soft.final().meta["due_ms"] == 1000  # its client wants it whenever it comes
+    after = Sink()
+    each = job(encoder, 4, "decoding", num_inference_steps=1, cache="off")
+    engine.submit(dropped(each, 60_000, after_token_s=100.0), after)
+    assert isinstance(after.error(), DeadlineExceeded)
+
+
+def test_what_cannot_be_in_time_now_is_refused_while_others_run(
+    engine: Engine, encoder: Encoder
+) -> None:
+    # A batch of rows costs what each costs: 1 s for each of them in a step.
+    engine.manager.in_time = InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0))
+    sinks = [Sink() for _ in range(4)]
+    refused, taken = Sink(), Sink()
+
+    def at_once() -> None:
+        for number, sink in enumerate(sinks):
+            each = job(encoder, number, f"busy-{number}", num_inference_steps=4, cache="off")
+            engine.manager.accept(RequestState.of(engine.prepared(each), sink, engine.adapter))
+        engine.manager.schedule()  # they have rows
+        for name, ms, sink in (("no", 6000, refused), ("yes", 30_000, taken)):
+            each = job(encoder, 9, name, num_inference_steps=4, cache="off")
+            engine.manager.accept(
+                RequestState.of(engine.prepared(dropped(each, ms)), sink, engine.adapter)
+            )
+
+    engine.ask(at_once).result()
+    error = refused.error()
+    assert isinstance(error, Overloaded)
+    assert "would be done in about 20.0 s" in str(error)
+    assert taken.final().meta["due_ms"] == 30_000
+    for sink in sinks:
+        sink.final()
+
+
+def test_nothing_is_refused_by_an_estimate_or_where_it_is_switched_off(
+    engine: Engine, encoder: Encoder
+) -> None:
+    prices = Pricing(1.0, 1.0, 1.0, 0.0)
+    off = structs.replace(engine.config, slo=SloConfig(refuse_above=0.0))
+    for in_time in (InTime(engine.config, lambda: None), InTime(off, lambda: prices)):
+        engine.manager.in_time = in_time
+        assert edit(engine, dropped(job(encoder, 5, "taken", num_inference_steps=1), 3000)).meta
