@@ -79,7 +79,12 @@ TUNING = {
 
 
 def environment(
-    runtime: Runtime, config: Path, gpus: str | None, compiled: Path | None = None
+    runtime: Runtime,
+    config: Path,
+    gpus: str | None,
+    kept: Path | None = None,
+    *,
+    compiled: bool = False,
 ) -> dict[str, str]:
     """The environment of a worker and its models.
 
@@ -87,11 +92,14 @@ def environment(
         runtime: Triton.
         config: file of the worker.
         gpus: CUDA_VISIBLE_DEVICES; None leaves the host's.
-        compiled: folder that keeps what torch.compile has made; None: nothing is compiled.
+        kept: folder of what is made once and outlives the worker; None: nothing does.
+        compiled: whether parts of the model are compiled, by torch.compile.
     """
     env = {**TUNING, **os.environ}
-    if compiled is not None:
-        env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled / "inductor"))
+    if kept is not None:  # kernels of our own as machine code, made at their first launch
+        env.setdefault("TRITON_CACHE_DIR", str(kept / "triton"))
+    if kept is not None and compiled:
+        env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept / "inductor"))
     if "PYTORCH_CUDA_ALLOC_CONF" in env and "PYTORCH_ALLOC_CONF" not in os.environ:
         del env["PYTORCH_ALLOC_CONF"]  # the older name of the same, which it would hide
     env.update(

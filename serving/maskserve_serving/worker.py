@@ -93,12 +93,17 @@ class Worker(Process):
             spec.index, options.workers, each=gpus_wanted(self.config), share=options.share_gpus
         )
         trace = trace_arguments(self.config.trace, self.name)
-        # torch makes the folder when it loads, whether or not anything is compiled.
-        compiled = options.cache_dir.absolute() if self.config.model.compile else None
         self.log.open(self.config)
         self.launch(
             command(spec.options, self.config, spec.runtime, spec.ports, prefix, trace),
-            environment(spec.runtime, spec.files.config, gpus, compiled),
+            environment(
+                spec.runtime,
+                spec.files.config,
+                gpus,
+                options.cache_dir.absolute(),
+                # torch makes its folder when it loads, whether or not anything is compiled.
+                compiled=self.config.model.compile,
+            ),
         )
 
     def progress(self) -> str:

@@ -13,6 +13,16 @@ from maskserve_engine.layers.modulation import PerRow, add_gated, modulate
 
 modulation.has_kernels = lambda x: True
 
+
+def spread(x):
+    return torch.stack((x, torch.full_like(x, torch.nan)), dim=-1)[..., 0]
+
+
+def turned(vectors):
+    twice = torch.stack((vectors.row_of, vectors.row_of + 99), dim=-1)[..., 0]
+    return PerRow(vectors.values.t().clone().t(), twice)
+
+
 for seed in range(9):
     torch.manual_seed(seed)
     dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
@@ -27,6 +37,13 @@ for seed in range(9):
     for result, expected in (
         (modulate(x, *looked_up[:2]), modulate(x, shift, scale)),
         (add_gated(x, looked_up[2], y), add_gated(x, gate, y)),
+        # Parts of something wider, and what was turned round.
+        (modulate(spread(x), *looked_up[:2]), modulate(x, shift, scale)),
+        (modulate(x.t().clone().t(), *looked_up[:2]), modulate(x, shift, scale)),
+        (modulate(x, *map(turned, looked_up[:2])), modulate(x, shift, scale)),
+        (add_gated(spread(x), looked_up[2], y), add_gated(x, gate, y)),
+        (add_gated(x, turned(looked_up[2]), spread(y)), add_gated(x, gate, y)),
+        (add_gated(x.t().clone().t(), looked_up[2], y), add_gated(x, gate, y)),
     ):
         torch.testing.assert_close(result, expected, rtol=ulps, atol=8 * ulps)
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,23 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def machine_code(kernel: Any, types: dict[str, Any], sizes: dict[str, Any], target: int) -> bytes:
+    made: bytes = compiled(kernel, types, sizes, target)["cubin"]
+    return made
+
+
+def widths(ptx: str, what: str) -> set[int]:
+    """Bytes of each load or store of the device's memory."""
+    found = re.findall(rf"{what}\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", ptx)
+    return {int(times or 1) * int(bits) // 8 for times, bits in found}
+
+
+def compiled(
+    kernel: Any, types: dict[str, Any], sizes: dict[str, Any], target: int
+) -> dict[str, Any]:
     known = {**types, **dict.fromkeys(sizes, "constexpr")}
     signature = {name: known[name] for name in kernel.arg_names}
     source = ASTSource(kernel, signature=signature, constexprs=sizes)
-    made: bytes = triton.compile(source, target=GPUTarget("cuda", target, 32)).asm["cubin"]
+    made: dict[str, Any] = triton.compile(source, target=GPUTarget("cuda", target, 32)).asm
     return made
 
 
@@ -54,7 +68,13 @@ def test_placing(format: str, target: int) -> None:
     types |= dict.fromkeys(("row_of", "local", "to"), "*i64")
     types |= dict.fromkeys(ADDRESSES, ("i64",) * rows)
     sizes = {"width": 3072, "block": 4096, "rows": rows, "kind": format, "group": GROUP}
-    assert machine_code(scatter_kv_kernel, types, sizes, target).startswith(b"\x7fELF")
+    for aligned in (False, True):
+        made = compiled(scatter_kv_kernel, types, {**sizes, "aligned": aligned}, target)
+        assert made["cubin"].startswith(b"\x7fELF")
+        stores, loads = (widths(made["ptx"], what) for what in ("st", "ld"))
+        assert stores == {16 if aligned else 2}
+        if aligned:  # the entry's numbers, of which int4 has half a byte each
+            assert max(loads) == 16
 
 
 @pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL])

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from maskserve_core.config_tables import ENTRY_FORMATS
+from maskserve_core.contracts.entry_key import Anchor
 from maskserve_engine.cache import movers
 from maskserve_engine.cache.codec import Coded, encode
+from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.movers import CudaMover, HostMover
 
 BUFFER = 4096
@@ -24,9 +26,15 @@ BUFFER = 4096
 class Stream:
     """Work in order, done only when somebody waits for it."""
 
+    made = 0
+
     def __init__(self, device: object = None) -> None:
+        Stream.made += 1
         self.work: list[Callable[[], object]] = []
         self.done = 0
+
+    def wait_stream(self, other: Stream) -> None:
+        self.work.append(lambda: other.reach(len(other.work)))
 
     def reach(self, count: int) -> None:
         while self.done < count:
@@ -59,6 +67,7 @@ class Cuda:
     def __init__(self) -> None:
         self.current = self.default = Stream()
         self.pinned = 0
+        self.recorded = 0
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -71,6 +80,9 @@ class Cuda:
 
     def current_stream(self) -> Stream:
         return self.current
+
+    def default_stream(self, device: object) -> Stream:
+        return self.default
 
 
 class OnDevice(Tensor):
@@ -85,7 +97,7 @@ class OnDevice(Tensor):
         return self
 
     def record_stream(self, stream: Stream) -> None:
-        pass
+        self.cuda.recorded += 1
 
 
 @pytest.fixture
@@ -165,3 +177,24 @@ def test_entries_lie_token_by_token_however_they_were_computed(format: str) -> N
     encode(x.contiguous(), format).take(torch.tensor([3, 20])).into(expected)
     taken.into(found)
     assert torch.equal(found, expected)
+
+
+def test_an_arrival_is_waited_for_once(cuda: Cuda) -> None:
+    """A row reads the same parts at every step until its next anchor."""
+    arrival = CudaMover(torch.device("cuda"), BUFFER).move(part(0, "int8"), None)
+    assert not arrival.ready()
+    parts = arrival.get()
+    asked = len(cuda.default.work), cuda.recorded
+    assert asked == (1, 4)  # keys and values, with a scale each
+    for _ in range(3):
+        assert arrival.ready()
+        assert arrival.get() is parts
+    assert (len(cuda.default.work), cuda.recorded) == asked
+
+
+def test_copies_to_the_host_share_a_stream(cuda: Cuda) -> None:
+    mover = CudaMover(torch.device("cuda"), BUFFER)
+    entry = AnchorEntry(Anchor(1.0, 1000.0), ())
+    made = Stream.made
+    assert [mover.to_host(entry) for _ in range(3)] == [entry] * 3
+    assert Stream.made == made

@@ -68,6 +68,27 @@ def test_a_cache_that_does_nothing_fails(rig: Rig) -> None:
     assert kept.outside_max_abs_diff == lost.outside_max_abs_diff == 0
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        "nf4",
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("fp8", "int8", "int8-dynamic")),
+    ],
+)
+def test_small_weights_lose_no_more_by_the_cache(form: str) -> None:
+    """Held against dense rows of the same form."""
+    pytest.importorskip("torchao")
+    pytest.importorskip("bitsandbytes")
+    rig = Rig(DEMO_MODEL, steps=4, weights=form)
+    edits = [edit for name in CLASSES[:4] if name != "most" for edit in edits_of(name, 1)]
+    jobs = rig.jobs(edits)
+    dense = rig.dense(edits, jobs)
+    ours = rig.cached(edits, jobs, rig.entries(jobs), default(rig.adapter.facts, rig.steps))
+    kept = summary(compare(edits, ours, dense))
+    assert kept.psnr_in_mask >= BAR
+    assert kept.outside_max_abs_diff == 0
+
+
 def test_what_stands_far_away_is_found_with_the_cache_and_not_without(relations: Rig) -> None:
     """Prompts such as "another one": by the masked tokens alone a guess."""
     edits = [edit for name in RELATIONS for edit in edits_of(name, EACH)]

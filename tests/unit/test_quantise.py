@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from maskserve_core.config import ConfigError
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.layers.linear import Linear, linear
-from maskserve_engine.memory import weight_bytes
+from maskserve_engine.memory import denoiser_bytes, weight_bytes
 from maskserve_engine.stages.loader import held_bytes, shape_of
 from maskserve_engine.stages.quantise import bytes_as, form_in_words, quantise
 from maskserve_engine.stages.revision import model_revision
@@ -158,6 +159,42 @@ def test_dense_rows_equal_the_pipeline_with_the_same_weights(form: str) -> None:
     nudged = diffusers_latents(pipeline, case) - expected
     assert np.square(apart).mean() <= 2 * np.square(nudged).mean()
     assert np.abs(apart).max() <= 0.05 * np.abs(expected).max()
+
+
+def test_a_folder_that_is_quantised_is_served_as_it_is(tiny_fill: Path, tmp_path: Path) -> None:
+    """By diffusers' own `quantization_config`; it reaches embeddings and the last layer, too."""
+    from diffusers import FluxFillPipeline, FluxTransformer2DModel, TorchAoConfig
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    folder = tmp_path / "quantised"
+    shutil.copytree(tiny_fill, folder)
+    asked = TorchAoConfig(Int8WeightOnlyConfig())
+    where = {"torch_dtype": torch.float32, "device_map": {"": CPU}}
+    model = FluxTransformer2DModel.from_pretrained(
+        tiny_fill / "transformer", quantization_config=asked, **where
+    )
+    shutil.rmtree(folder / "transformer")
+    model.save_pretrained(folder / "transformer")
+
+    config = config_of(folder, model={"outside_noise": "edit"})
+    encoder, adapter = load_encoder(config), load_adapter(config)
+    assert adapter.weight_bytes < 0.5 * load_adapter(config_of(tiny_fill)).weight_bytes
+    pipeline: Any = FluxFillPipeline.from_pretrained(
+        folder, transformer=FluxTransformer2DModel.from_pretrained(folder / "transformer", **where)
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    case = random_case(np.random.default_rng(5), num_inference_steps=3)
+    row: Any = adapter.dense_row(encode_case(encoder, case, "r"))
+    while row.step < row.steps:
+        adapter.step([row], None)
+    expected = diffusers_latents(pipeline, case)
+    assert np.abs(row.result().array() - expected).max() <= tolerance(expected)
+
+    assert denoiser_bytes(config, ["bf16", "int8"]) == {
+        "bf16": pytest.approx(adapter.weight_bytes, rel=0.01)
+    }
+    with pytest.raises(ConfigError, match="transformer is quantised already; use"):
+        load_adapter(config_of(folder, model={"weights": "int8"}))
 
 
 def test_entries_of_one_form_are_not_another_forms(tmp_path: Path) -> None:

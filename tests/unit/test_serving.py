@@ -365,6 +365,7 @@ def test_a_first_start_is_tried_again_when_the_machine_stalled(
 
 def test_the_command_line_is_hardened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", "/host/cuda/lib64")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it for its process
     libraries = (Path("/t/lib"),)
     server = runtime.Runtime(Path("/t/bin/tritonserver"), Path("/t/backends"), libraries, "x")
@@ -390,6 +391,9 @@ def test_the_command_line_is_hardened(tmp_path: Path, monkeypatch: pytest.Monkey
     # torch makes the folder as it loads, where it may not be allowed to.
     assert "TORCHINDUCTOR_CACHE_DIR" not in env
     env = command.environment(server, tmp_path / "config.toml", "1", tmp_path)
+    assert env["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+    assert "TORCHINDUCTOR_CACHE_DIR" not in env
+    env = command.environment(server, tmp_path / "config.toml", "1", tmp_path, compiled=True)
     assert env["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
 
 

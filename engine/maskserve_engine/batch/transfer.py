@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,10 +56,18 @@ def beside(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(device)
+    stream = _beside(device)
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
+
+
+@cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all: torch has 32 and gives them out in turn, so that of many some would be the
+    loader's own.
+    """
+    return torch.cuda.Stream(device)
 
 
 Tree = TypeVar("Tree")

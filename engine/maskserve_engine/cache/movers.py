@@ -21,13 +21,16 @@ Travelling = tuple[Coded, ...] | tuple[StoredCoded, ...]
 """The tensors of a part, in memory or in a file."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrival:
-    """A part on the device, or on its way there in the device's own order."""
+    """A part on the device, or on its way there in the device's own order. One stream reads it, the
+    model's.
+    """
 
     parts: tuple[Coded, ...]
     event: torch.cuda.Event | None = None
-    """Passed when the copy is done; None: it is done."""
+    """Passed when the copy is done; None: nobody has to wait for it, or the stream that reads it
+    does already."""
 
     def ready(self) -> bool:
         return self.event is None or self.event.query()
@@ -40,6 +43,7 @@ class Arrival:
             for coded in self.parts:
                 for tensor in coded.tensors():
                     tensor.record_stream(stream)  # else its memory could be given away too early
+            self.event = None  # what that stream does from here on is behind the copy
         return self.parts
 
 
@@ -123,7 +127,7 @@ class CudaMover:
 
     def __init__(self, device: torch.device, buffer_bytes: int, buffers: int = 3) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._ring = [
             (torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
             for _ in range(buffers)
@@ -140,9 +144,8 @@ class CudaMover:
             return coded.map(down, down)
 
         with torch.cuda.device(self.device):
-            stream = torch.cuda.Stream(self.device)
-            stream.wait_stream(torch.cuda.default_stream(self.device))
-            with torch.cuda.stream(stream):
+            self._down.wait_stream(torch.cuda.default_stream(self.device))
+            with torch.cuda.stream(self._down):
                 return AnchorEntry(entry.anchor, tuple(each.each(moved) for each in entry.blocks))
 
     def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:

@@ -60,6 +60,8 @@ def _modulate(x: Tensor, shifts: Tensor, scales: Tensor, row_of: Tensor) -> Tens
 
     from maskserve_engine.layers.modulation_kernels import modulate_kernel
 
+    x = x.contiguous()  # as the kernels take it for granted
+    shifts, scales, row_of = _by_row(shifts), _by_row(scales), row_of.contiguous()
     (tokens, width), out = x.shape, torch.empty_like(x)
     block = triton.next_power_of_2(width)
     strides = shifts.stride(0), scales.stride(0)
@@ -73,6 +75,8 @@ def _add_gated(x: Tensor, y: Tensor, gates: Tensor, row_of: Tensor) -> Tensor:
 
     from maskserve_engine.layers.modulation_kernels import add_gated_kernel
 
+    x, y = x.contiguous(), y.contiguous()
+    gates, row_of = _by_row(gates), row_of.contiguous()
     (tokens, width), out = x.shape, torch.empty_like(x)
     block = triton.next_power_of_2(width)
     add_gated_kernel[(tokens,)](x, y, gates, row_of, out, gates.stride(0), width, block)
@@ -80,10 +84,11 @@ def _add_gated(x: Tensor, y: Tensor, gates: Tensor, row_of: Tensor) -> Tensor:
 
 
 @_modulate.register_fake
-def _(x: Tensor, *_: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
 @_add_gated.register_fake
 def _(x: Tensor, *_: Tensor) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
+
+
+def _by_row(vectors: Tensor) -> Tensor:
+    """[R, D] with the numbers of a row one behind the other."""
+    return vectors if vectors.stride(1) == 1 else vectors.contiguous()

@@ -14,6 +14,8 @@ from maskserve_engine.cache.codec import GROUP, Coded
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.kernels import missing_triton
 
+_VECTOR = 16
+"""Bytes that a thread reads or writes at once."""
 _log = logging.getLogger(__name__)
 
 
@@ -122,6 +124,12 @@ def _scatter_kv(
     def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple([tensor.data_ptr() or outs[0].data_ptr() for tensor in tensors])
 
+    parts = [
+        addresses(part)
+        for tensors in (data, scales, groups)
+        for part in (tensors[:rows], tensors[-rows:])
+    ]
+    aligned = not any(at % _VECTOR for part in (addresses(outs), *parts) for at in part)
     scatter_kv_kernel[(len(to), len(outs))](
         outs[0],
         outs[-1],
@@ -129,16 +137,13 @@ def _scatter_kv(
         local,
         to,
         addresses(ids),
-        *(
-            addresses(part)
-            for tensors in (data, scales, groups)
-            for part in (tensors[:rows], tensors[-rows:])
-        ),
+        *parts,
         width=width,
         block=triton.next_power_of_2(width),
         rows=rows,
         kind=format,
         group=GROUP,
+        aligned=aligned,
     )
 
 

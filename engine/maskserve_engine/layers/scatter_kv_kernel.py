@@ -12,6 +12,17 @@ import triton.language as tl
 
 
 @triton.jit
+def _pointer(address, dtype: tl.constexpr, aligned: tl.constexpr):
+    """Where that address is; an address that was chosen among several is not known to be a multiple
+    of anything.
+    """
+    at = tl.cast(address, dtype)
+    if aligned:
+        at = tl.multiple_of(at, 16)
+    return at
+
+
+@triton.jit
 def scatter_kv_kernel(
     first,
     other,
@@ -30,9 +41,11 @@ def scatter_kv_kernel(
     rows: tl.constexpr,
     kind: tl.constexpr,
     group: tl.constexpr,
+    aligned: tl.constexpr,
 ):
     """Grid: (inactive tokens of all rows, buffers: 1 or 2). `ids` to `groups_b` are addresses, one
-    per row.
+    per row. `aligned`: all of them are multiples of 16, so that threads may read and write as many
+    bytes at once.
     """
     token = tl.program_id(0)
     second = tl.program_id(1) == 1
@@ -47,30 +60,32 @@ def scatter_kv_kernel(
         data = tl.where(mine, tl.where(second, data_b[i], data_a[i]), data)
         scales = tl.where(mine, tl.where(second, scale_b[i], scale_a[i]), scales)
         groups = tl.where(mine, tl.where(second, groups_b[i], groups_a[i]), groups)
-    source = tl.load(tl.cast(at_ids, tl.pointer_type(tl.int64)) + tl.load(local + token))
     out = tl.where(second, tl.cast(other, tl.int64), tl.cast(first, tl.int64))
-    out = tl.cast(out, first.dtype) + tl.load(to + token) * width
+    source = tl.load(tl.cast(at_ids, tl.pointer_type(tl.int64)) + tl.load(local + token))
+    out = _pointer(out, first.dtype, aligned) + tl.load(to + token) * width
     dtype = first.dtype.element_ty
 
     at = tl.arange(0, block)
     inside = at < width
     if kind == "model":
-        x = tl.load(tl.cast(data, first.dtype) + source * width + at, mask=inside)
+        x = tl.load(_pointer(data, first.dtype, aligned) + source * width + at, mask=inside)
     else:
-        scale = tl.load(tl.cast(scales, tl.pointer_type(tl.float32)) + at, mask=inside)
+        scale = tl.load(_pointer(scales, tl.pointer_type(tl.float32), aligned) + at, mask=inside)
         scale = scale.to(dtype).to(tl.float32)
         if kind == "int4":
-            pairs = tl.cast(data, tl.pointer_type(tl.uint8)) + source * (width // 2)
-            pair = tl.load(pairs + at // 2, mask=inside, other=0)
-            steps = ((pair >> ((at % 2) * 4)) & 0xF).to(tl.float32) - 8.0
-            own = tl.cast(groups, tl.pointer_type(tl.float16)) + source * (width // group)
+            # A byte has two numbers, the lower half first.
+            half = tl.arange(0, block // 2)
+            pairs = _pointer(data, tl.pointer_type(tl.uint8), aligned) + source * (width // 2)
+            pair = tl.load(pairs + half, mask=half < width // 2, other=0)
+            steps = tl.interleave(pair & 0xF, pair >> 4).to(tl.float32) - 8.0
+            own = _pointer(groups, tl.pointer_type(tl.float16), aligned) + source * (width // group)
             each = tl.load(own + at // group, mask=inside, other=0.0).to(dtype).to(tl.float32)
             wide = (steps * each).to(dtype).to(tl.float32)
         elif kind == "int8":
-            stored = tl.cast(data, tl.pointer_type(tl.int8)) + source * width
+            stored = _pointer(data, tl.pointer_type(tl.int8), aligned) + source * width
             wide = tl.load(stored + at, mask=inside, other=0).to(tl.float32)
         else:
-            stored = tl.cast(data, tl.pointer_type(tl.float8e4nv)) + source * width
+            stored = _pointer(data, tl.pointer_type(tl.float8e4nv), aligned) + source * width
             wide = tl.load(stored + at, mask=inside, other=0.0).to(tl.float32)
         x = (wide * scale).to(dtype)
     tl.store(out + at, x, mask=inside)

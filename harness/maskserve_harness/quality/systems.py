@@ -46,10 +46,11 @@ class Rig:
     Args:
         folder: of a FLUX model.
         steps: of every edit.
+        weights: `[model] weights`.
     """
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self.config = config_of({"model": {"path": str(folder)}})
+    def __init__(self, folder: Path, steps: int, *, weights: str = "bf16") -> None:
+        self.config = config_of({"model": {"path": str(folder), "weights": weights}})
         self.steps = steps
         self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
         self.adapter = FluxAdapter.load(load_facts(folder), self.config)
