@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.looks import LOOKS, edits_with, followed
-from maskserve_harness.demo_model.scenes import held_out_edits
+from maskserve_harness.demo_model.scenes import Edit, Picture, fill, held_out_edits, place
+from maskserve_harness.quality.adapters import AdapterRig, asked_of, judged
+from maskserve_harness.quality.systems import Rig
 from maskserve_harness.training.lora import ADAPTERS, share_followed
 from maskserve_harness.training.lora_bases import FluxBase
 
@@ -27,3 +30,40 @@ def test_a_lora_changes_what_diffusers_paints_as_it_was_taught(look: str) -> Non
     assert adapter.stat().st_size < 2 * 2**20
     assert share_followed(FluxBase(), look, 8, adapter) >= 0.75
     assert share_followed(FluxBase(), look, 8, None) == 0.0
+
+
+def test_a_gap_of_two_pixels_leaves_a_hollow_object_s_line_whole() -> None:
+    edits = edits_with("hollow", 48)
+    assert all(followed("hollow", _cut(edit, 2), edit) for edit in edits)
+    assert not all(followed("hollow", _cut(edit, 8), edit) for edit in edits)
+
+
+def _cut(edit: Edit, gap: int) -> Picture:
+    """The right answer with its line broken, `gap` pixels wide, above the middle."""
+    (x, y), radius = place(edit.mask)
+    begin = round(x - gap / 2)
+    cut = (slice(0, round(y - 0.1 * radius)), slice(begin, begin + gap))
+    picture = edit.target.copy()
+    picture[cut] = fill(edit.source, edit.mask)[cut]
+    return picture
+
+
+@pytest.mark.parametrize("name", ["hollow", "outline"])
+def test_a_run_that_ignores_its_adapter_fails(name: str) -> None:
+    without = Rig(DEMO_MODEL, 4)
+
+    class Ignoring(AdapterRig):
+        def __init__(self) -> None:
+            vars(self).update(vars(without))
+
+        def attach(self, row: object, job: object) -> None:
+            pass
+
+    found = judged(Ignoring(), without, asked_of(name, 6))
+    assert not found["held"]["followed"]
+    assert found["followed"]["dense"] == found["followed"]["without"]
+
+
+def test_an_adapter_that_nobody_can_judge_is_refused() -> None:
+    with pytest.raises(ValueError, match="nobody can judge 'x'; accepted"):
+        asked_of("x", 1)

@@ -9,13 +9,15 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+from PIL import Image, ImageFilter
 
-from maskserve_harness.demo_model.judge import judge
+from maskserve_harness.demo_model.judge import MAX_COLOUR_DISTANCE, MIN_IOU, judge, match
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES, coverage
 from maskserve_harness.demo_model.scenes import (
     MIN_CONTRAST,
     Edit,
     Float,
+    Mask,
     Picture,
     Scene,
     fill,
@@ -63,8 +65,19 @@ def followed(look: str, edited: Picture, edit: Edit) -> bool:
     empty = np.linalg.norm(edited.astype(np.float32) - _behind(edit), axis=2)
     if float((empty < painted)[hole].mean()) < _MIN_HOLE:
         return False
-    # Colour and shape as ever: the judge fills holes before it compares silhouettes.
-    return judge(edited, edit.source, edit.mask).matches(edit.colour, edit.shape)
+    if judge(edited, edit.source, edit.mask).colour != edit.colour:
+        return False
+    # As the judge finds shapes, holes filled; but one gap in a thin line would leave them open.
+    line = edit.mask & (painted < empty) & (painted <= 1.4 * MAX_COLOUR_DISTANCE)
+    scores = match(_closed(line))
+    best = max(scores, key=lambda shape: scores[shape], default=None)
+    return best == edit.shape and scores[edit.shape] >= MIN_IOU
+
+
+def _closed(line: Mask) -> Mask:
+    """`line` (H, W) with gaps of up to two pixels bridged."""
+    picture = Image.fromarray(line.astype(np.uint8) * 255)
+    return np.asarray(picture.filter(ImageFilter.MaxFilter(3)).filter(ImageFilter.MinFilter(3))) > 0
 
 
 def _has_ninth_colour(edited: Picture, edit: Edit) -> bool:

@@ -13,6 +13,11 @@ semantics (train_inpaint_model.py) is held against our dense rows, too; tests ho
 FluxInpaintPipeline.
 
     python scripts/bench eval_quality --frontier --n 6 --steps 12 --json frontier.json --plots .
+
+With --adapters demo LoRAs and ControlNets are judged (quality/adapters.py); it fails where a bar is
+missed, as by edits that ignore them.
+
+    python scripts/bench eval_quality --adapters assets/adapters/hollow.safetensors --n 96
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_harness.demo_model.evaluation import run_edits
 from maskserve_harness.demo_model.scenes import Edit
+from maskserve_harness.quality.adapters import AdapterRig, asked_of, judged
 from maskserve_harness.quality.choices import CacheChoice, default, first_looks, frontier
 from maskserve_harness.quality.metrics import Picture, by_class, compare, rim_errors
 from maskserve_harness.quality.published import missing, published
@@ -55,6 +61,7 @@ def parse() -> argparse.Namespace:
     add("--steps", type=int, default=20)
     add("--model", type=Path, default=DEMO_MODEL)
     add("--frontier", action="store_true", help="compare ways of caching, not systems")
+    add("--adapters", type=Path, nargs="+", help="LoRA files, ControlNet folders: judge these")
     add("--no-fbcache", action="store_true", help="leave FirstBlockCache out")
     add("--threads", type=int, default=1, help="of torch; more do not help a model so small")
     add("--json", type=Path)
@@ -179,9 +186,34 @@ def flux_facts(choice: CacheChoice, skipped: float = 0.0) -> dict[str, float]:
     }
 
 
+def judge_adapters(args: argparse.Namespace) -> int:
+    without = Rig(args.model, args.steps)
+    found = {}
+    for path in args.adapters:
+        asked = asked_of(path.stem, args.n)
+        found[path.stem] = judged(AdapterRig(args.model, args.steps, path), without, asked)
+        said(f"{path.stem}: {json.dumps(found[path.stem], indent=1)}")
+    report = {**about(args), "adapters": found}
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(all(each["held"].values()) for each in found.values()) else 1
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """What was run, when and where."""
+    return {
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": hardware(torch.device("cpu")),
+        "steps": args.steps,
+    }
+
+
 def main() -> int:
     args = parse()
     torch.set_num_threads(args.threads)
+    if args.adapters:
+        return judge_adapters(args)
     classes = {name: edits_of(name, args.n) for name in args.classes}
     rig = Rig(args.model, args.steps)
     run = Run(rig, classes)
@@ -198,11 +230,8 @@ def main() -> int:
     systems = run.judged(reference, args)
     ratios = [float(np.mean(edit.mask)) for edits in classes.values() for edit in edits]
     report = {
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": hardware(torch.device("cpu")),
+        **about(args),
         "edits": len(ratios),
-        "steps": args.steps,
         "semantics": semantics,
         "mean_mask_ratio": round(float(np.mean(ratios)), 4),
         "reference": reference,

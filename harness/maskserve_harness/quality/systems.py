@@ -25,7 +25,7 @@ from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.codec import Coded, encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Recorder
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import job_of, request_of
@@ -84,8 +84,17 @@ class Rig:
             while some[0].step < (some[0].steps if until is None else until):
                 self.replay.step(some, kinds)
 
-    def dense(self, edits: Sequence[Edit], jobs: Sequence[EditJob]) -> list[Picture]:
+    def attach(self, row: FluxRow | PrimingRow, job: EditJob) -> None:
+        """Give a new row what its edit has beside the model: nothing."""
+
+    def _dense_rows(self, jobs: Sequence[EditJob]) -> list[FluxRow]:
         rows = [self.adapter.dense_row(job) for job in jobs]
+        for row, job in zip(rows, jobs, strict=True):
+            self.attach(row, job)
+        return rows
+
+    def dense(self, edits: Sequence[Edit], jobs: Sequence[EditJob]) -> list[Picture]:
+        rows = self._dense_rows(jobs)
         self.run(rows, ())
         return self._finish_all(edits, rows)
 
@@ -105,6 +114,7 @@ class Rig:
                     "model",
                 )
             )
+            self.attach(rows[-1], job)
         for first in range(0, len(rows), BATCH):
             some = rows[first : first + BATCH]
             while some[0].step < some[0].steps:
@@ -125,7 +135,7 @@ class Rig:
 
         def rows_with(ring: int) -> list[FluxRow]:
             if choice.dense:
-                return [self.adapter.dense_row(job) for job in jobs]
+                return self._dense_rows(jobs)
             return [self._row(job, own, ring, choice) for job, own in zip(jobs, coded, strict=True)]
 
         with_ring = self.steps if choice.dense else choice.ring_steps(self.steps)
@@ -169,9 +179,10 @@ class Rig:
             None if step < choice.dense_steps else _nearest(coded, sigma)
             for step, (sigma, _) in enumerate(self.adapter.sigmas(job))
         ]
-        row = self.replay.cached_row(job, per_step, job.request.template_noise_seed)
+        row = cast(FluxRow, self.replay.cached_row(job, per_step, job.request.template_noise_seed))
+        self.attach(row, job)
         if not choice.lifted:
-            return cast(FluxRow, row)
+            return row
         own = {each.name: getattr(row, each.name) for each in fields(FluxRow)}
         watched = WatchedRow(**own, kinds=(frozenset({"kv"}),) * self.adapter.blocks)
         self.replay.reads(watched, per_step)

@@ -1,0 +1,142 @@
+"""Whether edits with a demo LoRA or ControlNet show what it stands for, dense and cached.
+
+Each is judged by its own held-out edits: a look by `looks.py`, drawn outlines by `outlines.py`.
+Beside the shares that follow it stand those of the model alone, and how far cached edits are from
+dense ones, shape by shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from diffusers import FluxControlNetModel
+from numpy.typing import NDArray
+
+from maskserve_core.adapters.base_layers import BaseLayers
+from maskserve_engine.adapters.lora_file import read_lora
+from maskserve_engine.control import Control
+from maskserve_engine.families.flux.control import ControlNet
+from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
+from maskserve_engine.job import EditJob
+from maskserve_engine.layers.low_rank import LowRankSet
+from maskserve_harness.demo_model import looks, outlines
+from maskserve_harness.demo_model.scenes import Edit
+from maskserve_harness.quality.choices import default
+from maskserve_harness.quality.metrics import EditQuality, by_class, compare
+from maskserve_harness.quality.systems import Rig
+
+Picture = NDArray[np.uint8]
+FOLLOWED: Final = {"lora": 0.90, "control": 0.85}
+"""The least share of dense edits that follow it."""
+WITHOUT: Final = 0.20
+"""The largest share that seems to, of edits of the model alone."""
+POINTS: Final = 0.03
+"""By how much fewer cached edits may follow it."""
+MEAN_DB: Final = 40.0
+WORST_DB: Final = 30.0
+"""Of cached edits against dense ones in the mask, over all and of the worst shape."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Edits that an adapter is judged by."""
+
+    edits: list[Edit]
+    follows: Callable[[Picture, int], bool]
+    """Whether a picture, of edit `i`, shows what the adapter stands for."""
+    controls: list[Picture] | None = None
+    """The edits' control pictures; None: the adapter is a LoRA."""
+
+
+def asked_of(name: str, n: int) -> Asked:
+    """The first `n` edits that judge the adapter `name`.
+
+    Raises:
+        ValueError: nobody has said what it stands for.
+    """
+    if name in looks.LOOKS:
+        edits = looks.edits_with(name, n)
+        return Asked(edits, lambda picture, i: looks.followed(name, picture, edits[i]))
+    if name == "outline":
+        drawn = outlines.outlined_edits(n)
+        return Asked(
+            [each.edit for each in drawn],
+            lambda picture, i: outlines.followed(picture, drawn[i]) >= outlines.ENOUGH_IOU,
+            [each.control for each in drawn],
+        )
+    known = ", ".join((*looks.LOOKS, "outline"))
+    raise ValueError(f"adapters: nobody can judge {name!r}; accepted: files named {known}")
+
+
+class AdapterRig(Rig):
+    """A rig of the FLUX model in `folder` whose rows have one adapter.
+
+    Args:
+        path: a LoRA's file, or a ControlNet's folder as diffusers writes it.
+    """
+
+    def __init__(self, folder: Path, steps: int, path: Path) -> None:
+        super().__init__(folder, steps)
+        self.lora: LowRankSet | None = None
+        self.net: ControlNet | None = None
+        if path.is_dir():
+            self.net = self.adapter.control_net(FluxControlNetModel.from_pretrained(path).eval())
+        else:
+            base = BaseLayers.of_folder(folder)
+            assert base is not None
+            parts = read_lora(path, base, str(folder))
+            self.lora = self.adapter.low_rank(parts.get("denoiser", {}))
+
+    def given(self, job: EditJob, control: Picture | None) -> EditJob:
+        """The job with its control picture, if it has one."""
+        if control is None:
+            return job
+        moments = self.encoder.moments(control)
+        return replace(job, controls=(Control("net", control, moments=moments),))
+
+    def attach(self, row: FluxRow | PrimingRow, job: EditJob) -> None:
+        if self.lora is not None:  # a template's entries are the LoRA's own, as served
+            self.adapter.attach(row, job, ((self.lora, 1.0),))
+        elif isinstance(row, FluxRow):
+            self.adapter.control(row, job, {"net": self.net})
+
+
+def judged(rig: AdapterRig, without: Rig, asked: Asked) -> dict[str, Any]:
+    """Shares of edits that follow the adapter, cached against dense, and which bars hold.
+
+    Args:
+        rig: with the adapter.
+        without: the model alone.
+        asked: the edits.
+    """
+    edits = asked.edits
+    plain = without.jobs(edits)
+    controls: Sequence[Picture | None] = asked.controls or [None] * len(edits)
+    jobs = [rig.given(job, control) for job, control in zip(plain, controls, strict=True)]
+    dense = rig.dense(edits, jobs)
+    cached = rig.cached(edits, jobs, rig.entries(jobs), default(rig.adapter.facts, rig.steps))
+    pictures = {"dense": dense, "cached": cached, "without": without.dense(edits, plain)}
+    share = {
+        system: float(np.mean([asked.follows(picture, i) for i, picture in enumerate(made)]))
+        for system, made in pictures.items()
+    }
+    by_shape: dict[str, list[EditQuality]] = {}
+    for edit, one in zip(edits, compare(edits, cached, dense), strict=True):
+        by_shape.setdefault(str(edit.shape), []).append(one)
+    likeness = by_class(by_shape)
+    least = FOLLOWED["lora" if asked.controls is None else "control"]
+    return {
+        "edits": len(edits),
+        "followed": {system: round(each, 4) for system, each in share.items()},
+        "cached_against_dense": likeness,
+        "held": {
+            "followed": share["dense"] >= least and share["without"] <= WITHOUT,
+            "cached_follows": share["cached"] >= share["dense"] - POINTS,
+            "mean_db": likeness["psnr_in_mask"] >= MEAN_DB,
+            "worst_class_db": likeness["worst_class_psnr_in_mask"] >= WORST_DB,
+        },
+    }
