@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from diffusers import (
 from numpy.typing import NDArray
 from PIL import Image
 
+from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.control import Control
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.job import EditJob
+from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_unet import VARIANTS
+from tests.support.cached_rows import KINDS, Primed, cached, result, run
 
 
 def random_net(unet: Any, seed: int, **asked: Any) -> ControlNetModel:
@@ -62,9 +66,13 @@ def large_case(rng: np.random.Generator, **asked: Any) -> Case:
 
 
 class Model:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, outside_noise: str = "edit", halo: int = 0) -> None:
         self.folder, self.xl = folder, (folder / "text_encoder_2").exists()
-        config = config_of(folder, model={"outside_noise": "edit"})
+        config = config_of(
+            folder,
+            model={"outside_noise": outside_noise},
+            cache={"conv_halo": halo, **({"entry_kind": "kv"} if halo else {})},
+        )
         adapter = load_adapter(config)
         assert isinstance(adapter, UnetAdapter)
         self.encoder, self.adapter = load_encoder(config), adapter
@@ -195,3 +203,90 @@ def test_rows_with_and_without_control_do_not_change_one_another(model: Model) -
 def test_a_net_of_another_base_is_refused(model: Model, asked: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         model.adapter.control_net(random_net(model.adapter.model, 0, **asked))
+
+
+# Cached rows.
+
+
+def cached_row(model: Model, replay: Replay, job: EditJob) -> Any:
+    row = cached(replay, job, Primed(model.adapter, model.encoder, job))
+    model.adapter.control(row, job, model.nets)
+    return row
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def served(request: pytest.FixtureRequest, tiny_unets: dict[str, Path]) -> Model:
+    """As it is served: outside the mask the noise is the template's."""
+    return Model(tiny_unets[request.param], outside_noise="template")
+
+
+def controlled_jobs(
+    model: Model, rng: np.random.Generator, asked: Sequence[Sequence[str]], **settings: Any
+) -> list[EditJob]:
+    """Of one size."""
+    first, jobs = large_case(rng), []
+    for i, names in enumerate(asked):
+        case = large_case(rng, num_inference_steps=4, strength=1.0, **settings)
+        case = replace(case, pixels=first.pixels, mask=first.mask)
+        controls = tuple(Control(net, picture(rng, case), 0.7) for net in names)
+        jobs.append(model.job(case, controls, str(i)))
+    return jobs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_all_tokens_active_a_cached_row_equals_a_dense_one(served: Model, kind: str) -> None:
+    [job] = controlled_jobs(served, np.random.default_rng(), [("one", "two")], guidance_scale=5.0)
+    job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
+    replay = Replay(served.adapter)
+    found, expected = result(replay, cached_row(served, replay, job), kind), served.alone(job)
+    assert np.abs(found - expected).max() <= tolerance(expected)
+
+
+def test_cached_rows_with_and_without_control_do_not_change_one_another(served: Model) -> None:
+    rng, replay = np.random.default_rng(), Replay(served.adapter)
+    jobs = controlled_jobs(served, rng, ((), ("one",), ("two", "one"), ()))
+    alone = [result(replay, cached_row(served, replay, job), "kv") for job in jobs]
+    rows = [cached_row(served, replay, job) for job in jobs] + [served.row(jobs[1])]
+    replay.step(rows[:3], ("kv",) * served.adapter.blocks)  # the others join behind it
+    run(replay, rows, "kv")
+    for row, expected in zip(rows, [*alone, served.alone(jobs[1])], strict=True):
+        found = row.result().array()
+        assert np.abs(found - expected).max() <= tolerance(expected), row.request_id
+
+
+def test_a_cached_row_whose_control_never_acts_is_as_without_bit_for_bit(served: Model) -> None:
+    rng, replay = np.random.default_rng(), Replay(served.adapter)
+    [job] = controlled_jobs(served, rng, [("one",)])
+    plain = result(replay, cached_row(served, replay, replace(job, controls=())), "kv")
+    for asked in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
+        given = replace(job, controls=(replace(job.controls[0], **asked),))
+        assert np.array_equal(result(replay, cached_row(served, replay, given), "kv"), plain), asked
+
+
+def test_rows_with_control_never_write_entries(served: Model) -> None:
+    replay = Replay(served.adapter)
+    [job] = controlled_jobs(served, np.random.default_rng(), [("one", "two")])
+    primed = Primed(served.adapter, served.encoder, job)
+    parts = [c.data for e in primed.entries for b in e.blocks for p in PARTS for c in b.part(p)]
+    before = [data.clone() for data in parts]
+    row = cached(replay, job, primed)
+    served.adapter.control(row, job, served.nets)
+    run(replay, [row], "kv")
+    assert all(torch.equal(a, b) for a, b in zip(before, parts, strict=True))
+
+
+def test_a_tile_takes_its_part_of_what_is_added(tiny_unets: dict[str, Path]) -> None:
+    """With a tile over the whole picture a row is what it is without one."""
+    folder, rng = tiny_unets[next(iter(VARIANTS))], np.random.default_rng()
+    model = Model(folder, outside_noise="template", halo=2)
+    [job] = controlled_jobs(model, rng, [("one",)])
+    whole = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
+    replay = Replay(model.adapter)
+    primed = Primed(model.adapter, model.encoder, whole, "kv")
+    row = cached(replay, whole, primed)
+    model.adapter.control(row, whole, model.nets)
+    expected = model.alone(whole)
+    assert np.abs(result(replay, row, "kv") - expected).max() <= tolerance(expected)
+    small = cached(replay, job, Primed(model.adapter, model.encoder, job, "kv"))
+    model.adapter.control(small, job, model.nets)
+    assert np.isfinite(result(replay, small, "kv")).all()
