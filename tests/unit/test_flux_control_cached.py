@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from maskserve_core.config import Config
+from maskserve_engine.batch.forward import State
 from maskserve_engine.control import Control
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.control import Controlled, RowControl, run_nets
+from maskserve_engine.families.flux.control import Controlled, Nets, RowControl
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import EditJob
-from maskserve_harness.benchmarks.replay import Replay
+from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
-from tests.support.cached_rows import KINDS, Primed, assert_equal, cached, result, run
+from tests.support.cached_rows import KINDS, NOISE_SEED, Primed, assert_equal, cached, result, run
 
 
 @pytest.fixture(scope="module", params=["fill", "inpaint"])
@@ -50,9 +51,16 @@ def nets(adapter: FluxAdapter) -> dict[str, Any]:
     return {name: adapter.control_net(net) for name, net in made.items()}
 
 
-def controlled_job(encoder: Encoder, name: str, *asked: str, **settings: Any) -> EditJob:
+def controlled_job(
+    encoder: Encoder, name: str, *asked: str, seen: bool = False, **settings: Any
+) -> EditJob:
+    """A random edit; `seen`: its mask is, by some latents."""
     rng = np.random.default_rng()
     case = random_case(rng, num_inference_steps=5, strength=1.0, **settings)
+    if seen:
+        mask = case.mask.copy()
+        mask[8:24, 8:24] = 255
+        case = replace(case, mask=mask)
     job = encode_case(encoder, case, name)
     controls = []
     for net in asked:
@@ -97,14 +105,14 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     control.kept.clear()
     replay.step([row], ("kv",) * replay.adapter.blocks)  # its entry is here, and it was refreshed
     timestep = row.walk(row.step)[0].timestep
-    now = Controlled(control, row.model_input(), timestep, row.step, row.steps)
+    now = Controlled(control, row.model_input(), [timestep], row.step, row.steps)
     assert now.row.rest is not None
     with torch.inference_mode():
         control.kept.clear()
-        run_nets([now])
+        Nets().run([now])
         whole = {place: added.clone() for place, added in control.added.items()}
-        run_nets([now])
-    assert [kept.age for kept in control.kept.values()] == [1]
+        Nets().run([now._replace(step=now.step + 1)])
+    assert [kept.step for kept in control.kept.values()] == [now.step]
     for place, added in control.added.items():
         expected = whole[place][: len(added)].numpy()
         assert np.abs(added.numpy() - expected).max() <= tolerance(expected)
@@ -123,9 +131,9 @@ def test_nets_compute_all_tokens_at_one_step_in_so_many(
     net, computed = nets["plain"], []
     plain = type(net).samples
 
-    def watched(self: Any, inputs: Any, timesteps: Any) -> Any:
-        computed.append([len(each.tokens) for each in inputs])
-        return plain(self, inputs, timesteps)
+    def watched(self: Any, packed: Any, at: Any) -> Any:
+        computed.append([len(each.tokens) for each in packed.rows])
+        return plain(self, packed, at)
 
     monkeypatch.setattr(type(net), "samples", watched)
     tokens = replay.adapter.tokens(job)
@@ -167,3 +175,74 @@ def test_entries_and_rows_without_control_are_as_ever(
         for a, b in zip(one.blocks, other.blocks, strict=True):
             for x, y in zip(a.part("kv"), b.part("kv"), strict=True):
                 assert torch.equal(x.data, y.data)
+
+
+@pytest.mark.parametrize("refreshed", [True, False])
+def test_a_step_that_failed_and_is_tried_again_does_the_same(
+    replay: Replay,
+    encoder: Encoder,
+    nets: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    refreshed: bool,
+) -> None:
+    """A batch whose step fails is tried again row by row; what its nets kept half is not read."""
+    job = controlled_job(encoder, "e", "plain", "union")
+    primed = Primed(replay.adapter, encoder, job)
+    row, other = (with_nets(replay, cached(replay, job, primed), job, nets, 2) for _ in range(2))
+    step = 2 if refreshed else 1
+    run_until(replay, row, step)
+    plain, calls = State.run, 0
+
+    def failing(self: State, begin: int, end: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # behind the net's first block
+            raise MemoryError
+        plain(self, begin, end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(State, "run", failing)
+        with pytest.raises(MemoryError):
+            replay.step([row], ("kv",) * replay.adapter.blocks)
+    assert row.step == step
+    assert_equal(result(replay, row, "kv"), result(replay, other, "kv"))
+
+
+@pytest.mark.parametrize("refresh", [1, 3])
+def test_a_control_that_never_acts_is_as_none_bit_for_bit(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any], refresh: int
+) -> None:
+    job = controlled_job(encoder, "e", "plain", seen=True)
+    primed = Primed(replay.adapter, encoder, job)
+    plain = replace(job, controls=())
+    expected = result(replay, cached(replay, plain, primed), "kv")
+    for asked in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
+        given = replace(job, controls=(replace(job.controls[0], **asked),))
+        row = cached(replay, given, primed)
+        replay.adapter.control(row, given, nets)
+        assert np.array_equal(result(replay, row, "kv"), expected), asked
+    late = replace(job, controls=(replace(job.controls[0], start=0.5),))
+    row = with_nets(replay, cached(replay, late, primed), late, nets, refresh)
+    without = cast(FluxRow, cached(replay, late, primed))
+    for step in range(4):
+        assert torch.equal(row.latents, without.latents) == (step <= 3), step
+        for each in (row, without):
+            replay.step([each], ("kv",) * replay.adapter.blocks)
+    assert not torch.equal(row.latents, without.latents)
+
+
+def test_a_template_primed_beside_a_row_with_control_has_its_own_entries(
+    replay: Replay, encoder: Encoder, nets: dict[str, Any]
+) -> None:
+    job = controlled_job(encoder, "e", "plain")
+    primed, adapter = Primed(replay.adapter, encoder, job), replay.adapter
+    row = with_nets(replay, cached(replay, job, primed), job, nets, 2)
+    priming: Any = adapter.priming_row(
+        job, primed.row.anchors, encoder.encode_prompt(""), NOISE_SEED, primed.row.kinds, "model"
+    )
+    plan = plan_of_kinds(("kv",) * replay.adapter.blocks)
+    for entry in primed.entries:
+        adapter.step([row, priming], plan, [replay.next_read(row), None])
+        for mine, beside in zip(entry.blocks, priming.take_entry().blocks, strict=True):
+            for own, other in zip(mine.part("kv"), beside.part("kv"), strict=True):
+                assert (own.data - other.data).abs().max() <= tolerance(own.data.numpy())

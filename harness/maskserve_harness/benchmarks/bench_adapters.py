@@ -1,18 +1,17 @@
-"""What adapters cost: steps of a batch in which every row has a LoRA, over the same without.
+"""What adapters cost: steps of rows with LoRAs or a ControlNet, over the same without.
 
-    python scripts/bench bench_adapters --only lora --json adapters.json
+    python scripts/bench bench_adapters --only lora control --json adapters.json
 
 `lora_step_ratio`: eight cached rows of FLUX's width, random weights, one double and one single
 block; each row has a LoRA of its own, of rank 16, of every linear layer. Rows stay packed; steps
 with and without are timed in turn, and medians compared. Steps that compute the vectors of those
 ahead are among them as often as in an edit.
 
-    python scripts/bench bench_adapters --only control --json adapters.json
-
-`control_flux`: a cached row of FLUX's width (one double and three single blocks; mask ratio 0.11)
-whose ControlNet of a quarter of its depth, as those of 5 and 10 blocks for FLUX.1, computes the
-active tokens, and all of them at one step in `[controls] refresh`; over the same row without.
-Beside it: the net computing all tokens at every step, and both as counted in FLOPs.
+`control_flux`: a cached row of FLUX's width at mask ratio .11 with a ControlNet, 11 blocks beside 3
+(FLUX.1: 57 beside 15), all with the weights of one double and one single block; over the steps that
+`[controls] refresh` is, and `dense_control_flux` with all of the ControlNet's tokens at every
+step. `…_count` is what the FLOPs say of these blocks, `…_flux_dev_count` of FLUX.1-dev at 1024
+pixels with 5 + 10 blocks.
 """
 
 from __future__ import annotations
@@ -22,21 +21,34 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from maskserve_core.config_tables import ControlsConfig
 from maskserve_core.models.flux import flux_work
+from maskserve_core.planning.flops import ModelWork
+from maskserve_engine.control import Control
+from maskserve_engine.families.flux.control import ControlNet, NetInput, RowControl, spread
 from maskserve_engine.families.flux.vectors import AHEAD
+from maskserve_engine.families.flux.weights import Weights
+from maskserve_engine.layers.linear import linear
+from maskserve_harness.benchmarks.models import FLUX_DEV
 from maskserve_harness.benchmarks.step import kept
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
 
 ROWS, RANK, RATIO = 8, 16, 0.25
-CONTROL_RATIO, CONTROL_BLOCKS, NET_BLOCKS = 0.11, (1, 3), (0, 1)
+CONTROL_RATIO = 0.11
+REFRESH = 7
+"""By default: what is kept is as old then as the anchors of FLUX.1 that are not Fill."""
+BASE_BLOCKS, NET_BLOCKS = (4, 7), (1, 2)
+TEXT_TO_TOKENS = 512 / 4096
+"""Of a prompt and a picture of 1024 pixels."""
 
 
 def lora_step(args: argparse.Namespace) -> dict[str, Any]:
@@ -63,36 +75,104 @@ def lora_step(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def control_step(args: argparse.Namespace) -> dict[str, Any]:
-    """A cached row without control, with mask-aware control, and with dense control."""
+    """Steps of a cached row with a ControlNet, and of one without."""
     dtype, device = getattr(torch, args.dtype), torch.device(args.device)
-    bench = Bench("flux-256", CONTROL_BLOCKS, dtype, device, "model")
+    refresh = args.refresh
+    bench = Bench("flux-256", (1, 1), dtype, device, "model", steps=refresh)
+    one = bench.weights
+    bench.weights = _repeated(one, BASE_BLOCKS)
+    bench.blocks = sum(BASE_BLOCKS)
+    tokens = bench.work.tokens[0]
+    bench.text = round(TEXT_TO_TOKENS * tokens)
     bench.fill_entry("kv")
-    net, refresh = bench.control_net(NET_BLOCKS), args.refresh
+    net = _net(_repeated(one, NET_BLOCKS), bench)
     plain, ours, dense = (bench.row(CONTROL_RATIO, 0) for _ in range(3))
-    bench.add_control(ours, net, refresh)
-    bench.add_control(dense, net, 1)
+    for row, every in ((ours, refresh), (dense, 1)):
+        with torch.inference_mode():
+            hint = net.hint_embedder(row.latents.new_ones(tokens, net.channels), ((0, tokens),))
+        control = Control("net", np.zeros((0, 0, 3), np.uint8))
+        given = NetInput(control, net, hint, row.text, row.guidance)
+        row.residuals = RowControl((given,), every)
     timer = Timer(device, args.clock)
     batches = [
         kept(bench, refresh, partial(bench.step, [row], "kv")) for row in (plain, ours, dense)
     ]
-    for steps in batches:
-        steps()
+    for row in (plain, ours, dense):
+        bench.step([row], "kv")
+        row.step = 0
     times = [[timer.ms(steps) / refresh for steps in batches] for _ in range(args.repeat)]
-    without, sparse, whole = (statistics.median(each) for each in zip(*times, strict=True))
-    base = bench.work.row_at(CONTROL_RATIO, bench.text)
-    own = flux_work(dict(net.config), 2 * bench.grid[0], 2 * bench.grid[1])
-    active = own.step_flops([own.row_at(CONTROL_RATIO, bench.text)], "kv")
-    everything = own.step_flops([own.row_at(CONTROL_RATIO, bench.text)], "dense")
-    step = bench.work.step_flops([base], "kv")
-    counted = 1 + (everything + (refresh - 1) * active) / refresh / step
+    without, with_control, all_dense = (
+        statistics.median(each) for each in zip(*times, strict=True)
+    )
+    tiny = [_control_count(bench.config, BASE_BLOCKS, NET_BLOCKS, 32, n) for n in (refresh, 1)]
+    full = [_control_count(FLUX_DEV, (19, 38), (5, 10), 128, n) for n in (refresh, 1)]
     return {
+        "control_step_without_ms": round(without, 1),
+        "control_step_ms": round(with_control, 1),
+        "control_flux": round(with_control / without, 3),
+        "control_flux_count": round(tiny[0], 3),
+        "control_flux_dev_count": round(full[0], 3),
+        "dense_control_flux": round(all_dense / without, 3),
+        "dense_control_flux_count": round(tiny[1], 3),
+        "dense_control_flux_dev_count": round(full[1], 3),
         "control_refresh": refresh,
-        "control_none_ms": round(without, 2),
-        "control_flux": round(sparse / without, 3),
-        "control_flux_dense": round(whole / without, 3),
-        "control_flux_counted": round(counted, 3),
-        "control_flux_dense_counted": round(1 + everything / step, 3),
     }
+
+
+def _repeated(weights: Weights, blocks: tuple[int, int]) -> Weights:
+    """So many double and single blocks, all with the weights of the first."""
+    doubles, singles = blocks
+    return replace(
+        weights,
+        double_blocks=weights.double_blocks[:1] * doubles,
+        single_blocks=weights.single_blocks[:1] * singles,
+    )
+
+
+def _net(weights: Weights, bench: Bench) -> ControlNet:
+    """A FluxControlNetModel of these blocks, beside the bench's base."""
+    width, channels = weights.width, int(bench.config["in_channels"])
+    layers = [torch.nn.Linear(n, width) for n in (channels, width)]
+    hint, out = (linear(each.to(bench.device, bench.dtype)) for each in layers)
+    own = replace(weights, last_vectors=None, proj_out=None)
+    doubles, singles = NET_BLOCKS
+    places = (
+        *spread(doubles, 0, BASE_BLOCKS[0]),
+        *spread(singles, BASE_BLOCKS[0], BASE_BLOCKS[1]),
+    )
+    return ControlNet(own, hint, (out,) * len(places), None, channels, places)
+
+
+def _control_count(
+    config: Mapping[str, Any],
+    base: tuple[int, int],
+    net: tuple[int, int],
+    side: int,
+    refresh: int,
+) -> float:
+    """FLOPs of a cached step with a ControlNet over those without, on average over its steps.
+
+    Args:
+        config: of the base.
+        base: its (double, single) blocks.
+        net: those of the ControlNet.
+        side: of the picture's latents.
+        refresh: `[controls] refresh`.
+    """
+
+    def work_of(blocks: tuple[int, int]) -> ModelWork:
+        own = {**config, "num_layers": blocks[0], "num_single_layers": blocks[1]}
+        return flux_work(own, side, side)
+
+    work, beside = work_of(base), work_of(net)
+    tokens = work.tokens[0]
+    row = work.row_at(CONTROL_RATIO, TEXT_TO_TOKENS * tokens)
+    width = work.blocks[0].width
+    out = 2.0 * width * width * sum(net)  # of each computed token, behind each block
+    whole = beside.step_flops([row], "dense") + out * tokens
+    active = beside.step_flops([row], "kv") + out * CONTROL_RATIO * tokens
+    mean = (whole + (refresh - 1) * active) / refresh
+    return 1.0 + mean / work.step_flops([row], "kv")
 
 
 PARTS = {"lora": (lora_step,), "control": (control_step,)}
@@ -106,7 +186,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--repeat", type=int, default=5, help="rounds of AHEAD steps each")
-    parser.add_argument("--refresh", type=int, default=ControlsConfig().refresh)
+    parser.add_argument("--refresh", type=int, default=REFRESH, help="of control")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import FluxControlNetModel
 
 from maskserve_core.config_tables import CacheConfig
 from maskserve_core.contracts.entry_key import Anchor
@@ -17,10 +15,8 @@ from maskserve_core.models.flux import flux_work
 from maskserve_engine.cache.codec import encode
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
 from maskserve_engine.cache.selection import Selection
-from maskserve_engine.control import Control
 from maskserve_engine.families.flux.batch import Batch
 from maskserve_engine.families.flux.conditioning import TemplateInputs
-from maskserve_engine.families.flux.control import ControlNet, NetInput, RowControl
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
 from maskserve_engine.families.flux.vectors import AHEAD
@@ -152,29 +148,6 @@ class Bench:
             if "transformer_blocks" in name
         }
         return low_rank_set(factors, places_of(self.model), self.device, self.dtype)
-
-    def control_net(self, blocks: tuple[int, int]) -> FluxControlNetModel:
-        """A random net of so many (double, single) blocks."""
-        config = {**self.config, "num_layers": blocks[0], "num_single_layers": blocks[1]}
-        known = inspect.signature(FluxControlNetModel.__init__).parameters
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        try:
-            with torch.device(self.device):
-                net = FluxControlNetModel(**{k: v for k, v in config.items() if k in known})
-        finally:
-            torch.set_default_dtype(before)
-        return net.eval().requires_grad_(False)
-
-    def add_control(self, row: FluxRow, net: FluxControlNetModel, refresh: int) -> None:
-        """Have a row of this bench add what a net says of a random picture."""
-        tokens, channels = self.grid[0] * self.grid[1], self.config["in_channels"]
-        with torch.inference_mode():
-            ours = ControlNet.of(net, self.model, channels)
-            hint = ours.hint_embedder(self._random(tokens, channels), ((0, tokens),))
-        picture = np.zeros((0, 0, 3), np.uint8)
-        given = NetInput(Control("net", picture), ours, hint, row.text, row.guidance)
-        row.residuals = RowControl((given,), refresh)
 
     def guided(self, row: FluxRow) -> FluxRow:
         """The row with a negative prompt: it takes a second pass."""

@@ -19,7 +19,7 @@ from maskserve_engine.batch.skipping import Skipper, forward_skipping
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flux.blocks import FluxStep
-from maskserve_engine.families.flux.control import Controlled, RowControl, run_nets
+from maskserve_engine.families.flux.control import Controlled, Nets, RowControl
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import Weights
@@ -58,6 +58,7 @@ class Batch(KeptBatch[Row, Weights]):
             for row in rows
             if isinstance(row, FluxRow) and isinstance(row.residuals, RowControl)
         )
+        self._nets = Nets()
         self._weights: Weights | None = None
         """The model's, with what the rows' adapters add to them."""
         self._vectors: tuple[Vectors, ...] = ()
@@ -125,10 +126,14 @@ class Batch(KeptBatch[Row, Weights]):
 
     def _run_nets(self) -> None:
         """Have ControlNets say what they add to this step."""
-        run_nets(
+        self._nets.run(
             [
                 Controlled(
-                    control, row.model_input(), row.walk(row.step)[0].timestep, row.step, row.steps
+                    control,
+                    row.model_input(),
+                    [step.timestep for step in row.walk(row.step)[:AHEAD]],
+                    row.step,
+                    row.steps,
                 )
                 for row, control in self._controlled
             ]

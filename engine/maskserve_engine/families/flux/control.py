@@ -23,10 +23,11 @@ from torch import Tensor
 from maskserve_core.models.flux import CONTROL
 from maskserve_engine.batch.forward import State
 from maskserve_engine.batch.inputs import Packed, RowInput
+from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.cache.codec import Coded
 from maskserve_engine.control import Control
 from maskserve_engine.families.flux.blocks import FluxStep
-from maskserve_engine.families.flux.vectors import embed, vectors
+from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import Weights
 from maskserve_engine.layers.linear import Linear, linear
 from maskserve_engine.layers.scatter_kv import Source
@@ -77,38 +78,35 @@ class ControlNet:
                 model.controlnet_mode_embedder.weight if model.union else None,
                 channels,
                 (
-                    *_spread(len(weights.double_blocks), 0, doubles),
-                    *_spread(len(weights.single_blocks), doubles, singles),
+                    *spread(len(weights.double_blocks), 0, doubles),
+                    *spread(len(weights.single_blocks), doubles, singles),
                 ),
             )
 
-    def samples(self, inputs: Sequence[RowInput], timesteps: Tensor) -> list[list[Tensor]]:
+    def samples(self, packed: Packed, at: Vectors) -> list[list[Tensor]]:
         """What the net says behind each of its blocks.
 
         Args:
-            inputs: of any rows: `text` after the net's own context_embedder, `tokens`
+            packed: any rows: `text` after the net's own context_embedder, `tokens`
                 [n, channels + width], the latents beside what `hint_embedder` made of the picture.
-            timesteps: [rows] the sampler's, float32.
+            at: of the step.
 
         Returns:
-            per block, per row [n, width] of the computed tokens.
+            per block, per row [n, width] of the tokens that were computed.
         """
-        packed, own = Packed(inputs), self.weights
-        kinds = ("kv",) * len(own.blocks)
-        spans = packed.layout.narrow.image_stream.spans
-        emb = embed(own, timesteps[None], packed.pooled, packed.guidance)
-        [at] = vectors(own, emb)
+        own, stream = self.weights, packed.layout.narrow.image_stream
         latents, hints = packed.tokens.split((self.channels, own.width), dim=1)
-        image = own.x_embedder(latents.contiguous(), spans) + hints
+        image = own.x_embedder(latents.contiguous(), stream.spans) + hints
+        kinds = ("kv",) * len(self.outs)
         state = State(FluxStep(own, at), packed, kinds, (packed.text, image))
         found = []
         for number, out in enumerate(self.outs):
             state.run(number, number + 1)
-            found.append(list(out(state.computed_image(), spans).split(state.stream.lengths)))
+            found.append(list(out(state.computed_image(), stream.spans).split(stream.lengths)))
         return found
 
 
-def _spread(count: int, first: int, of: int) -> list[tuple[int, ...]]:
+def spread(count: int, first: int, of: int) -> list[tuple[int, ...]]:
     """The base's blocks that each of `count` outputs goes to, as diffusers has it: every so many in
     a row, of the `of` that begin with `first`.
     """
@@ -146,14 +144,13 @@ class KeptKV:
     tokens (`Capture`), for the steps that compute the active ones (`InactiveTokens`).
 
     Args:
+        step: of the row.
         active: tokens, the first ones of the image.
         cis: [m, head_dim / 2] of the others.
     """
 
-    def __init__(self, active: int, cis: Tensor) -> None:
-        self.active, self.cis = active, cis
-        self.age = 0
-        """Steps since."""
+    def __init__(self, step: int, active: int, cis: Tensor) -> None:
+        self.step, self.active, self.cis = step, active, cis
         self._blocks: dict[int, Source] = {}
 
     def hidden(self, block: int, hidden: Tensor) -> None:
@@ -197,47 +194,84 @@ class Controlled(NamedTuple):
     control: RowControl
     row: RowInput
     """What the base is given of it."""
-    timestep: float
+    timesteps: Sequence[float]
+    """Of this step and of those behind it."""
     step: int
     steps: int
 
 
-def run_nets(rows: Sequence[Controlled]) -> None:
-    """Have what ControlNets add to the next step of these rows in their `RowControl`. Each net runs
-    once, over all rows that have it.
-    """
-    asked: dict[int, list[tuple[Controlled, NetInput, RowInput, float]]] = {}
-    for each in rows:
-        each.control.added.clear()
-        for number, own in enumerate(each.control.inputs):
-            scale = own.control.scale_at(each.step, each.steps)
-            if scale:
-                given = own.of(_sparse(each, number))
-                asked.setdefault(id(own.net), []).append((each, own, given, scale))
-    for same in asked.values():
-        net, device = same[0][1].net, same[0][0].row.tokens.device
-        timesteps = torch.tensor([each.timestep for each, _, _, _ in same], device=device)
-        found = net.samples([given for _, _, given, _ in same], timesteps)
+class Asked(NamedTuple):
+    """A row that a net is run for."""
+
+    row: Controlled
+    number: int
+    """Of the row's input."""
+    own: NetInput
+    scale: float
+    """Of the step."""
+
+    def given(self) -> RowInput:
+        """What the net is to compute: of a cached row the active tokens, or, where what is kept of
+        the others is old, all of them, with a `KeptKV` that sees them.
+
+        A step that is tried again, as one of a batch that failed is, does again what it did.
+        """
+        row, control, step = self.row.row, self.row.control, self.row.step
+        rest, kept = row.rest, control.kept.get(self.number)
+        if rest is None:
+            return self.own.of(row)
+        if kept is not None and 0 < step - kept.step < control.refresh:
+            return self.own.of(replace(row, rest=kept))
+        fresh = KeptKV(step, len(row.tokens), rest.cis) if control.refresh > 1 else None
+        tokens, cis = torch.cat((row.tokens, rest.tokens())), torch.cat((row.cis, rest.cis))
+        return self.own.of(replace(row, tokens=tokens, cis=cis, rest=None, capture=fresh))
+
+
+class Nets:
+    """ControlNets beside a batch, for as long as the same rows go on."""
+
+    def __init__(self) -> None:
+        self._vectors: dict[tuple[int, ...], tuple[int, tuple[Vectors, ...]]] = {}
+        """By net and the rows' inputs: the first row's step when they were computed, and those of
+        it and of the steps behind it."""
+
+    def run(self, rows: Sequence[Controlled]) -> None:
+        """Have what ControlNets add to the next step of these rows in their `RowControl`. Each net
+        runs once, over all rows that have it.
+        """
+        asked: dict[int, list[Asked]] = {}
+        for each in rows:
+            each.control.added.clear()
+            for number, own in enumerate(each.control.inputs):
+                scale = own.control.scale_at(each.step, each.steps)
+                if scale:
+                    asked.setdefault(id(own.net), []).append(Asked(each, number, own, scale))
+        for same in asked.values():
+            self._run(same[0].own.net, same)
+
+    def _run(self, net: ControlNet, same: Sequence[Asked]) -> None:
+        inputs = [each.given() for each in same]
+        packed = Packed(inputs)
+        found = net.samples(packed, self._vectors_of(net, same, packed))
+        for each, given in zip(same, inputs, strict=True):
+            if isinstance(given.capture, KeptKV):
+                each.row.control.kept[each.number] = given.capture
         for places, by_row in zip(net.places, found, strict=True):
-            for (each, _, _, scale), sample in zip(same, by_row, strict=True):
-                scaled = sample[: len(each.row.tokens)] * scale
+            for (row, _, _, scale), sample in zip(same, by_row, strict=True):
+                scaled = sample[: len(row.row.tokens)] * scale
                 for place in places:
-                    before = each.control.added.get(place)
-                    each.control.added[place] = scaled if before is None else before + scaled
+                    before = row.control.added.get(place)
+                    row.control.added[place] = scaled if before is None else before + scaled
 
-
-def _sparse(row: Controlled, number: int) -> RowInput:
-    """What an input's net is to compute of the row: of a cached one the active tokens, or, where
-    those kept of the others are old, all of them, which are kept.
-    """
-    own, kept = row.row, row.control.kept
-    if own.rest is None:  # the base computes all tokens itself
-        kept.pop(number, None)
-        return own
-    held = kept.get(number)
-    if held is not None and held.age + 1 < row.control.refresh:
-        held.age += 1
-        return replace(own, rest=held)
-    kept[number] = fresh = KeptKV(len(own.tokens), own.rest.cis)
-    tokens, cis = torch.cat((own.tokens, own.rest.tokens())), torch.cat((own.cis, own.rest.cis))
-    return replace(own, tokens=tokens, cis=cis, rest=None, capture=fresh)
+    def _vectors_of(self, net: ControlNet, same: Sequence[Asked], packed: Packed) -> Vectors:
+        """Those of the step, computed for up to AHEAD steps at once."""
+        key, step = (id(net), *(id(each.own) for each in same)), same[0].row.step
+        begin, kept = self._vectors.get(key, (step, ()))
+        if not begin <= step < begin + len(kept):
+            ahead = min(AHEAD, *(len(each.row.timesteps) for each in same))
+            times = torch.tensor([each.row.timesteps[:ahead] for each in same])
+            [timesteps] = to_device([times.T.contiguous()], packed.tokens.device)
+            emb = embed(net.weights, timesteps, packed.pooled, packed.guidance)
+            begin, kept = step, vectors(net.weights, emb)
+            self._vectors[key] = begin, kept
+        return kept[step - begin]
