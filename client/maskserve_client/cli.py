@@ -145,12 +145,21 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     files = edit.add_argument_group("pictures")
     source = files.add_mutually_exclusive_group(required=True)
     source.add_argument("--image", metavar="FILE", help="source image: PNG, JPEG or WebP")
-    source.add_argument("--template-id", metavar="ID", help="a registered template instead")
+    source.add_argument(
+        "--template-id", metavar="ID", help="a registered template or kept result instead"
+    )
     files.add_argument(
         "--mask", required=True, metavar="FILE", help="mask of the same size: white edits"
     )
     files.add_argument(
         "--out", required=True, metavar="FILE", help="where to write: .png, .webp or .jpg"
+    )
+    files.add_argument(
+        "--keep-result",
+        action="store_true",
+        default=None,
+        help="keep the edited picture on the server for some time, as the next edit's "
+        "--template-id; prints its id",
     )
     files.add_argument("--mask-mode", choices=MASK_MODES, help="what of the mask edits")
     files.add_argument("--dilate", dest="mask_dilate", type=int, metavar="PX", help="grow the mask")

@@ -151,6 +151,9 @@ def _summary(meta: dict[str, Any]) -> str:
         f"cache {cache.get('state', '?') if isinstance(cache, dict) else cache}",
         f"{seconds:.2f} s on {meta.get('worker')}",
     ]
+    if "result_template_id" in meta:
+        kept = meta["result_template_id"]
+        parts.append(f"kept as {kept}" if kept else "not kept")
     return ", ".join(parts)
 
 

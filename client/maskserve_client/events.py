@@ -28,6 +28,14 @@ class EditResult:
     def request_id(self) -> str:
         return str(self.meta["request_id"])
 
+    @property
+    def result_template_id(self) -> str | None:
+        """The template that this picture is kept as, with the setting `keep_result`: the next
+        edit's `template_id`. None: it was not asked for, or the server had no room.
+        """
+        kept = self.meta.get("result_template_id")
+        return None if kept is None else str(kept)
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:

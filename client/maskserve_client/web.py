@@ -156,6 +156,7 @@ def make_page(client: Client, pictures: list[Path]) -> Any:
                 with closing(session.events(source, mask, text or "", settings)) as events:
                     for event in events:
                         if isinstance(event, Final):
+                            session.made(event.result)
                             values = _final(gr, event.result, source, told)
                         elif isinstance(event, Preview):
                             values = {
@@ -202,7 +203,7 @@ def make_page(client: Client, pictures: list[Path]) -> Any:
 
 
 class _Session:
-    """Edits of one server; pictures that it has need not be sent again."""
+    """Edits of one server; pictures that it has, results among them, need not be sent again."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -216,12 +217,12 @@ class _Session:
     def events(
         self, source: Image.Image, mask: Image.Image, prompt: str, settings: dict[str, Any]
     ) -> Generator[Event, None, None]:
-        """The events of one edit; a picture's first edit registers it."""
-        name = hashlib.sha256(repr(source.size).encode() + source.tobytes()).hexdigest()
+        """The events of one edit; the first of a picture that was uploaded registers it."""
+        name = _name(source)
         for again in (False, True):
             if name not in self._templates or again:
                 self._templates[name] = self._client.register(source)
-            more = {**settings, "template_id": self._templates[name]}
+            more = {**settings, "template_id": self._templates[name], "keep_result": True}
             try:
                 with closing(self._client.edit_stream(None, mask, prompt, **more)) as events:
                     yield from events
@@ -229,6 +230,16 @@ class _Session:
             except TemplateNotFound:  # the server was restarted, or has dropped it
                 if again:
                     raise
+
+    def made(self, result: EditResult) -> None:
+        """An edit's picture: the server has it, to be gone on with."""
+        if result.result_template_id is not None:
+            self._templates[_name(result.image)] = result.result_template_id
+
+
+def _name(picture: Image.Image) -> str:
+    """Digest of an RGB picture's pixels."""
+    return hashlib.sha256(repr(picture.size).encode() + picture.tobytes()).hexdigest()
 
 
 def _unpainted(picture: Image.Image) -> dict[str, Any]:

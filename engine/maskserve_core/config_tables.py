@@ -81,6 +81,11 @@ class LimitsConfig(Table, frozen=True):
     """Characters of a prompt."""
     max_template_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**30
     """Encoded bytes of all registered images."""
+    max_result_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**29
+    """Encoded bytes of the results that edits asked to keep (`keep_result`); beyond, those that
+    were not used for the longest time go."""
+    result_expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
+    """Time after its last use when a kept result goes."""
     max_steps: Annotated[int, Meta(ge=1, le=1000)] = 200
     """Denoising steps of one edit."""
 

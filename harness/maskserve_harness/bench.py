@@ -20,6 +20,7 @@ COMMANDS = {
     "adapter_misses": "benchmarks.adapter_misses",
     # Many workers.
     "router": "cluster.added",
+    "front_doors": "cluster.front_doors",
     "simulate_cluster": "simulator.command",
     # Load and harm.
     "perf_analyzer": "perf.command",

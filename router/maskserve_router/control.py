@@ -257,12 +257,15 @@ def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, An
                 {
                     "template_id": name,
                     "registered": False,
+                    "expires_s": None,
                     "owners": [],
                     "entries": [],
                     "workers": [],
                 },
             )
             into["registered"] |= template["registered"]
+            left = [t["expires_s"] for t in (into, template) if t.get("expires_s") is not None]
+            into["expires_s"] = max(left, default=None)
             into["owners"] = sorted({*into["owners"], *template.get("owners", ())})
             into["entries"] += [{**entry, "worker": address} for entry in template["entries"]]
             if template["registered"]:

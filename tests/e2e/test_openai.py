@@ -249,3 +249,58 @@ def test_a_template_is_registered_edited_without_its_image_and_deleted(
     assert call("DELETE", f"/{name}", headers=others).status_code == 404
     assert call("DELETE", f"/{name}").json()["deleted"] is True
     assert call("GET").json()["data"] == []
+
+
+def test_an_edit_goes_on_with_the_result_of_another(
+    router: RouterSite, client: openai.OpenAI, files: dict[str, Any]
+):
+    url = f"http://{router.http_url}/v1"
+    own, others = ({"authorization": f"Bearer {KEYS[name]}"} for name in ("one", "two"))
+    files["image"] = ("a.png", encode(scene(SIDE, SIDE, seed=10)))  # no other test's
+
+    def primed(name: str) -> bool:
+        found = requests.get(f"{url}/templates/{name}", headers=own, timeout=60).json()
+        return found["registered"] and sum(found["tier_bytes"].values()) > 0
+
+    def edited(name: str, headers: Any = own) -> Any:
+        """The next edit: a mask and a prompt, no picture."""
+        asked = {"prompt": "a blue circle", "template_id": name, "seed": "6"}
+        asked |= {"num_inference_steps": "3", "reproducible": "true"}
+        sent = {"mask": files["mask"]}
+        return requests.post(f"{url}/images/edits", headers=headers, files=sent, data=asked)
+
+    more = {"seed": 5, "num_inference_steps": 3, "keep_result": True}
+    first = client.images.edit(**files, extra_body=more)
+    name = first.data[0].template_id
+    assert name == first.model_extra["maskserve"][0]["result_template_id"]
+    eventually("the result is primed in the background", lambda: primed(name))
+    answer = edited(name)
+    assert answer.status_code == 200, answer.text
+    meta = answer.json()["maskserve"][0]
+    assert (meta["template_id"], meta["cache"]) == (name, "hit")
+    assert edited(name, others).status_code == 404
+    assert requests.get(f"{url}/templates", headers=others, timeout=60).json()["data"] == []
+    listed = requests.get(f"{url}/templates/{name}", headers=own, timeout=60).json()
+    assert 0 < listed["expires_s"] <= 3600
+
+    # It is what an edit of the downloaded file is.
+    assert requests.delete(f"{url}/templates/{name}", headers=own, timeout=60).status_code == 200
+    assert edited(name).status_code == 404
+    downloaded = {"image": ("b.png", base64.b64decode(first.data[0].b64_json))}
+    again = requests.post(f"{url}/templates", headers=own, files=downloaded, timeout=60).json()
+    assert again["id"] == name
+    eventually("the file is primed", lambda: primed(name))
+    expected = edited(name).json()
+    assert answer.json()["data"][0]["b64_json"] == expected["data"][0]["b64_json"]
+    assert expected["maskserve"][0]["cache"] == "hit"
+    assert requests.delete(f"{url}/templates/{name}", headers=own, timeout=60).status_code == 200
+
+    # A stream's last event names it, too; in another format it is that file's pixels.
+    with client.images.edit(
+        **files, stream=True, output_format="jpeg", extra_body={**more, "cache": "off"}
+    ) as events:
+        last = list(events)[-1]
+    sent = {"image": ("c.jpg", base64.b64decode(last.b64_json))}
+    kept = requests.post(f"{url}/templates", headers=own, files=sent, data={"prime": "false"})
+    assert kept.json()["id"] == last.template_id
+    requests.delete(f"{url}/templates/{last.template_id}", headers=own, timeout=60)

@@ -144,6 +144,7 @@ def test_register_list_evict(api: FakeTriton, control: WorkerControl) -> None:
         "template_id": name,
         "registered": True,
         "owners": [],
+        "expires_s": None,
         "entries": [],
     }
     assert listed["f" * 32]["registered"] is False

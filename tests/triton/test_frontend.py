@@ -15,10 +15,12 @@ import pytest
 from msgspec import structs
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.contracts.status_record import RowStatus
 from maskserve_core.errors import Cancelled
+from maskserve_core.imaging.images import to_base64
 from maskserve_core.triton import call as calls_module
 from maskserve_core.triton.acks import AckReceiver
 from maskserve_core.triton.answer import Answer
@@ -27,6 +29,7 @@ from maskserve_core.triton.cancels import Withdrawals, cancel_edit
 from maskserve_core.triton.frontend import EditFront
 from maskserve_core.triton.traffic import PROBE
 from maskserve_core.worker.admission import Gate
+from maskserve_core.worker.templates import template_folder
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import (
     Call,
@@ -37,6 +40,7 @@ from tests.fakes.pb_utils import (
     failure,
     reply,
 )
+from tests.fakes.pictures import encode, scene
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.usefixtures("beat")
@@ -116,6 +120,86 @@ def test_unary_sends_the_final_event_only(api: FakeTriton, front: EditFront) -> 
     front.execute([request])
     assert request.sender.wait().text("IMAGE") == b"picture"
     assert len(request.sender.sent) == 1
+
+
+def made(picture: bytes) -> Callable[[Call], Iterator[InferenceResponse]]:
+    """A pipeline that ends with this picture."""
+
+    def answer(call: Call) -> Iterator[InferenceResponse]:
+        yield reply(EDITED=picture, META=meta("final", 4))
+
+    return answer
+
+
+def told(request: Request) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(request.sender.wait().text("META"))
+    return values
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_a_kept_result_is_a_template_of_the_client_and_is_primed(
+    api: FakeTriton, config: Config, front: EditFront, text: bool
+) -> None:
+    source = scene(24, 40)
+    picture = encode(source)
+    api.models["edit_pipeline"] = made(to_base64(picture) if text else picture)
+    api.models["encoder"] = lambda call: iter([reply(MOMENTS=b"")])
+    api.models["denoiser"] = lambda call: iter([reply(META=b'{"state": "priming"}')])
+    request = edit(api, {"keep_result": True, "request_id": "k1!mine"})
+    front.execute([request])
+    name = template_id(source)
+    assert told(request)["result_template_id"] == name
+    folder = template_folder(config)
+    assert folder.get(name, "k1") == picture
+    assert folder.get(name, "k2") is None
+    assert folder.expires_s(name) is not None
+    eventually("it is primed", lambda: api.calls_of("denoiser"))
+    (call,) = api.calls_of("denoiser")
+    operation = call.json("REQUEST")
+    assert operation["op"] == "prime"
+    assert json.loads(operation["request"])["template_id"] == name
+
+
+def test_a_result_is_kept_when_asked_and_primed_when_the_cache_may_be_used(
+    api: FakeTriton, config: Config, front: EditFront
+) -> None:
+    picture = encode(scene(24, 40))
+    api.models["edit_pipeline"] = made(picture)
+    plain, uncached = edit(api), edit(api, {"keep_result": True, "cache": "off"})
+    front.execute([plain])
+    assert "result_template_id" not in told(plain)
+    assert template_folder(config).ids() == []
+    front.execute([uncached])
+    assert told(uncached)["result_template_id"] == template_id(scene(24, 40))
+    front.close()
+    assert not api.calls_of("denoiser")
+
+
+def test_a_result_that_cannot_be_kept_costs_the_edit_nothing(
+    api: FakeTriton, config: Config
+) -> None:
+    limits = structs.replace(config.limits, max_result_bytes=10)
+    small = structs.replace(config, limits=limits)
+    front = EditFront(api, small, FILL_FACTS, "edit", streaming=False)
+    api.models["edit_pipeline"] = made(encode(scene(24, 40)))
+    request = edit(api, {"keep_result": True})
+    front.execute([request])
+    assert told(request)["result_template_id"] is None
+    assert request.sender.sent[-1].text("IMAGE") == encode(scene(24, 40))
+    front.close()
+
+
+def test_a_result_whose_priming_fails_stays(
+    api: FakeTriton, config: Config, front: EditFront
+) -> None:
+    api.models["edit_pipeline"] = made(encode(scene(24, 40)))
+    api.models["encoder"] = lambda call: iter([failure("[ENGINE_FAILED] no")])
+    for _ in range(2):  # and its thread goes on
+        request = edit(api, {"keep_result": True})
+        front.execute([request])
+        name = told(request)["result_template_id"]
+    assert template_folder(config).get(name) is not None
+    eventually("both were tried", lambda: len(api.calls_of("encoder")) == 2)
 
 
 def test_stream_sends_every_event_in_order(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
+import socket
 import struct
 from pathlib import Path
 
 import msgspec
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.config import ConfigError
@@ -16,9 +22,17 @@ from maskserve_core.errors import InvalidRequest
 from maskserve_router.admission import Admission, Keys
 from maskserve_router.answer_times import AnswerTimes
 from maskserve_router.breaker import Breaker
-from maskserve_router.config import AdmissionBounds, Faults, Key, RouterConfig, load_router_config
+from maskserve_router.config import (
+    AdmissionBounds,
+    Faults,
+    Http,
+    Key,
+    RouterConfig,
+    load_router_config,
+)
 from maskserve_router.edit_call import check_request, make_edit_call, parse_request
 from maskserve_router.failures import Blame, Failure, RetryLater, Status, Unauthorized
+from maskserve_router.http_server import HttpServer
 from maskserve_router.json_values import values_of
 from maskserve_router.kserve_http import (
     generate_request,
@@ -460,3 +474,21 @@ def test_configuration_that_is_refused_names_the_key(tmp_path: Path, text: str, 
     file.write_text(text)
     with pytest.raises(ConfigError, match=named.replace("[", r"\[")):
         load_router_config(str(file))
+
+
+async def test_an_answers_body_does_not_wait_for_the_receipt_of_its_headers() -> None:
+    async def done(request: Request) -> Response:
+        return Response("done")
+
+    server = HttpServer(Starlette(routes=[Route("/", done)]), Http(), "127.0.0.1", 0)
+    await server.start()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+        await reader.readuntil(b"done")
+        (connection,) = server.server_state.connections
+        of_it = connection.transport.get_extra_info("socket")
+        assert of_it.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+    finally:
+        await server.stop()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from maskserve_core.errors import Overloaded
 from maskserve_core.worker.templates import TemplateFolder
 from tests.fakes.pictures import scene
 
-A, B = "a" * 32, "b" * 32
+A, B, C, D = (letter * 32 for letter in "abcd")
 
 
 def test_templates_are_kept_listed_and_removed(tmp_path: Path) -> None:
@@ -140,3 +142,62 @@ def test_the_bound_holds_for_threads_too(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(put, range(8))) == 3
     assert len(folder.ids()) == 3
+
+
+def used_before(folder: Path, name: str, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(folder / f".result-{name}", (then, then))
+
+
+def test_results_expire_unless_they_are_used_or_registered(tmp_path: Path) -> None:
+    folder = TemplateFolder(tmp_path, result_expires_s=60)
+    for name in (A, B, C):
+        folder.put_result(name, b"picture", ["k1"])
+        used_before(tmp_path, name, 50)
+    assert folder.get(A, "k1") == b"picture"  # used: its time begins anew
+    folder.put(B, b"picture", ["k1"])
+    left = folder.expires_s(A)
+    assert left is not None
+    assert left > 55
+    assert folder.expires_s(B) is None
+    used_before(tmp_path, C, 61)
+    assert folder.get(C, "k1") is None
+    folder.expire()
+    assert folder.ids() == [A, B]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        A,
+        B,
+        f"{A}.k1",
+        f"{B}.k1",
+        f".result-{A}",
+    }
+
+
+def test_results_make_room_for_newer_ones_and_for_no_registered_template(tmp_path: Path) -> None:
+    folder = TemplateFolder(tmp_path, max_bytes=10, max_result_bytes=10)
+    folder.put(D, b"0123456789")
+    for age, name in enumerate((A, B, C)):
+        folder.put_result(name, b"1234")
+        used_before(tmp_path, name, 10 - age)
+    assert folder.ids() == [B, C, D]
+    folder.get(B)
+    folder.put_result(A, b"1234")
+    assert folder.ids() == [A, B, D]
+    with pytest.raises(Overloaded, match="max_result_bytes"):
+        folder.put_result(C, b"12345678901")
+    assert folder.ids() == [A, B, D]
+    with pytest.raises(Overloaded, match="max_template_bytes"):
+        folder.keep(A)
+    folder.remove(D)
+    folder.keep(A)
+    assert folder.expires_s(A) is None
+    assert folder.remove(B)
+    assert {path.name for path in tmp_path.iterdir()} == {A}
+
+
+def test_a_result_equal_to_a_registered_template_never_expires(tmp_path: Path) -> None:
+    folder = TemplateFolder(tmp_path, result_expires_s=60)
+    folder.put(A, b"picture", ["k1"])
+    folder.put_result(A, b"picture", ["k2"])
+    assert folder.expires_s(A) is None
+    assert folder.owners(A) == ["k1", "k2"]

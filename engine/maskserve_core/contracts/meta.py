@@ -97,5 +97,13 @@ def with_slack(meta: bytes, due_ms: int, taken_ms: float) -> bytes:
     return b'%b,"slack_ms":%.3f,"slo":"%b"}' % (meta[:-1], slack, slo.encode())
 
 
+def with_result(meta: bytes, template_id: str | None) -> bytes:
+    """META of a final event that names the template which its picture is kept as; None: it could
+    not be kept.
+    """
+    named = b"null" if template_id is None else b'"%b"' % template_id.encode()
+    return b'%b,"result_template_id":%b}' % (meta[:-1], named)
+
+
 def _dump(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values, separators=(",", ":")).encode()

@@ -160,7 +160,10 @@ class EditSettings(Table, frozen=True):
     """Keep the prompt's embeddings for edits of the same API key only: whether the prompt was used
     before cannot be told from another key's times."""
     template_id: TemplateId | None = None
-    """A registered template to edit in place of IMAGE."""
+    """A registered template, or a kept result, to edit in place of IMAGE."""
+    keep_result: bool = False
+    """Keep the edited picture for some time as a template of the client's own, whose id META names
+    as `result_template_id`, and prime it in the background: the next edit may go on with it."""
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None = None
     """The answer is due after this many milliseconds."""
     on_late: LateMode = "drop"

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from maskserve_core.adapters.operations import AdapterOperations
-from maskserve_core.config import Config, ConfigError, templates_folder
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.keys import TEMPLATE_ID, template_id
 from maskserve_core.contracts.scopes import NO_SCOPE, SCOPE, SHARED
 from maskserve_core.contracts.settings import no_duplicates
@@ -26,17 +26,16 @@ from maskserve_core.errors import (
     guarded,
 )
 from maskserve_core.imaging.images import decode_image
-from maskserve_core.imaging.preprocess import prepare_template
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.registry import load_facts
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.cancels import cancel_edit
-from maskserve_core.triton.pipeline import ask_denoiser, encode_template
+from maskserve_core.triton.pipeline import ask_denoiser, prime_template
 from maskserve_core.triton.tensor_io import read_bytes
 from maskserve_core.worker.admission import OPEN, Gate
 from maskserve_core.worker.liveness import silence_limit_s, unwell
 from maskserve_core.worker.status import StatusReader
-from maskserve_core.worker.templates import TemplateFolder
+from maskserve_core.worker.templates import template_folder
 
 log = logging.getLogger("maskserve")
 
@@ -132,7 +131,7 @@ class WorkerControl:
         self._config = config
         self._status = StatusReader(f"{config.runtime_dir}/status")
         self._admission = Gate(config.runtime_dir)
-        self._templates = TemplateFolder(templates_folder(config), config.limits.max_template_bytes)
+        self._templates = template_folder(config)
         self._adapters = AdapterOperations(config)
         self._pool = ThreadPoolExecutor(_THREADS, "control")
 
@@ -236,6 +235,7 @@ class WorkerControl:
 
     def _list(self, scope: str) -> list[dict[str, Any]]:
         """Templates by id: whether an image is registered, by whom, and what is cached of each."""
+        self._templates.expire()
         registered = self._templates.ids()
         entries: dict[str, list[dict[str, Any]]] = {name: [] for name in registered}
         for entry in ask_denoiser(self._api, {"op": "templates"})["templates"]:
@@ -246,6 +246,7 @@ class WorkerControl:
                 "template_id": name,
                 "registered": name in registered,
                 "owners": self._templates.owners(name),
+                "expires_s": self._templates.expires_s(name),
                 "entries": found,
             }
             for name, found in sorted(entries.items())
@@ -281,13 +282,15 @@ class WorkerControl:
             return {"template_id": name, "state": "absent"}
         model = self._config.model
         facts = load_facts(model.path, model.native_resolution)
-        prepared = prepare_template(encoded, facts, self._config)
-        operation = {"op": "prime", "request": prepared.request.to_json().decode()}
-        state = ask_denoiser(self._api, operation, encode_template(self._api, prepared))
+        state = prime_template(self._api, encoded, facts, self._config)
         return {"template_id": name, **state}
 
     def _pin(self, op: str, name: str) -> dict[str, Any]:
-        """Keep what is cached of a template, and will be, from eviction; or no longer."""
+        """Keep what is cached of a template, and will be, from eviction; or no longer. A result
+        that is pinned does not expire.
+        """
+        if op == "pin":
+            self._templates.keep(name)
         found = ask_denoiser(self._api, {"op": op, "template_id": name})["found"]
         if not found and name not in self._templates.ids():
             if op == "pin":

@@ -9,6 +9,7 @@ watches both and answers by itself. Its parts, and their threads:
     Watcher         one thread: cancels, deadlines, the worker's health, probes
     Withdrawals     one thread hears of cancels by id; a few tell the denoiser to free rows
     MetricsThread   publishes how edits ended
+    Results         one thread has kept results primed
     AdapterStore    one thread lists the adapters, a few bring those of accepted edits to the host
 
 A pool thread whose denoiser died stays blocked for good; the watcher has answered its client.
@@ -23,7 +24,7 @@ from typing import Any
 
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config
-from maskserve_core.contracts.meta import with_slack
+from maskserve_core.contracts.meta import with_result, with_slack
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.contracts.tensors import PICTURES
@@ -38,6 +39,7 @@ from maskserve_core.triton.cancels import Withdrawals
 from maskserve_core.triton.metrics import FrontMetrics, MetricsThread
 from maskserve_core.triton.pipeline import Event, run_edit
 from maskserve_core.triton.request_log import RequestLog
+from maskserve_core.triton.results import Results
 from maskserve_core.triton.tensor_io import read_bytes, read_elements
 from maskserve_core.triton.tracing import TRACEPARENT, Tracer, make_tracer
 from maskserve_core.triton.traffic import Traffic, is_probe
@@ -82,6 +84,7 @@ class EditFront:
         self._adapters = AdapterStore(config)
         self._adapters.start()
         self._nets = ControlNets(config, facts)
+        self._results = Results(api, config, facts)
         self._pool = ThreadPoolExecutor(config.engine.front_threads, f"{name}-pool")
         self._calls = Calls()
         self._after_steps = AfterSteps()
@@ -110,6 +113,7 @@ class EditFront:
         self._withdrawals.close()
         self._calls.fail_all(Overloaded("the worker is stopping"))
         self._adapters.close()
+        self._results.close()
         self._metrics.close()
         self._tracer.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -163,10 +167,20 @@ class EditFront:
             call.heard = time.monotonic()
             self._traffic.returned()
             if event.kind == "final":
-                meta = self._judged(call, request_log, event)
-                call.answer.finish({"IMAGE": event.image, "META": meta})
+                self._finish(call, request_log, event)
             elif self._streaming:
                 call.answer.event(event.kind, {"IMAGE": event.image, "META": event.meta})
+
+    def _finish(self, call: Call, request_log: RequestLog, event: Event) -> None:
+        settings, kept = call.edit.settings, None
+        if settings.keep_result:  # before it is judged: it takes its time, too
+            kept = self._results.keep(event.image, call.request_id)
+        meta = self._judged(call, request_log, event)
+        if settings.keep_result:
+            meta = with_result(meta, kept)
+        answered = call.answer.finish({"IMAGE": event.image, "META": meta})
+        if kept is not None and answered and settings.cache != "off":
+            self._results.prime(kept)
 
     def _judged(self, call: Call, request_log: RequestLog, event: Event) -> bytes:
         """META of the final event, with how it stands to its due time if it has one."""

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from maskserve_core.config import Config
 from maskserve_core.errors import EngineFailed
-from maskserve_core.imaging.preprocess import PreparedTemplate
+from maskserve_core.imaging.preprocess import PreparedTemplate, prepare_template
+from maskserve_core.models.facts import ModelFacts
 from maskserve_core.triton.acks import ACKS, AckSender
 from maskserve_core.triton.tensor_io import output, relayed, tensor
 
@@ -110,6 +112,21 @@ def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:
     if answer.has_error():
         raise relayed(answer.error().message(), prepared.request.request_id)
     return [edit_mask, *answer.output_tensors()]
+
+
+def prime_template(api: Any, encoded: bytes, facts: ModelFacts, config: Config) -> dict[str, Any]:
+    """Have a registered image primed in the background. Blocks until that is queued.
+
+    Returns:
+        What the denoiser says of it: its `state`.
+
+    Raises:
+        MaskserveError: the image cannot be used, or what encoder or denoiser answered.
+        ConfigError: the configuration's defaults do not go with the model.
+    """
+    prepared = prepare_template(encoded, facts, config)
+    operation = {"op": "prime", "request": prepared.request.to_json().decode()}
+    return ask_denoiser(api, operation, encode_template(api, prepared))
 
 
 def ask_denoiser(

@@ -97,7 +97,7 @@ def measure() -> dict[str, Any]:
     added, rates = {}, {}
     for name, size in SIZES.items():
         with (
-            worker(answer_bytes=size) as address,
+            worker(answer=bytes(size)) as address,
             proxy(address) as bare,
             router(address) as url,
         ):

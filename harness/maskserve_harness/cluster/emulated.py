@@ -45,7 +45,7 @@ class EmulatedWorker:
         name: of the worker.
         hardware: the device; None: an edit is answered at once.
         templates: ids of the templates whose entries it has.
-        answer_bytes: size of the picture that answers.
+        answer: the picture that answers; by default next to nothing, and no picture.
         max_rows: of its batch.
         max_waiting: of its queue.
         model: name of the one that it serves.
@@ -56,7 +56,7 @@ class EmulatedWorker:
         name: str,
         hardware: Hardware | None,
         templates: tuple[str, ...] = (),
-        answer_bytes: int = 100,
+        answer: bytes = bytes(100),
         max_rows: int = 8,
         max_waiting: int = 100_000,
         model: str = "flux",
@@ -66,7 +66,7 @@ class EmulatedWorker:
         self._edits: dict[str, _Edit] = {}
         self._running: tuple[Ticket, ...] = ()
         self._wake = asyncio.Event()
-        self._answer = bytes(answer_bytes)
+        self._answer = answer
         side = round((hardware.tokens if hardware else 4096) ** 0.5)
         self._status = WorkerStatus(
             name,

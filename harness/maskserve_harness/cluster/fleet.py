@@ -22,11 +22,11 @@ _START_S = 60.0
 
 
 @contextmanager
-def worker(answer_bytes: int) -> Iterator[str]:
-    """A worker in a process of its own that answers at once, with a picture of so many bytes; its
+def worker(answer: bytes) -> Iterator[str]:
+    """A worker in a process of its own that answers at once, with these bytes as the picture; its
     gRPC address.
     """
-    with _process(_serve_worker, answer_bytes) as address:
+    with _process(_serve_worker, answer) as address:
         yield address
 
 
@@ -66,9 +66,9 @@ def _process(serve: Callable[..., None], *arguments: Any) -> Iterator[Any]:
         process.join()
 
 
-def _serve_worker(said: Queue[Any], answer_bytes: int) -> None:
+def _serve_worker(said: Queue[Any], answer: bytes) -> None:
     async def serve() -> None:
-        worker = EmulatedWorker("w000", None, answer_bytes=answer_bytes)
+        worker = EmulatedWorker("w000", None, answer=answer)
         await worker.start()
         said.put(worker.address)
         await asyncio.Event().wait()

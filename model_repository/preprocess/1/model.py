@@ -4,7 +4,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from maskserve_core.config import Config, templates_folder
+from maskserve_core.config import Config
 from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.contracts.tensors import CONTROL
 from maskserve_core.imaging.preprocess import prepare_edit
@@ -13,7 +13,7 @@ from maskserve_core.triton.sync_execute import respond
 from maskserve_core.triton.tensor_io import read_bytes, read_elements
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
-from maskserve_core.worker.templates import TemplateFolder
+from maskserve_core.worker.templates import template_folder
 
 
 class TritonPythonModel(WorkerModel):
@@ -22,7 +22,7 @@ class TritonPythonModel(WorkerModel):
     def open(self, config: Config) -> None:
         model = config.model
         self._facts = load_facts(model.path, model.native_resolution)
-        self._templates = TemplateFolder(templates_folder(config))
+        self._templates = template_folder(config)
         self._tracer = make_tracer(config, "preprocess")
         self._work = self._tracer.recorded("preprocess", self._prepare)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import re
 import time
@@ -11,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
+import pybase64
 from PIL import Image
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -105,7 +105,9 @@ def images_body(asked: Fields, pictures: Sequence[tuple[bytes, dict[str, Any]]])
         "background": "opaque",
         "output_format": asked.output_format,
         "size": size_of(pictures[0][0]),
-        "data": [{"b64_json": text_of_picture(picture)} for picture, _ in pictures],
+        "data": [
+            {"b64_json": text_of_picture(picture), **_kept_as(meta)} for picture, meta in pictures
+        ],
         "usage": _usage([meta for _, meta in pictures]),
         "maskserve": [meta for _, meta in pictures],
     }
@@ -118,7 +120,7 @@ def partial_event(asked: Fields, picture: bytes, index: int) -> bytes:
 
 
 def completed_event(asked: Fields, picture: bytes, meta: dict[str, Any]) -> bytes:
-    more = {"usage": _usage([meta]), "maskserve": [meta]}
+    more = {**_kept_as(meta), "usage": _usage([meta]), "maskserve": [meta]}
     return _event("image_edit.completed", asked, picture, more)
 
 
@@ -140,8 +142,15 @@ def _event(name: str, asked: Fields, picture: bytes, more: Mapping[str, Any]) ->
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(body))
 
 
+def _kept_as(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The id under which a picture is kept for the next edit, where that was asked for."""
+    name = "result_template_id"
+    return {"template_id": meta[name]} if name in meta else {}
+
+
 def text_of_picture(picture: bytes) -> str:
-    return base64.b64encode(picture).decode()
+    text: str = pybase64.b64encode_as_string(picture)
+    return text
 
 
 def size_of(picture: bytes) -> str:

@@ -1,0 +1,75 @@
+"""Results that edits asked to keep: templates of whoever made them, primed for the next edit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from maskserve_core.config import Config, ConfigError
+from maskserve_core.contracts.keys import template_id
+from maskserve_core.contracts.scopes import scope_of
+from maskserve_core.errors import MaskserveError
+from maskserve_core.imaging.images import decode_image
+from maskserve_core.models.facts import ModelFacts
+from maskserve_core.triton.pipeline import prime_template
+from maskserve_core.worker.logs import about
+from maskserve_core.worker.templates import template_folder
+
+log = logging.getLogger("maskserve")
+_MAX_QUEUED = 32
+"""Primings that wait. One more is left out: its template is primed as any is that is edited."""
+
+
+class Results:
+    """The results of one front's edits.
+
+    Args:
+        api: triton_python_backend_utils.
+        config: of this worker.
+        facts: of the served model.
+    """
+
+    def __init__(self, api: Any, config: Config, facts: ModelFacts) -> None:
+        self._api, self._config, self._facts = api, config, facts
+        self._templates = template_folder(config)
+        self._pool = ThreadPoolExecutor(1, "results")
+        self._places = threading.BoundedSemaphore(_MAX_QUEUED)
+
+    def keep(self, image: bytes, request_id: str) -> str | None:
+        """Keep an edit's picture, for the client whose edit it was.
+
+        Args:
+            image: as the client gets it, so that the file that it has is the same template.
+            request_id: of the edit.
+
+        Returns:
+            The template's id; None where it could not be kept, which costs the edit nothing.
+        """
+        try:
+            decoded = decode_image(image, "IMAGE", self._config.limits)
+            name, scope = template_id(decoded.pixels), scope_of(request_id)
+            self._templates.put_result(name, decoded.encoded, [scope] if scope else [])
+        except (MaskserveError, OSError) as error:
+            log.warning("a result is not kept: %s", error, extra=about(request_id))
+            return None
+        return name
+
+    def prime(self, name: str) -> None:
+        """Have a kept result primed in the background."""
+        if self._config.cache.enabled and self._places.acquire(blocking=False):
+            self._pool.submit(self._prime, name)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _prime(self, name: str) -> None:
+        try:
+            encoded = self._templates.get(name)
+            if encoded is not None:
+                prime_template(self._api, encoded, self._facts, self._config)
+        except (MaskserveError, ConfigError, OSError) as error:
+            log.warning("template %s, a result, is not primed: %s", name, error)
+        finally:
+            self._places.release()
