@@ -4,6 +4,7 @@ from maskserve_client.aio import AsyncClient
 from maskserve_client.client import Client
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.events import EditResult, Event, Final, Preview, Progress
+from maskserve_client.templates import Templates
 from maskserve_core.errors import (
     AdapterNotFound,
     Cancelled,
@@ -32,4 +33,5 @@ __all__ = [
     "Progress",
     "ServerUnavailable",
     "TemplateNotFound",
+    "Templates",
 ]

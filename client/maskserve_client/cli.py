@@ -267,7 +267,8 @@ def _add_templates(subcommands: argparse._SubParsersAction[argparse.ArgumentPars
     templates = subcommands.add_parser(
         "templates",
         help="source images that the server keeps",
-        description="Source images that the server keeps, to be edited by their id.",
+        description="Source images that the server keeps, to be edited by their id. --url may be "
+        "the gRPC address of a worker or router, or http://HOST:PORT of a router.",
     )
     actions = templates.add_subparsers(required=True, metavar="ACTION")
     add = actions.add_parser("add", help="register images; prints their ids")

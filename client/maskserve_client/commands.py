@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import ssl
 import sys
 import tempfile
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tqdm import tqdm
 from maskserve_client.client import Client
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.events import EditResult, Final, Preview, Progress
+from maskserve_client.templates import Templates
 from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_core.adapters.store import file_facts
 from maskserve_core.contracts.memory_table import MemoryTable
@@ -274,12 +277,64 @@ def drain(options: argparse.Namespace) -> None:
     print(json.dumps(values) if options.json else f"takes no new edits; {left} in flight")
 
 
+class _ByControl:
+    """Templates of a worker or router, over gRPC."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def add(self, image: str, *, shared: bool) -> str:
+        return self._client.register(image, shared=shared)
+
+    def all(self) -> list[dict[str, Any]]:
+        listed: list[dict[str, Any]] = self._client.control("templates")["templates"]
+        return listed
+
+    def do(self, op: str, name: str) -> dict[str, Any]:
+        return self._client.control(op, template_id=name)
+
+
+class _ByHttp:
+    """Templates of a router, by its templates API."""
+
+    def __init__(self, templates: Templates) -> None:
+        self._templates = templates
+
+    def add(self, image: str, *, shared: bool) -> str:
+        return str(self._templates.register(image, shared=shared)["id"])
+
+    def all(self) -> list[dict[str, Any]]:
+        return self._templates.list()
+
+    def do(self, op: str, name: str) -> dict[str, Any]:
+        return {
+            "pin": self._templates.pin,
+            "unpin": self._templates.unpin,
+            "evict": self._templates.delete,
+        }[op](name)
+
+
+@contextmanager
+def _templates(options: argparse.Namespace) -> Iterator[_ByControl | _ByHttp]:
+    """The server's templates; `--url http://…` is a router's HTTP port."""
+    if options.url.startswith(("http://", "https://")):
+        context = None
+        if options.ca is not None:
+            trusted = _authorities(options.ca)
+            assert trusted is not None
+            context = ssl.create_default_context(cadata=trusted.decode())
+        yield _ByHttp(Templates(options.url, key=options.key, context=context))
+        return
+    with _connected(options) as client:
+        yield _ByControl(client)
+
+
 def templates_add(options: argparse.Namespace) -> None:
     """`maskserve templates add`."""
     added = {}
-    with _connected(options) as client:
+    with _templates(options) as templates:
         for name in options.images:
-            added[name] = client.register(name, shared=options.shared)
+            added[name] = templates.add(name, shared=options.shared)
             if not options.json:
                 print(f"{added[name]}  {name}")
     if options.json:
@@ -288,8 +343,8 @@ def templates_add(options: argparse.Namespace) -> None:
 
 def templates_list(options: argparse.Namespace) -> None:
     """`maskserve templates ls`."""
-    with _connected(options) as client:
-        values = client.control("templates")
+    with _templates(options) as templates:
+        values = {"templates": templates.all()}
     if options.json:
         print(json.dumps(values))
         return
@@ -314,9 +369,9 @@ def _kept(template: dict[str, Any]) -> str:
 def templates_each(options: argparse.Namespace) -> None:
     """`maskserve templates rm`, `pin` and `unpin`: one operation on each id."""
     done = []
-    with _connected(options) as client:
+    with _templates(options) as templates:
         for name in options.ids:
-            done.append(client.control(options.op, template_id=name))
+            done.append(templates.do(options.op, name))
             if not options.json:
                 print(f"{options.op} {name}")
     if options.json:

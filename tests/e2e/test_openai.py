@@ -7,6 +7,7 @@ import base64
 import hashlib
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ import pytest
 import requests
 from PIL import Image
 
+from maskserve_client import Client, Templates
+from maskserve_client.cli import main
+from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_harness.cluster.site import RouterSite
 from maskserve_serving.worker import Worker
 from tests.fakes.pictures import blob_mask, encode, scene
@@ -304,3 +308,35 @@ def test_an_edit_goes_on_with_the_result_of_another(
     kept = requests.post(f"{url}/templates", headers=own, files=sent, data={"prime": "false"})
     assert kept.json()["id"] == last.template_id
     requests.delete(f"{url}/templates/{last.template_id}", headers=own, timeout=60)
+
+
+def test_the_client_and_the_command_line_use_the_templates_api(
+    router: RouterSite, files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    url, mask = f"http://{router.http_url}", files["mask"][1]
+    own, others = (Templates(url, key=KEYS[name]) for name in ("one", "two"))
+    picture = encode(scene(SIDE, SIDE, seed=12))  # no other test's
+    name = own.register(picture, prime=False)["id"]
+    assert name in {template["id"] for template in own.list()}
+    assert own.get(name)["registered"]
+    for forbidden in (others.get, others.pin, others.delete):
+        with pytest.raises(TemplateNotFound):
+            forbidden(name)
+    settings = {"seed": 5, "mask_mode": "alpha", **STEPS}
+    with Client(router.grpc_url, headers={"x-api-key": KEYS["one"]}) as client:
+        by_name = client.edit(None, mask, "a star", template_id=name, **settings)
+        assert by_name.encoded == client.edit(picture, mask, "a star", **settings).encoded
+    assert own.pin(name)["pinned"]
+    assert not own.unpin(name)["pinned"]
+    assert own.delete(name)["deleted"]
+    with pytest.raises(InvalidRequest, match="image"):
+        own.register(b"no picture")
+    with pytest.raises(InvalidRequest, match="key"):
+        Templates(url, key="no").list()
+
+    (tmp_path / "a.png").write_bytes(picture)
+    for words in (("add", str(tmp_path / "a.png")), ("ls",), ("pin", name), ("rm", name)):
+        assert main(["templates", *words, "--url", url, "--key", KEYS["one"]]) == 0
+        assert name in capsys.readouterr().out
+    assert main(["templates", "rm", name, "--url", url, "--key", KEYS["one"]]) == 2
+    assert "TEMPLATE_NOT_FOUND" not in capsys.readouterr().out
