@@ -13,6 +13,7 @@ from maskserve_engine.batch.packing import sparse_layout
 from maskserve_engine.families.flux.compiled import CompiledSegments
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.vectors import AHEAD
+from maskserve_engine.families.unet.rows import Guidance
 from maskserve_harness.benchmarks.fake_compiler import FakeCompiler
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_harness.benchmarks.launch_log import WEIGHTS, Log
@@ -78,7 +79,7 @@ COMPILED_CASES = (
 
 @dataclass(frozen=True)
 class UnetCase:
-    """A steady step of a whole UNet at its native size; one pass per row."""
+    """A steady step of a whole UNet at its native size; one pass per row unless guided."""
 
     name: str
     preset: str
@@ -86,8 +87,11 @@ class UnetCase:
     kind: str = "kv"
     format: str = "int8"
     halo: int = 0
+    guided: bool = False
+    """Two passes per row."""
 
 
+SDXL_GUIDED = UnetCase("SDXL, kv int8, 1 guided row", "sdxl-1024", (0.11,), guided=True)
 UNET_CASES = (
     UnetCase("SD 2.1, dense, 1 row", "sd21-768", (None,)),
     UnetCase("SD 2.1, kv int8, 1 row", "sd21-768", (0.11,)),
@@ -223,6 +227,9 @@ def unet_step(case: UnetCase) -> tuple[Log, int]:
         bench = UnetBench(*args, model)
         bench.fill_entry(case.kind)
         rows = [bench.row(ratio, seed) for seed, ratio in enumerate(case.ratios)]
+        if case.guided:
+            for row in rows:
+                row.guidance = Guidance(row.prompt, 7.5)
         for _ in range(2):
             with cuda.watch() as log:
                 bench.step(rows, case.kind)

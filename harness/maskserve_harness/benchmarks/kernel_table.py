@@ -10,6 +10,11 @@ operations, and `least`: weights and entries read once, inputs and outputs of pr
 attention. The rest is what a kernel that fused more would save.
 
     python scripts/bench kernel_table --bytes
+
+With `--json` a few of all these, as JSON: gigabytes of a dense step and of one of a cached row,
+kernels per block of that one, and kernels of a step of SDXL with guidance.
+
+    python scripts/bench kernel_table --bytes --json
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from maskserve_harness.benchmarks.kernel_counts import (
     COMPILED_CASES,
     GROUPS,
     NEEDED,
+    SDXL_GUIDED,
     TABLE,
     UNET_CASES,
     Counts,
@@ -45,7 +51,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}, too")
     parser.add_argument("--bytes", action="store_true", help="print bytes instead")
+    parser.add_argument("--json", action="store_true", help="print the summary alone, with --bytes")
     args = parser.parse_args()
+    if args.json and not args.bytes:
+        parser.error("--json: with --bytes")
+    if args.json:
+        print(json.dumps({"summary": summary()}, indent=2))
+        return 0
     if args.bytes:
         print_bytes()
         return 0
@@ -70,6 +82,20 @@ def main() -> int:
         rows |= unets
         TABLE.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def summary() -> dict[str, float]:
+    """What later changes are held against."""
+    dense, cached = (
+        next(case for case in CASES if case.name == name)
+        for name in ("dense, 1 row", "kv int8, 1 row")
+    )
+    return {
+        "dense_gb": round(moved_bytes(dense).total() / 1e9, 2),
+        "kv_int8_gb": round(moved_bytes(cached).total() / 1e9, 2),
+        "kernels_per_block_kv": count(cached).per_block,
+        "sdxl_cfg_launches": unet_step(SDXL_GUIDED)[0].launches,
+    }
 
 
 def print_bytes() -> None:
