@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_client.events import Event, Progress
+from maskserve_client.events import EditResult, Event, Progress
 from maskserve_client.web import _pictures, _Session, _settings, _source_and_mask, summary
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import InvalidRequest, Overloaded, TemplateNotFound
@@ -97,6 +97,17 @@ def test_a_picture_is_sent_once_and_again_when_the_server_has_lost_it() -> None:
     assert client.sent == [f"{n:016x}" for n in (1, 1, 2, 2)]
     session.stop("an-edit")  # and says nothing, as it may be done already
     assert client.cancelled == ["an-edit"]
+
+
+def test_to_go_on_with_a_result_sends_no_picture() -> None:
+    client: Any = Asked()
+    session, picture = _Session(client), Image.new("RGB", (8, 8), (1, 2, 3))
+    session.made(EditResult(picture, b"", {"result_template_id": f"{1:016x}"}))
+    session.made(EditResult(Image.new("RGB", (8, 8)), b"", {"result_template_id": None}))
+    client.registered = 1
+    assert list(session.events(picture.copy(), picture, "x", {})) == [Progress(1, 2)]
+    assert client.registered == 1
+    assert client.sent == [f"{1:016x}"]
 
 
 def test_what_the_cache_saved_is_said() -> None:
