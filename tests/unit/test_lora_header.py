@@ -245,3 +245,17 @@ def test_the_demo_model_s_adapters_are_its_own(name: str) -> None:
     assert (header.rank, header.parts) == (16, ("denoiser",))
     with pytest.raises(BadAdapter):
         unet.check(header)
+
+
+def test_the_demo_unet_s_adapter_is_its_own() -> None:
+    path = DEMO.parents[1] / "adapters" / "unet-ninth-colour.safetensors"
+    raw = path.read_bytes()
+    assert len(raw) <= 2 * 2**20
+    header = header_of(raw)
+    base, unet = BaseLayers.of_folder(DEMO), BaseLayers.of_folder(DEMO_UNET)
+    assert base is not None
+    assert unet is not None
+    unet.check(header)
+    assert (header.rank, header.parts) == (8, ("denoiser",))
+    with pytest.raises(BadAdapter):
+        base.check(header)
