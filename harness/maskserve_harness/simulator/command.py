@@ -152,7 +152,7 @@ def bars(args: argparse.Namespace) -> int:
 def deadlines(args: argparse.Namespace) -> int:
     from maskserve_harness.simulator.deadlines import run_deadlines
 
-    report = run_deadlines(lambda line: print(line, flush=True))
+    report = run_deadlines(lambda line: print(line, flush=True), args.seed)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
