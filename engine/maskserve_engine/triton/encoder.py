@@ -9,7 +9,6 @@ in pieces round the mask, nearly as if whole.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -87,7 +86,7 @@ class EditEncoder:
         edit: EditRequest,
         pixels: NDArray[np.uint8],
         edit_mask: NDArray[np.uint8],
-        controls: Sequence[NDArray[np.uint8]] = (),
+        controls: NDArray[np.uint8] | None = None,
     ) -> tuple[Encoded, EncodeReport]:
         """Encode one edit.
 
@@ -95,7 +94,7 @@ class EditEncoder:
             edit: the request.
             pixels: [H, W, 3] source at model resolution.
             edit_mask: [H, W], above 127 = edit.
-            controls: control pictures [H, W, 3].
+            controls: [pictures, H, W, 3] control pictures; None: there are none.
 
         Raises:
             InvalidRequest: a LoRA's file does not fit.
@@ -124,9 +123,9 @@ class EditEncoder:
             ),
         )
 
-    def _control_moments(self, controls: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+    def _control_moments(self, controls: NDArray[np.uint8] | None) -> NDArray[np.float32]:
         """[pictures, 2C, h, w], where ControlNets are given latents."""
-        if not self._encoder.facts.control.latents or not len(controls):
+        if not self._encoder.facts.control.latents or controls is None or not len(controls):
             return NO_CONTROLS
         return np.stack([self._encoder.moments(picture) for picture in controls])
 

@@ -77,10 +77,11 @@ class AdapterRig(Rig):
 
     Args:
         path: a LoRA's file, or a ControlNet's folder as diffusers writes it.
+        refresh: `[controls] refresh` of cached rows; None: the default.
     """
 
-    def __init__(self, folder: Path, steps: int, path: Path) -> None:
-        super().__init__(folder, steps)
+    def __init__(self, folder: Path, steps: int, path: Path, refresh: int | None = None) -> None:
+        super().__init__(folder, steps, refresh=refresh)
         self.lora: LowRankSet | None = None
         self.net: ControlNet | None = None
         if path.is_dir():

@@ -62,6 +62,7 @@ def parse() -> argparse.Namespace:
     add("--model", type=Path, default=DEMO_MODEL)
     add("--frontier", action="store_true", help="compare ways of caching, not systems")
     add("--adapters", type=Path, nargs="+", help="LoRA files, ControlNet folders: judge these")
+    add("--refresh", type=int, help="`[controls] refresh` of cached rows with a ControlNet")
     add("--no-fbcache", action="store_true", help="leave FirstBlockCache out")
     add("--threads", type=int, default=1, help="of torch; more do not help a model so small")
     add("--json", type=Path)
@@ -191,7 +192,9 @@ def judge_adapters(args: argparse.Namespace) -> int:
     found = {}
     for path in args.adapters:
         asked = asked_of(path.stem, args.n)
-        found[path.stem] = judged(AdapterRig(args.model, args.steps, path), without, asked)
+        found[path.stem] = judged(
+            AdapterRig(args.model, args.steps, path, args.refresh), without, asked
+        )
         said(f"{path.stem}: {json.dumps(found[path.stem], indent=1)}")
     report = {**about(args), "adapters": found}
     if args.json:

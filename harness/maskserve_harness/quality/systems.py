@@ -47,10 +47,15 @@ class Rig:
         folder: of a FLUX model.
         steps: of every edit.
         weights: `[model] weights`.
+        refresh: `[controls] refresh`; None: the default.
     """
 
-    def __init__(self, folder: Path, steps: int, *, weights: str = "bf16") -> None:
-        self.config = config_of({"model": {"path": str(folder), "weights": weights}})
+    def __init__(
+        self, folder: Path, steps: int, *, weights: str = "bf16", refresh: int | None = None
+    ) -> None:
+        tables = {"model": {"path": str(folder), "weights": weights}}
+        controls = {} if refresh is None else {"controls": {"refresh": refresh}}
+        self.config = config_of({**tables, **controls})
         self.steps = steps
         self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
         self.adapter = FluxAdapter.load(load_facts(folder), self.config)
