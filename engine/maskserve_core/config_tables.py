@@ -267,7 +267,7 @@ class ControlsConfig(Table, frozen=True):
     (config.json and safetensors files). Empty: edits may name none."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
     """Bytes of ControlNets that stay on the denoiser's device."""
-    refresh: Annotated[int, Meta(ge=1, le=1000)] = 1
+    refresh: Annotated[int, Meta(ge=1, le=1000)] = 7
     """FLUX: beside a cached row a ControlNet computes all tokens at one step in so many, and the
     active ones at the others; 1: all tokens at each."""
 

@@ -70,7 +70,12 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
     base = free_base_port()
     command = serve.partition("#")[0].strip()
     process = subprocess.Popen(
-        ["bash", "-c", f"exec {command} --adapters assets/adapters --base-port {base}"],
+        [
+            "bash",
+            "-c",
+            f"exec {command} --adapters assets/adapters "
+            f"--controlnets assets/controlnets --base-port {base}",
+        ],
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
