@@ -38,6 +38,9 @@ from tests.support.sink import Sink
 
 STEPS = 4
 NBYTES = 4096
+"""Of each adapter, on the device."""
+FILE_BYTES = NBYTES // 2
+"""Of its file: two bytes per weight, where the CPU has four."""
 
 
 class Held:
@@ -49,9 +52,10 @@ class Held:
         self.open: dict[str, threading.Event] = {}
         self.fails: dict[str, Exception] = {}
         self.host: tuple[AdapterFile, ...] = ()
+        self.nbytes = FILE_BYTES
 
     def file_bytes(self, lora: Lora) -> int:
-        return NBYTES
+        return self.nbytes
 
     def on_host(self) -> tuple[AdapterFile, ...]:
         return self.host
@@ -65,7 +69,7 @@ class Held:
                 done(self.fails[lora.name])
                 return
             nbytes = self._bring(lora.version, self.factors(lora.name))
-            done(LoadedLora(f"digest-of-{lora.name}", nbytes, 0.5, NBYTES, "storage"))
+            done(LoadedLora(f"digest-of-{lora.name}", nbytes, 0.5, self.nbytes, "storage"))
 
         threading.Thread(target=work, daemon=True).start()
 
@@ -385,7 +389,7 @@ def test_what_is_at_hand_is_told_and_loads_are_measured(make: Callable[..., Site
     assert loras.tiers()["device"].count == 2
     assert loras.listed() is loras.listed()
     assert loras.counters["adapter_evictions_total"] == 1
-    assert loras.costs.published["storage"].seconds(NBYTES) == pytest.approx(0.5)
+    assert loras.costs.published["storage"].seconds(FILE_BYTES) == pytest.approx(0.5)
     observed = list(site.engine.observations.take())
     for name, _, labels in observed:
         assert len(ENGINE_METRICS[name].labels) == len(labels)
@@ -425,6 +429,19 @@ def test_a_lora_larger_than_the_budget_fails_its_edits_alone(make: Callable[...,
     sink = site.begin(site.job("with", 1, ("a", 1.0)))
     assert "no room for adapter a" in refusal(sink, Overloaded)
     assert site.begin(site.job("without", 1)).final()
+
+
+def test_what_is_booked_is_what_the_weights_take(make: Callable[..., Site]) -> None:
+    """Of a file in half precision, as most are."""
+    site = make()
+    site.loader.nbytes = 2 * sum(
+        x.numel() for factors in site.loader.factors("a").values() for x in factors
+    )
+    site.loader.let_come("a")
+    site.begin(site.job("x", 1, ("a", 1.0))).final()
+    loras = site.engine.manager.loras
+    assert loras is not None
+    assert site.engine.manager.residency.nbytes("lora") == loras.nbytes()
 
 
 def test_a_scale_of_0_asks_for_nothing(make: Callable[..., Site]) -> None:

@@ -31,6 +31,7 @@ from maskserve_core.worker.observations import Observations
 from maskserve_engine.adapters.lora_loader import LoadedLora
 from maskserve_engine.requests.popularity import Popularity
 from maskserve_engine.requests.residency import Residency, Resource
+from maskserve_engine.stages.loader import dtype_of
 
 KIND = "lora"
 _EVICTED_KEPT = 64
@@ -75,7 +76,7 @@ class Loras:
     ) -> None:
         self._residency, self._loader, self._came = residency, loader, came
         self._observations = observations
-        self._bytes_per_weight = 4 if config.model.dtype == "float32" else 2
+        self._bytes_per_weight = dtype_of(config).itemsize
         self._profiles = read_profiles(config.adapters.profiles)
         self._loaded: dict[str, tuple[str, LoadedLora]] = {}
         """Version → name and what is on the device."""
@@ -232,6 +233,7 @@ class Loras:
         self._loader.load(lora, lambda outcome: self._came(lora, outcome))
 
     def _device_bytes(self, file_bytes: int) -> int:
+        """Of a file in half precision; what it takes is known only once it is read."""
         return file_bytes * self._bytes_per_weight // 2
 
     def _value(self, resource: Resource) -> None:

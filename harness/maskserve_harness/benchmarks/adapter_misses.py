@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskserve_core.config import Config
+from maskserve_core.config_tables import ModelConfig
 from maskserve_core.contracts.request import Lora
 from maskserve_core.errors import MaskserveError
 from maskserve_core.worker.observations import Observations
@@ -75,7 +76,8 @@ def misses(service: Service, calls: Sequence[int]) -> tuple[float, float]:
     """
     residency = Residency(1, {KIND: service.slots * NBYTES}, lambda gone: books.dropped(gone))
     loader = _AtOnce()
-    books = Loras(Config(), residency, loader, lambda lora, outcome: None, Observations())
+    config = Config(model=ModelConfig(dtype="bfloat16"))  # so that a file's bytes are its size
+    books = Loras(config, residency, loader, lambda lora, outcome: None, Observations())
     missed = 0
     for number, adapter in enumerate(calls):
         lora = Lora(name=f"a{adapter}", version=f"v{adapter}")
