@@ -241,7 +241,7 @@ def test_each_way_of_ending_is_counted_and_has_one_line(worker: Worker, grpc: Gr
     assert refused["error"].startswith("MASK: ")
     late = only_end(worker, "log-late")
     assert (late["level"], late["code"]) == ("WARNING", "DEADLINE_EXCEEDED")
-    assert late["total_ms"] >= 300
+    assert late["total_ms"] > 0  # refused at once where the worker has measured its steps
     stopped = only_end(worker, "log-cancelled")
     assert (stopped["level"], stopped["code"]) == ("INFO", "CANCELLED")
 
