@@ -39,6 +39,9 @@ def adapter(inner, outputs):
 
 def assert_close(one, other):
     # float32 differs in the order of sums; half precision also in what is rounded between adapters
+    assert one.shape == other.shape
+    if not one.numel():
+        return  # of a row without tokens
     limit = 1e-4 if dtype == torch.float32 else 2 ** -5
     bound = limit * (1 + other.float().abs().max())
     assert (one.float() - other.float()).abs().max() <= bound
