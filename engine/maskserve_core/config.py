@@ -1,4 +1,5 @@
-"""The configuration of a worker, and what follows from it.
+"""The configuration of a worker: its tables (every key has a default, a range and a sentence), and
+what follows from them.
 
 config_file.py reads it from a file.
 """
@@ -7,23 +8,302 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
+from msgspec import Meta
 from msgspec.structs import replace
 
-from maskserve_core.config_tables import (
-    AdaptersConfig,
-    CacheConfig,
-    ControlsConfig,
-    EngineConfig,
-    LimitsConfig,
-    LogConfig,
-    ModelConfig,
-    SloConfig,
-    StagesConfig,
-    TraceConfig,
-)
 from maskserve_core.reading import Table
+
+EntryFormat = Literal["model", "int8", "float8", "int4"]
+ENTRY_FORMATS: tuple[EntryFormat, ...] = get_args(EntryFormat)
+WeightForm = Literal["bf16", "fp8", "int8", "int8-dynamic", "nf4"]
+WEIGHT_FORMS: tuple[WeightForm, ...] = get_args(WeightForm)
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+LOG_LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
+Device = Annotated[
+    str, Meta(pattern=r"\A([a-z]+(:\d+)?)?\Z", description="auto, cpu, cuda or cuda:N")
+]
+
+
+class ModelConfig(Table, frozen=True):
+    """`[model]`: which model is served and the defaults of its edits."""
+
+    path: str = ""
+    """Folder in diffusers format, or a hub id."""
+    name: str = ""
+    """Name clients may ask for; empty: the last part of the path."""
+    revision: str = ""
+    """Hub revision; empty: the default branch."""
+    device: Device = "auto"
+    """Of the denoiser: `auto`, `cpu`, `cuda` or `cuda:N`, N counted over the worker's own GPUs."""
+    encoder_device: Device = ""
+    """Of VAE and text encoders, as `device`; empty: the denoiser's."""
+    decoder_device: Device = ""
+    """Of the VAE's decoder, likewise."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto` (float32 on CPU, bfloat16 on CUDA) or a dtype."""
+    weights: WeightForm = "bf16"
+    """Of the denoiser's transformer blocks: `bf16` as the folder has them, in `dtype`; the others
+    are made of these at start and need the extra `quantised`. `fp8`, `int8` and `int8-dynamic`
+    (which multiplies in int8, too) take a byte per weight, `nf4` half a byte and a bit. Not with
+    `compile`."""
+    t5_weights: Literal["bf16", "int8"] = "bf16"
+    """Of FLUX's T5: `bf16` as the folder has them, in `dtype`; `int8` is made of these at start and
+    takes a byte per weight. It needs the extra `quantised`."""
+    native_resolution: Annotated[int, Meta(ge=0, le=8192)] = 0
+    """Side of the square whose area bounds the model's input; 0: asked of the model."""
+    max_sequence_length: Annotated[int, Meta(ge=1, le=4096)] = 512
+    """Text tokens of the T5 prompt; UNets take as many as their tokenizer says."""
+    num_inference_steps: Annotated[int, Meta(ge=0, le=1000)] = 0
+    """Default steps; 0: those of the model's pipeline in diffusers."""
+    guidance_scale: Annotated[float, Meta(ge=0.0, le=1000.0)] = 0.0
+    """Default guidance; 0: that of the model's pipeline in diffusers."""
+    mask_ring: Annotated[int, Meta(ge=0, le=64)] = 1
+    """Default tokens round the mask that a cached edit computes too."""
+    outside_noise: Literal["template", "edit"] = "template"
+    """Noise outside the mask where the model has Inpaint semantics: `template` (the same for every
+    edit of a picture, so that cached and dense edits agree) or `edit` (diffusers' own, from the
+    edit's seed). Under the mask it is always the edit's."""
+    first_block_threshold: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
+    """Default change of what the first block adds below which a step leaves the other blocks out
+    (FirstBlockCache; FLUX only); 0 leaves out none."""
+    torch_threads: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """CPU threads of the denoiser; 0: all."""
+    compile: bool = False
+    """Whether what is before and after attention in FLUX blocks is compiled at start
+    (torch.compile; needs a C++ compiler)."""
+
+
+class LimitsConfig(Table, frozen=True):
+    """`[limits]`: what one request may ask at most."""
+
+    max_image_bytes: Annotated[int, Meta(ge=1024, le=2**31)] = 50 * 2**20
+    """Encoded bytes of an image."""
+    max_pixels: Annotated[int, Meta(ge=64, le=2**31)] = 50_000_000
+    """Decoded pixels of an image."""
+    max_side: Annotated[int, Meta(ge=8, le=65535)] = 16384
+    """Longest side of an image."""
+    max_prompt_chars: Annotated[int, Meta(ge=1, le=10**6)] = 32_000
+    """Characters of a prompt."""
+    max_template_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**30
+    """Encoded bytes of all registered images."""
+    max_result_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**29
+    """Encoded bytes of the results that edits asked to keep (`keep_result`); beyond, those that
+    were not used for the longest time go."""
+    result_expires_s: Annotated[float, Meta(ge=1, le=31 * 86400)] = 3600.0
+    """Time after its last use when a kept result goes."""
+    max_steps: Annotated[int, Meta(ge=1, le=1000)] = 200
+    """Denoising steps of one edit."""
+
+
+class EngineConfig(Table, frozen=True):
+    """`[engine]`: the step loop."""
+
+    max_rows: Annotated[int, Meta(ge=1, le=256)] = 8
+    """Rows of the running batch."""
+    max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
+    """Edits waiting for a row; one more is refused."""
+    drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0
+    """Time that accepted edits have to finish."""
+    heartbeat_s: Annotated[float, Meta(ge=0.01, le=5)] = 0.1
+    """How often an idle engine says it is alive."""
+    heartbeat_timeout_s: Annotated[float, Meta(ge=0.2, le=600)] = 10.0
+    """Silence after which the engine counts as hung."""
+    stuck_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 120.0
+    """Time after which a worker counts as stuck: edits are on their way to the engine or back and
+    none comes through, or a front does not answer the supervisor. Longer than encoding or decoding
+    one picture takes."""
+    watch_interval_s: Annotated[float, Meta(ge=0.001, le=1)] = 0.02
+    """How often fronts look for a cancel; less often when steps are longer."""
+    warm_up: bool = True
+    """Whether encoder, denoiser and decoder run once before the worker is ready: on a GPU at the
+    model's native size, dense and cached, on a CPU at a small one."""
+    front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
+    """Edits one front serves at once."""
+
+
+class CacheConfig(Table, frozen=True):
+    """`[cache]`: template activations."""
+
+    enabled: bool = True
+    """Whether templates are primed and cached rows served."""
+    budget_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
+    """Bytes on the device, of entries and of what rows have loaded; 0: of what weights, stages and
+    the largest step leave free, 80 % on a GPU and a quarter on a CPU."""
+    host_dir: str = ""
+    """Folder of the host tier, on a tmpfs that the host's workers share; empty: no such tier."""
+    host_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
+    """Bytes of the host tier; 0: half of what is free there."""
+    disk_dir: str = ""
+    """Folder of the disk tier; empty: no such tier. Where the file does not name it, `maskserve
+    serve` takes `entries` in the user's cache folder (`--entries DIR`: another, `--entries ''`:
+    none)."""
+    disk_bytes: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    """Bytes of the disk tier; 0: half of what is free there."""
+    remote_url: str = ""
+    """URL of the remote tier, as fsspec takes it (s3://bucket/folder); empty: no such tier."""
+    remote_bytes: Annotated[int, Meta(ge=0, le=2**60)] = 2**40
+    """Bytes of the remote tier."""
+    remote_patience_s: Annotated[float, Meta(ge=0.01, le=3600.0)] = 10.0
+    """Seconds after which an edit no longer waits for its template from the remote tier."""
+    entry_kind: Literal["kv", "h", "both", "auto"] = "kv"
+    """What is kept per block: `kv`, `h`, `both`, or `auto`: for each block what the planner would
+    take at a mask ratio of 0.2 from the host tier."""
+    cfg_entries: Literal["shared", "own"] = "shared"
+    """Under classifier-free guidance, `shared`: both passes of a step read the same entries; `own`:
+    the pass of the negative prompt reads entries primed without a prompt, at twice the bytes. The
+    same where that is what an empty prompt is (SD 2.1)."""
+    plan: Literal["auto", "fixed"] = "auto"
+    """`auto`: each step loads, projects or computes blocks as is fastest; `fixed`: every block
+    takes its entry, whatever that costs."""
+    conv_halo: Annotated[int, Meta(ge=0, le=64)] = 0
+    """UNets: positions round the mask's box, at each level, on which cached rows compute their
+    convolutions; farther out these read the template's feature maps, which are kept besides. Goes
+    with `entry_kind` `kv`, and `plan` is `fixed`. 0: the whole picture."""
+    entry_format: EntryFormat = "int4"
+    """Storage of entries."""
+    placed_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**26
+    """FLUX: bytes in which the decoded keys and values of the running cached rows stay from step to
+    step, if those of all blocks fit; else each step decodes its entries anew. They count as a
+    step's."""
+    stride: Annotated[int, Meta(ge=0, le=1000)] = 0
+    """So many steps of the priming schedule share an anchor; as many as it has, or more: one serves
+    all. 0: what the model needs, all steps for FLUX Fill, 7 for others."""
+    dense_steps: Annotated[int, Meta(ge=-1, le=1000)] = -1
+    """First steps of a cached edit that compute all tokens: nearer to a dense edit, for that many
+    dense steps. -1: what the model needs, one for FLUX base models where the edit has ten
+    steps or more and a prompt, or covers a whole side of the picture, none for others."""
+    dense_above_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
+    """Mask ratio from which a row runs dense even on a hit."""
+    priming_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.25
+    """Share of steps that priming may take from live rows."""
+    audit_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Share of cached edits that are made again without the cache, when the engine has nothing else
+    to do, and compared."""
+    audit_limit: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.25
+    """Difference of such an edit, relative, beyond which its template runs dense from then on."""
+
+
+class StagesConfig(Table, frozen=True):
+    """`[stages]`: what surrounds an edit's steps, the encoder and the decoder."""
+
+    prompt_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**28
+    """Bytes of prompts' embeddings that the encoder keeps; FLUX.1's takes 8 MB. 0: none."""
+    template_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**29
+    """Bytes of templates' encodings that the encoder keeps in host memory; FLUX.1 Fill's at
+    1024 x 1024 take 20 MB. 0: none."""
+    encode_halo: Annotated[int, Meta(ge=0, le=64)] = 2
+    """Latents round the mask that are encoded with it where a Fill model's masked picture is the
+    template's elsewhere, and the template is kept. 0: all of it is encoded. `reproducible` edits
+    and those with `cache` `off` have all of it encoded."""
+    decode_halo: Annotated[int, Meta(ge=0, le=64)] = 4
+    """Positions round what a cached edit pastes that are decoded with it, at each level of the VAE;
+    the rest of the picture is not decoded. 0: all of it is. Dense and reproducible edits are always
+    decoded as a whole."""
+    decode_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**26
+    """Bytes of templates' norms that the decoder keeps for this; FLUX.1's take 2 MB."""
+
+
+class SloConfig(Table, frozen=True):
+    """`[slo]`: when answers are due."""
+
+    enabled: bool = False
+    """Whether edits without `deadline_ms` are due by their size, too. Such an edit goes on when it
+    is late (`on_late: finish`)."""
+    seconds_256: Annotated[float, Meta(gt=0.0, le=86400.0)] = 1.5
+    """From acceptance to answer, of edits that the model computes at up to 256 x 256 pixels."""
+    seconds_512: Annotated[float, Meta(gt=0.0, le=86400.0)] = 2.0
+    """Up to 512 x 512."""
+    seconds_1024: Annotated[float, Meta(gt=0.0, le=86400.0)] = 3.0
+    """Up to 1024 x 1024."""
+    seconds_2048: Annotated[float, Meta(gt=0.0, le=86400.0)] = 5.0
+    """Of larger ones."""
+    refuse_above: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.5
+    """An edit that would be dropped at its `deadline_ms` is refused at once if its predicted time
+    is over what is left, times this; 0: never."""
+
+    @property
+    def times_ms(self) -> tuple[int, ...]:
+        """Of edits without `deadline_ms`, as `contracts.due_times.due_by_size` takes them."""
+        if not self.enabled:
+            return ()
+        seconds = (self.seconds_256, self.seconds_512, self.seconds_1024, self.seconds_2048)
+        return tuple(round(1e3 * each) for each in seconds)
+
+
+class AdaptersConfig(Table, frozen=True):
+    """`[adapters]`: the LoRAs that edits may name."""
+
+    store: str = ""
+    """Where they are: a folder, or a URL as fsspec takes it (s3://bucket/folder). An adapter NAME
+    is the file NAME.safetensors, or NAME/pytorch_lora_weights.safetensors. Empty: edits may name
+    none."""
+    rescan_s: Annotated[float, Meta(ge=0.05, le=86400.0)] = 10.0
+    """How often the store is listed anew."""
+    timeout_s: Annotated[float, Meta(ge=0.05, le=3600.0)] = 20.0
+    """Time in which the store answers one call, or brings the next 8 MiB of a file."""
+    host_dir: str = ""
+    """Folder of files ready for use, on a tmpfs that the host's workers share; empty: in the
+    runtime folder."""
+    host_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**32
+    """Bytes of that folder."""
+    disk_dir: str = ""
+    """Folder on a disk between the store and the host's memory; empty: no such tier."""
+    disk_bytes: Annotated[int, Meta(ge=2**10, le=2**53)] = 2**36
+    """Bytes of that folder."""
+    device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**31
+    """Bytes of adapters that stay on the denoiser's device."""
+    max_bytes: Annotated[int, Meta(ge=2**10, le=2**40)] = 2**30
+    """Largest file of an adapter."""
+    max_rank: Annotated[int, Meta(ge=1, le=4096)] = 256
+    """Largest rank of an adapter."""
+    profiles: str = ""
+    """JSON file: adapter to the sigma until which an edit with `adapters: fast` may go without it.
+    Empty, or an adapter that is not in it: not at all."""
+    entries: Literal["own", "base"] = "own"
+    """Cached activations for edits with adapters: `own`, primed with the adapters; `base`, those of
+    the model without any."""
+
+
+class ControlsConfig(Table, frozen=True):
+    """`[controls]`: the ControlNets that edits may name."""
+
+    folder: str = ""
+    """Where they are: a ControlNet NAME is the folder NAME below it, as diffusers saves one
+    (config.json and safetensors files). Empty: edits may name none."""
+    device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
+    """Bytes of ControlNets that stay on the denoiser's device."""
+    refresh: Annotated[int, Meta(ge=1, le=1000)] = 7
+    """FLUX: beside a cached row a ControlNet computes all tokens at one step in so many, and the
+    active ones at the others; 1: all tokens at each."""
+
+
+class LogConfig(Table, frozen=True):
+    """`[log]`: what a worker's own processes write down (docs/observability.md)."""
+
+    level: LogLevel = "INFO"
+    """Lines below this level are left out."""
+    format: Literal["json", "text"] = "json"
+    """`json`: an object per line; `text`: for people."""
+    file: str = ""
+    """Lines are appended to this file, which all processes share; empty: to standard error, which
+    is Triton's log. `maskserve serve` names one per worker unless this is set."""
+
+
+class TraceConfig(Table, frozen=True):
+    """`[trace]`: OpenTelemetry spans (docs/observability.md)."""
+
+    otlp_url: Annotated[str, Meta(pattern=r"\A(https?://[^\s/]+/\S*)?\Z")] = ""
+    """Where spans go (OTLP over HTTP), as http://collector:4318/v1/traces; empty: nowhere."""
+    rate: Annotated[int, Meta(ge=1, le=10**9)] = 1
+    """One request in so many is traced, beside those whose client sends a trace context."""
+    timeout_s: Annotated[float, Meta(ge=0.1, le=60)] = 2.0
+    """Time to send a batch of spans; then it is lost."""
+    interval_s: Annotated[float, Meta(ge=0.05, le=60)] = 1.0
+    """How often spans are sent."""
+    queue: Annotated[int, Meta(ge=1, le=10**6)] = 4096
+    """Spans of one process waiting to be sent; more are lost."""
 
 
 class ConfigError(ValueError):

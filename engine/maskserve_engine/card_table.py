@@ -15,9 +15,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from maskserve_core.config import Config, ConfigError, beside_denoiser, model_name
+from maskserve_core.config import WEIGHT_FORMS, Config, ConfigError, beside_denoiser, model_name
 from maskserve_core.config_file import load_config
-from maskserve_core.config_tables import WEIGHT_FORMS
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.cost_model import H100, estimate
 from maskserve_engine.entry_store import sized

@@ -20,8 +20,7 @@ from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, guarded
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.step_scheduler import StepScheduler
-from maskserve_core.worker.ticket import MakePolicy
+from maskserve_core.worker.step_scheduler import MakePolicy, StepScheduler
 from maskserve_engine.adapters.control_net_loader import Bring as BringNet
 from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
 from maskserve_engine.adapters.lora_loader import Bring, LoadedLora, LoraLoader
@@ -35,10 +34,9 @@ from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.inbox import Inbox
 from maskserve_engine.job import Conditioning, EditJob, Failed, Sink
 from maskserve_engine.local_executor import LocalExecutor
-from maskserve_engine.measured_costs import MeasuredCosts
+from maskserve_engine.measured_costs import MeasuredCosts, StepTimes
 from maskserve_engine.memory import device_memory, memory_table
 from maskserve_engine.output_thread import OutputThread
-from maskserve_engine.price_list import PriceList
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.control_nets import EditControlNets
 from maskserve_engine.requests.control_nets import Loader as NetLoader
@@ -52,10 +50,9 @@ from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
 from maskserve_engine.stages.quantise import form_in_words
 from maskserve_engine.stages.revision import model_revision
-from maskserve_engine.status_publisher import StatusPublisher, new_counters
+from maskserve_engine.status_publisher import PriceList, StatusPublisher, new_counters
 from maskserve_engine.step_planner import StepPlanner
 from maskserve_engine.step_runner import StepRunner
-from maskserve_engine.step_times import StepTimes
 from maskserve_engine.warm_up import warm_up
 
 _log = logging.getLogger(__name__)

@@ -7,9 +7,8 @@ from maskserve_core.models.facts import anchor_stride
 from maskserve_core.planning.cost_model import CostModel, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat
 from maskserve_engine.cache.folder_tier import FolderTier
-from maskserve_engine.cache.loader import Loader
+from maskserve_engine.cache.loader import CudaMover, HostMover, Loader, Mover
 from maskserve_engine.cache.memory_tier import MemoryTier
-from maskserve_engine.cache.movers import CudaMover, HostMover, Mover
 from maskserve_engine.cache.remote_tier import RemoteTier
 from maskserve_engine.cache.sizing import (
     Kinds,

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.worker.logs import about
 from maskserve_engine.batch.transfer import HostCopy, beside
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.handle import Handle
 from maskserve_engine.cache.loader import EntryLost
 from maskserve_engine.cache.reader import EntryReader
+from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.cache.store import Store
 from maskserve_engine.device_clock import Span, mark
 from maskserve_engine.executor import (

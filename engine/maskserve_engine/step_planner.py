@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from maskserve_core.planning.flops import FeatureMap, Floats, ModelWork, Totals
-from maskserve_core.planning.plan_cache import PlanCache, plan_totals
-from maskserve_core.planning.step_costs import StepCosts, step_costs
-from maskserve_core.planning.two_stream import Plan, evaluate
+from maskserve_core.planning.planner import PlanCache, plan_totals
+from maskserve_core.planning.two_stream import Plan, StepCosts, evaluate, step_costs
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.cache.loader import Want
 from maskserve_engine.executor import LoadState

@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import count
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.worker.logs import about
@@ -16,11 +16,11 @@ from maskserve_engine.counted_work import CountedWork
 from maskserve_engine.executor import Executor, LoadState, Read, RowStep, StepInput, StepResult
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import Preview, Progress
+from maskserve_engine.measured_costs import StepTimes, TakenStep
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 from maskserve_engine.step_planner import Reading, StepPlan, StepPlanner
-from maskserve_engine.step_times import StepTimes, TakenStep
 
 _log = logging.getLogger(__name__)
 

@@ -76,7 +76,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an anchor of any distance is near enough",
-        f"{_CORE}/contracts/entry_key.py",
+        f"{_CORE}/contracts/keys.py",
         "if distance <= tolerance and (",
         "if distance <= 1.0 and (",
         f"{_UNIT}/test_cache.py::test_the_nearest_anchor_within_tolerance",
@@ -105,7 +105,7 @@ MUTATIONS = (
     ),
     Mutation(
         "int4 floors",
-        f"{_ENGINE}/cache/codec.py",
+        f"{_ENGINE}/cache/entries.py",
         "steps = (grouped / groups.float()[:, :, None]).round_()",
         "steps = (grouped / groups.float()[:, :, None]).floor_()",
         f"{_WAY}::test_int4_is_off_by_half_a_step_at_most_and_by_nothing_in_the_mean",
@@ -142,7 +142,7 @@ MUTATIONS = (
     ),
     Mutation(
         "prompts do not matter to how an edit begins",
-        f"{_CORE}/planning/dense_steps.py",
+        f"{_CORE}/models/facts.py",
         "needed = max(self.prompt if prompt else 0, self.side if side else 0)",
         "needed = self.side if side else 0",
         f"{_UNIT}/test_dense_steps.py"
@@ -165,7 +165,7 @@ MUTATIONS = (
     # What a row computes.
     Mutation(
         "the ring is ignored",
-        f"{_CORE}/imaging/tokens.py",
+        f"{_CORE}/imaging/masks.py",
         "grid = grow(grid, ring, ring, axis)",
         "grid = grow(grid, 0, 0, axis)",
         f"{_UNIT}/test_masks.py::test_a_ring_adds_every_token_so_near_a_masked_one",

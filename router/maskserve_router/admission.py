@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from maskserve_core.contracts.scopes import NO_SCOPE
+from maskserve_core.contracts.keys import NO_SCOPE
 from maskserve_router.config import AdmissionBounds, Key
 from maskserve_router.failures import RetryLater, Unauthorized
 from maskserve_router.metrics import Metrics
@@ -47,7 +47,7 @@ class Client:
     private_prompts: bool = False
     """Embeddings of its prompts are kept for itself alone."""
     scope: str = NO_SCOPE
-    """Of its request ids and templates (`maskserve_core.contracts.scopes`). It follows from the
+    """Of its request ids and templates (`maskserve_core.contracts.keys`). It follows from the
     key's name, so that a key may be changed."""
     edits: int = 0
     """Under way."""

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from maskserve_core.config import ConfigError
+from maskserve_core.config import ConfigError, LimitsConfig, LogConfig, TraceConfig
 from maskserve_core.config_file import laid_over, read_tables, read_toml
-from maskserve_core.config_tables import LimitsConfig, LogConfig, TraceConfig
 from maskserve_core.reading import Table
 from maskserve_core.routing.policies import POLICIES
 

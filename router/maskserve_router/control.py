@@ -10,7 +10,7 @@ import grpc.aio
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts.scopes import NO_SCOPE, name_of, scope_of
+from maskserve_core.contracts.keys import NO_SCOPE, name_of, scope_of
 from maskserve_core.errors import EngineFailed, InvalidRequest
 from maskserve_core.routing import Edit, NoWorkerAvailable
 from maskserve_core.triton.control import ADAPTER_WRITES, PATIENT, SCOPED, parse_operation

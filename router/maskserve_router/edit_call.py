@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts.scopes import NO_SCOPE, name_of, scope_of, scoped
+from maskserve_core.contracts.keys import NO_SCOPE, name_of, scope_of, scoped
 from maskserve_core.contracts.settings import EditSettings, dump_settings, parse_settings
 from maskserve_core.contracts.tensors import CONTRACTS, Contract
 from maskserve_core.errors import InvalidRequest

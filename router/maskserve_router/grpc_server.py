@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.contracts.scopes import NO_SCOPE
+from maskserve_core.contracts.keys import NO_SCOPE
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_router.admission import Client
 from maskserve_router.config import RouterConfig

@@ -9,14 +9,12 @@ from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
-from maskserve_core.config_tables import LimitsConfig
+from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts.request import steps_run
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.contracts.settings_rules import steps_run
 from maskserve_core.contracts.status_record import Served
-from maskserve_core.imaging.geometry import Size, model_size
-from maskserve_core.imaging.images import decode_mask, read_size
-from maskserve_core.imaging.masks import build_masks
-from maskserve_core.imaging.tokens import active_tokens, cover_a_side
+from maskserve_core.imaging.images import Size, decode_mask, model_size, read_size
+from maskserve_core.imaging.masks import active_tokens, build_masks, cover_a_side
 from maskserve_core.routing import Edit
 from maskserve_router.config import RouterConfig
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from maskserve_core.config_tables import WEIGHT_FORMS
+from maskserve_core.config import WEIGHT_FORMS
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import (
     DEFAULT_BASE_PORT,

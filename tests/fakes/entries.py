@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from maskserve_core.contracts.entry_key import Anchor
-from maskserve_engine.cache.codec import Coded, encode
-from maskserve_engine.cache.entries import PARTS, AnchorEntry, BlockEntry
+from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.cache.entries import PARTS, AnchorEntry, BlockEntry, Coded, encode
 from maskserve_engine.cache.tier import Note
 
 ANCHORS = tuple(Anchor(s, 1000 * s) for s in (0.9, 0.1 + 0.2, 1 / 3))

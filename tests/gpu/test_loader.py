@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.config_tables import ENTRY_FORMATS
-from maskserve_engine.cache.codec import encode
-from maskserve_engine.cache.movers import CudaMover, HostMover, Mover
+from maskserve_core.config import ENTRY_FORMATS
+from maskserve_engine.cache.entries import encode
+from maskserve_engine.cache.loader import CudaMover, HostMover, Mover
 
 
 @pytest.mark.parametrize("format", ENTRY_FORMATS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from maskserve_engine.cache.codec import encode
+from maskserve_engine.cache.entries import encode
 from maskserve_engine.layers.attention import Segments, attention, ends, spans, uniform
 from maskserve_engine.layers.modulation import PerRow, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import fused as fused_heads

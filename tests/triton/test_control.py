@@ -250,7 +250,7 @@ def test_an_image_of_every_mode_is_registered_as_it_came(
 def test_a_registered_template_is_encoded_and_primed(
     api: FakeTriton, config: Config, tiny_fill: Path
 ) -> None:
-    from maskserve_core.config_tables import ModelConfig
+    from maskserve_core.config import ModelConfig
 
     seen: list[dict[str, Any]] = []
     encoded = {

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor
 from maskserve_core.contracts.status_record import AdapterTierTotal
 from maskserve_core.models.flux import flux_work
 from maskserve_core.triton.metric_table import (

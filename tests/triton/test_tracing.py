@@ -20,9 +20,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from maskserve_core.config import Config, ConfigError
+from maskserve_core.config import Config, ConfigError, TraceConfig
 from maskserve_core.config_file import config_of
-from maskserve_core.config_tables import TraceConfig
 from maskserve_core.errors import Cancelled, InvalidRequest
 from maskserve_core.triton.frontend import EditFront
 from maskserve_core.triton.tracing import Stage, Tracer, make_tracer, parent_of

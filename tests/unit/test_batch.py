@@ -13,7 +13,7 @@ from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 
 from maskserve_engine.families.flux import batch as batch_module
 from maskserve_engine.families.flux.batch import Batch
-from maskserve_engine.families.flux.latents import unpack_latents
+from maskserve_engine.families.flux.conditioning import unpack_latents
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.flux.schedule import make_schedule
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_core.config import ConfigError
-from maskserve_core.contracts.entry_key import (
+from maskserve_core.contracts.keys import (
     Anchor,
     TemplateKey,
     anchor_steps,
@@ -21,9 +21,8 @@ from maskserve_core.contracts.entry_key import (
     nearest_anchor,
 )
 from maskserve_core.errors import EngineFailed, Overloaded
-from maskserve_engine.cache.codec import Coded
-from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.movers import Arrival, HostMover
+from maskserve_engine.cache.entries import AnchorEntry, Coded
+from maskserve_engine.cache.loader import Arrival, HostMover
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder

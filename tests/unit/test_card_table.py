@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.config import ConfigError
-from maskserve_core.config_tables import WEIGHT_FORMS
+from maskserve_core.config import WEIGHT_FORMS, ConfigError
 from maskserve_engine import card_table
 from maskserve_engine.card_table import CARDS, Shapes, check_fits, text
 from maskserve_engine.entry_store import estimated_costs, sized

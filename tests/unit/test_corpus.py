@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maskserve_core.config import Config
-from maskserve_core.config_tables import ModelConfig
+from maskserve_core.config import Config, ModelConfig
+from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import dump_settings, parse_settings
-from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.errors import InvalidRequest, MaskserveError
 from maskserve_core.imaging.postprocess import source_and_weights
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit

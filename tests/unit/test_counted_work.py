@@ -10,7 +10,7 @@ import pytest
 
 from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.flops import ModelWork
-from maskserve_engine.cache.movers import HostMover
+from maskserve_engine.cache.loader import HostMover
 from maskserve_engine.counted_work import CountedWork
 from maskserve_engine.families.registry import load_encoder
 from maskserve_harness.benchmarks.models import FLUX_DEV

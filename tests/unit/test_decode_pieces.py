@@ -19,8 +19,7 @@ from maskserve_core.contracts.meta import event_meta, final_meta
 from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.imaging.morphology import component_boxes
-from maskserve_core.imaging.tokens import active_tokens
+from maskserve_core.imaging.masks import active_tokens, component_boxes
 from maskserve_core.models.registry import load_facts
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.stages.decode import Decoder

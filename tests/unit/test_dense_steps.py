@@ -12,8 +12,8 @@ import pytest
 
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.contracts.status_record import Served
+from maskserve_core.models.facts import DenseSteps, dense_steps
 from maskserve_core.models.registry import load_facts
-from maskserve_core.planning.dense_steps import DenseSteps, dense_steps
 from maskserve_core.routing import Edit, Pricing, WorkerView
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from maskserve_core.config_tables import SloConfig
+from maskserve_core.config import SloConfig
 from maskserve_core.contracts.due_times import SLO_OUTCOMES, due_by_size, slo_outcome
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import CODES, DeadlineExceeded, Overloaded
 from maskserve_core.triton.after_steps import AfterSteps
 from maskserve_core.triton.call import bounded
-from maskserve_core.worker.step_scheduler import StepScheduler
-from maskserve_core.worker.ticket import Ticket
+from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.imaging.morphology import component_boxes
+from maskserve_core.imaging.masks import component_boxes
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder

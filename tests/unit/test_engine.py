@@ -20,7 +20,7 @@ from maskserve_core.errors import (
     InvalidRequest,
     Overloaded,
 )
-from maskserve_core.imaging.tokens import active_tokens
+from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.worker.status import StatusReader
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.adapter import Adapter

@@ -9,7 +9,7 @@ import torch
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, end_bytes, entry_bytes
-from maskserve_engine.cache.codec import encode
+from maskserve_engine.cache.entries import encode
 from maskserve_harness.benchmarks.models import FLUX_DEV
 from tests.support.model_configs import TINY_SDXL
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from maskserve_core.contracts.entry_key import Anchor
-from maskserve_engine.cache.codec import GROUP, encode
-from maskserve_engine.cache.entries import PARTS, AnchorEntry
+from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.cache.entries import GROUP, PARTS, AnchorEntry, encode
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder

@@ -17,7 +17,7 @@ from diffusers import FluxTransformer2DModel
 from maskserve_core.planning.cost_model import H100, estimate
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.batch.skipping import FirstBlockCache
-from maskserve_engine.cache.movers import Arrival
+from maskserve_engine.cache.loader import Arrival
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.device_clock import Span, mark
 from maskserve_engine.executor import Read, StepInput
@@ -26,9 +26,8 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.forward import Packed
 from maskserve_engine.local_executor import LocalExecutor
-from maskserve_engine.measured_costs import MeasuredCosts
+from maskserve_engine.measured_costs import MeasuredCosts, StepTimes, TakenStep
 from maskserve_engine.status_publisher import new_counters
-from maskserve_engine.step_times import StepTimes, TakenStep
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_harness.benchmarks.kernel_counts import (
     CASES,

@@ -18,7 +18,7 @@ from maskserve_engine.batch.inputs import Packed
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.blocks import FluxStep
-from maskserve_engine.families.flux.latents import pack_latents
+from maskserve_engine.families.flux.conditioning import pack_latents
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
 from maskserve_engine.families.flux.vectors import embed, vectors

@@ -12,13 +12,12 @@ import torch
 
 from maskserve_core.config import Config
 from maskserve_engine.batch.forward import State
-from maskserve_engine.control import Control
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.control import Controlled, Nets, RowControl
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import EditJob
+from maskserve_engine.job import Control, EditJob
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance

@@ -19,7 +19,7 @@ from maskserve_core.worker.gangs.work import (
     device_seconds,
     frontier,
 )
-from maskserve_core.worker.ticket import Ticket
+from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_harness.simulator.deadlines import optimum, small_instance
 from maskserve_harness.simulator.gangs import (
     SIZES,

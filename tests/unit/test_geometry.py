@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from maskserve_core.imaging.geometry import model_size, resize, resize_part
+from maskserve_core.imaging.images import model_size, resize, resize_part
 from tests.fakes.pictures import scene
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
-from maskserve_core.config_tables import LimitsConfig
+from maskserve_core.config import LimitsConfig
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import decode_image, decode_mask, encode_image, to_base64
 from maskserve_harness.soaking.pictures import png_file

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from maskserve_engine.cache.codec import GROUP  # noqa: E402
+from maskserve_engine.cache.entries import GROUP  # noqa: E402
 from maskserve_engine.layers.modulation_kernels import (  # noqa: E402
     add_gated_kernel,
     modulate_kernel,

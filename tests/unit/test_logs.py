@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.config_tables import LogConfig
+from maskserve_core.config import Config, ConfigError, LogConfig
 from maskserve_core.worker.logs import JsonFormatter, TextFormatter, about, log_handler, start_log
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +128,7 @@ def test_a_file_that_was_moved_away_is_opened_anew(tmp_path: Path) -> None:
 WRITER = """
 import logging, sys
 from maskserve_core.config import Config
-from maskserve_core.config_tables import LogConfig
+from maskserve_core.config import LogConfig
 from maskserve_core.worker.logs import start_log
 start_log(Config(log=LogConfig(file=sys.argv[1])), sys.argv[2])
 for number in range(200):

@@ -11,14 +11,13 @@ from msgspec import structs
 
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config, ModelConfig
-from maskserve_core.contracts.request import AcceptedEdit, Lora
+from maskserve_core.contracts.request import AcceptedEdit, Lora, accept_edit
 from maskserve_core.contracts.settings import (
     EditSettings,
     LoraSetting,
     dump_settings,
     parse_settings,
 )
-from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.errors import AdapterNotFound, InvalidRequest
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.loras import OTHER_MODEL, lora, write

@@ -15,13 +15,14 @@ from scipy import ndimage
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.imaging.images import DecodedMask
 from maskserve_core.imaging.masks import (
+    active_tokens,
+    active_tokens_per_level,
     build_masks,
+    component_boxes,
     edit_mask,
     paste_weights,
     selected,
 )
-from maskserve_core.imaging.morphology import component_boxes
-from maskserve_core.imaging.tokens import active_tokens, active_tokens_per_level
 
 small = st.integers(1, 24)
 bools = hnp.arrays(np.bool_, st.tuples(small, small))

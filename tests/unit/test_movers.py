@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskserve_core.config_tables import ENTRY_FORMATS
-from maskserve_core.contracts.entry_key import Anchor
-from maskserve_engine.cache import movers
-from maskserve_engine.cache.codec import Coded, encode
-from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.movers import CudaMover, HostMover
+from maskserve_core.config import ENTRY_FORMATS
+from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.cache import loader
+from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
+from maskserve_engine.cache.loader import CudaMover, HostMover
 
 BUFFER = 4096
 """Bytes of a pinned buffer: a part takes many."""
@@ -110,7 +109,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         return made if device is None else made.as_subclass(OnDevice)  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(OnDevice, "cuda", fake, raising=False)
-    monkeypatch.setattr(movers, "torch", SimpleNamespace(cuda=fake, empty=empty, uint8=torch.uint8))
+    monkeypatch.setattr(loader, "torch", SimpleNamespace(cuda=fake, empty=empty, uint8=torch.uint8))
     return fake
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 PROGRAM = """
 import sys
 import torch
-from maskserve_engine.cache.codec import encode
+from maskserve_engine.cache.entries import encode
 from maskserve_engine.layers.scatter_kv import KvSlots, Source, fused, scatter_kv
 
 format = sys.argv[1]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from maskserve_core.models.flux import flux_work
-from maskserve_core.planning.plan_cache import PlanCache, plan_totals
-from maskserve_core.planning.planner import plan
-from maskserve_core.planning.step_costs import StepCosts
-from maskserve_core.planning.two_stream import evaluate
+from maskserve_core.planning.planner import PlanCache, plan, plan_totals
+from maskserve_core.planning.two_stream import StepCosts, evaluate
 from maskserve_harness.benchmarks.models import FLUX_DEV
 from tests.support.planning import flux_costs
 

@@ -16,15 +16,16 @@ from maskserve_core.planning.cost_model import CostModel, Line
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.planning.planner import TOLERANCE, plan
-from maskserve_core.planning.step_costs import StepCosts, step_costs
 from maskserve_core.planning.two_stream import (
     Plan,
+    StepCosts,
     actions,
     ahead_of,
     evaluate,
     items_of,
     period,
     run,
+    step_costs,
 )
 from maskserve_harness.benchmarks.models import FLUX_DEV
 from tests.support.algorithm_1 import algorithm_1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from PIL import Image
 
-from maskserve_core.imaging.png import encode_png
+from maskserve_core.imaging.images import encode_png
 
 sides = st.integers(1, 40)
 

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.imaging.postprocess import finish_edit, source_and_weights
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from tests.fakes.facts import FILL_FACTS

@@ -15,12 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from maskserve_core.config import Config
-from maskserve_core.config_tables import CacheConfig, LimitsConfig, ModelConfig
+from maskserve_core.config import CacheConfig, Config, LimitsConfig, ModelConfig
 from maskserve_core.contracts.keys import template_id
-from maskserve_core.contracts.request import AcceptedEdit, EditRequest
+from maskserve_core.contracts.request import AcceptedEdit, EditRequest, accept_edit, steps_run
 from maskserve_core.contracts.settings import EditSettings, parse_settings
-from maskserve_core.contracts.settings_rules import accept_edit, steps_run
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_core.imaging import preprocess
 from maskserve_core.imaging.images import encode_image

@@ -14,7 +14,7 @@ from maskserve_core.routing.estimate import pricing_of
 from maskserve_engine.entry_store import entry_format, estimated_costs
 from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.measured_costs import MeasuredCosts
-from maskserve_engine.price_list import PriceList
+from maskserve_engine.status_publisher import PriceList
 from tests.fakes.jobs import config_of
 
 

@@ -27,8 +27,7 @@ from maskserve_core.routing import (
     predicted_seconds,
 )
 from maskserve_core.worker.status import RowStatus, WorkerStatus
-from maskserve_core.worker.step_scheduler import StepScheduler
-from maskserve_core.worker.ticket import Ticket
+from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 
 FULL = 1024
 PRICING = Pricing(

@@ -11,8 +11,8 @@ import pytest
 from diffusers import StableDiffusionInpaintPipeline, StableDiffusionXLInpaintPipeline
 
 from maskserve_core.config import ConfigError
+from maskserve_core.contracts.request import check_settings
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.contracts.settings_rules import check_settings
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.models.registry import load_facts
 from maskserve_engine.families.registry import load_adapter

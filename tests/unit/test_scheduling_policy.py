@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from maskserve_core.errors import InvalidRequest
-from maskserve_core.worker.step_scheduler import StepScheduler
-from maskserve_core.worker.ticket import Decision, MakePolicy, Run, SchedulingPolicy, Ticket
+from maskserve_core.worker.step_scheduler import (
+    Decision,
+    MakePolicy,
+    Run,
+    SchedulingPolicy,
+    StepScheduler,
+    Ticket,
+)
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.simulator.cluster import Cluster

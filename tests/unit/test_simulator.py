@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maskserve_core.config_tables import CacheConfig, ModelConfig
+from maskserve_core.config import CacheConfig, ModelConfig
 from maskserve_core.routing import POLICIES
 from maskserve_harness.simulator.capacity import at_load, capacity
 from maskserve_harness.simulator.cluster import Cluster

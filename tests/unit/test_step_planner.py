@@ -9,9 +9,7 @@ from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.cost_model import CostModel, Line
 from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.cache.entries import PARTS
-from maskserve_engine.cache.loader import Load
-from maskserve_engine.cache.movers import Arrival
-from maskserve_engine.cache.selection import Selection
+from maskserve_engine.cache.loader import Arrival, Load, Selection
 from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.step_planner import Reading, StepPlanner, wants_of
 from tests.fakes.entries import random_entry

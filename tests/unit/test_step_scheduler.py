@@ -19,8 +19,7 @@ from hypothesis.stateful import (
 )
 
 from maskserve_core.errors import InvalidRequest, Overloaded
-from maskserve_core.worker.step_scheduler import StepScheduler
-from maskserve_core.worker.ticket import Ticket
+from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 from tests.support.cost import lines_run
 
 FULL = 64  # tokens of an image here

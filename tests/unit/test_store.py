@@ -11,15 +11,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from maskserve_engine.cache.codec import Coded
+from maskserve_engine.cache.entries import Coded
 from maskserve_engine.cache.folder_tier import FolderTier
-from maskserve_engine.cache.handle import Handle
-from maskserve_engine.cache.loader import EntryLost, Loader
+from maskserve_engine.cache.loader import Arrival, EntryLost, HostMover, Loader, Selection
 from maskserve_engine.cache.memory_tier import MemoryTier
-from maskserve_engine.cache.movers import Arrival, HostMover
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.cache.remote_tier import RemoteTier
-from maskserve_engine.cache.selection import Selection
+from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.cache.store import Store
 from tests.fakes.entries import ANCHORS, NOTE, random_entry, same
 

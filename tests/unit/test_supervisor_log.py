@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from maskserve_core.config import Config
-from maskserve_core.config_tables import LogConfig
+from maskserve_core.config import Config, LogConfig
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles
 from maskserve_serving.options import ServeOptions

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.cache.folder_tier import FolderTier
-from maskserve_engine.cache.loader import Loader
+from maskserve_engine.cache.loader import HostMover, Loader
 from maskserve_engine.cache.memory_tier import MemoryTier
-from maskserve_engine.cache.movers import HostMover
 from maskserve_engine.cache.store import Store
 from tests.fakes.entries import ANCHORS, NOTE, random_entry, same
 
@@ -69,8 +68,8 @@ import numpy as np
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.loader import EntryLost, Loader
 from maskserve_engine.cache.memory_tier import MemoryTier
-from maskserve_engine.cache.movers import HostMover
-from maskserve_engine.cache.selection import Selection
+from maskserve_engine.cache.loader import HostMover
+from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Store
 from tests.fakes.entries import ANCHORS
 tier = FolderTier("host", sys.argv[1], 10**9)

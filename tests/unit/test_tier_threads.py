@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache import lower_tiers
 from maskserve_engine.cache.entry_file import Source
 from maskserve_engine.cache.folder_tier import FolderTier
-from maskserve_engine.cache.loader import Loader
+from maskserve_engine.cache.loader import HostMover, Loader
 from maskserve_engine.cache.memory_tier import MemoryTier
-from maskserve_engine.cache.movers import HostMover
 from maskserve_engine.cache.remote_tier import RemoteTier
 from maskserve_engine.cache.store import Store
 from tests.fakes.entries import ANCHORS, NOTE, random_entry

@@ -7,8 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from maskserve_core.planning.flops import KINDS
-from maskserve_core.planning.step_costs import StepCosts
-from maskserve_core.planning.two_stream import actions, evaluate, items_of, period, run
+from maskserve_core.planning.two_stream import StepCosts, actions, evaluate, items_of, period, run
 from tests.support.planning import INF, costs_of, random_costs, simulate
 
 small = st.integers(0, 6)

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maskserve_engine.cache.entries import PARTS
-from maskserve_engine.control import Control
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
-from maskserve_engine.job import EditJob
+from maskserve_engine.job import Control, EditJob
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from maskserve_core.imaging.tokens import active_tokens_per_level
+from maskserve_core.imaging.masks import active_tokens_per_level
 from maskserve_core.models.unet import level_sizes, unet_work
 from maskserve_core.planning.entry_bytes import FORMATS, map_bytes, tile_bytes
 from maskserve_engine.families.unet.moments import Moments, normalise

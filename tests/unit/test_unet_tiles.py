@@ -16,8 +16,7 @@ import torch
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.planning.two_stream import Plan
-from maskserve_engine.cache.codec import encode
-from maskserve_engine.cache.entries import PARTS
+from maskserve_engine.cache.entries import PARTS, encode
 from maskserve_engine.cache.entry_file import dump_entry, read_entry
 from maskserve_engine.cache.loader import Load
 from maskserve_engine.engine import Engine

@@ -23,8 +23,7 @@ from maskserve_core.adapters.catalogue import Adapter, Catalogue
 from maskserve_core.adapters.folder import AdapterFile, AdapterFolder, NoRoom
 from maskserve_core.adapters.lora_header import BadAdapter, check_values, read_header, read_tensors
 from maskserve_core.adapters.storage import CHUNK_BYTES, Storage, StorageFailed
-from maskserve_core.config import Config
-from maskserve_core.config_tables import AdaptersConfig
+from maskserve_core.config import AdaptersConfig, Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, MaskserveError, Overloaded
 
 log = logging.getLogger("maskserve")

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from maskserve_core.contracts.keys import name_of
 from maskserve_core.contracts.request import EditRequest
-from maskserve_core.contracts.scopes import name_of
 from maskserve_core.errors import MaskserveError
 
 STAGES = ("preprocess", "encode", "prepare", "queue", "denoise", "decode", "postprocess")

@@ -10,8 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from maskserve_core.adapters.storage import NAME as ADAPTER_NAME
-from maskserve_core.contracts.keys import TEMPLATE_ID
-from maskserve_core.contracts.scopes import SCOPE
+from maskserve_core.contracts.keys import SCOPE, TEMPLATE_ID
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.reading import Misread, Table, given, read
 

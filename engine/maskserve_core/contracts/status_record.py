@@ -15,7 +15,7 @@ import msgspec
 
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.planning.dense_steps import NONE, DenseSteps
+from maskserve_core.models.facts import NONE, DenseSteps
 
 VERSION = 2
 ADAPTERS_LISTED = 256

@@ -8,8 +8,14 @@ from PIL import Image
 
 from maskserve_core.contracts.postprocess_context import PostprocessContext
 from maskserve_core.contracts.request import EditRequest
-from maskserve_core.imaging.geometry import Size, resize_part
-from maskserve_core.imaging.images import NO_LIMITS, decode_raster, encode_image, to_base64
+from maskserve_core.imaging.images import (
+    NO_LIMITS,
+    Size,
+    decode_raster,
+    encode_image,
+    resize_part,
+    to_base64,
+)
 
 
 def finish_edit(pixels: npt.NDArray[np.uint8], context: PostprocessContext) -> bytes:

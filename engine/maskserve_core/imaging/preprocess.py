@@ -15,24 +15,23 @@ from msgspec import structs
 from PIL import Image
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.keys import template_id
+from maskserve_core.contracts.keys import scope_of, template_id
 from maskserve_core.contracts.postprocess_context import PostprocessContext
-from maskserve_core.contracts.request import AcceptedEdit, EditRequest, ResolvedControl
-from maskserve_core.contracts.scopes import scope_of
+from maskserve_core.contracts.request import AcceptedEdit, EditRequest, ResolvedControl, accept_edit
 from maskserve_core.contracts.settings import MAX_CONTROLS, EditSettings
-from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
-from maskserve_core.imaging.geometry import Size, model_size, resize
 from maskserve_core.imaging.images import (
     MAX_OUTPUT_SIDE,
     Decoded,
+    Size,
     came_as_text,
     decode_image,
     decode_mask,
+    encode_png,
+    model_size,
+    resize,
 )
-from maskserve_core.imaging.masks import build_masks
-from maskserve_core.imaging.morphology import component_boxes
-from maskserve_core.imaging.png import encode_png
+from maskserve_core.imaging.masks import build_masks, component_boxes
 from maskserve_core.models.facts import ModelFacts
 
 DECODED_PIXELS = 1_500_000

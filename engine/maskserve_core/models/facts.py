@@ -12,7 +12,45 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maskserve_core.config import ConfigError
-from maskserve_core.planning.dense_steps import NONE, DenseSteps
+
+_PER_DENSE_STEP = 10
+"""Steps that an edit must have for each dense one that its model needs: of the four of a distilled
+model a dense one would take most of what caching saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSteps:
+    """First steps that compute all tokens (docs/adr/0028). The largest number that applies counts.
+
+    Entries are made of the template alone, without a prompt. Where the model sees the picture round
+    the mask as noised as the rest, dense first steps bring cached edits with a prompt nearest.
+    """
+
+    every: int = 0
+    """Of any edit, however few its steps."""
+    prompt: int = 0
+    """Of one with a prompt."""
+    side: int = 0
+    """Of one whose active tokens cover a whole side of the picture."""
+
+    def of(self, steps: int, *, prompt: bool, side: bool) -> int:
+        """Of an edit of so many steps that has a prompt, or covers a side, or both."""
+        needed = max(self.prompt if prompt else 0, self.side if side else 0)
+        return max(self.every, min(needed, steps // _PER_DENSE_STEP))
+
+
+NONE = DenseSteps()
+
+
+def dense_steps(configured: int, needed: DenseSteps) -> DenseSteps:
+    """The worker's.
+
+    Args:
+        configured: `[cache] dense_steps`; -1: what the model needs.
+        needed: by the model.
+    """
+    return needed if configured < 0 else DenseSteps(configured)
+
 
 Guidance = Literal["embedded", "cfg", "none"]
 """`embedded`: an input of the model; `cfg`: classifier-free, each step above 1 runs the model a

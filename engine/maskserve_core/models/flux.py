@@ -8,12 +8,12 @@ from typing import Any
 from maskserve_core.models.facts import (
     ALL_STEPS,
     ControlFacts,
+    DenseSteps,
     EditDefaults,
     ModelFacts,
     latent_space,
     read_json,
 )
-from maskserve_core.planning.dense_steps import DenseSteps
 from maskserve_core.planning.flops import BlockWork, FixedWork, ModelWork
 
 PIPELINES = {

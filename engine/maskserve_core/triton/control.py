@@ -15,8 +15,7 @@ from typing import Any
 
 from maskserve_core.adapters.operations import AdapterOperations
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.keys import TEMPLATE_ID, template_id
-from maskserve_core.contracts.scopes import NO_SCOPE, SCOPE, SHARED
+from maskserve_core.contracts.keys import NO_SCOPE, SCOPE, SHARED, TEMPLATE_ID, template_id
 from maskserve_core.contracts.settings import no_duplicates
 from maskserve_core.errors import (
     EngineFailed,

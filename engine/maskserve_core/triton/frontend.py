@@ -25,8 +25,8 @@ from typing import Any
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config
 from maskserve_core.contracts.meta import with_result, with_slack
+from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import parse_settings
-from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.contracts.tensors import PICTURES
 from maskserve_core.errors import EngineFailed, Overloaded, guarded
 from maskserve_core.models.control_nets import ControlNets

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.keys import template_id
-from maskserve_core.contracts.scopes import scope_of
+from maskserve_core.contracts.keys import scope_of, template_id
 from maskserve_core.errors import MaskserveError
 from maskserve_core.imaging.images import decode_image
 from maskserve_core.models.facts import ModelFacts

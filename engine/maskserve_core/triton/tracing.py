@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from maskserve_core.config import Config
-from maskserve_core.config_tables import TraceConfig
+from maskserve_core.config import Config, TraceConfig
 from maskserve_core.errors import MaskserveError
 from maskserve_core.triton.tensor_io import parameters
 

@@ -25,8 +25,7 @@ from typing import Any
 
 from msgspec import structs
 
-from maskserve_core.config import Config, ConfigError
-from maskserve_core.config_tables import LogConfig
+from maskserve_core.config import Config, ConfigError, LogConfig
 
 _STANDARD_ERROR = 2
 _NO_FIELDS: Mapping[str, Any] = {}

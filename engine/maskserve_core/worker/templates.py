@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from maskserve_core.config import Config, templates_folder
-from maskserve_core.contracts.keys import TEMPLATE_ID
-from maskserve_core.contracts.scopes import NO_SCOPE, SCOPE, SHARED
+from maskserve_core.contracts.keys import NO_SCOPE, SCOPE, SHARED, TEMPLATE_ID
 from maskserve_core.errors import Overloaded
 
 _RESULT = ".result-"

@@ -1,20 +1,66 @@
-"""What all rows of a step give the model, packed without padding (`packing`)."""
+"""What all rows of a step give the model, packed without padding (`packing`): tokens, what enters
+from outside of the model as a ControlNet's output does, and keys and values that stay in place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import is_
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from maskserve_engine.batch.packing import SparseLayout, sparse_layout
-from maskserve_engine.batch.resident_kv import ResidentKV
-from maskserve_engine.batch.residuals import Residuals
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.layers.scatter_kv import Source
+
+
+class ResidentKV:
+    """Of one batch. As long as its rows read the same entries, their inactive tokens' keys and
+    values are the same at every step: only those of the computed tokens are written anew.
+    """
+
+    def __init__(self) -> None:
+        self._entries: tuple[object, ...] = ()
+        self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep_for(self, entries: Sequence[object]) -> None:
+        """Forget all, unless the rows read these still.
+
+        Args:
+            entries: what each cached row reads at this step; held until the next one.
+        """
+        if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
+            self._blocks.clear()
+        self._entries = tuple(entries)
+
+    def get(self, block: int) -> tuple[Tensor, Tensor] | None:
+        """[keys, heads, head_dim] keys and values of all rows; None: not kept."""
+        return self._blocks.get(block)
+
+    def keep(self, block: int, both: tuple[Tensor, Tensor], room: int) -> None:
+        """Keep a block's keys and values, unless they take more than `room` bytes."""
+        if sum(each.nbytes for each in both) <= room:
+            self._blocks[block] = both
+
+
+class Residuals(Protocol):
+    """Of one row, for as long as it is in the batch; asked anew at every step."""
+
+    def after(self, number: int) -> Tensor | None:
+        """What is added at a place of the model; None: nothing, which costs nothing.
+
+        FLUX: to the image tokens that the row computes, [n, width], behind block `number`, double
+        blocks first.
+
+        UNets: to a feature map of the whole picture, [C, h, w] of its level: to what the skip
+        connection `number` carries to the way up, in the order these begin; behind the last one's
+        number, to what leaves the middle block.
+        """
+        ...
 
 
 class InactiveTokens(Protocol):

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, Self, TypeVar, cast
 import torch
 
 from maskserve_core.planning.two_stream import Plan
-from maskserve_engine.cache.handle import Handle
+from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.layers.low_rank import Adapters
 
 

@@ -24,9 +24,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.contracts.entry_key import Anchor
-from maskserve_engine.cache.codec import Coded
-from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded
 from maskserve_engine.cache.tier import Note
 
 _DTYPES = {

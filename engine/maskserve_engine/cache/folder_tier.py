@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import (
     BadEntry,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.background import Background
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import Source

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entry_file import Source
-from maskserve_engine.cache.handle import Handle
-from maskserve_engine.cache.selection import Selection
+from maskserve_engine.cache.loader import Selection
+from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.cache.store import Store
 from maskserve_engine.device_clock import Span
 

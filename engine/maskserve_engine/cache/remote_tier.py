@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import fsspec
 
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import BadEntry, dump_entry, read_entry
 from maskserve_engine.cache.stored_tier import StoredTier, anchor_name, anchor_of

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from maskserve_core.config import ConfigError
-from maskserve_core.config_tables import CacheConfig
+from maskserve_core.config import CacheConfig, ConfigError
 from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, kept_bytes
 from maskserve_core.planning.flops import ModelWork
 from maskserve_core.planning.planner import plan
-from maskserve_core.planning.step_costs import step_costs
+from maskserve_core.planning.two_stream import step_costs
 from maskserve_engine.cache.stored_tier import SUFFIX
 
 _log = logging.getLogger(__name__)

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import Source
 from maskserve_engine.cache.folder_tier import FolderTier
-from maskserve_engine.cache.handle import Handle
-from maskserve_engine.cache.loader import Loader
+from maskserve_engine.cache.loader import Loader, Selection
 from maskserve_engine.cache.lower_tiers import LowerTiers
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.remote_tier import RemoteTier
-from maskserve_engine.cache.selection import Selection
-from maskserve_engine.cache.shared_loads import SharedLoads
+from maskserve_engine.cache.shared_loads import Handle, SharedLoads
 from maskserve_engine.cache.tier import Held, Note, Tier
 
 

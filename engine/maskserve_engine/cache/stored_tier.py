@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entry_file import BadEntry, read_note
 from maskserve_engine.cache.tier import Held, Note, Rebuild, chosen_victims
 

@@ -8,15 +8,15 @@ from typing import Any, Protocol
 
 import torch
 
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.planning.two_stream import Plan
 from maskserve_engine.batch.stepping import Row
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.handle import Handle
-from maskserve_engine.cache.selection import Selection
+from maskserve_engine.cache.loader import Selection
+from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet
 

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from maskserve_engine.cache.codec import GROUP, Coded
+from maskserve_engine.cache.entries import GROUP, Coded
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.kernels import missing_triton
 

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_core.config_tables import CacheConfig
+from maskserve_core.config import CacheConfig
 from maskserve_core.contracts.settings import PRIORITIES
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from maskserve_core.config import Config, model_name
+from maskserve_core.contracts.keys import name_of
 from maskserve_core.contracts.request import Lora, ResolvedControl
-from maskserve_core.contracts.scopes import name_of
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -23,8 +23,7 @@ from maskserve_core.errors import (
     guarded,
 )
 from maskserve_core.worker.status import RowStatus
-from maskserve_core.worker.step_scheduler import StepScheduler
-from maskserve_core.worker.ticket import MakePolicy, Run, Ticket
+from maskserve_core.worker.step_scheduler import MakePolicy, Run, StepScheduler, Ticket
 from maskserve_engine.adapters.control_net_loader import LoadedNet
 from maskserve_engine.adapters.lora_loader import LoadedLora
 from maskserve_engine.executor import CachedRow, DenseRow, Executor, RowMade

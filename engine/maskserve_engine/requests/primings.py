@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from maskserve_core.errors import Overloaded
 from maskserve_core.worker.logs import about
-from maskserve_core.worker.ticket import SchedulingPolicy, Ticket
+from maskserve_core.worker.step_scheduler import SchedulingPolicy, Ticket
 from maskserve_engine.executor import Executor, PrimingRow, RowStep
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob

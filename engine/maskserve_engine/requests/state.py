@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maskserve_core.contracts.due_times import due_by_size
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor, name_of
 from maskserve_core.contracts.request import Lora, ResolvedControl
-from maskserve_core.contracts.scopes import name_of
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.planning.flops import Totals
-from maskserve_core.worker.ticket import Ticket
-from maskserve_engine.control import acting
+from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_engine.executor import RowLoads, RowStep
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.job import EditJob, Sink
+from maskserve_engine.job import EditJob, Sink, acting
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.loras import used
 from maskserve_engine.requests.templates import DENSE, ExecutionMode, Priming, Route

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.entry_key import Anchor, TemplateKey, nearest_anchor
-from maskserve_core.models.facts import anchor_stride
-from maskserve_core.planning.dense_steps import dense_steps
+from maskserve_core.contracts.keys import Anchor, TemplateKey, nearest_anchor
+from maskserve_core.models.facts import anchor_stride, dense_steps
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import Store

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.keys import scope_of
 from maskserve_core.contracts.request import EditRequest
-from maskserve_core.contracts.scopes import scope_of
 from maskserve_engine.adapters.text_encoders import TextAdapters
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
 from maskserve_engine.families.encoder import Encoder, TemplateEncoding

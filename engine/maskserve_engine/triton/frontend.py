@@ -24,9 +24,9 @@ from maskserve_core.triton.acks import ACKS, AckReceiver, FlowControl
 from maskserve_core.triton.answer import Answer
 from maskserve_core.triton.tensor_io import parameters, read_array, read_array_or_none, read_bytes
 from maskserve_core.triton.tracing import Tracer, parent_of
-from maskserve_engine.control import Control
 from maskserve_engine.engine import Engine
 from maskserve_engine.job import (
+    Control,
     EditJob,
     EngineEvent,
     Failed,

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_core.config import Config
-from maskserve_core.config_tables import ModelConfig
+from maskserve_core.config import Config, ModelConfig
 from maskserve_core.contracts.request import Lora
 from maskserve_core.errors import MaskserveError
 from maskserve_core.worker.observations import Observations

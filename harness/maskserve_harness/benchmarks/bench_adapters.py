@@ -32,10 +32,10 @@ import torch
 
 from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.flops import ModelWork
-from maskserve_engine.control import Control
 from maskserve_engine.families.flux.control import ControlNet, NetInput, RowControl, spread
 from maskserve_engine.families.flux.vectors import AHEAD
 from maskserve_engine.families.flux.weights import Weights
+from maskserve_engine.job import Control
 from maskserve_engine.layers.linear import linear
 from maskserve_harness.benchmarks.models import FLUX_DEV
 from maskserve_harness.benchmarks.step import kept

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
-from maskserve_core.contracts.entry_key import anchor_steps
+from maskserve_core.contracts.keys import anchor_steps
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.contracts.keys import template_id
-from maskserve_core.contracts.request import EditRequest
+from maskserve_core.contracts.request import EditRequest, accept_edit
 from maskserve_core.contracts.settings import EditSettings, parse_settings
-from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.models.registry import load_facts

@@ -38,8 +38,8 @@ from PIL import Image
 from maskserve_core.config import cores
 from maskserve_core.config_file import config_of
 from maskserve_core.contracts.meta import STAGES
+from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import parse_settings
-from maskserve_core.contracts.settings_rules import accept_edit
 from maskserve_core.contracts.tensors import ensemble_steps
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.imaging.preprocess import prepare_edit

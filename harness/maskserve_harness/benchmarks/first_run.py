@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskserve_engine.cache.codec import encode
-from maskserve_engine.cache.movers import CudaMover, HostMover, Mover
+from maskserve_engine.cache.entries import encode
+from maskserve_engine.cache.loader import CudaMover, HostMover, Mover
 from maskserve_engine.memory import device_memory, peak_values
 from maskserve_engine.stages.device_probe import peak_rates
 from maskserve_harness.benchmarks.live_bytes import peak_bytes

@@ -7,13 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maskserve_core.planning.step_costs import StepCosts
-from maskserve_core.planning.two_stream import Plan, evaluate
+from maskserve_core.planning.two_stream import Plan, StepCosts, evaluate
 from maskserve_engine.cache.entries import PARTS, AnchorEntry
-from maskserve_engine.cache.handle import Handle
-from maskserve_engine.cache.loader import Load, Loader
-from maskserve_engine.cache.movers import Arrival, HostMover
-from maskserve_engine.cache.selection import Selection
+from maskserve_engine.cache.loader import Arrival, HostMover, Load, Loader, Selection
+from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.families.adapter import Adapter, EditRow
 from maskserve_engine.job import EditJob
 

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from maskserve_core.config_tables import ENTRY_FORMATS, CacheConfig
+from maskserve_core.config import ENTRY_FORMATS, CacheConfig
 from maskserve_engine.batch import forward as forward_module
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.compiled import compile_segments

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskserve_core.config_tables import CacheConfig
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.config import CacheConfig
+from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.flux import flux_work
-from maskserve_engine.cache.codec import encode
-from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
-from maskserve_engine.cache.selection import Selection
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
+from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flux.batch import Batch
 from maskserve_engine.families.flux.conditioning import TemplateInputs
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow

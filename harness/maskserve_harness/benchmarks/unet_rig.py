@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDIMScheduler, UNet2DConditionModel
 
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.unet import unet_work
 from maskserve_engine.batch.transfer import moved
-from maskserve_engine.cache.codec import encode
-from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.families.unet.batch import Batch
 from maskserve_engine.families.unet.conditioning import TemplateInputs
 from maskserve_engine.families.unet.forward import added_embedding

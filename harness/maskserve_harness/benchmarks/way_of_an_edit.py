@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from maskserve_core.config_file import config_of
-from maskserve_core.imaging.png import encode_png
+from maskserve_core.imaging.images import encode_png
 from maskserve_harness.benchmarks.direct import Direct
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 

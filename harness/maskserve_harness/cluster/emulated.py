@@ -18,12 +18,11 @@ import msgspec
 from msgspec import structs
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.config_tables import LimitsConfig
+from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.contracts.status_record import RowStatus, Served, WorkerStatus
 from maskserve_core.imaging.images import decode_mask
-from maskserve_core.worker.step_scheduler import StepScheduler
-from maskserve_core.worker.ticket import Ticket
+from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 from maskserve_harness.simulator.hardware import Hardware
 
 SERVICE = "inference.GRPCInferenceService"

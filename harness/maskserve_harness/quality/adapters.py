@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_engine.adapters.lora_file import read_lora
-from maskserve_engine.control import Control
 from maskserve_engine.families.flux.control import ControlNet
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
-from maskserve_engine.job import EditJob
+from maskserve_engine.job import Control, EditJob
 from maskserve_engine.layers.low_rank import LowRankSet
 from maskserve_harness.demo_model import looks, outlines
 from maskserve_harness.demo_model.scenes import Edit

@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from maskserve_core.config import StagesConfig
 from maskserve_core.config_file import config_of
-from maskserve_core.config_tables import StagesConfig
-from maskserve_core.imaging.morphology import component_boxes
-from maskserve_core.imaging.tokens import active_tokens
+from maskserve_core.imaging.masks import active_tokens, component_boxes
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.stages.decode import Decoder

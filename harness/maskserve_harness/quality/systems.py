@@ -15,15 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.config_file import config_of
-from maskserve_core.contracts.entry_key import Anchor, anchor_steps
+from maskserve_core.contracts.keys import Anchor, anchor_steps
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.imaging.masks import active_tokens, cover_a_side
 from maskserve_core.imaging.preprocess import mask_for_model
-from maskserve_core.imaging.tokens import active_tokens, cover_a_side
 from maskserve_core.models.registry import load_facts
 from maskserve_engine.batch.inputs import RowInput
 from maskserve_engine.batch.skipping import FirstBlockCache
-from maskserve_engine.cache.codec import Coded, encode
-from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Recorder
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, Recorder, encode
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
 from maskserve_engine.families.registry import load_decoder, load_encoder

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from maskserve_engine.cache.selection import Selection
+from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flux.rows import FluxRow
 
 NEAR = 2

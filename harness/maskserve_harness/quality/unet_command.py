@@ -29,13 +29,12 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_core.config_file import config_of
-from maskserve_core.contracts.entry_key import anchor_steps
+from maskserve_core.contracts.keys import anchor_steps
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_core.models.facts import ALL_STEPS
 from maskserve_core.models.registry import load_facts
-from maskserve_engine.cache.codec import Coded, encode
-from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import UnetPrimingRow

@@ -24,9 +24,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from maskserve_core.contracts.entry_key import Anchor
-from maskserve_engine.cache.codec import encode
-from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
 from maskserve_engine.job import EditJob

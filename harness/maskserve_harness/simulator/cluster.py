@@ -6,8 +6,7 @@ import heapq
 from collections.abc import Callable, Sequence
 
 from maskserve_core.routing import Edit, NoWorkerAvailable, make_policy, predicted_seconds
-from maskserve_core.worker.step_scheduler import StepScheduler
-from maskserve_core.worker.ticket import MakePolicy
+from maskserve_core.worker.step_scheduler import MakePolicy, StepScheduler
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_harness.simulator.job import Job
 from maskserve_harness.simulator.residency import Host

@@ -18,7 +18,7 @@ from maskserve_core.planning.degree_costs import DEGREES
 from maskserve_core.worker.gangs.deadline import Deadline
 from maskserve_core.worker.gangs.rounds import Rounds
 from maskserve_core.worker.gangs.work import GangPolicy, Work
-from maskserve_core.worker.ticket import Ticket
+from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_harness.simulator.gangs import (
     MIXES,
     SIZES,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from maskserve_core.config_tables import ModelConfig
+from maskserve_core.config import ModelConfig
 from maskserve_core.models.registry import counted_work
 from maskserve_core.planning.cost_model import Line
 from maskserve_core.planning.degree_costs import DEGREES, Exchange, seconds_by_degree
 from maskserve_core.worker.gangs.work import GangPolicy, Plan, Work, choose_block, devices_of
-from maskserve_core.worker.ticket import Run, Ticket
+from maskserve_core.worker.step_scheduler import Run, Ticket
 from maskserve_harness.benchmarks.models import FLUX_DEV_FACTS
 
 DUE = {256: 1.5, 512: 2.0, 1024: 3.0, 2048: 5.0}

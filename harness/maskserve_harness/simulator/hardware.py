@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from maskserve_core.config_tables import CacheConfig, ModelConfig
-from maskserve_core.contracts.entry_key import anchor_steps
+from maskserve_core.config import CacheConfig, ModelConfig
+from maskserve_core.contracts.keys import anchor_steps
 from maskserve_core.models.facts import ModelFacts, anchor_stride
 from maskserve_core.models.registry import counted_work
 from maskserve_core.planning.cost_model import (
@@ -27,8 +27,7 @@ from maskserve_core.planning.entry_bytes import (
 )
 from maskserve_core.planning.flops import Floats, ModelWork, RowTokens
 from maskserve_core.planning.planner import plan
-from maskserve_core.planning.step_costs import step_costs
-from maskserve_core.planning.two_stream import evaluate
+from maskserve_core.planning.two_stream import evaluate, step_costs
 from maskserve_core.routing import Pricing
 from maskserve_core.routing.estimate import pricing_of
 from maskserve_harness.benchmarks.models import FLUX_FILL_FACTS, SD21_FACTS, SDXL_FACTS

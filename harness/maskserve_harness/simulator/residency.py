@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from maskserve_core.contracts.entry_key import Anchor
-from maskserve_engine.cache.codec import Coded
-from maskserve_engine.cache.entries import AnchorEntry, BlockEntry
+from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.tier import Note, computed_anew
 from maskserve_engine.entry_store import fetched_from

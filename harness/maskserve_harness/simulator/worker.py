@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from maskserve_core.routing import Edit, RowLoad, WorkerView
-from maskserve_core.worker.step_scheduler import StepScheduler
-from maskserve_core.worker.ticket import MakePolicy, Run, Ticket
+from maskserve_core.worker.step_scheduler import MakePolicy, Run, StepScheduler, Ticket
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_harness.simulator.job import Job
 from maskserve_harness.simulator.residency import Host

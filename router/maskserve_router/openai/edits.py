@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_core.config_tables import LimitsConfig
-from maskserve_core.contracts.settings_rules import steps_run
+from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts.request import steps_run
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
 from maskserve_core.imaging.images import read_size
 from maskserve_router.admission import Admission

@@ -15,7 +15,7 @@ from maskserve_core.worker.gangs.work import (
     devices_of,
     frontier,
 )
-from maskserve_core.worker.ticket import Run
+from maskserve_core.worker.step_scheduler import Run
 
 
 class Deadline:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from maskserve_core.worker.ticket import Run, Ticket
+from maskserve_core.worker.step_scheduler import Run, Ticket
 
 
 @dataclass(slots=True)

@@ -12,26 +12,24 @@ import torch
 from torch import Tensor
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.entry_key import Anchor, anchor_steps, cover
-from maskserve_core.contracts.settings_rules import steps_run
-from maskserve_core.imaging.tokens import cover_a_side
+from maskserve_core.contracts.keys import Anchor, anchor_steps, cover
+from maskserve_core.contracts.request import steps_run
+from maskserve_core.imaging.masks import cover_a_side
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
-from maskserve_engine.control import Control
 from maskserve_engine.families.flux.batch import Batch, Row
 from maskserve_engine.families.flux.compiled import compile_segments
-from maskserve_engine.families.flux.conditioning import Inputs, Prompt, TemplateInputs
+from maskserve_engine.families.flux.conditioning import PATCH, Inputs, Prompt, TemplateInputs
 from maskserve_engine.families.flux.control import ControlNet, NetInput, RowControl
-from maskserve_engine.families.flux.latents import PATCH
 from maskserve_engine.families.flux.preparation import Preparation, grid_of
 from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
 from maskserve_engine.families.flux.schedule import check_sampler, load_sampler, make_schedule
 from maskserve_engine.families.flux.weights import Weights, places_of
-from maskserve_engine.job import Conditioning, EditJob, TokenCounts
+from maskserve_engine.job import Conditioning, Control, EditJob, TokenCounts
 from maskserve_engine.layers.low_rank import (
     Adapters,
     Factors,

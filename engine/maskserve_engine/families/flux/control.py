@@ -24,11 +24,11 @@ from maskserve_core.models.flux import CONTROL
 from maskserve_engine.batch.forward import State
 from maskserve_engine.batch.inputs import Packed, RowInput
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.cache.codec import Coded
-from maskserve_engine.control import Control
+from maskserve_engine.cache.entries import Coded
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import Weights
+from maskserve_engine.job import Control
 from maskserve_engine.layers.linear import Linear, linear
 from maskserve_engine.layers.scatter_kv import Source
 

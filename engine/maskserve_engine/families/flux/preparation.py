@@ -10,23 +10,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_core.imaging.tokens import TokenIds, active_tokens
+from maskserve_core.imaging.masks import TokenIds, active_tokens
 from maskserve_core.models.facts import ModelFacts
-from maskserve_engine.cache.selection import Selection
-from maskserve_engine.control import Control, acting
+from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flux.conditioning import (
+    PATCH,
     Inputs,
     Prompt,
     Start,
     TemplateInputs,
+    pack_latents,
     start_fill,
     start_inpaint,
     template_inputs,
 )
-from maskserve_engine.families.flux.latents import PATCH, pack_latents
 from maskserve_engine.families.flux.schedule import Schedule, make_schedule
 from maskserve_engine.families.posterior import Posterior
-from maskserve_engine.job import Conditioning, EditJob
+from maskserve_engine.job import Conditioning, Control, EditJob, acting
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from maskserve_core.contracts.entry_key import Anchor
-from maskserve_engine.batch.inputs import RowInput
-from maskserve_engine.batch.residuals import Residuals
+from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.batch.inputs import Residuals, RowInput
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
-from maskserve_engine.cache.handle import Handle
-from maskserve_engine.cache.selection import Selection
-from maskserve_engine.families.flux.conditioning import Blend, TemplateInputs
-from maskserve_engine.families.flux.latents import unpack_latents
+from maskserve_engine.cache.loader import Selection
+from maskserve_engine.cache.shared_loads import Handle
+from maskserve_engine.families.flux.conditioning import Blend, TemplateInputs, unpack_latents
 from maskserve_engine.families.flux.schedule import Schedule, Walk
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.layers.scatter_kv import Source

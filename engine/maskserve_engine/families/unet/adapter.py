@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.entry_key import Anchor, anchor_steps
+from maskserve_core.contracts.keys import Anchor, anchor_steps
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
-from maskserve_engine.control import Control, acting
 from maskserve_engine.families.unet.batch import Batch, Row
 from maskserve_engine.families.unet.conditioning import Inputs
 from maskserve_engine.families.unet.control import NetInput, PassControl, RowControl, check_net
@@ -27,7 +26,7 @@ from maskserve_engine.families.unet.preparation import Preparation
 from maskserve_engine.families.unet.rows import Guidance, Inactive, Prompt, UnetPrimingRow, UnetRow
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, check_sampler, load_sampler
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
-from maskserve_engine.job import Conditioning, EditJob, TokenCounts
+from maskserve_engine.job import Conditioning, Control, EditJob, TokenCounts, acting
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, low_rank_set
 from maskserve_engine.stages.loader import held_bytes
 from maskserve_engine.stages.quantise import load_denoiser

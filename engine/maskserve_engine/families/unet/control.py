@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.models.unet import CONTROL
-from maskserve_engine.control import Control
+from maskserve_engine.job import Control
 
 
 def check_net(model: Any, base: Any, channels: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.models.unet import level_sizes
-from maskserve_engine.batch.residuals import Residuals
+from maskserve_engine.batch.inputs import Residuals
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.families.unet.canvas import Canvas, Site, Tiled, Whole

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from maskserve_core.contracts.entry_key import Anchor
+from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.batch.transfer import HostCopy
-from maskserve_engine.cache.codec import Coded
-from maskserve_engine.cache.entries import AnchorEntry, Recorder
-from maskserve_engine.cache.handle import Handle
-from maskserve_engine.cache.selection import Selection
+from maskserve_engine.cache.entries import AnchorEntry, Coded, Recorder
+from maskserve_engine.cache.loader import Selection
+from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.families.unet.conditioning import Blend, TemplateInputs
 from maskserve_engine.families.unet.control import RowControl
 from maskserve_engine.families.unet.forward import PassInput

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.settings_rules import steps_run
+from maskserve_core.contracts.request import steps_run
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.stages.loader import load_plain, sampler_name
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from maskserve_core.imaging.tokens import active_tokens_per_level, cover_a_side
+from maskserve_core.imaging.masks import active_tokens_per_level, cover_a_side
 from maskserve_core.models.unet import level_sizes
 from maskserve_core.planning.flops import ModelWork, RowTokens
-from maskserve_engine.cache.selection import Selection
+from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.unet.tile import Ids, Tile, tile_of
 
 
