@@ -240,16 +240,16 @@ class State:
         Returns:
             how the block's missing keys come about and who sees its keys; mostly nothing, nobody.
         """
-        fill = None
+        fill: FillRest | None = None
         if self.cached:
-            self._widen_or_narrow(index)
-            fill = self.fill(index)
+            kind = self.kinds[index]
+            if (kind == "dense") != self.wide:
+                self._widen_or_narrow(index, dense=kind == "dense")
+            if kind != "dense":
+                fill = partial(self._project if kind == "project" else self._load, index)
         return fill, self.capture(index) if self.packed.primes else None
 
-    def _widen_or_narrow(self, index: int) -> None:
-        dense = self.kinds[index] == "dense"
-        if dense == self.wide:
-            return
+    def _widen_or_narrow(self, index: int, *, dense: bool) -> None:
         if dense:
             self.image = self.layout.widen(self.image, self._hidden(index), rows=self.joined)
             self.packing, self.cis = self.layout.wide, self.packed.wide_cis
@@ -275,13 +275,6 @@ class State:
     def _sources(self, index: int, part: str) -> list[Source | None]:
         return [None if rest is None else rest.source(index, part) for rest in self.packed.rests]
 
-    def fill(self, index: int) -> FillRest | None:
-        """How the block's inactive keys come about; None when none are missing."""
-        kind = self.kinds[index]
-        if kind == "dense":
-            return None
-        return partial(self._project if kind == "project" else self._load, index)
-
     def _load(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         both = self.packed.resident_kv.get(index)
         if both is None:
@@ -289,8 +282,7 @@ class State:
             scatter_kv(self._sources(index, "kv"), both, packing.slots)
             room = self.model.resident_bytes // self.model.block_count
             self.packed.resident_kv.keep(index, both, room)
-        for computed, keys in zip((k, v), both, strict=True):
-            packing.scatter_computed(computed, keys)
+        packing.scatter_computed((k, v), both)
         return both
 
     def _project(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
@@ -298,9 +290,8 @@ class State:
         hidden, stream = self._hidden(index), self.layout.rest_stream
         rest = self.model.project(index, hidden, stream, self.rest_cis)
         both = packing.all_keys_like(k), packing.all_keys_like(v)
-        for computed, inactive, keys in zip((k, v), rest, both, strict=True):
-            packing.scatter_computed(computed, keys)
-            packing.scatter_inactive(inactive, keys)
+        packing.scatter_computed((k, v), both)
+        packing.scatter_inactive(rest, both)
         return both
 
     def capture(self, index: int) -> CaptureKeys:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.layers.attention import Segments, Span, ends, spans, uniform
-from maskserve_engine.layers.kernels import has_kernels
+from maskserve_engine.layers.kernels import kernels_on
 from maskserve_engine.layers.modulation import PerRow, Vector
 from maskserve_engine.layers.scatter_kv import KvSlots
 
@@ -41,21 +41,21 @@ class Stream:
     lengths: tuple[int, ...]
     uniform: int
     """The common length of all rows, or 0."""
+    broadcasts: bool
+    """Whether vectors of several rows broadcast with their tokens; else a kernel finds each
+    token's."""
 
     def wide(self, x: Tensor) -> Tensor:
         """`x` [N, D], or [R, n, D] where vectors of several rows are to broadcast with it."""
-        return x.unflatten(0, (len(self.spans), -1)) if self._by_row(x) else x
+        return x.unflatten(0, (len(self.spans), -1)) if self.broadcasts else x
 
     def spread(self, vectors: Tensor, parts: int) -> Sequence[Vector]:
         """Per-row vectors [R, parts · D] as so many that go with `wide` tokens."""
         if len(self.spans) == 1:
             return vectors.view(parts, -1).unbind()
-        if self._by_row(vectors):
+        if self.broadcasts:
             return vectors[:, None].chunk(parts, dim=-1)
         return [PerRow(part, self.row_of) for part in vectors.chunk(parts, dim=-1)]
-
-    def _by_row(self, x: Tensor) -> bool:
-        return self.uniform > 0 and len(self.spans) > 1 and not has_kernels(x)
 
 
 @dataclass(frozen=True)
@@ -114,19 +114,21 @@ class Packing:
         """[keys, …] for the keys or values of all tokens, not written yet."""
         return k.new_empty(self.all_keys.k_spans[-1][1], *k.shape[1:])
 
-    def scatter_computed(self, k: Tensor, keys: Tensor) -> None:
-        """Write the computed tokens' keys or values [N, …] to their slots."""
-        if self.core_in_keys is None:
-            keys[: len(k)] = k
-        else:
-            keys.index_copy_(0, self.core_in_keys, k)
+    def scatter_computed(self, computed: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
+        """Write the computed tokens' keys and values [N, …] to their slots."""
+        for own, of_all in zip(computed, keys, strict=True):
+            if self.core_in_keys is None:
+                of_all[: len(own)] = own
+            else:
+                of_all.index_copy_(0, self.core_in_keys, own)
 
-    def scatter_inactive(self, rest: Tensor, keys: Tensor) -> None:
-        """Write the inactive tokens' keys or values [M, …], packed by row, to their slots."""
-        if len(self.text) == 1:
-            keys[len(keys) - len(rest) :] = rest
-        else:
-            keys.index_copy_(0, self.slots.to, rest)
+    def scatter_inactive(self, inactive: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
+        """Write the inactive tokens' keys and values [M, …], packed by row, to their slots."""
+        for own, of_all in zip(inactive, keys, strict=True):
+            if len(self.text) == 1:
+                of_all[len(of_all) - len(own) :] = own
+            else:
+                of_all.index_copy_(0, self.slots.to, own)
 
 
 def _positions(spans: Sequence[Span]) -> NDArray[np.int64]:
@@ -134,9 +136,11 @@ def _positions(spans: Sequence[Span]) -> NDArray[np.int64]:
     return np.concatenate([np.arange(begin, end) for begin, end in spans])
 
 
-def _stream(lengths: Sequence[int]) -> Stream:
+def _stream(lengths: Sequence[int], device: torch.device) -> Stream:
     row_of = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-    return Stream(spans(lengths), row_of, tuple(lengths), uniform(lengths))
+    common = uniform(lengths)
+    broadcasts = common > 0 and len(lengths) > 1 and not kernels_on(device)
+    return Stream(spans(lengths), row_of, tuple(lengths), common, broadcasts)
 
 
 def _segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:
@@ -144,8 +148,10 @@ def _segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:
     return Segments(q_spans, k_spans, ends(q_spans), ends(k_spans), uniform(queries), uniform(keys))
 
 
-def _pack(text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...]) -> Packing:
-    """On the host."""
+def _pack(
+    text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...], device: torch.device
+) -> Packing:
+    """For a device, on the host."""
     text_spans, image_spans = spans(text), spans(image)
     n_text = sum(text)
     order = np.concatenate(
@@ -165,9 +171,9 @@ def _pack(text: tuple[int, ...], image: tuple[int, ...], rest: tuple[int, ...]) 
         text=text,
         image=image,
         rest=rest,
-        text_stream=_stream(text),
-        image_stream=_stream(image),
-        row_stream=_stream(core),
+        text_stream=_stream(text, device),
+        image_stream=_stream(image, device),
+        row_stream=_stream(core, device),
         to_rows=torch.from_numpy(order),
         from_rows=torch.from_numpy(inverse),
         stream_of=torch.from_numpy((order >= n_text).astype(np.int64)),
@@ -246,9 +252,9 @@ def sparse_layout(
     core_in_image, rest_in_image = positions(image)
     core_in_rows, rest_in_rows = positions([t + i for t, i in zip(text, image, strict=True)])
     both = SparseLayout(
-        narrow=_pack(text, image, rest),
-        wide=_pack(text, all_image, none),
-        rest_stream=_stream(rest),
+        narrow=_pack(text, image, rest, device),
+        wide=_pack(text, all_image, none, device),
+        rest_stream=_stream(rest, device),
         core_in_image=core_in_image,
         rest_in_image=rest_in_image,
         core_in_rows=core_in_rows,

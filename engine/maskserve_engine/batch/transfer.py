@@ -77,6 +77,8 @@ def moved(tree: Tree, device: torch.device) -> Tree:
     """Dataclasses, tuples and mappings, nested, with every tensor in them on `device`: in one
     transfer (`to_device`).
     """
+    if device.type == "cpu":
+        return tree
     there = iter(to_device(list(_tensors(tree)), device))
 
     def rebuild(x: Any) -> Any:

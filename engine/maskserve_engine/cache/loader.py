@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -125,7 +126,8 @@ class HostMover:
         return entry
 
     def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:
-        return Arrival(tuple(coded.map(lambda t: gathered(t, ids)) for coded in parts))
+        take = partial(gathered, ids=ids)
+        return Arrival(tuple([coded.map(take) for coded in parts]))
 
 
 def gathered(

@@ -54,11 +54,6 @@ class Segments:
     """Keys of each row, likewise."""
 
     @property
-    def alike(self) -> bool:
-        """Whether all rows have the same lengths."""
-        return self.q_uniform > 0 and self.k_uniform > 0
-
-    @property
     def q_longest(self) -> int:
         return max(end - begin for begin, end in self.q_spans)
 
@@ -89,12 +84,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, rows: Segments) -> Tens
     Returns:
         [Nq, heads, head_dim] in the order of `query`.
     """
-    one_shape = rows.alike and rows.q_uniform == rows.k_uniform
+    alike = rows.q_uniform > 0 and rows.k_uniform > 0
+    one_shape = alike and rows.q_uniform == rows.k_uniform
     if query.is_cuda and not one_shape and missing_varlen(query.device, query.dtype) is None:
         return _varlen(query, key, value, rows)
     if len(rows.q_spans) == 1:
         return _dense(query[None], key[None], value[None])[0]
-    if rows.alike:
+    if alike:
         count = len(rows.q_spans)
         out = _dense(*(x.unflatten(0, (count, -1)) for x in (query, key, value)))
         return out.flatten(0, 1)

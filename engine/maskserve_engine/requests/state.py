@@ -245,6 +245,10 @@ class RequestState:
     """A cached edit that this one makes again; it has no client."""
     said: RowStatus | None = None
     """Its status, kept from step to step."""
+    request_id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request_id = self.job.request.request_id
 
     @classmethod
     def of(
@@ -278,10 +282,6 @@ class RequestState:
             loras=loras,
             controls=controls,
         )
-
-    @property
-    def request_id(self) -> str:
-        return self.job.request.request_id
 
     @property
     def mode(self) -> ExecutionMode:

@@ -75,24 +75,14 @@ def after_single(
     return clip(add_gated(x, gate, block.out(joined, rows)))
 
 
-@dataclass(frozen=True, slots=True)
 class FluxStep:
     """A FluxTransformer2DModel at one step (`forward.Transformer`)."""
 
-    weights: Weights
-    vectors: Vectors
-
-    @property
-    def block_count(self) -> int:
-        return len(self.weights.blocks)
-
-    @property
-    def two_streams(self) -> int:
-        return len(self.weights.double_blocks)
-
-    @property
-    def resident_bytes(self) -> int:
-        return self.weights.resident_bytes
+    def __init__(self, weights: Weights, vectors: Vectors) -> None:
+        self.weights, self.vectors = weights, vectors
+        self.blocks = weights.blocks
+        self.block_count, self.two_streams = len(self.blocks), len(weights.double_blocks)
+        self.resident_bytes = weights.resident_bytes
 
     def take(self, rows: Sequence[int]) -> FluxStep:
         return FluxStep(self.weights.take(rows), self.vectors.take(rows))
@@ -103,13 +93,13 @@ class FluxStep:
     def pre(
         self, number: int, text: Tensor, image: Tensor, packing: Packing, cis: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
-        block, segments = self.weights.blocks[number], self.weights.segments
+        block, segments = self.blocks[number], self.weights.segments
         if isinstance(block, Double):
             both = self.vectors.double[number]
             if segments is not None:
                 return *segments.before_double(block, text, image, both, packing, cis), None
             return _before_double(block, text, image, both, packing, cis)
-        vectors = self.vectors.of(number)
+        vectors = self.vectors.single[number - self.two_streams]
         if segments is not None:
             return segments.before_single(block, image, vectors, packing, cis)
         shift, scale, gate = packing.row_stream.spread(vectors, 3)
@@ -126,13 +116,13 @@ class FluxStep:
         kept: Any,
         packing: Packing,
     ) -> tuple[Tensor, Tensor]:
-        block, segments = self.weights.blocks[number], self.weights.segments
+        block, segments = self.blocks[number], self.weights.segments
         if isinstance(block, Double):
             both = self.vectors.double[number]
             if segments is not None:
                 return segments.after_double(block, text, image, attended, both, packing)
             return _after_double(block, text, image, attended, kept, packing)
-        vectors = self.vectors.of(number)
+        vectors = self.vectors.single[number - self.two_streams]
         if segments is not None:
             return text, segments.after_single(block, image, attended, kept, vectors, packing)
         joined, wide, gate = kept
@@ -147,7 +137,7 @@ class FluxStep:
     def project(
         self, number: int, hidden: Tensor, stream: Stream, cis: Tensor
     ) -> tuple[Tensor, Tensor]:
-        block, width = self.weights.blocks[number], hidden.shape[1]
+        block, width = self.blocks[number], hidden.shape[1]
         shift, scale = stream.spread(self.vectors.of(number)[:, : 2 * width], 2)
         if isinstance(block, Double):
             qkv, norms = block.image.qkv, block.norms[1]
