@@ -38,10 +38,9 @@ from maskserve_engine.measured_costs import MeasuredCosts, StepTimes
 from maskserve_engine.memory import device_memory, memory_table
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.audits import Audits
-from maskserve_engine.requests.control_nets import EditControlNets
-from maskserve_engine.requests.control_nets import Loader as NetLoader
+from maskserve_engine.requests.control_nets import ControlNetSource, EditControlNets
 from maskserve_engine.requests.due_times import InTime
-from maskserve_engine.requests.loras import Loader, Loras
+from maskserve_engine.requests.loras import Loras, LoraSource
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.residency import Residency
 from maskserve_engine.requests.state import RequestState
@@ -82,8 +81,8 @@ class Engine:
         revision: str = "",
         executor: Callable[[Adapter, Store], Executor] = LocalExecutor,
         policy: MakePolicy = StepScheduler,
-        lora_loader: Callable[[Config, Bring], Loader] = LoraLoader,
-        net_loader: Callable[[Config, ModelFacts, BringNet], NetLoader] = ControlNetLoader,
+        lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader,
+        net_loader: Callable[[Config, ModelFacts, BringNet], ControlNetSource] = ControlNetLoader,
     ) -> None:
         self.config, self.adapter = config, adapter
         runtime = Path(config.runtime_dir) if config.runtime_dir else None
@@ -157,7 +156,7 @@ class Engine:
 
     @classmethod
     def load(
-        cls, config: Config, lora_loader: Callable[[Config, Bring], Loader] = LoraLoader
+        cls, config: Config, lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader
     ) -> Engine:
         """Load the model; slow.
 

@@ -22,14 +22,14 @@ from maskserve_engine.layers.low_rank import Factors
 
 
 @dataclass(frozen=True, slots=True)
-class DenseRow:
+class DenseRowSpec:
     """A row that computes all tokens."""
 
     job: EditJob
 
 
 @dataclass(frozen=True, slots=True)
-class CachedRow:
+class CachedRowSpec:
     """A row that computes the active tokens and reads entries for the others."""
 
     job: EditJob
@@ -44,7 +44,7 @@ class CachedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class PrimingRow:
+class PrimingRowSpec:
     """A row that computes a template's entries, one anchor per step; see `Adapter.priming_row`."""
 
     job: EditJob
@@ -55,7 +55,7 @@ class PrimingRow:
     format: str
 
 
-RowSpec = DenseRow | CachedRow | PrimingRow
+RowSpec = DenseRowSpec | CachedRowSpec | PrimingRowSpec
 
 
 class RowMade(NamedTuple):
@@ -200,7 +200,7 @@ class Executor(Protocol):
         ...
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
-        """Have a cached row read other entries from its next step on; as of `CachedRow`."""
+        """Have a cached row read other entries from its next step on; as of `CachedRowSpec`."""
         ...
 
     def make(self, row: str, spec: RowSpec) -> RowMade:

@@ -15,7 +15,7 @@ from maskserve_engine.timeline import RequestTimeline
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class ControlInput:
     """A ControlNet's picture and its weight in one edit."""
 
     net: str
@@ -104,7 +104,7 @@ class EditJob:
     """Of the negative prompt, where there is one: every step then runs the model twice."""
     adapters: str = ""
     """Names the adapters with which its template's entries are made and read; empty: none."""
-    controls: tuple[Control, ...] = ()
+    controls: tuple[ControlInput, ...] = ()
     """What ControlNets are to add to it."""
     prepared: object = None
     """What its rows begin with, once `Adapter.prepare` has made it; the family's own."""
@@ -118,13 +118,13 @@ class EditJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ProgressEvent:
     step: int
     steps: int
 
 
 @dataclass(frozen=True, slots=True)
-class Preview:
+class PreviewEvent:
     """The image as the model expects it to end, after `step` of `steps` model calls."""
 
     step: int
@@ -134,7 +134,7 @@ class Preview:
 
 
 @dataclass(frozen=True, slots=True)
-class Final:
+class FinalEvent:
     latents: NDArray[np.float32]
     """[C, h, w]"""
     meta: dict[str, Any]
@@ -148,7 +148,7 @@ class Failed:
     """None if it was refused."""
 
 
-EngineEvent = Progress | Preview | Final | Failed
+EngineEvent = ProgressEvent | PreviewEvent | FinalEvent | Failed
 
 Sink = Callable[[EngineEvent], None]
 """Takes a job's events on the engine's reply thread: any number of Progress and Preview, then

@@ -17,9 +17,9 @@ from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.cache.store import Store
 from maskserve_engine.device_clock import Span, mark
 from maskserve_engine.executor import (
-    CachedRow,
+    CachedRowSpec,
     LoadState,
-    PrimingRow,
+    PrimingRowSpec,
     Read,
     RowLoads,
     RowMade,
@@ -87,12 +87,12 @@ class LocalExecutor:
     def make(self, row: str, spec: RowSpec) -> RowMade:
         adapter = self._adapter
         self._jobs[row] = spec.job
-        if isinstance(spec, PrimingRow):
+        if isinstance(spec, PrimingRowSpec):
             self._rows[row] = adapter.priming_row(
                 spec.job, spec.anchors, spec.prompt, spec.noise_seed, spec.kinds, spec.format
             )
             return RowMade()
-        if not isinstance(spec, CachedRow):
+        if not isinstance(spec, CachedRowSpec):
             dense = adapter.dense_row(spec.job)
             adapter.control(dense, spec.job, self._nets)
             self._rows[row] = dense

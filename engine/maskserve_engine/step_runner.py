@@ -15,7 +15,7 @@ from maskserve_core.worker.observations import Observations
 from maskserve_engine.counted_work import CountedWork
 from maskserve_engine.executor import Executor, LoadState, Read, RowStep, StepInput, StepResult
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.job import Preview, Progress
+from maskserve_engine.job import PreviewEvent, ProgressEvent
 from maskserve_engine.measured_costs import StepTimes, TakenStep
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.manager import RequestManager
@@ -221,9 +221,9 @@ class StepRunner:
         settings, step, steps = edit.job.request.settings, edit.tally.done, edit.work.steps
         if settings.preview_every and step % settings.preview_every == 0:
             latents = self.executor.estimate(edit.request_id)
-            self.output.send_made(edit.sink, lambda: Preview(step, steps, latents.array()))
+            self.output.send_made(edit.sink, lambda: PreviewEvent(step, steps, latents.array()))
         elif settings.progress:
-            self.output.send(edit.sink, Progress(step, steps))
+            self.output.send(edit.sink, ProgressEvent(step, steps))
 
     def _work(self, running: Running) -> ModelWork:
         """Of the first row's size: rows of a batch are as large, or their blocks cost alike."""

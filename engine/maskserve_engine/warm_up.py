@@ -11,7 +11,7 @@ from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.planning.flops import ModelWork
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.entry_file import Source
+from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
 from maskserve_engine.families.adapter import Adapter
@@ -63,7 +63,7 @@ def _cached(
 ) -> None:
     row = adapter.cached_row(job, 0)
     assert row.selection is not None
-    source = Source(entry, store.memory.name, store.memory.name)
+    source = EntrySource(entry, store.memory.name, store.memory.name)
     handle = store.request("warm-up", entry.anchor, row.selection, source, force=True)
     assert handle is not None, "what is forced is not refused"
     reading = Reading(adapter.counted(job), handle.load, stays=1)

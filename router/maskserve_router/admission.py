@@ -19,7 +19,7 @@ _REMEMBERED = 0.1
 
 
 @dataclass(slots=True)
-class Served:
+class EditCounts:
     """Edits of one model that a client had answered."""
 
     succeeded: int = 0
@@ -36,7 +36,7 @@ class Served:
 
 
 @dataclass(slots=True, eq=False)
-class Client:
+class KeyHolder:
     """Whoever holds one API key; without keys, everybody."""
 
     name: str
@@ -51,7 +51,7 @@ class Client:
     key's name, so that a key may be changed."""
     edits: int = 0
     """Under way."""
-    served: dict[str, Served] = field(default_factory=dict)
+    served: dict[str, EditCounts] = field(default_factory=dict)
     """What this router has answered it, by model."""
 
 
@@ -63,11 +63,11 @@ class Keys:
     """Who a caller is, by the key that it sends."""
 
     def __init__(self, keys: tuple[Key, ...], max_edits: int) -> None:
-        self._anybody = None if keys else Client("anybody", max_edits, admin=True)
+        self._anybody = None if keys else KeyHolder("anybody", max_edits, admin=True)
         self._clients = [
             (
                 bytes.fromhex(key.sha256),
-                Client(
+                KeyHolder(
                     key.name,
                     key.max_edits,
                     key.admin,
@@ -79,7 +79,7 @@ class Keys:
             for key in keys
         ]
 
-    def client(self, headers: Mapping[str, str]) -> Client:
+    def client(self, headers: Mapping[str, str]) -> KeyHolder:
         """The caller with these headers (names in lower case).
 
         Raises:
@@ -112,7 +112,7 @@ class Admission:
         """Mean seconds between the ends of two edits."""
 
     @contextmanager
-    def edit(self, client: Client, size: int) -> Iterator[None]:
+    def edit(self, client: KeyHolder, size: int) -> Iterator[None]:
         """An edit is under way.
 
         Raises:

@@ -14,7 +14,7 @@ from maskserve_core.contracts.keys import NO_SCOPE, name_of, scope_of
 from maskserve_core.errors import EngineFailed, InvalidRequest
 from maskserve_core.routing import Edit, NoWorkerAvailable
 from maskserve_core.triton.control import ADAPTER_WRITES, PATIENT, SCOPED, parse_operation
-from maskserve_router.admission import Client
+from maskserve_router.admission import KeyHolder
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import read_input, request_id_of
 from maskserve_router.failures import Blame, Failure, NotSupported, Unauthorized
@@ -28,7 +28,7 @@ _PATIENT_S = 75.0
 """For operations that take their time."""
 
 
-class Control:
+class ClusterControl:
     """Operations on the cluster."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Control:
         self._predictions = predictions
         self.missed = MissedOperations(pool, pool.config.workers.missed_bytes, _ask)
 
-    async def infer(self, message: pb.ModelInferRequest, client: Client) -> bytes:
+    async def infer(self, message: pb.ModelInferRequest, client: KeyHolder) -> bytes:
         """The answer to a request of the model `control`.
 
         Raises:
@@ -56,7 +56,7 @@ class Control:
         encoded: bytes = answer.SerializeToString()
         return encoded
 
-    async def do(self, operation: dict[str, Any], client: Client) -> dict[str, Any]:
+    async def do(self, operation: dict[str, Any], client: KeyHolder) -> dict[str, Any]:
         """One operation's result; raises as `infer`."""
         name = operation["op"]
         if "scope" in operation:
@@ -96,7 +96,7 @@ class Control:
         first = next(iter(answers.values()))
         return {**first, "workers": sorted(answers)}
 
-    async def _cancel(self, name: str, client: Client) -> dict[str, Any]:
+    async def _cancel(self, name: str, client: KeyHolder) -> dict[str, Any]:
         """Here if this router has the edit, which gives up its row too; else at all workers. An
         admin names another client's edit as `status` shows it.
         """
@@ -202,7 +202,7 @@ def cluster_status(
     }
 
 
-def _as_seen_by(client: Client, status: dict[str, Any]) -> dict[str, Any]:
+def _as_seen_by(client: KeyHolder, status: dict[str, Any]) -> dict[str, Any]:
     """The cluster's status without what is other clients': their edits and all templates' ids.
 
     How much there is stays, as every client's waiting depends on it.

@@ -18,7 +18,7 @@ from contextlib import ExitStack, aclosing, contextmanager
 from maskserve_core.contracts.due_times import OK, due_by_size
 from maskserve_core.errors import Cancelled, DeadlineExceeded, InvalidRequest, MaskserveError
 from maskserve_core.routing import Edit, NoWorkerAvailable
-from maskserve_router.admission import Admission, Client
+from maskserve_router.admission import Admission, KeyHolder
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import EditCall
 from maskserve_router.failures import Blame, Failure, RetryLater
@@ -65,7 +65,7 @@ class Dispatcher:
                 worker.sent[request_id].end(Cancelled("the edit was cancelled"))
         return True
 
-    async def infer(self, call: EditCall, client: Client) -> bytes:
+    async def infer(self, call: EditCall, client: KeyHolder) -> bytes:
         """The worker's answer to a unary request, as it came.
 
         Raises:
@@ -77,11 +77,13 @@ class Dispatcher:
             (answer,) = [one async for one in answers]
         return answer
 
-    def stream(self, call: EditCall, client: Client) -> AsyncGenerator[bytes, None]:
+    def stream(self, call: EditCall, client: KeyHolder) -> AsyncGenerator[bytes, None]:
         """The worker's messages to one request of a stream, as they came; raises as `infer`."""
         return self._run(call, client, streamed)
 
-    async def _run(self, call: EditCall, client: Client, send: Send) -> AsyncGenerator[bytes, None]:
+    async def _run(
+        self, call: EditCall, client: KeyHolder, send: Send
+    ) -> AsyncGenerator[bytes, None]:
         with ExitStack() as held:
             held.enter_context(self._judged(call))
             held.enter_context(self._named(call))

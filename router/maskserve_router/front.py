@@ -11,8 +11,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.errors import Cancelled, MaskserveError
 from maskserve_core.worker.logs import about
-from maskserve_router.admission import Client, Keys, Served
-from maskserve_router.control import Control
+from maskserve_router.admission import EditCounts, KeyHolder, Keys
+from maskserve_router.control import ClusterControl
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import EditCall, make_edit_call
 from maskserve_router.failures import Failure, guarded, text_of
@@ -30,14 +30,14 @@ class Front:
         self,
         keys: Keys,
         dispatcher: Dispatcher,
-        control: Control,
+        control: ClusterControl,
         metrics: Metrics,
         tracing: Tracing,
     ) -> None:
         self._keys, self._dispatcher, self._control = keys, dispatcher, control
         self._metrics, self._tracing = metrics, tracing
 
-    def client(self, headers: Mapping[str, str]) -> Client:
+    def client(self, headers: Mapping[str, str]) -> KeyHolder:
         """Who calls; see `Keys.client`."""
         return self._keys.client(headers)
 
@@ -104,7 +104,7 @@ class Front:
                     yield answer_bytes
 
     @contextmanager
-    def _told(self, call: EditCall, client: Client, route: str) -> Iterator[None]:
+    def _told(self, call: EditCall, client: KeyHolder, route: str) -> Iterator[None]:
         """Tell of an edit when it ends: a log line, a count, a span."""
         span = self._tracing.open(call)
         error: MaskserveError | Failure | None = None
@@ -123,7 +123,7 @@ class Front:
         finally:
             code = error.code if error is not None else "OK"
             self._metrics.requests.labels(route, code).inc()
-            served = client.served.setdefault(call.message.model_name, Served())
+            served = client.served.setdefault(call.message.model_name, EditCounts())
             served.add(time.monotonic() - begin, succeeded=error is None)
             worker = call.worker
             span.end(error if isinstance(error, MaskserveError) else None, worker=worker, code=code)

@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.contracts.keys import NO_SCOPE
 from maskserve_core.errors import InvalidRequest, MaskserveError
-from maskserve_router.admission import Client
+from maskserve_router.admission import KeyHolder
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import parse_request
 from maskserve_router.failures import (
@@ -107,19 +107,19 @@ class GrpcServer:
         async def model_ready(request: pb.ModelReadyRequest) -> Message:
             return pb.ModelReadyResponse(ready=calls.model_ready(request.name, request.version))
 
-        async def server_metadata(_: pb.ServerMetadataRequest, _by: Client) -> Message:
+        async def server_metadata(_: pb.ServerMetadataRequest, _by: KeyHolder) -> Message:
             return await calls.server_metadata()
 
-        async def model_metadata(request: pb.ModelMetadataRequest, _by: Client) -> Message:
+        async def model_metadata(request: pb.ModelMetadataRequest, _by: KeyHolder) -> Message:
             return await calls.model_metadata(request.name, request.version)
 
-        async def model_config(request: pb.ModelConfigRequest, _by: Client) -> Message:
+        async def model_config(request: pb.ModelConfigRequest, _by: KeyHolder) -> Message:
             return await calls.model_config(request.name, request.version)
 
-        async def statistics(request: pb.ModelStatisticsRequest, client: Client) -> Message:
+        async def statistics(request: pb.ModelStatisticsRequest, client: KeyHolder) -> Message:
             return await calls.statistics(request.name, request.version, client)
 
-        async def index(request: pb.RepositoryIndexRequest, _by: Client) -> Message:
+        async def index(request: pb.RepositoryIndexRequest, _by: KeyHolder) -> Message:
             return calls.repository_index(ready=request.ready)
 
         async def system_status(_: pb.SystemSharedMemoryStatusRequest) -> Message:
@@ -141,7 +141,7 @@ class GrpcServer:
             raise operators_only("this call")
 
         # To whoever holds a key, if keys are needed.
-        told_to: dict[str, tuple[type[Message], Callable[[Any, Client], Awaitable[Message]]]] = {
+        told_to: dict[str, tuple[type[Message], Callable[[Any, KeyHolder], Awaitable[Message]]]] = {
             "ServerMetadata": (pb.ServerMetadataRequest, server_metadata),
             "ModelMetadata": (pb.ModelMetadataRequest, model_metadata),
             "ModelConfig": (pb.ModelConfigRequest, model_config),
@@ -266,7 +266,9 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     message is waited for, so that a client which never sends it holds no more than it may.
     """
 
-    def __init__(self, who: Callable[[Mapping[str, str]], Client], open_calls: OpenCalls) -> None:
+    def __init__(
+        self, who: Callable[[Mapping[str, str]], KeyHolder], open_calls: OpenCalls
+    ) -> None:
         self._who, self._open_calls = who, open_calls
 
     async def intercept_service(
@@ -345,7 +347,8 @@ def _answering(
 
 
 def _answering_client(
-    do: Callable[[Any, Client], Awaitable[Message]], who: Callable[[Mapping[str, str]], Client]
+    do: Callable[[Any, KeyHolder], Awaitable[Message]],
+    who: Callable[[Mapping[str, str]], KeyHolder],
 ) -> Callable[[Any, Context], Awaitable[Message]]:
     """The same for what is told to holders of keys alone."""
 

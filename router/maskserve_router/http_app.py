@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from maskserve_core.errors import InvalidRequest
-from maskserve_router.admission import Client
+from maskserve_router.admission import KeyHolder
 from maskserve_router.http_answers import JSON, Handler, answering, json_response, refused
 from maskserve_router.http_inference import HttpInference, model_of
 from maskserve_router.json_values import values_of
@@ -26,7 +26,7 @@ class HttpApp:
         self,
         calls: ServerCalls,
         inference: HttpInference,
-        who: Callable[[Mapping[str, str]], Client],
+        who: Callable[[Mapping[str, str]], KeyHolder],
         more: Sequence[Route] = (),
     ) -> None:
         self._calls, self._inference, self._who = calls, inference, who
@@ -76,7 +76,7 @@ class HttpApp:
         app.router.redirect_slashes = False
         return app
 
-    def _client(self, request: Request) -> Client:
+    def _client(self, request: Request) -> KeyHolder:
         """Who asks. Health alone is told without a key; see `Keys.client`."""
         return self._who(request.headers)
 

@@ -12,7 +12,7 @@ from maskserve_core.routing import make_policy
 from maskserve_router.admin import Admin
 from maskserve_router.admission import Admission, Keys
 from maskserve_router.config import RouterConfig
-from maskserve_router.control import Control
+from maskserve_router.control import ClusterControl
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.front import Front
 from maskserve_router.grpc_server import GrpcServer
@@ -23,7 +23,7 @@ from maskserve_router.metrics import Metrics
 from maskserve_router.open_calls import OpenCalls
 from maskserve_router.openai.edits import ImageEdits
 from maskserve_router.openai.routes import openai_routes
-from maskserve_router.openai.templates import Templates
+from maskserve_router.openai.templates import TemplateRoutes
 from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
 from maskserve_router.server_calls import ServerCalls
@@ -55,7 +55,7 @@ class Router:
         self.admission = Admission(config.admission, self.metrics)
         self._dispatcher = Dispatcher(config, self.pool, self.pending, self.admission, self.metrics)
         self._tracing = Tracing(config)
-        self._control = control = Control(
+        self._control = control = ClusterControl(
             config.name, self.pool, self._dispatcher, self.metrics.predictions
         )
         keys = Keys(config.keys, config.admission.max_edits)
@@ -64,7 +64,7 @@ class Router:
         listen = config.listen
         self.grpc = GrpcServer(config, front, calls, OpenCalls(config.grpc, self.metrics))
         edits = ImageEdits(config.http, config.limits, front, self.admission, self.pool)
-        templates = Templates(config.http, front, control, self.admission)
+        templates = TemplateRoutes(config.http, front, control, self.admission)
         inference = HttpInference(config.http, front, self.admission)
         self.http = HttpServer(
             HttpApp(calls, inference, keys.client, openai_routes(edits, templates)).app(),

@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.routing import Edit, NoWorkerAvailable
-from maskserve_router.admission import Client
+from maskserve_router.admission import KeyHolder
 from maskserve_router.edit_call import PUBLIC, VERSIONS, UnknownModel
 from maskserve_router.failures import Failure, NotSupported
 from maskserve_router.pool import Pool
@@ -51,7 +51,7 @@ class ServerCalls:
         return pb.ModelConfigResponse.FromString(await self._ask("ModelConfig", request))
 
     async def statistics(
-        self, name: str, version: str, client: Client
+        self, name: str, version: str, client: KeyHolder
     ) -> pb.ModelStatisticsResponse:
         """Summed over the workers; of one model, or of all with an empty name. A client that is no
         admin gets what this router has answered it.

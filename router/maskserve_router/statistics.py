@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from google.protobuf.message import Message
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_router.admission import Client, Served
+from maskserve_router.admission import EditCounts, KeyHolder
 
 _LATEST = ("last_inference",)
 
@@ -32,11 +32,11 @@ def summed(
     return pb.ModelStatisticsResponse(model_stats=[sums[key] for key in sorted(sums)])
 
 
-def served_by(client: Client, names: Iterable[str]) -> pb.ModelStatisticsResponse:
+def served_by(client: KeyHolder, names: Iterable[str]) -> pb.ModelStatisticsResponse:
     """What a router has answered one client, as a server's statistics of these models."""
     told = pb.ModelStatisticsResponse()
     for name in names:
-        book = client.served.get(name, Served())
+        book = client.served.get(name, EditCounts())
         one = told.model_stats.add(name=name, version="1")
         one.inference_count = one.execution_count = book.succeeded
         one.inference_stats.success.count = book.succeeded

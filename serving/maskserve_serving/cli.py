@@ -23,9 +23,9 @@ from maskserve_serving.options import (
 from maskserve_serving.runtime import check_packages
 
 if TYPE_CHECKING:
-    from maskserve_serving.router import Router
+    from maskserve_serving.router import RouterProcess
     from maskserve_serving.supervisor import Supervisor
-    from maskserve_serving.worker import Worker
+    from maskserve_serving.worker import WorkerProcess
 
 DESCRIPTION = f"""\
 Serve a model with Triton on this host: one server for each worker, watched and restarted.
@@ -209,7 +209,7 @@ def _options(given: argparse.Namespace) -> ServeOptions:
 
 
 def _announce(supervisor: Supervisor) -> None:
-    fronts: list[Worker | Router] = list(supervisor.workers)
+    fronts: list[WorkerProcess | RouterProcess] = list(supervisor.workers)
     if supervisor.router is not None:
         fronts.append(supervisor.router)
     for each in fronts:

@@ -16,7 +16,7 @@ _SILENT_S = 10.0
 _DRAIN_GRACE_S = 60.0
 
 
-class Router(Process):
+class RouterProcess(Process):
     """`maskserve-router` with the workers of one supervisor.
 
     Args:

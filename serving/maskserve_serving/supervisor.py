@@ -15,12 +15,12 @@ from maskserve_serving.errors import ServeError
 from maskserve_serving.files import WorkerFiles, folders_of, hold, read_tables, remove_stale
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.process import Process
-from maskserve_serving.router import Router
+from maskserve_serving.router import RouterProcess
 from maskserve_serving.runtime import check_packages, find_runtime
 from maskserve_serving.source import with_model
 from maskserve_serving.tracing import with_trace
 from maskserve_serving.watch import Watch
-from maskserve_serving.worker import Worker, make_workers
+from maskserve_serving.worker import WorkerProcess, make_workers
 
 _TICK_S = 0.2
 _PROGRESS_S = 5.0
@@ -46,8 +46,8 @@ class Supervisor:
 
     def __init__(self, options: ServeOptions) -> None:
         self.options = options
-        self.workers: list[Worker] = []
-        self.router: Router | None = None
+        self.workers: list[WorkerProcess] = []
+        self.router: RouterProcess | None = None
         self._watches: list[Watch] = []
         self._closing = threading.Event()
         self._looking_away = threading.Event()
@@ -85,7 +85,7 @@ class Supervisor:
         if options.router:
             addresses = [worker.grpc_url for worker in self.workers]
             run_dir = self.workers[0].spec.files.root.parent
-            self.router = Router(self.workers[0].spec.options, addresses, run_dir)
+            self.router = RouterProcess(self.workers[0].spec.options, addresses, run_dir)
         self._watches = [Watch(process, start_at=1e-9) for process in self._processes()]
         try:
             self._held = hold(self._files())

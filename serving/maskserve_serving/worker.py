@@ -29,7 +29,7 @@ _UNHEARD_S = 30.0
 _LAST_ANSWER_S = 0.3
 
 
-class Worker(Process):
+class WorkerProcess(Process):
     """A Triton server of our models."""
 
     def __init__(self, spec: Spec) -> None:
@@ -201,8 +201,10 @@ class Worker(Process):
         self.spec.files.remove()
 
 
-def make_workers(options: ServeOptions, runtime: Runtime, tables: dict[str, Any]) -> list[Worker]:
+def make_workers(
+    options: ServeOptions, runtime: Runtime, tables: dict[str, Any]
+) -> list[WorkerProcess]:
     """One worker per index, none started."""
     options = replace(options, log_dir=options.log_dir.resolve())
     files = worker_files(options.base_port, options.workers)
-    return [Worker(Spec(i, options, runtime, tables, own)) for i, own in enumerate(files)]
+    return [WorkerProcess(Spec(i, options, runtime, tables, own)) for i, own in enumerate(files)]

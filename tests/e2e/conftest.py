@@ -18,7 +18,7 @@ import pytest
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 from tests.support.calls import Grpc, Http
 
 
@@ -56,19 +56,19 @@ def supervisor(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="session")
-def worker(supervisor: Supervisor) -> Worker:
+def worker(supervisor: Supervisor) -> WorkerProcess:
     return supervisor.workers[0]
 
 
 @pytest.fixture
-def http(worker: Worker) -> Iterator[Http]:
+def http(worker: WorkerProcess) -> Iterator[Http]:
     client = Http(worker.http_url, concurrency=32)
     yield client
     client.close()
 
 
 @pytest.fixture
-def grpc(worker: Worker) -> Iterator[Grpc]:
+def grpc(worker: WorkerProcess) -> Iterator[Grpc]:
     client = Grpc(worker.grpc_url)
     yield client
     client.close()

@@ -18,7 +18,7 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from tritonclient.grpc import service_pb2_grpc
 
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 from tests.fakes.corpus.bodies import HttpCase, http_cases
 from tests.fakes.corpus.case import Case, Damaged, Pixels, Refused, Works
 from tests.fakes.corpus.collection import edit_cases, is_sampled, sample
@@ -59,7 +59,7 @@ def some_slow(cases: Sequence[Any], wanted: int) -> list[Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def unharmed(worker: Worker) -> Iterator[None]:
+def unharmed(worker: WorkerProcess) -> Iterator[None]:
     """Around all tests of this file."""
     with Beside(worker.grpc_url) as beside:
         processes = Processes(worker)
@@ -106,7 +106,7 @@ def test_each_edit_gets_its_documented_answer(case: Case, http: Http, grpc: Grpc
                 np.testing.assert_array_equal(edited[kept], source[kept])
 
 
-def test_a_stream_refuses_by_name_and_goes_on(worker: Worker) -> None:
+def test_a_stream_refuses_by_name_and_goes_on(worker: WorkerProcess) -> None:
     cases = [case for case in edit_cases() if isinstance(case.expected, Refused)]
     with stream(worker.grpc_url) as opened:
         for case in cases[:: len(cases) // 12]:
@@ -137,7 +137,9 @@ def picture(answer: Answer) -> Pixels:
 
 
 @pytest.mark.parametrize("case", some_slow(list(operation_cases()), 16))
-def test_each_operation_is_refused_by_name(case: OperationCase, http: Http, worker: Worker) -> None:
+def test_each_operation_is_refused_by_name(
+    case: OperationCase, http: Http, worker: WorkerProcess
+) -> None:
     with triton_grpc.InferenceServerClient(worker.grpc_url) as grpc:
         for protocol, (client, module) in enumerate(((http, triton_http), (grpc, triton_grpc))):
             with pytest.raises(InferenceServerException) as caught:
@@ -163,7 +165,7 @@ def test_operations_that_work_still_do(grpc: Grpc) -> None:
 
 
 @pytest.mark.parametrize("case", some_slow(list(http_cases()), 16))
-def test_each_http_body_is_refused_by_triton(case: HttpCase, worker: Worker) -> None:
+def test_each_http_body_is_refused_by_triton(case: HttpCase, worker: WorkerProcess) -> None:
     headers = dict(case.headers)
     if case.header_length is not None:
         headers["Inference-Header-Content-Length"] = case.header_length
@@ -179,7 +181,7 @@ def test_each_http_body_is_refused_by_triton(case: HttpCase, worker: Worker) -> 
 
 
 @pytest.mark.parametrize("case", some_slow(list(grpc_cases()), 16))
-def test_each_grpc_message_is_refused_by_triton(case: GrpcCase, worker: Worker) -> None:
+def test_each_grpc_message_is_refused_by_triton(case: GrpcCase, worker: WorkerProcess) -> None:
     with grpcio.insecure_channel(worker.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         with pytest.raises(grpcio.RpcError) as caught:
@@ -188,7 +190,9 @@ def test_each_grpc_message_is_refused_by_triton(case: GrpcCase, worker: Worker) 
     assert case.says in caught.value.details()
 
 
-def post(worker: Worker, body: bytes, content_type: str, chunked: bool = False) -> tuple[int, Any]:
+def post(
+    worker: WorkerProcess, body: bytes, content_type: str, chunked: bool = False
+) -> tuple[int, Any]:
     """Status and JSON of an answer of `edit`."""
     address = worker.http_url.removeprefix("http://")
     connection = http.client.HTTPConnection(address, timeout=120)
@@ -220,7 +224,7 @@ def json_body(size: int) -> bytes:
 
 
 @pytest.mark.parametrize("megabytes", [1, 6, pytest.param(40, marks=pytest.mark.slow)])
-def test_an_edit_sent_as_a_form_is_answered(worker: Worker, megabytes: int) -> None:
+def test_an_edit_sent_as_a_form_is_answered(worker: WorkerProcess, megabytes: int) -> None:
     """As by `curl -d`; Triton 2.51 puts such a body on its stack."""
     body = json_body(megabytes * 10**6)
     status, answer = post(worker, body, "application/x-www-form-urlencoded")
@@ -229,13 +233,13 @@ def test_an_edit_sent_as_a_form_is_answered(worker: Worker, megabytes: int) -> N
 
 
 @pytest.mark.parametrize("levels", [100_000, 1_000_000])
-def test_deeply_nested_json_is_refused(worker: Worker, levels: int) -> None:
+def test_deeply_nested_json_is_refused(worker: WorkerProcess, levels: int) -> None:
     body = b'{"inputs":' + b"[" * levels + b"]" * levels + b"}"
     status, _ = post(worker, body, "application/json")
     assert status == 400
 
 
 @pytest.mark.slow
-def test_a_body_in_very_many_chunks_is_answered(worker: Worker) -> None:
+def test_a_body_in_very_many_chunks_is_answered(worker: WorkerProcess) -> None:
     status, _ = post(worker, json_body(300_000), "application/json", chunked=True)
     assert status == 200

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from maskserve_core.worker.liveness import signed_in
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 from tests.support.calls import (
     Grpc,
     InferenceServerException,
@@ -76,7 +76,7 @@ def test_a_grpc_deadline_frees_the_row(grpc: Grpc) -> None:
 
 
 @pytest.mark.usefixtures("unfinished")
-def test_a_stream_cancel_frees_the_row(grpc: Grpc, worker: Worker) -> None:
+def test_a_stream_cancel_frees_the_row(grpc: Grpc, worker: WorkerProcess) -> None:
     opened = Stream(worker.grpc_url)
     opened.send(plain_edit(**LONG, progress=True, request_id="stream"))
     assert opened.next()[1]["event"] == "progress"
@@ -86,7 +86,7 @@ def test_a_stream_cancel_frees_the_row(grpc: Grpc, worker: Worker) -> None:
 
 
 @pytest.mark.usefixtures("unfinished")
-def test_a_closed_generate_stream_frees_the_row(grpc: Grpc, worker: Worker) -> None:
+def test_a_closed_generate_stream_frees_the_row(grpc: Grpc, worker: WorkerProcess) -> None:
     body = texts(plain_edit(**LONG, progress=True, request_id="sse"))
     host = worker.http_url.removeprefix("http://")
     connection = http.client.HTTPConnection(host, timeout=30)
@@ -109,7 +109,9 @@ def test_control_cancels(grpc: Grpc) -> None:
 
 
 @pytest.mark.usefixtures("unfinished")
-def test_control_cancels_a_stream_whose_events_are_under_way(grpc: Grpc, worker: Worker) -> None:
+def test_control_cancels_a_stream_whose_events_are_under_way(
+    grpc: Grpc, worker: WorkerProcess
+) -> None:
     with stream(worker.grpc_url) as opened:
         opened.send(plain_edit(**LONG, progress=True, request_id="told"))
         assert opened.next()[1]["event"] == "progress"
@@ -119,7 +121,7 @@ def test_control_cancels_a_stream_whose_events_are_under_way(grpc: Grpc, worker:
 
 
 @pytest.mark.usefixtures("unfinished")
-def test_streams_that_are_closed_leave_no_thread_behind(grpc: Grpc, worker: Worker) -> None:
+def test_streams_that_are_closed_leave_no_thread_behind(grpc: Grpc, worker: WorkerProcess) -> None:
     front = psutil.Process(dict(signed_in(worker.spec.files.runtime))["edit_stream"])
     counts = []
     for _ in range(2):
@@ -190,7 +192,7 @@ def test_neighbours_of_a_cancelled_edit_finish(grpc: Grpc) -> None:
     eventually("the row is free", lambda: not running(grpc))
 
 
-def test_a_closed_http_infer_runs_out_without_harm(grpc: Grpc, worker: Worker) -> None:
+def test_a_closed_http_infer_runs_out_without_harm(grpc: Grpc, worker: WorkerProcess) -> None:
     """Triton does not tell of it: the edit is finished for nobody."""
     inputs = plain_edit(num_inference_steps=30, request_id="gone")
     values = [

@@ -14,7 +14,7 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
 from maskserve_core.contracts.meta import STAGES, TIMINGS
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, scene
 from tests.support.calls import (
     Grpc,
@@ -72,7 +72,7 @@ def test_steps_are_skipped_where_that_is_asked_for(grpc: Grpc) -> None:
     assert meta["steps_skipped"] == 0
 
 
-def test_a_stream_sends_progress_previews_and_the_answer(worker: Worker, grpc: Grpc) -> None:
+def test_a_stream_sends_progress_previews_and_the_answer(worker: WorkerProcess, grpc: Grpc) -> None:
     """Of events that come faster than they are taken, the newest."""
     steps, every = 200, 50
     inputs = plain_edit(num_inference_steps=steps, progress=True, preview_every=every)
@@ -100,7 +100,7 @@ def test_a_stream_sends_progress_previews_and_the_answer(worker: Worker, grpc: G
     assert seen[-1][0] == grpc.edit(plain_edit(num_inference_steps=steps))[0]
 
 
-def test_a_stream_carries_several_edits(worker: Worker) -> None:
+def test_a_stream_carries_several_edits(worker: WorkerProcess) -> None:
     """Answers come as they are done, each with its request's id."""
     names = {f"stream-{steps}": steps for steps in (40, 1, 10)}
     with stream(worker.grpc_url) as opened:
@@ -143,7 +143,7 @@ def test_output_formats(grpc: Grpc, form: str) -> None:
         assert np.array_equal(pixels(image), pixels(grpc.edit(plain_edit())[0]))
 
 
-def test_plain_json_over_http(worker: Worker, grpc: Grpc) -> None:
+def test_plain_json_over_http(worker: WorkerProcess, grpc: Grpc) -> None:
     """As with curl: base64 text in and, without a word about it, out; no binary extension."""
     inputs = plain_edit()
     text = {
@@ -168,7 +168,7 @@ def test_plain_json_over_http(worker: Worker, grpc: Grpc) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_the_timeout_of_a_request_is_its_deadline(worker: Worker, protocol: str) -> None:
+def test_the_timeout_of_a_request_is_its_deadline(worker: WorkerProcess, protocol: str) -> None:
     module = {"grpc": triton_grpc, "http": triton_http}[protocol]
     url = {"grpc": worker.grpc_url, "http": worker.http_url.removeprefix("http://")}[protocol]
     with module.InferenceServerClient(url) as client:
@@ -178,7 +178,7 @@ def test_the_timeout_of_a_request_is_its_deadline(worker: Worker, protocol: str)
             client.infer("edit", inputs, timeout=300_000)
 
 
-def test_generate_stream_over_http(worker: Worker, grpc: Grpc) -> None:
+def test_generate_stream_over_http(worker: WorkerProcess, grpc: Grpc) -> None:
     inputs = plain_edit(progress=True)
     body = {
         "IMAGE": base64.b64encode(inputs["IMAGE"]).decode(),

@@ -15,7 +15,7 @@ import pytest
 
 from maskserve_core.contracts.due_times import SLO_OUTCOMES
 from maskserve_core.triton.metric_table import ENDS, ENGINE_METRICS, FRONT_METRICS
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import (
     Grpc,
@@ -33,7 +33,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 class Page:
     """One reading of a /metrics page."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerProcess) -> None:
         with urllib.request.urlopen(worker.metrics_url, timeout=10) as answer:
             text = answer.read().decode()
         self.kinds = dict(re.findall(r"^# TYPE maskserve_(\w+) (\w+)$", text, re.MULTILINE))
@@ -56,7 +56,7 @@ class Page:
         return {have["le"]: v for n, have, v in self.samples if n == f"{name}_bucket"}
 
 
-def settled(worker: Worker, grpc: Grpc, ends: float = 0) -> tuple[Page, Mapping[str, float]]:
+def settled(worker: WorkerProcess, grpc: Grpc, ends: float = 0) -> tuple[Page, Mapping[str, float]]:
     """The page once it has caught up with an idle worker, and the record's counters.
 
     An edit is counted out, then counted as ended, then logged: who made edits says how many `ends`
@@ -94,15 +94,15 @@ def published(counters: Mapping[str, float]) -> Iterator[tuple[str, dict[str, st
             yield name, dict.fromkeys(names, label), total
 
 
-def log_of(worker: Worker) -> Path:
+def log_of(worker: WorkerProcess) -> Path:
     return Path(worker.config.log.file)
 
 
-def lines_of(worker: Worker) -> list[dict[str, Any]]:
+def lines_of(worker: WorkerProcess) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log_of(worker).read_text("utf-8").splitlines()]
 
 
-def ends_of(worker: Worker, request_id: str) -> list[dict[str, Any]]:
+def ends_of(worker: WorkerProcess, request_id: str) -> list[dict[str, Any]]:
     return [
         line
         for line in lines_of(worker)
@@ -110,7 +110,7 @@ def ends_of(worker: Worker, request_id: str) -> list[dict[str, Any]]:
     ]
 
 
-def only_end(worker: Worker, request_id: str) -> dict[str, Any]:
+def only_end(worker: WorkerProcess, request_id: str) -> dict[str, Any]:
     """The one line of an edit's end; written just after the client has its answer."""
     eventually("it is logged", lambda: ends_of(worker, request_id))
     time.sleep(0.2)
@@ -119,7 +119,7 @@ def only_end(worker: Worker, request_id: str) -> dict[str, Any]:
     return line
 
 
-def test_every_metric_is_on_the_page_with_its_kind(worker: Worker, grpc: Grpc) -> None:
+def test_every_metric_is_on_the_page_with_its_kind(worker: WorkerProcess, grpc: Grpc) -> None:
     grpc.edit(plain_edit())
     page, _ = settled(worker, grpc)
     # Drift is counted per template, from its first audit on.
@@ -137,7 +137,7 @@ def test_every_metric_is_on_the_page_with_its_kind(worker: Worker, grpc: Grpc) -
     assert 0 <= page.value("engine_silence_seconds") < worker.config.engine.heartbeat_timeout_s
 
 
-def test_histograms_count_every_step_and_edit(worker: Worker, grpc: Grpc) -> None:
+def test_histograms_count_every_step_and_edit(worker: WorkerProcess, grpc: Grpc) -> None:
     before, _ = settled(worker, grpc)
     pending = [grpc.begin(plain_edit(num_inference_steps=5, seed=seed)) for seed in range(10)]
     metas = [each.wait()[1] for each in pending]
@@ -163,7 +163,7 @@ def test_histograms_count_every_step_and_edit(worker: Worker, grpc: Grpc) -> Non
             assert buckets["+Inf"] == page.value(f"{name}_count")
 
 
-def test_cached_edits_are_hits_of_their_tier(worker: Worker, grpc: Grpc) -> None:
+def test_cached_edits_are_hits_of_their_tier(worker: WorkerProcess, grpc: Grpc) -> None:
     before, _ = settled(worker, grpc)
     source, mask = scene(64, 48), blob_mask(64, 48)
     answer = grpc.control(op="register", image=base64.b64encode(encode(source)).decode())
@@ -195,7 +195,9 @@ def test_cached_edits_are_hits_of_their_tier(worker: Worker, grpc: Grpc) -> None
     assert settled(worker, grpc)[0].value("cache_evictions_total", tier="device") == evictions + 1
 
 
-def test_edits_with_a_due_time_are_counted_by_how_they_end(worker: Worker, grpc: Grpc) -> None:
+def test_edits_with_a_due_time_are_counted_by_how_they_end(
+    worker: WorkerProcess, grpc: Grpc
+) -> None:
     before, _ = settled(worker, grpc)
     _, met = grpc.edit(plain_edit(num_inference_steps=2, deadline_ms=60_000))
     _, late = grpc.edit(plain_edit(num_inference_steps=2, deadline_ms=1, on_late="finish"))
@@ -218,7 +220,7 @@ def test_edits_with_a_due_time_are_counted_by_how_they_end(worker: Worker, grpc:
     assert page.value("slack_seconds_count") - before.value("slack_seconds_count") == 2
 
 
-def test_each_way_of_ending_is_counted_and_has_one_line(worker: Worker, grpc: Grpc) -> None:
+def test_each_way_of_ending_is_counted_and_has_one_line(worker: WorkerProcess, grpc: Grpc) -> None:
     before, _ = settled(worker, grpc)
     _, meta = grpc.edit(plain_edit(request_id="log-done", num_inference_steps=3))
     with pytest.raises(InferenceServerException, match="INVALID_REQUEST"):
@@ -253,7 +255,7 @@ def test_each_way_of_ending_is_counted_and_has_one_line(worker: Worker, grpc: Gr
         assert grown == (code in expected), labels
 
 
-def test_an_edit_of_a_stream_is_its_fronts(worker: Worker, grpc: Grpc) -> None:
+def test_an_edit_of_a_stream_is_its_fronts(worker: WorkerProcess, grpc: Grpc) -> None:
     before, _ = settled(worker, grpc)
     with stream(worker.grpc_url) as opened:
         opened.send(plain_edit(request_id="log-stream", progress=True))
@@ -265,7 +267,9 @@ def test_an_edit_of_a_stream_is_its_fronts(worker: Worker, grpc: Grpc) -> None:
     assert page.value("edit_ends_total", **labels) == before.value("edit_ends_total", **labels) + 1
 
 
-def test_every_line_of_the_log_is_whole_and_says_no_prompt(worker: Worker, grpc: Grpc) -> None:
+def test_every_line_of_the_log_is_whole_and_says_no_prompt(
+    worker: WorkerProcess, grpc: Grpc
+) -> None:
     grpc.edit(plain_edit(request_id="log-prompt"))
     only_end(worker, "log-prompt")
     lines = lines_of(worker)

@@ -20,7 +20,7 @@ from maskserve_client import Client, Templates
 from maskserve_client.cli import main
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_harness.cluster.site import RouterSite
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import Grpc, edit_inputs, eventually, pixels
 
@@ -30,7 +30,7 @@ STEPS = {"num_inference_steps": 3, "cache": "off"}
 
 
 @pytest.fixture(scope="module")
-def router(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterSite]:
+def router(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterSite]:
     folder = tmp_path_factory.mktemp("openai")
     keys: Any = [
         {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()}

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 
 from maskserve_harness.cluster.site import RouterSite
 from maskserve_router.openapi import document
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 
 
 def modes(methods: dict[str, Any], method: str) -> Iterator[GenerationMode]:
@@ -48,7 +48,7 @@ SLOWEST_S = 20.0
 
 
 @pytest.fixture(scope="module")
-def site(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterSite]:
+def site(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterSite]:
     with RouterSite([worker.grpc_url], tmp_path_factory.mktemp("openapi"), {}) as made:
         yield made
         assert requests.get(f"http://{made.http_url}/readyz", timeout=10).status_code == 200

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import scene
 from tests.support.eventually import eventually
 
@@ -31,7 +31,7 @@ FLAGS = ["--no-sandbox", "--use-gl=swiftshader", "--enable-webgl", "--ignore-gpu
 
 
 @pytest.fixture(scope="module")
-def address(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("pictures")
     Image.fromarray(scene(SIDE, SIDE)).save(folder / "scene.png")
     with socket.create_server(("127.0.0.1", 0)) as taken:

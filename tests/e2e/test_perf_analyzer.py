@@ -15,7 +15,7 @@ import pytest
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.tool import NAME, find_tool
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 from tests.support.calls import Grpc, eventually
 
 SCRIPT = [sys.executable, str(CHECKOUT / "scripts" / "bench"), "perf_analyzer"]
@@ -32,7 +32,7 @@ def _installed() -> None:
         pytest.skip(str(error))
 
 
-def command(worker: Worker, *arguments: str) -> list[str]:
+def command(worker: WorkerProcess, *arguments: str) -> list[str]:
     http = worker.http_url.removeprefix("http://")
     where = ["--url", worker.grpc_url, "--http-url", http]
     edits = ["--size", "64", "--steps", "2", "--entries", "4", "--templates", "2", "--cache", "off"]
@@ -43,7 +43,7 @@ def edits_of(grpc: Grpc) -> int:
     return int(grpc.control(op="status")["counters"]["edits_total"])
 
 
-def test_every_front_and_protocol(worker: Worker, grpc: Grpc, tmp_path: Path) -> None:
+def test_every_front_and_protocol(worker: WorkerProcess, grpc: Grpc, tmp_path: Path) -> None:
     before = edits_of(grpc)
     results = tmp_path / "perf.json"
     load = ["--request-rate", f"{RATE:g}", "--requests", str(REQUESTS), "--progress"]
@@ -90,7 +90,7 @@ def check(run: dict[str, Any]) -> None:
     assert run["command"].startswith("perf_analyzer -m edit")
 
 
-def test_a_refused_edit_is_in_the_results(worker: Worker, tmp_path: Path) -> None:
+def test_a_refused_edit_is_in_the_results(worker: WorkerProcess, tmp_path: Path) -> None:
     results = tmp_path / "perf.json"
     what = ["--front", "edit", "--protocol", "grpc", "--concurrency", "1", "--requests", "2"]
     # A later option of the same name wins.
@@ -115,7 +115,7 @@ def measures(process: psutil.Process) -> bool:
         return False
 
 
-def test_ctrl_c_ends_the_tool(worker: Worker) -> None:
+def test_ctrl_c_ends_the_tool(worker: WorkerProcess) -> None:
     script = subprocess.Popen(
         command(worker, "--request-rate", "1", "--requests", "1000"),
         stdout=subprocess.PIPE,

@@ -35,7 +35,7 @@ from maskserve_harness.perf.tool import find_tool
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import (
     Grpc,
@@ -65,12 +65,14 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supe
 
 
 @pytest.fixture(scope="module")
-def workers(pair: Supervisor) -> list[Worker]:
+def workers(pair: Supervisor) -> list[WorkerProcess]:
     return pair.workers
 
 
 @pytest.fixture(scope="module")
-def router(workers: list[Worker], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterSite]:
+def router(
+    workers: list[WorkerProcess], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RouterSite]:
     folder = tmp_path_factory.mktemp("router")
     tables = {"http": {"header_timeout_s": 2.0, "max_chunks": 1000}}
     with RouterSite([worker.grpc_url for worker in workers], folder, tables) as site:
@@ -92,7 +94,7 @@ def http_client(router: RouterSite) -> Iterator[Http]:
 
 
 @pytest.fixture
-def direct(workers: list[Worker]) -> Iterator[Grpc]:
+def direct(workers: list[WorkerProcess]) -> Iterator[Grpc]:
     with closing(Grpc(workers[0].grpc_url)) as client:
         yield client
 
@@ -201,7 +203,7 @@ def test_json_forms_generate_and_events(router: RouterSite, direct: Grpc) -> Non
 
 
 def test_what_a_server_says_of_itself_is_what_a_worker_says(
-    router: RouterSite, workers: list[Worker], http_client: Http
+    router: RouterSite, workers: list[WorkerProcess], http_client: Http
 ) -> None:
     worker = workers[0].http_url
     for path in ("/v2/models/edit", "/v2/models/edit_stream", "/v2/models/control/config"):
@@ -390,7 +392,9 @@ def test_our_client_and_command_line(router: RouterSite, tmp_path: Path) -> None
         "/no/such/path",
     ],
 )
-def test_paths_answer_as_one_tritons(router: RouterSite, workers: list[Worker], path: str) -> None:
+def test_paths_answer_as_one_tritons(
+    router: RouterSite, workers: list[WorkerProcess], path: str
+) -> None:
     def status(url: str, method: str) -> int:
         connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
         with closing(connection):
@@ -405,7 +409,7 @@ def test_paths_answer_as_one_tritons(router: RouterSite, workers: list[Worker], 
 
 
 @pytest.fixture
-def keyed(workers: list[Worker], tmp_path: Path) -> Iterator[RouterSite]:
+def keyed(workers: list[WorkerProcess], tmp_path: Path) -> Iterator[RouterSite]:
     keys = [
         {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "admin": name == "ops"}
         for name in ("ann", "bob", "ops")
@@ -622,7 +626,7 @@ def test_a_drained_worker_gets_nothing_and_comes_back(router: RouterSite, grpc: 
 
 
 def test_workers_are_added_and_removed_while_it_runs(
-    router: RouterSite, workers: list[Worker], grpc: Grpc
+    router: RouterSite, workers: list[WorkerProcess], grpc: Grpc
 ) -> None:
     both = [worker.grpc_url for worker in workers]
     router.write_config(workers={"addresses": both[:1]})
@@ -659,7 +663,9 @@ def test_perf_analyzer(router: RouterSite, tmp_path: Path) -> None:
 # Faults.
 
 
-def test_a_router_that_stops_finishes_what_it_took(workers: list[Worker], tmp_path: Path) -> None:
+def test_a_router_that_stops_finishes_what_it_took(
+    workers: list[WorkerProcess], tmp_path: Path
+) -> None:
     site = RouterSite([worker.grpc_url for worker in workers], tmp_path)
     with site, closing(Grpc(site.grpc_url)) as client:
         pending = [client.begin(plain_edit(num_inference_steps=100)) for _ in range(4)]

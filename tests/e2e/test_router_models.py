@@ -18,7 +18,7 @@ from maskserve_harness.cluster.site import RouterSite
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.support.calls import (
     Grpc,
@@ -33,7 +33,7 @@ MODELS = {"demo": DEMO_MODEL, "demo-unet": DEMO_MODEL.with_name("demo-unet")}
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
     """By the model that each serves; they load side by side."""
     base = free_base_port(2)
     supervisors = {
@@ -57,7 +57,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
 
 @pytest.fixture(scope="module")
 def router(
-    workers: dict[str, Worker], tmp_path_factory: pytest.TempPathFactory
+    workers: dict[str, WorkerProcess], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RouterSite]:
     urls = [worker.grpc_url for worker in workers.values()]
     with RouterSite(urls, tmp_path_factory.mktemp("router")) as site:
@@ -74,7 +74,7 @@ def grpc(router: RouterSite) -> Iterator[Grpc]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("settings", [{}, {"cache": "require"}], ids=["dense", "cached"])
 def test_an_edit_runs_on_the_model_that_it_names(
-    grpc: Grpc, workers: dict[str, Worker], model: str, settings: dict[str, Any]
+    grpc: Grpc, workers: dict[str, WorkerProcess], model: str, settings: dict[str, Any]
 ) -> None:
     source, mask = scene(96, 128), blob_mask(96, 128)
     asked = {"reproducible": True, "num_inference_steps": 4, **settings}
@@ -103,7 +103,7 @@ def test_a_model_that_nobody_serves_or_none_is_refused_with_those_there_are(
     assert "accepted: demo, demo-unet" in refused.value.message()
 
 
-def test_the_command_line_shows_both(router: RouterSite, workers: dict[str, Worker]) -> None:
+def test_the_command_line_shows_both(router: RouterSite, workers: dict[str, WorkerProcess]) -> None:
     command = [sys.executable, "-m", "maskserve_client.cli", "status", "--url", router.grpc_url]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert "2 of 2 workers answer" in shown

@@ -20,7 +20,7 @@ from maskserve_serving.heartbeat import says_ready
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 from tests.support.calls import (
     Grpc,
     InferenceServerException,
@@ -45,7 +45,7 @@ def said() -> list[str]:
 @pytest.fixture(scope="module")
 def workers(
     model: Path, said: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[Worker]]:
+) -> Iterator[list[WorkerProcess]]:
     folder = tmp_path_factory.mktemp("stuck")
     config = folder / "maskserve.toml"
     config.write_text("[engine]\nstuck_timeout_s = 2.0\nheartbeat_timeout_s = 3.0\n")
@@ -78,14 +78,14 @@ def told(url: str, **settings: object) -> str:
     return "done"
 
 
-def came_back(worker: Worker, restarts: int) -> None:
+def came_back(worker: WorkerProcess, restarts: int) -> None:
     eventually("it is restarted", lambda: worker.restarts == restarts, RESTARTED_S)
     eventually("it is ready", lambda: says_ready(worker.http_url), RESTARTED_S)
     edited(worker.grpc_url)
 
 
 @pytest.mark.slow
-def test_long_edits_and_a_queue_behind_them_are_not_stuck(workers: list[Worker]) -> None:
+def test_long_edits_and_a_queue_behind_them_are_not_stuck(workers: list[WorkerProcess]) -> None:
     """Nothing comes back for longer than the limit: whoever judges by that restarts here."""
     url = workers[0].grpc_url
     with ThreadPoolExecutor(3 * CLIENTS) as pool:
@@ -97,7 +97,7 @@ def test_long_edits_and_a_queue_behind_them_are_not_stuck(workers: list[Worker])
 
 
 def test_edits_that_do_not_reach_the_engine(
-    workers: list[Worker], said: list[str], tmp_path: Path
+    workers: list[WorkerProcess], said: list[str], tmp_path: Path
 ) -> None:
     """A router's clients notice nothing: the other worker does what this one held."""
     worker = workers[0]
@@ -123,7 +123,7 @@ def test_edits_that_do_not_reach_the_engine(
 
 
 @pytest.mark.slow
-def test_a_front_that_takes_no_edits(workers: list[Worker], said: list[str]) -> None:
+def test_a_front_that_takes_no_edits(workers: list[WorkerProcess], said: list[str]) -> None:
     worker = workers[1]
     os.mkfifo(worker.spec.files.runtime / "admission")
     with stream(worker.grpc_url) as opened:

@@ -16,7 +16,7 @@ from maskserve_harness.cluster.site import RouterSite
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 from tests.fakes.collector import Collector, Span, collector, draw
 from tests.support.calls import (
     TIMEOUT_S,
@@ -59,14 +59,14 @@ def worker(model: Path, kept: Collector, tmp_path_factory: pytest.TempPathFactor
 
 
 def over_grpc(
-    worker: Worker | RouterSite, inputs: dict[str, bytes], headers: dict[str, str]
+    worker: WorkerProcess | RouterSite, inputs: dict[str, bytes], headers: dict[str, str]
 ) -> None:
     with closing(Grpc(worker.grpc_url)) as client:
         client.begin(inputs, TIMEOUT_S, headers).wait()
 
 
 def over_http(
-    worker: Worker | RouterSite, inputs: dict[str, bytes], headers: dict[str, str]
+    worker: WorkerProcess | RouterSite, inputs: dict[str, bytes], headers: dict[str, str]
 ) -> None:
     url = worker.http_url.removeprefix("http://")
     with triton_http.InferenceServerClient(url, network_timeout=TIMEOUT_S) as client:
@@ -75,7 +75,7 @@ def over_http(
 
 @pytest.fixture(scope="module")
 def router(
-    worker: Worker, kept: Collector, tmp_path_factory: pytest.TempPathFactory
+    worker: WorkerProcess, kept: Collector, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RouterSite]:
     """A router in front of the worker, which traces nothing by itself either."""
     trace: dict[str, object] = {"otlp_url": kept.url, "rate": 10**9, "interval_s": 0.1}
@@ -121,7 +121,7 @@ PARENTS = {
 
 
 @pytest.mark.parametrize("send", [over_grpc, over_http])
-def test_one_edit_is_one_trace(worker: Worker, kept: Collector, send: Any) -> None:
+def test_one_edit_is_one_trace(worker: WorkerProcess, kept: Collector, send: Any) -> None:
     trace_id = {over_grpc: "1", over_http: "2"}[send] * 32
     send(worker, plain_edit(request_id=f"traced-{trace_id[0]}"), header(trace_id))
     spans = trace_of(kept, trace_id, "InferRequest", "edit", "pipeline", *STAGES)
@@ -155,7 +155,7 @@ def test_one_edit_is_one_trace(worker: Worker, kept: Collector, send: Any) -> No
 
 @pytest.mark.parametrize("send", [over_grpc, over_http])
 def test_an_edit_through_a_router_is_one_trace(
-    worker: Worker, router: RouterSite, kept: Collector, send: Any
+    worker: WorkerProcess, router: RouterSite, kept: Collector, send: Any
 ) -> None:
     """The client's span is the parent of the router's, which is the parent of Triton's. Triton 2.51
     overlooks the header of some gRPC calls (ADR 0008); ours must be there all the same.
@@ -180,7 +180,7 @@ def test_an_edit_through_a_router_is_one_trace(
     assert by_instance == {"router", worker.name}
 
 
-def test_waiting_for_a_template_shows(worker: Worker, kept: Collector) -> None:
+def test_waiting_for_a_template_shows(worker: WorkerProcess, kept: Collector) -> None:
     over_grpc(worker, plain_edit(cache="require"), header("3" * 32))
     spans = trace_of(kept, "3" * 32, "wait_prime", "pipeline", *STAGES)
     order = ("encode", "prepare", "wait_prime", "queue", "denoise")
@@ -189,7 +189,7 @@ def test_waiting_for_a_template_shows(worker: Worker, kept: Collector) -> None:
     assert spans["denoise"].attributes["maskserve.row"] == "cached"
 
 
-def test_a_cancelled_edit_says_so(worker: Worker, kept: Collector, grpc: Grpc) -> None:
+def test_a_cancelled_edit_says_so(worker: WorkerProcess, kept: Collector, grpc: Grpc) -> None:
     pending = grpc.begin(
         plain_edit(num_inference_steps=1000, request_id="stopped"), headers=header("4" * 32)
     )
@@ -211,7 +211,7 @@ def test_a_cancelled_edit_says_so(worker: Worker, kept: Collector, grpc: Grpc) -
     assert 0 < spans["denoise"].attributes["maskserve.steps_done"] < 1000
 
 
-def test_a_refused_edit_says_why(worker: Worker, kept: Collector) -> None:
+def test_a_refused_edit_says_why(worker: WorkerProcess, kept: Collector) -> None:
     with pytest.raises(InferenceServerException, match="INVALID_REQUEST"):
         over_http(worker, {**plain_edit(), "IMAGE": b"no image"}, header("5" * 32))
     spans = trace_of(kept, "5" * 32, "pipeline", "preprocess")
@@ -220,7 +220,7 @@ def test_a_refused_edit_says_why(worker: Worker, kept: Collector) -> None:
         assert "IMAGE" in str(spans[name].error)
 
 
-def test_nothing_else_is_traced(worker: Worker, kept: Collector, grpc: Grpc) -> None:
+def test_nothing_else_is_traced(worker: WorkerProcess, kept: Collector, grpc: Grpc) -> None:
     """Neither an edit of a client without traces, at this rate, nor any call of control."""
     before = kept.trace_ids()
     grpc.edit(plain_edit())

@@ -10,7 +10,7 @@ from maskserve_engine.layers.attention import Segments, attention, ends, spans, 
 from maskserve_engine.layers.modulation import PerRow, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import fused as fused_heads
 from maskserve_engine.layers.qk_norm_rope import norm_heads, rotate
-from maskserve_engine.layers.scatter_kv import KvSlots, Source, fused, scatter_kv
+from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, fused, scatter_kv
 from maskserve_harness.benchmarks.step_rig import Bench
 
 CUDA = torch.device("cuda", 0)
@@ -44,10 +44,10 @@ def test_the_placing_kernel_writes_what_the_plain_path_writes(format: str) -> No
     at = KvSlots(at.spans, *(x.to(CUDA) for x in (at.row_of, at.local, at.to + 8, at.numbers)))
     keys, values = (encode(x.to(CUDA), format) for x in draw)
     outs = [torch.zeros(48, 3, 32, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
-    source = Source((keys, values), ids.to(CUDA))
+    source = KvSource((keys, values), ids.to(CUDA))
     fused([source], outs[:2], at)
     plain = [out.cpu() for out in outs[2:]]
-    host = Source((encode(draw[0], format), encode(draw[1], format)), ids)
+    host = KvSource((encode(draw[0], format), encode(draw[1], format)), ids)
     scatter_kv([host], plain, KvSlots(at.spans, at.row_of, at.local, at.to, at.numbers))
     assert torch.equal(outs[0].cpu(), plain[0])
     assert torch.equal(outs[1].cpu(), plain[1])

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 from tests.support.calls import Grpc, pixels, plain_edit
 
 
@@ -56,7 +56,7 @@ class Beside:
 class Processes:
     """The worker's processes and its two logs, from one moment on."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerProcess) -> None:
         self._worker = worker
         self._ids = self._living()
         self._triton, self._ours = Log(worker.spec.log), Log(Path(worker.config.log.file))

@@ -11,7 +11,7 @@ import numpy as np
 from maskserve_core.config import Config
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.job import EditJob, Final
+from maskserve_engine.job import EditJob, FinalEvent
 from maskserve_engine.requests.state import RequestState
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.sink import Sink
@@ -49,7 +49,7 @@ def accept(engine: Engine, each: EditJob, sink: Sink) -> None:
     engine.manager.accept(RequestState.of(each, sink, engine.adapter))
 
 
-def edit(engine: Engine, each: EditJob) -> Final:
+def edit(engine: Engine, each: EditJob) -> FinalEvent:
     sink = Sink()
     engine.submit(each, sink)
     return sink.final()

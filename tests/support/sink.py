@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from maskserve_engine.job import EngineEvent, Failed, Final
+from maskserve_engine.job import EngineEvent, Failed, FinalEvent
 
 
 class Sink:
@@ -17,18 +17,18 @@ class Sink:
 
     def __call__(self, event: EngineEvent) -> None:
         self.events.append(event)
-        if isinstance(event, Final | Failed):
+        if isinstance(event, FinalEvent | Failed):
             self.done.set()
 
-    def wait(self) -> Final | Failed:
+    def wait(self) -> FinalEvent | Failed:
         assert self.done.wait(60), "no final answer"
         last = self.events[-1]
-        assert isinstance(last, Final | Failed)
+        assert isinstance(last, FinalEvent | Failed)
         return last
 
-    def final(self) -> Final:
+    def final(self) -> FinalEvent:
         last = self.wait()
-        assert isinstance(last, Final), last
+        assert isinstance(last, FinalEvent), last
         return last
 
     def error(self) -> Any:

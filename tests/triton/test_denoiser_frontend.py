@@ -17,7 +17,15 @@ from maskserve_core.contracts.meta import TIMINGS
 from maskserve_core.errors import Cancelled, Overloaded
 from maskserve_core.triton.acks import AckSender
 from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.job import Conditioning, EditJob, Failed, Final, Preview, Progress, Sink
+from maskserve_engine.job import (
+    Conditioning,
+    EditJob,
+    Failed,
+    FinalEvent,
+    PreviewEvent,
+    ProgressEvent,
+    Sink,
+)
 from maskserve_engine.stages.encoded import pack_conditioning
 from maskserve_engine.triton.frontend import DenoiserFrontend
 from tests.fakes.jobs import config_of
@@ -82,9 +90,11 @@ def test_every_event_is_sent(
     request = submit(api, frontend)
     _, sink = engine.jobs[0]
     latents = np.full((4, 16, 12), 3, np.float32)
-    sink(Progress(1, 3))
-    sink(Preview(2, 3, latents))
-    sink(Final(latents, {"step": 3, "steps": 3, "timings_ms": {"denoise": 9.0}, "cache": "off"}))
+    sink(ProgressEvent(1, 3))
+    sink(PreviewEvent(2, 3, latents))
+    sink(
+        FinalEvent(latents, {"step": 3, "steps": 3, "timings_ms": {"denoise": 9.0}, "cache": "off"})
+    )
     request.sender.wait()
     progress, preview, final = request.sender.sent
 
@@ -157,8 +167,8 @@ def test_with_receipts_an_event_waits_for_that_of_the_last(
     request = api.request(parameters=json.dumps({"acks": acks.key}), **tensors())
     frontend.execute([request])
     _, sink = engine.jobs[0]
-    sink(Progress(1, 3))
-    sink(Progress(2, 3))
+    sink(ProgressEvent(1, 3))
+    sink(ProgressEvent(2, 3))
     sink(Failed(Cancelled("the edit was cancelled")))
     assert len(request.sender.sent) == 1
     for _ in range(2):
@@ -176,7 +186,7 @@ def test_a_failure_keeps_its_code(
     request = submit(api, frontend)
     _, sink = engine.jobs[0]
     sink(Failed(Cancelled("the edit was cancelled")))
-    sink(Progress(1, 3))  # a broken engine's late event is dropped
+    sink(ProgressEvent(1, 3))  # a broken engine's late event is dropped
     answer = request.sender.wait()
     assert not answer.has_error()  # no error crosses the ensemble while events are under way
     meta = json.loads(answer.text("META"))

@@ -25,7 +25,7 @@ from maskserve_core.config_file import config_of
 from maskserve_core.errors import Cancelled, InvalidRequest
 from maskserve_core.triton.frontend import EditFront
 from maskserve_core.triton.tracing import Stage, Tracer, make_tracer, parent_of
-from maskserve_engine.job import Failed, Final
+from maskserve_engine.job import Failed, FinalEvent
 from maskserve_engine.timeline import RequestTimeline, stages
 from maskserve_engine.triton.frontend import DenoiserFrontend
 from tests.fakes.facts import FILL_FACTS
@@ -287,7 +287,7 @@ def test_the_denoiser_records_what_the_engine_tells(
     [(_, sink)] = engine.jobs
     latents = np.zeros((4, 4, 4), np.float32)
     meta = {"event": "final", "step": 4, "steps": 4, "timings_ms": {}}
-    sink(Final(latents, meta, timeline()) if error is None else Failed(error, timeline()))
+    sink(FinalEvent(latents, meta, timeline()) if error is None else Failed(error, timeline()))
     assert [span.name for span in spans.all()] == ["prepare", "wait_prime", "queue", "denoise"]
     assert {below(span) for span in spans.all()} == {(TRACE, SPAN)}
     denoise = spans.named("denoise")

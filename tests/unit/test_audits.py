@@ -16,7 +16,7 @@ from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import EditJob, Final
+from maskserve_engine.job import EditJob, FinalEvent
 from maskserve_engine.requests.audits import Audit, Audits, drift_of
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.support.eventually import eventually
@@ -45,7 +45,7 @@ def engine(tiny_fill: Path, encoder: Encoder, request: pytest.FixtureRequest) ->
     made.close(5.0)
 
 
-def edit(engine: Engine, job: EditJob) -> Final:
+def edit(engine: Engine, job: EditJob) -> FinalEvent:
     sink = Sink()
     engine.submit(job, sink)
     return sink.final()

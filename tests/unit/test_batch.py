@@ -12,7 +12,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 
 from maskserve_engine.families.flux import batch as batch_module
-from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.batch import FluxBatch
 from maskserve_engine.families.flux.conditioning import unpack_latents
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.flux.schedule import make_schedule
@@ -102,7 +102,7 @@ def test_rows_move_as_diffusers_moves_each(
     batch = None
     for step in range(4):
         before = [row.latents.clone() for row in rows]
-        batch = Batch.of(rows, batch)
+        batch = FluxBatch.of(rows, batch)
         batch.step(MODEL, ())
         assert velocities.timesteps == [float(own.timesteps[step]) for own in samplers]
         parts = velocities.last.split([len(row.latents) for row in rows])
@@ -126,18 +126,18 @@ def test_the_same_rows_are_packed_once(
     sampler: FlowMatchEulerDiscreteScheduler, velocities: Velocities
 ) -> None:
     rows = [new_row(sampler, 6, 9), new_row(sampler, 8, 9)]
-    first = Batch.of(rows, None)
+    first = FluxBatch.of(rows, None)
     first.step(MODEL, ())
-    assert Batch.of(list(rows), first) is first
+    assert FluxBatch.of(list(rows), first) is first
 
 
 def test_the_model_sees_the_moved_latents_beside_the_condition(
     sampler: FlowMatchEulerDiscreteScheduler, velocities: Velocities
 ) -> None:
     rows = [new_row(sampler, 6, 9), new_row(sampler, 8, 9)]
-    batch = Batch.of(rows, None)
+    batch = FluxBatch.of(rows, None)
     batch.step(MODEL, ())
-    anew = Batch(rows)
+    anew = FluxBatch(rows)
     assert torch.equal(batch.packed.tokens, anew.packed.tokens)
 
 
@@ -145,11 +145,11 @@ def test_a_row_that_joins_or_leaves_has_the_batch_packed_anew(
     sampler: FlowMatchEulerDiscreteScheduler, velocities: Velocities
 ) -> None:
     one, two, three = (new_row(sampler, 6, 9) for _ in range(3))
-    batch = Batch.of([one, two], None)
+    batch = FluxBatch.of([one, two], None)
     batch.step(MODEL, ())
     kept = one.latents.clone()
     for rows in ([one], [one, three], [two, one], [one, two, three]):
-        other = Batch.of(rows, batch)
+        other = FluxBatch.of(rows, batch)
         assert other is not batch
         at = 6 * next(i for i, row in enumerate(rows) if row is one)
         assert torch.equal(other.packed.tokens[at : at + 6, :CHANNELS], kept)
@@ -160,10 +160,10 @@ def test_a_finished_rows_latents_are_its_own(
 ) -> None:
     """What another batch does later must not reach into an answer on its way out."""
     one, two = new_row(sampler, 6, 1), new_row(sampler, 6, 9)
-    batch = Batch.of([one, two], None)
+    batch = FluxBatch.of([one, two], None)
     batch.step(MODEL, ())
     kept, result = one.latents.clone(), one.result().array()
-    Batch.of([two], batch).step(MODEL, ())
+    FluxBatch.of([two], batch).step(MODEL, ())
     assert torch.equal(one.latents, kept)
     assert np.array_equal(one.result().array(), result)
 
@@ -188,7 +188,7 @@ def test_no_row_has_moved_when_a_step_fails(
     """They are tried again one by one: what had moved would move twice."""
     rows = [new_row(sampler, 6, 9) for _ in range(3)]
     rows[at].blend = BrokenBlend()  # type: ignore[assignment]
-    batch = Batch.of(rows, None)
+    batch = FluxBatch.of(rows, None)
     batch.step(MODEL, ())
     before = [row.latents.clone() for row in rows]
     with pytest.raises(RuntimeError, match="out of memory"):

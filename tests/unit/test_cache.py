@@ -26,7 +26,7 @@ from maskserve_engine.cache.loader import Arrival, HostMover
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.job import Final
+from maskserve_engine.job import FinalEvent
 from tests.fakes.jobs import config_of, tolerance
 from tests.support.engines import accept, edit, job, make_engine
 from tests.support.eventually import eventually
@@ -401,7 +401,7 @@ def test_an_edit_is_not_taken_for_one_of_its_name_that_waited(
     assert other.final().meta["cache"] == "off"
     settle(engine)
     assert len(engine.manager.scheduler) == 0
-    assert [type(event) for event in other.events] == [Final]
+    assert [type(event) for event in other.events] == [FinalEvent]
 
 
 def test_the_books_do_not_grow_with_templates_that_are_gone(

@@ -24,7 +24,7 @@ from maskserve_core.models.registry import load_facts
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.moments_folder import MomentsFolder
-from maskserve_engine.stages.vae_pieces import Box, MixedNorm, Pieces, plan_pieces
+from maskserve_engine.stages.vae_pieces import MixedNorm, Pieces, PixelBox, plan_pieces
 from maskserve_engine.triton.decoder import EditDecoder
 from maskserve_harness.benchmarks.direct import request_of
 from maskserve_harness.checkout import DEMO_MODEL
@@ -35,12 +35,12 @@ Pixels = NDArray[np.uint8]
 Latents = NDArray[np.float32]
 
 
-def random_box(rng: np.random.Generator, size: tuple[int, int]) -> Box:
+def random_box(rng: np.random.Generator, size: tuple[int, int]) -> PixelBox:
     top, left = (int(rng.integers(side)) for side in size)
     bottom, right = (
         int(rng.integers(low + 1, side + 1)) for low, side in zip((top, left), size, strict=True)
     )
-    return Box(top, left, bottom, right)
+    return PixelBox(top, left, bottom, right)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -61,7 +61,8 @@ def test_planned_pieces_cover_what_is_wanted_and_count_nothing_twice(seed: int) 
         for box in pieces.probes:
             assert not counted[box.scaled(1 << level).slices].any()
     assert (
-        pieces.share <= plan_pieces([Box(0, 0, *size)], size, halos=(2, 2, 2), spread=0).share * 2
+        pieces.share
+        <= plan_pieces([PixelBox(0, 0, *size)], size, halos=(2, 2, 2), spread=0).share * 2
     )
 
 
@@ -93,7 +94,11 @@ def test_the_norms_of_the_edit_itself_are_group_norms(tiny_fill: Path) -> None:
     latents = rng.standard_normal((decoder.latents.channels, *size), dtype=np.float32)
     middle, template = decoder._middle(latents), decoder.sums(latents)
     pieces = Pieces(
-        (Box(2, 3, 9, 8), Box(10, 10, 16, 16)), size, (2, 2, 2), 1, (Box(0, 12, 2, 14),)
+        (PixelBox(2, 3, 9, 8), PixelBox(10, 10, 16, 16)),
+        size,
+        (2, 2, 2),
+        1,
+        (PixelBox(0, 12, 2, 14),),
     )
     norm = decoder.vae.decoder.up_blocks[0].resnets[0].norm1
     maps = [middle[(..., *pieces.outer(box, 0).slices)] for box in pieces.boxes]
@@ -154,7 +159,7 @@ def test_cached_edits_of_the_demo_model_look_as_decoded_whole(
             active.reshape(16, 16).repeat(2, 0).repeat(2, 1), painted, template
         ).astype(np.float32)
         boxes = [
-            Box(*(n // 4 for n in b[:2]), *(-(-n // 4) for n in b[2:]))
+            PixelBox(*(n // 4 for n in b[:2]), *(-(-n // 4) for n in b[2:]))
             for b in component_boxes(mask, 8)
         ]
         halo = config.stages.decode_halo

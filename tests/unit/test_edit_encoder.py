@@ -21,7 +21,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_engine.stages.encoded import Encoded
-from maskserve_engine.stages.vae_pieces import Box
+from maskserve_engine.stages.vae_pieces import PixelBox
 from maskserve_engine.triton.encoder import EditEncoder
 from maskserve_harness.benchmarks.direct import Direct, request_of
 from maskserve_harness.checkout import DEMO_MODEL
@@ -241,7 +241,7 @@ def test_pieces_that_see_everything_give_all_of_the_masked_picture(
     size = (64 // factor, 48 // factor)
     mask = np.zeros((64, 48), np.uint8)
     mask[10:30, 5:20] = 255
-    box = Box(10, 5, 30, 20).shrunk(factor)
+    box = PixelBox(10, 5, 30, 20).shrunk(factor)
     pieces = encoder.pieces([box], size, halo=64)
     everything = replace(pieces, probes=(), spread=64)
     found = encoder.masked_pieces(pixels, mask, everything, encoder.template(pixels))

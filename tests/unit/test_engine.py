@@ -27,7 +27,7 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import EditJob, Failed, Final, Preview, Progress
+from maskserve_engine.job import EditJob, Failed, FinalEvent, PreviewEvent, ProgressEvent
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
 from tests.support.engines import accept
 from tests.support.eventually import eventually
@@ -87,7 +87,7 @@ def test_many_edits_at_once_each_get_their_own_result(
     for each, sink in zip(jobs, sinks, strict=True):
         expected = alone(oracle, each)
         assert np.abs(sink.final().latents - expected).max() <= tolerance(expected)
-        assert sum(isinstance(e, Final | Failed) for e in sink.events) == 1
+        assert sum(isinstance(e, FinalEvent | Failed) for e in sink.events) == 1
 
 
 def test_meta_says_what_was_done(engine: Engine, encoder: Encoder) -> None:
@@ -155,8 +155,10 @@ def test_progress_and_previews_come_in_order(engine: Engine, encoder: Encoder) -
     settings = {"num_inference_steps": 5, "strength": 1.0, "progress": True, "preview_every": 2}
     engine.submit(job(encoder, 2, **settings), sink)
     sink.final()
-    kinds = [(type(e), e.step) for e in sink.events[:-1] if isinstance(e, Progress | Preview)]
-    assert kinds == [(Progress, 1), (Preview, 2), (Progress, 3), (Preview, 4)]
+    kinds = [
+        (type(e), e.step) for e in sink.events[:-1] if isinstance(e, ProgressEvent | PreviewEvent)
+    ]
+    assert kinds == [(ProgressEvent, 1), (PreviewEvent, 2), (ProgressEvent, 3), (PreviewEvent, 4)]
 
 
 def test_cancel_frees_the_row_and_leaves_batch_mates_alone(
@@ -368,7 +370,7 @@ def test_higher_priority_overtakes_the_queue(config: Config, encoder: Encoder) -
     order: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def sink(name: str) -> Any:
-        return lambda event: order.put(name) if isinstance(event, Final) else None
+        return lambda event: order.put(name) if isinstance(event, FinalEvent) else None
 
     settings = {"num_inference_steps": 1000, "strength": 1.0, "cache": "off"}
     engine.submit(job(encoder, 0, "running", **settings), sink("running"))

@@ -24,7 +24,7 @@ from maskserve_engine.executor import Read, StepInput
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
-from maskserve_engine.families.unet.forward import Packed
+from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.local_executor import LocalExecutor
 from maskserve_engine.measured_costs import MeasuredCosts, StepTimes, TakenStep
 from maskserve_engine.status_publisher import new_counters
@@ -173,7 +173,7 @@ def test_a_unet_row_is_admitted_and_packed_with_copies_that_nobody_waits_for(
         with cuda.watch() as log, torch.inference_mode():
             row: Any = adapter.cached_row(job, 7)
             row.entry = object()
-            Packed(row.passes(), (height, width), depth, DEVICE)
+            PackedPasses(row.passes(), (height, width), depth, DEVICE)
         assert len(log.copies) == 2, log.copies
         assert "waits" not in "".join(log.copies)
 

@@ -19,7 +19,7 @@ from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.conditioning import pack_latents
-from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
+from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
 from maskserve_engine.families.flux.schedule import Schedule, Walk
 from maskserve_engine.families.flux.vectors import embed, vectors
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -92,7 +92,7 @@ def as_primed(replay: Replay, job: EditJob, primed: Primed, anchor: int) -> Flux
 
 
 def outputs_of(
-    adapter: FluxAdapter, rows: Sequence[FluxRow | PrimingRow], kinds: Sequence[str]
+    adapter: FluxAdapter, rows: Sequence[FluxRow | FluxPrimingRow], kinds: Sequence[str]
 ) -> list[torch.Tensor]:
     """What the model answers for each row, which takes no step."""
     packed = Packed([row.model_input() for row in rows])

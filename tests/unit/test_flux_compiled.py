@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.batch.forward import forward
-from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.batch import FluxBatch
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.compiled import CompiledSegments, compile_segments
 from maskserve_harness.benchmarks.step_rig import Bench
@@ -61,7 +61,7 @@ def outputs(
 ) -> Tensor:
     with torch.inference_mode():
         torch.manual_seed(len(ratios))
-        batch = Batch.of([bench.row(ratio, seed) for seed, ratio in enumerate(ratios)], None)
+        batch = FluxBatch.of([bench.row(ratio, seed) for seed, ratio in enumerate(ratios)], None)
         weights = replace(bench.weights, segments=segments)
         return forward(FluxStep(weights, batch._vectors_of(weights, 0)), batch.packed, kinds)
 

@@ -18,9 +18,9 @@ from diffusers import (
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskserve_engine.families.flux.control import ControlNet
+from maskserve_engine.families.flux.control import FluxControlNet
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import Control, EditJob
+from maskserve_engine.job import ControlInput, EditJob
 from tests.fakes.control_nets import CHANNELS, random_net
 from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
@@ -47,13 +47,13 @@ class Model:
         self.folder, self.encoder, self.adapter = folder, load_encoder(config), load_adapter(config)
         self.nets = {name: self.adapter.control_net(net) for name, net in NETS.items()}
 
-    def control(self, rng: np.random.Generator, case: Case, net: str, **asked: Any) -> Control:
+    def control(self, rng: np.random.Generator, case: Case, net: str, **asked: Any) -> ControlInput:
         """With a random picture, encoded."""
         picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
         moments = self.encoder.encode(picture, case.mask, "").moments
-        return Control(net, picture, moments=moments, **asked)
+        return ControlInput(net, picture, moments=moments, **asked)
 
-    def job(self, case: Case, controls: tuple[Control, ...] = (), name: str = "r") -> EditJob:
+    def job(self, case: Case, controls: tuple[ControlInput, ...] = (), name: str = "r") -> EditJob:
         return replace(encode_case(self.encoder, case, name), controls=controls)
 
     def row(self, job: EditJob) -> Any:
@@ -69,7 +69,7 @@ class Model:
             self.adapter.step([row], None)
         return np.asarray(row.result().array())
 
-    def oracle(self, case: Case, controls: tuple[Control, ...]) -> NDArray[np.float32]:
+    def oracle(self, case: Case, controls: tuple[ControlInput, ...]) -> NDArray[np.float32]:
         """[C, h, w] of FluxControlNetInpaintPipeline."""
         nets = [NETS[each.net] for each in controls]
         pictures = [Image.fromarray(each.picture) for each in controls]
@@ -262,6 +262,6 @@ def test_a_net_of_another_base_is_refused(
 
 def test_outputs_go_where_diffusers_adds_them(inpaint: Model) -> None:
     """The base has one double block and two single ones."""
-    net: ControlNet = inpaint.nets["plain"]
+    net: FluxControlNet = inpaint.nets["plain"]
     assert net.places == ((0,), (1, 2))
     assert inpaint.nets["guided"].places == ((0,), (1,), (2,))

@@ -14,10 +14,10 @@ from maskserve_core.config import Config
 from maskserve_engine.batch.forward import State
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.control import Controlled, Nets, RowControl
+from maskserve_engine.families.flux.control import FluxControlled, FluxRowControl, Nets
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
-from maskserve_engine.job import Control, EditJob
+from maskserve_engine.job import ControlInput, EditJob
 from maskserve_harness.benchmarks.replay import Replay, plan_of_kinds
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
@@ -66,13 +66,13 @@ def controlled_job(
         picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
         moments = encoder.encode(picture, case.mask, "").moments
         mode = 1 if net == "union" else None
-        controls.append(Control(net, picture, scale=0.8, moments=moments, mode=mode))
+        controls.append(ControlInput(net, picture, scale=0.8, moments=moments, mode=mode))
     return replace(job, controls=tuple(controls))
 
 
 def with_nets(replay: Replay, row: Any, job: EditJob, nets: dict[str, Any], refresh: int) -> Any:
     replay.adapter.control(row, job, nets)
-    assert isinstance(row.residuals, RowControl)
+    assert isinstance(row.residuals, FluxRowControl)
     row.residuals.refresh = refresh
     return row
 
@@ -100,11 +100,11 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     row = cast(FluxRow, cached(replay, job, Primed(replay.adapter, encoder, job)))
     with_nets(replay, row, job, nets, 100)
     run_until(replay, row, 2)
-    control = cast(RowControl, row.residuals)
+    control = cast(FluxRowControl, row.residuals)
     control.kept.clear()
     replay.step([row], ("kv",) * replay.adapter.blocks)  # its entry is here, and it was refreshed
     timestep = row.walk(row.step)[0].timestep
-    now = Controlled(control, row.model_input(), [timestep], row.step, row.steps)
+    now = FluxControlled(control, row.model_input(), [timestep], row.step, row.steps)
     assert now.row.rest is not None
     with torch.inference_mode():
         control.kept.clear()

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from maskserve_engine.batch import forward as forward_module
-from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.batch import FluxBatch
 from maskserve_engine.families.flux.rows import FluxRow
-from maskserve_engine.families.flux.weights import Weights
-from maskserve_engine.layers.scatter_kv import Source, scatter_kv
+from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.layers.scatter_kv import KvSource, scatter_kv
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.benchmarks.step_rig import Bench
 
@@ -31,16 +31,16 @@ class Run:
     """Rows, equal for every run of the bench, whose batch has so much room."""
 
     def __init__(self, bench: Bench, room: int, ratios: Sequence[float | None]) -> None:
-        self.weights: Weights = replace(bench.weights, resident_bytes=room)
+        self.weights: FluxWeights = replace(bench.weights, resident_bytes=room)
         torch.manual_seed(1)
         self.rows = [bench.row(ratio, seed) for seed, ratio in enumerate(ratios)]
-        self.batch: Batch | None = None
+        self.batch: FluxBatch | None = None
 
     def step(self, rows: Sequence[FluxRow], kinds: Sequence[str]) -> list[torch.Tensor]:
         with torch.inference_mode():
             for row in rows:
                 row.step %= row.steps
-            self.batch = Batch.of(rows, self.batch)
+            self.batch = FluxBatch.of(rows, self.batch)
             self.batch.step(self.weights, kinds)
         return [row.latents.clone() for row in rows]
 
@@ -82,7 +82,7 @@ def test_entries_are_placed_once_where_there_is_room(
     """
     counted: list[int] = []
 
-    def counting(sources: Sequence[Source | None], *rest: Any) -> None:
+    def counting(sources: Sequence[KvSource | None], *rest: Any) -> None:
         counted[-1] += 1
         scatter_kv(sources, *rest)
 

@@ -13,13 +13,13 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from maskserve_engine.batch.forward import forward
-from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.batch import FluxBatch
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.compiled import compile_segments
-from maskserve_engine.families.flux.weights import Weights
-from maskserve_engine.families.unet.forward import Packed as UnetPacked
+from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.forward import forward as unet_forward
-from maskserve_engine.families.unet.rows import Guidance, Prompt
+from maskserve_engine.families.unet.rows import Guidance, UnetPrompt
 from maskserve_engine.families.unet.weights import UnetWeights
 from maskserve_engine.layers.attention import spans
 from maskserve_engine.layers.linear import (
@@ -156,11 +156,11 @@ def bench() -> Bench:
 RATIOS = (0.2, None, 0.4, 0.2)
 
 
-def outputs(bench: Bench, weights: Weights, chosen: Sequence[int], kind: str) -> list[Tensor]:
+def outputs(bench: Bench, weights: FluxWeights, chosen: Sequence[int], kind: str) -> list[Tensor]:
     """[n, channels] of each chosen row."""
     torch.manual_seed(7)
     rows = [bench.row(ratio, seed) for seed, ratio in enumerate(RATIOS)]
-    batch = Batch.of([rows[i] for i in chosen], None)
+    batch = FluxBatch.of([rows[i] for i in chosen], None)
     out = forward(
         FluxStep(weights, batch._vectors_of(weights, 0)), batch.packed, [kind] * sum(BLOCKS)
     )
@@ -283,10 +283,10 @@ def unet_answers(
     rows = [made.row(ratio, seed) for seed, ratio in enumerate(UNET_RATIOS)]
     for row, guided in zip(rows, GUIDED, strict=True):
         if guided:
-            row.guidance = Guidance(Prompt(torch.randn_like(row.prompt.text), None), 3.0)
+            row.guidance = Guidance(UnetPrompt(torch.randn_like(row.prompt.text), None), 3.0)
     passes = [rows[i].passes() for i in chosen]
     samples = [rows[i].sample() for i, own in zip(chosen, passes, strict=True) for _ in own]
-    packed = UnetPacked([x for own in passes for x in own], (16, 16), 2, torch.device("cpu"))
+    packed = PackedPasses([x for own in passes for x in own], (16, 16), 2, torch.device("cpu"))
     timesteps = torch.full([len(samples)], 300.0)
     out = unet_forward(weights, packed, torch.stack(samples), timesteps, [kind] * made.blocks)
     return list(out.split([len(own) for own in passes]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from maskserve_core.errors import EngineFailed
-from maskserve_engine.job import EngineEvent, Failed, Progress
+from maskserve_engine.job import EngineEvent, Failed, ProgressEvent
 from maskserve_engine.output_thread import OutputThread
 
 
@@ -17,10 +17,10 @@ def test_an_answer_that_does_not_come_is_told_and_holds_up_nobody() -> None:
     failed = Failed(EngineFailed("the result did not come from the device"))
     output = OutputThread()
     output.start()
-    output.send(seen.append, Progress(1, 4))
+    output.send(seen.append, ProgressEvent(1, 4))
     output.send_made(seen.append, lost)
-    output.send_made(seen.append, lambda: Progress(2, 4))
+    output.send_made(seen.append, lambda: ProgressEvent(2, 4))
     output.send_made(seen.append, lost, failed)
-    output.send(seen.append, Progress(3, 4))
+    output.send(seen.append, ProgressEvent(3, 4))
     output.close(10.0)
-    assert seen == [Progress(1, 4), Progress(2, 4), failed, Progress(3, 4)]
+    assert seen == [ProgressEvent(1, 4), ProgressEvent(2, 4), failed, ProgressEvent(3, 4)]

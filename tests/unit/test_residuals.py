@@ -13,10 +13,9 @@ from torch import Tensor
 
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.inputs import Packed
-from maskserve_engine.families.flux.batch import Batch
+from maskserve_engine.families.flux.batch import FluxBatch
 from maskserve_engine.families.flux.blocks import FluxStep
-from maskserve_engine.families.unet.forward import Packed as UnetPacked
-from maskserve_engine.families.unet.forward import PassInput
+from maskserve_engine.families.unet.forward import PackedPasses, PassInput
 from maskserve_engine.families.unet.forward import forward as unet_forward
 from maskserve_engine.families.unet.weights import UnetWeights
 from maskserve_harness.benchmarks.step_rig import Bench
@@ -55,7 +54,7 @@ def rows(bench: Bench, ratios: tuple[float | None, ...], seed: int) -> list[Any]
 
 
 def outputs(bench: Bench, made: list[Any], kinds: list[str]) -> list[Tensor]:
-    batch = Batch.of(made, None)
+    batch = FluxBatch.of(made, None)
     out = forward(FluxStep(bench.weights, batch._vectors_of(bench.weights, 0)), batch.packed, kinds)
     return list(out.split(batch.packed.layout.narrow.image_stream.lengths))
 
@@ -173,7 +172,7 @@ def test_a_unet_row_equals_diffusers_with_additional_residuals(unet: Any) -> Non
         passes = [
             PassInput(states, None, residuals=own) for states, own in zip(text, given, strict=True)
         ]
-        packed = UnetPacked(passes, (16, 16), 2, sample.device)
+        packed = PackedPasses(passes, (16, 16), 2, sample.device)
         return unet_forward(UnetWeights.of(unet), packed, sample, timesteps)
 
     two = [Given({i: each[row] for i, each in enumerate(residuals)}) for row in range(2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from maskserve_core.errors import InvalidRequest
-from maskserve_router.admission import Client
+from maskserve_router.admission import KeyHolder
 from maskserve_router.control import merged_adapters
 from tests.support.router import cluster
 
@@ -28,4 +28,4 @@ def test_adapters_of_all_workers_are_one_list() -> None:
 async def test_only_operators_change_what_lies_on_hosts(op: str):
     async with cluster() as (router, _):
         with pytest.raises(InvalidRequest, match="is an operator's"):
-            await router._control.do({"op": op, "name": "x"}, Client("a", 1, admin=False))
+            await router._control.do({"op": op, "name": "x"}, KeyHolder("a", 1, admin=False))

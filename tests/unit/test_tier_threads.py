@@ -13,7 +13,7 @@ import pytest
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache import lower_tiers
-from maskserve_engine.cache.entry_file import Source
+from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.loader import HostMover, Loader
 from maskserve_engine.cache.memory_tier import MemoryTier
@@ -49,7 +49,7 @@ def test_evicting_and_reading_while_files_and_network_fetch(tmp_path: Path) -> N
     failures = threading.excepthook
     threading.excepthook = lambda args: failed.append(args.exc_value or args.exc_type())
     # The open entries of many other templates: iterating over them takes a while.
-    source = Source(entries[0], "host", "host")
+    source = EntrySource(entries[0], "host", "host")
     many = {(f"other{n}", anchor): source for n in range(400) for anchor in ANCHORS}
     end = time.monotonic() + STRESS_S
     try:

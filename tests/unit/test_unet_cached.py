@@ -16,7 +16,7 @@ from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
-from maskserve_engine.families.unet.forward import Packed, PassInput, forward
+from maskserve_engine.families.unet.forward import PackedPasses, PassInput, forward
 from maskserve_engine.families.unet.rows import CachedRest, UnetPrimingRow
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay, in_memory, plan_of_kinds
@@ -85,7 +85,7 @@ def outputs(
         for row, edit in zip(rows, edits, strict=True)
     ]
     height, width = sample.shape[2:]
-    packed = Packed(passes, (height, width), len(adapter.model.down_blocks), sample.device)
+    packed = PackedPasses(passes, (height, width), len(adapter.model.down_blocks), sample.device)
     timesteps = torch.tensor([row.timestep for row in rows])
     with torch.inference_mode():
         return forward(adapter.weights, packed, sample, timesteps, kinds)
@@ -254,7 +254,9 @@ def test_own_entries_hold_what_each_pass_would_have_been(
         sample = torch.stack([template.at(at.anchor.timestep)] * 2)
         answers = []
         for each in (row, dense):
-            packed = Packed(each.passes(), (12, 10), len(adapter.model.down_blocks), sample.device)
+            packed = PackedPasses(
+                each.passes(), (12, 10), len(adapter.model.down_blocks), sample.device
+            )
             with torch.inference_mode():
                 answers.append(
                     forward(adapter.weights, packed, sample, torch.tensor([at.anchor.timestep] * 2),

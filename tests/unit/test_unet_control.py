@@ -22,7 +22,7 @@ from PIL import Image
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
-from maskserve_engine.job import Control, EditJob
+from maskserve_engine.job import ControlInput, EditJob
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit
@@ -82,7 +82,7 @@ class Model:
         for net in self.nets.values():
             assert adapter.control_net(net) is net
 
-    def job(self, case: Case, controls: tuple[Control, ...] = (), name: str = "r") -> EditJob:
+    def job(self, case: Case, controls: tuple[ControlInput, ...] = (), name: str = "r") -> EditJob:
         return replace(encode_case(self.encoder, case, name), controls=controls)
 
     def row(self, job: EditJob) -> Any:
@@ -96,7 +96,7 @@ class Model:
             self.adapter.step([row], None)
         return np.asarray(row.result().array())
 
-    def oracle(self, case: Case, controls: tuple[Control, ...]) -> NDArray[np.float32]:
+    def oracle(self, case: Case, controls: tuple[ControlInput, ...]) -> NDArray[np.float32]:
         """[C, h, w] of the ControlNet inpaint pipeline."""
         nets = [self.nets[each.net] for each in controls]
         pictures = [Image.fromarray(each.picture) for each in controls]
@@ -143,7 +143,7 @@ def test_a_dense_row_equals_the_pipeline(
     rng = np.random.default_rng()
     case = large_case(rng, num_inference_steps=5, strength=1.0, guidance_scale=guidance)
     controls = tuple(
-        Control(net, picture(rng, case), float(rng.uniform(0.3, 1.2)), start, end)
+        ControlInput(net, picture(rng, case), float(rng.uniform(0.3, 1.2)), start, end)
         for net, start, end in zip(nets, (0.2, 0.0), (0.9, 1.0), strict=False)
     )
     expected, found = model.oracle(case, controls), model.alone(model.job(case, controls))
@@ -158,9 +158,9 @@ def test_a_control_that_never_acts_and_steps_outside_are_as_without_bit_for_bit(
     case = large_case(rng, num_inference_steps=4, strength=1.0)
     plain = model.alone(model.job(case))
     for asked in ({"scale": 0.0}, {"start": 0.9}, {"end": 0.1}):
-        control = Control("one", picture(rng, case), **asked)
+        control = ControlInput("one", picture(rng, case), **asked)
         assert np.array_equal(model.alone(model.job(case, (control,))), plain), asked
-    late = Control("one", picture(rng, case), start=0.5)
+    late = ControlInput("one", picture(rng, case), start=0.5)
     controlled, without = model.row(model.job(case, (late,))), model.row(model.job(case))
     for step in range(controlled.steps):
         outside = step / controlled.steps < 0.5
@@ -176,7 +176,7 @@ def test_rows_with_and_without_control_do_not_change_one_another(model: Model) -
     for i, names in enumerate(((), ("one",), ("two", "one"), (), ("one",))):
         case = large_case(rng, num_inference_steps=int(rng.integers(4, 7)), strength=1.0)
         case = replace(case, pixels=first.pixels, mask=first.mask)
-        controls = tuple(Control(net, picture(rng, case), 0.7, end=0.8) for net in names)
+        controls = tuple(ControlInput(net, picture(rng, case), 0.7, end=0.8) for net in names)
         jobs.append(model.job(case, controls, str(i)))
     expected = [model.alone(job) for job in jobs]
     running, late = [model.row(job) for job in jobs[:3]], [model.row(job) for job in jobs[3:]]
@@ -227,7 +227,7 @@ def controlled_jobs(
     for i, names in enumerate(asked):
         case = large_case(rng, num_inference_steps=4, strength=1.0, **settings)
         case = replace(case, pixels=first.pixels, mask=first.mask)
-        controls = tuple(Control(net, picture(rng, case), 0.7) for net in names)
+        controls = tuple(ControlInput(net, picture(rng, case), 0.7) for net in names)
         jobs.append(model.job(case, controls, str(i)))
     return jobs
 

@@ -16,7 +16,7 @@ from maskserve_core.imaging.masks import active_tokens_per_level
 from maskserve_core.models.unet import level_sizes, unet_work
 from maskserve_core.planning.entry_bytes import FORMATS, map_bytes, tile_bytes
 from maskserve_engine.families.unet.moments import Moments, normalise
-from maskserve_engine.families.unet.tile import Box, Frame, tile_of
+from maskserve_engine.families.unet.tile import Frame, TileBox, tile_of
 from maskserve_harness.benchmarks.models import SD21, SDXL
 
 
@@ -27,7 +27,7 @@ def test_moments_are_taken_apart_and_put_together(seed: int, offset: float) -> N
     rng = np.random.default_rng(seed)
     old, new = (torch.from_numpy(rng.standard_normal((2, 8, 9, 11))) + offset for _ in range(2))
     top, left = int(rng.integers(0, 5)), int(rng.integers(0, 5))
-    box = Box(top, left, top + int(rng.integers(1, 5)), left + int(rng.integers(1, 6)))
+    box = TileBox(top, left, top + int(rng.integers(1, 5)), left + int(rng.integers(1, 6)))
     mixed = old.clone()
     box.cut(mixed).copy_(box.cut(new))
     own = Moments.of(box.cut(new), 4)
@@ -45,7 +45,7 @@ def test_moments_are_taken_apart_and_put_together(seed: int, offset: float) -> N
         assert (normed - box.cut(norm.double()(mixed))).abs().max() < 5e-3
 
 
-def brute_reads(box: Box, stride: int) -> set[tuple[int, int]]:
+def brute_reads(box: TileBox, stride: int) -> set[tuple[int, int]]:
     """Positions that a 3x3 convolution with padding 1 reads for a box of outputs."""
     outputs = itertools.product(range(box.top, box.bottom), range(box.left, box.right))
     around = list(itertools.product((-1, 0, 1), (-1, 0, 1)))
@@ -76,7 +76,9 @@ def test_frames_hold_what_convolutions_read(seed: int) -> None:
             assert reads <= positions(below)
 
 
-def check_frame(frame: Frame, box: Box, size: tuple[int, int], reads: set[tuple[int, int]]) -> None:
+def check_frame(
+    frame: Frame, box: TileBox, size: tuple[int, int], reads: set[tuple[int, int]]
+) -> None:
     region = positions(frame.region)
     assert region == in_picture(reads, size) | positions(box)
     width = frame.region.shape[1]
@@ -85,7 +87,7 @@ def check_frame(frame: Frame, box: Box, size: tuple[int, int], reads: set[tuple[
     }
     assert ring == region - positions(box)
     left, right, top, bottom = frame.zeros
-    whole = Box(
+    whole = TileBox(
         frame.region.top - top,
         frame.region.left - left,
         frame.region.bottom + bottom,
@@ -94,7 +96,7 @@ def check_frame(frame: Frame, box: Box, size: tuple[int, int], reads: set[tuple[
     assert positions(whole) == reads
 
 
-def positions(box: Box) -> set[tuple[int, int]]:
+def positions(box: TileBox) -> set[tuple[int, int]]:
     return set(itertools.product(range(box.top, box.bottom), range(box.left, box.right)))
 
 
@@ -104,9 +106,9 @@ def in_picture(reads: set[tuple[int, int]], size: tuple[int, int]) -> set[tuple[
 
 def test_a_tile_is_pasted_into_its_ring() -> None:
     x = torch.randn(2, 3, 8, 8)
-    frame = Frame.of(Box(-1, 2, 5, 7), Box(0, 3, 4, 6), (8, 8))
+    frame = Frame.of(TileBox(-1, 2, 5, 7), TileBox(0, 3, 4, 6), (8, 8))
     region = frame.region.cut(x)
-    pasted = frame.paste(Box(0, 3, 4, 6).cut(x), region.flatten(2)[:, :, frame.ring])
+    pasted = frame.paste(TileBox(0, 3, 4, 6).cut(x), region.flatten(2)[:, :, frame.ring])
     assert torch.equal(pasted, region)
     assert torch.equal(frame.pad(pasted), F.pad(x, (0, 0, 1, 0))[:, :, :6, 2:7])
 

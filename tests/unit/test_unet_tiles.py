@@ -23,7 +23,7 @@ from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
-from maskserve_engine.families.unet.forward import Packed, PassInput, forward
+from maskserve_engine.families.unet.forward import PackedPasses, PassInput, forward
 from maskserve_engine.families.unet.rows import UnetRow
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay, in_memory, plan_of_kinds
@@ -189,7 +189,7 @@ def test_on_the_priming_inputs_every_tile_equals_dense(
     dense = [PassInput(each.text, each.added) for each in passes]
     answers = []
     for each in (passes, dense):
-        packed = Packed(each, size, depth, sample.device)
+        packed = PackedPasses(each, size, depth, sample.device)
         with torch.inference_mode():
             answers.append(forward(tiles.weights, packed, sample, when, ("kv",) * tiles.blocks))
     for found, expected, box in zip(*answers, boxes, strict=True):

@@ -30,7 +30,7 @@ _SAVE_EVERY_S = 1.0
 _FORMAT = 1
 
 
-class Adapter(msgspec.Struct, frozen=True):
+class KnownAdapter(msgspec.Struct, frozen=True):
     """An adapter as the storage has it."""
 
     name: str
@@ -61,7 +61,7 @@ class Adapter(msgspec.Struct, frozen=True):
 class _Page(msgspec.Struct, frozen=True):
     """What the file holds."""
 
-    adapters: dict[str, Adapter]
+    adapters: dict[str, KnownAdapter]
     whole: bool
     """Whether the storage has been listed to its end."""
     problem: str = ""
@@ -90,7 +90,7 @@ class Catalogue:
         self._base: BaseLayers | None = None
         self._base_read = False
 
-    def all(self) -> Mapping[str, Adapter]:
+    def all(self) -> Mapping[str, KnownAdapter]:
         """By name, as of the last scan of any process."""
         return self._current().adapters
 
@@ -99,7 +99,7 @@ class Catalogue:
         """Why the storage could not be listed; empty if it could."""
         return self._current().problem
 
-    def find(self, name: str, field: str = "SETTINGS.loras") -> Adapter:
+    def find(self, name: str, field: str = "SETTINGS.loras") -> KnownAdapter:
         """The adapter of this name; touches no storage.
 
         Raises:
@@ -142,7 +142,7 @@ class Catalogue:
                 return
             self._write_up(files, known)
 
-    def _write_up(self, files: Mapping[str, Stored], known: Mapping[str, Adapter]) -> None:
+    def _write_up(self, files: Mapping[str, Stored], known: Mapping[str, KnownAdapter]) -> None:
         """Read the headers that are new, and keep what is known meanwhile."""
         adapters = {
             name: known[name]
@@ -163,10 +163,10 @@ class Catalogue:
                 saved = time.monotonic()
         self._write(_Page(adapters, whole=not problem, problem=problem))
 
-    def _described(self, stored: Stored) -> Adapter:
+    def _described(self, stored: Stored) -> KnownAdapter:
         """What the header of a file says, or why it is refused."""
         asked = self._config.adapters
-        plain = Adapter(stored.name, stored.path, stored.version, stored.nbytes)
+        plain = KnownAdapter(stored.name, stored.path, stored.version, stored.nbytes)
         try:
             if stored.nbytes > asked.host_bytes:
                 raise BadAdapter(

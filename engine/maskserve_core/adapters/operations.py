@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from maskserve_core.adapters.catalogue import Adapter
+from maskserve_core.adapters.catalogue import KnownAdapter
 from maskserve_core.adapters.storage import NAME
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config
@@ -80,7 +80,7 @@ class AdapterOperations:
         self._store.host.pin(name, pinned=False)
         return {"name": name, "freed_bytes": self._store.forget(name)}
 
-    def _known(self, name: str) -> Adapter:
+    def _known(self, name: str) -> KnownAdapter:
         self._check_name(name)
         self._store.catalogue.scan(at_once=True, wait=False)
         return self._store.catalogue.find(name, _FIELD)
@@ -92,7 +92,9 @@ class AdapterOperations:
             raise InvalidRequest(_FIELD, "has another form", "the name of an adapter")
 
 
-def _shown(adapter: Adapter, held: dict[tuple[str, str, str], str], pinned: bool) -> dict[str, Any]:
+def _shown(
+    adapter: KnownAdapter, held: dict[tuple[str, str, str], str], pinned: bool
+) -> dict[str, Any]:
     found = {tier: held.get((adapter.name, adapter.version, tier)) for tier in ("host", "disk")}
     digests = [digest for digest in found.values() if digest]
     return {

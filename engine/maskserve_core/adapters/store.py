@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.adapters.catalogue import Adapter, Catalogue
+from maskserve_core.adapters.catalogue import Catalogue, KnownAdapter
 from maskserve_core.adapters.folder import AdapterFile, AdapterFolder, NoRoom
 from maskserve_core.adapters.lora_header import BadAdapter, check_values, read_header, read_tensors
 from maskserve_core.adapters.storage import CHUNK_BYTES, Storage, StorageFailed
@@ -145,7 +145,7 @@ class AdapterStore:
             on_disk.path.unlink(missing_ok=True)
             return None
 
-    def _check_unchanged(self, adapter: Adapter, field: str) -> None:
+    def _check_unchanged(self, adapter: KnownAdapter, field: str) -> None:
         stored = self._storage.stat(adapter.path)
         if stored is not None and stored.version == adapter.version:
             return

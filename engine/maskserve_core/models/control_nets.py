@@ -25,7 +25,7 @@ _WEIGHTS = "*.safetensors"
 _MOST_HEADER = 2**27
 
 
-class ControlNet(NamedTuple):
+class KnownControlNet(NamedTuple):
     """A ControlNet of the folder."""
 
     name: str
@@ -53,16 +53,16 @@ class ControlNets:
     def __init__(self, config: Config, facts: ModelFacts) -> None:
         self._folder = Path(config.controls.folder) if config.controls.folder else None
         self._facts = facts
-        self._known: dict[str, ControlNet] = {}
+        self._known: dict[str, KnownControlNet] = {}
 
-    def all(self) -> list[ControlNet]:
+    def all(self) -> list[KnownControlNet]:
         """By name, those with a problem, too."""
         if self._folder is None or not self._folder.is_dir():
             return []
         names = sorted(path.parent.name for path in self._folder.glob(f"*/{_CONFIG}"))
         return [self._described(name) for name in names if NAME.fullmatch(name)]
 
-    def find(self, name: str, field: str) -> ControlNet:
+    def find(self, name: str, field: str) -> KnownControlNet:
         """The ControlNet of this name.
 
         Raises:
@@ -78,19 +78,21 @@ class ControlNets:
             raise InvalidRequest(field, f"ControlNet {name} {found.problem}")
         return found
 
-    def _described(self, name: str) -> ControlNet:
+    def _described(self, name: str) -> KnownControlNet:
         assert self._folder is not None
         path = self._folder / name
         try:
             version = _version(path)
             known = self._known.get(name)
             if known is None or known.version != version:
-                known = self._known[name] = self._read(ControlNet(name, path, version))
+                known = self._known[name] = self._read(KnownControlNet(name, path, version))
             return known
         except OSError as error:
-            return ControlNet(name, path, "", problem=f"cannot be read: {error.strerror or error}")
+            return KnownControlNet(
+                name, path, "", problem=f"cannot be read: {error.strerror or error}"
+            )
 
-    def _read(self, plain: ControlNet) -> ControlNet:
+    def _read(self, plain: KnownControlNet) -> KnownControlNet:
         try:
             config = json.loads((plain.path / _CONFIG).read_text(encoding="utf-8"))
             check_config(config, self._facts)

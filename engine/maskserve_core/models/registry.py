@@ -11,7 +11,7 @@ from maskserve_core.models.facts import ModelFacts, read_json
 from maskserve_core.planning.flops import ModelWork
 
 
-class Family(Protocol):
+class FamilyFacts(Protocol):
     """What a family's module has."""
 
     PIPELINES: dict[str, str]
@@ -24,7 +24,7 @@ class Family(Protocol):
         """The work of its denoiser, as `counted_work`."""
 
 
-FAMILIES: dict[str, Family] = {"flux": flux, "unet": unet}
+FAMILIES: dict[str, FamilyFacts] = {"flux": flux, "unet": unet}
 """By the name in ModelFacts.family, which the engine's adapters have, too."""
 
 

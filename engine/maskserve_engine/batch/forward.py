@@ -17,7 +17,7 @@ from torch import Tensor
 from maskserve_engine.batch.inputs import Packed
 from maskserve_engine.batch.packing import Packing, Stream
 from maskserve_engine.layers.attention import Span, attention
-from maskserve_engine.layers.scatter_kv import Source, scatter_kv
+from maskserve_engine.layers.scatter_kv import KvSource, scatter_kv
 
 
 class Transformer(Protocol):
@@ -272,7 +272,7 @@ class State:
         scatter_kv(self._sources(index, "h"), (hidden,), self.layout.rest_slots)
         return hidden
 
-    def _sources(self, index: int, part: str) -> list[Source | None]:
+    def _sources(self, index: int, part: str) -> list[KvSource | None]:
         return [None if rest is None else rest.source(index, part) for rest in self.packed.rests]
 
     def _load(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.packing import SparseLayout, sparse_layout
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.layers.scatter_kv import Source
+from maskserve_engine.layers.scatter_kv import KvSource
 
 
 class ResidentKV:
@@ -80,7 +80,7 @@ class InactiveTokens(Protocol):
         """What this step reads; another object where it is not what the last one read."""
         ...
 
-    def source(self, block: int, part: str) -> Source:
+    def source(self, block: int, part: str) -> KvSource:
         """Where their cached hidden states at the block's input (`h`) or keys and values (`kv`)
         lie.
         """

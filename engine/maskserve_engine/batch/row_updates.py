@@ -42,7 +42,7 @@ class RowUpdates:
         return FusedLowRank(base, table, tuple(range(len(self._rows))), self._tiles)
 
 
-class Table(NamedTuple):
+class UpdateTable(NamedTuple):
     """What the packed rows add to one product, on the device."""
 
     slices: Tensor
@@ -55,7 +55,7 @@ class Table(NamedTuple):
     """Slices of each row."""
 
 
-def tables(rows: Sequence[Adapters], device: torch.device) -> dict[str, Table]:
+def tables(rows: Sequence[Adapters], device: torch.device) -> dict[str, UpdateTable]:
     """By place, what packed rows add there; brought to the device in one transfer."""
     places = {place for row in rows for own, _ in row for place in own.slices}
     nothing = np.empty((0, FIELDS), np.int64), np.empty(0, np.float32)
@@ -73,7 +73,8 @@ def tables(rows: Sequence[Adapters], device: torch.device) -> dict[str, Table]:
         counts[place] = tuple(lengths)
     there = iter(to_device(host, device))
     return {
-        place: Table(next(there), next(there), next(there), own) for place, own in counts.items()
+        place: UpdateTable(next(there), next(there), next(there), own)
+        for place, own in counts.items()
     }
 
 
@@ -118,7 +119,7 @@ class FusedLowRank:
     """`LowRank` as two kernels for all rows."""
 
     base: Linear
-    table: Table
+    table: UpdateTable
     rows: tuple[int, ...]
     """Of the table, each packed row's own."""
     tiles: Tiles

@@ -287,7 +287,7 @@ class StoredEntry:
 
 
 @dataclass(slots=True)
-class Source:
+class EntrySource:
     """An entry that rows can be served from."""
 
     entry: AnchorEntry | StoredEntry

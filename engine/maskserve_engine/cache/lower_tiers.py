@@ -16,7 +16,7 @@ from typing import TypeVar
 from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.background import Background
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.entry_file import Source
+from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.remote_tier import RemoteTier
 from maskserve_engine.cache.tier import Held, Note
@@ -64,7 +64,7 @@ class LowerTiers:
         """Of everything below but the two threads."""
         self._version = 0
         self._seen: dict[str, Mapping[str, Held]] = {tier.name: {} for tier in folders}
-        self._open: dict[tuple[str, Anchor], Source] = {}
+        self._open: dict[tuple[str, Anchor], EntrySource] = {}
         """The one that was used last comes last."""
         self._busy: dict[str, int] = {}
         """Fetches and writes under way, by key."""
@@ -119,7 +119,7 @@ class LowerTiers:
         with self._lock:
             return key in self._busy
 
-    def source(self, key: str, anchor: Anchor) -> Source | None:
+    def source(self, key: str, anchor: Anchor) -> EntrySource | None:
         """An entry that is open; None: not now."""
         with self._lock:
             source = self._open.pop((key, anchor), None)
@@ -248,7 +248,10 @@ class LowerTiers:
                     break
             with self._lock:
                 _remember(
-                    self._open, (key, anchor), Source(entry, place.name, tier.name), self._most_open
+                    self._open,
+                    (key, anchor),
+                    EntrySource(entry, place.name, tier.name),
+                    self._most_open,
                 )
             return
 
@@ -264,7 +267,7 @@ class LowerTiers:
                 for tier in self.folders:
                     tier.put(key, entry, note)
                 with self._lock:
-                    self._open[key, anchor] = Source(entry, "host", self.remote.name)
+                    self._open[key, anchor] = EntrySource(entry, "host", self.remote.name)
             with self._lock:  # what came too late is found from now on
                 _, known = self._probed.get(key, (0.0, frozenset()))
                 came = {anchor for anchor in anchors if (key, anchor) in self._open}

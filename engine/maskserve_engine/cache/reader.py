@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from maskserve_core.contracts.keys import Anchor
-from maskserve_engine.cache.entry_file import Source
+from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.cache.store import Store
@@ -46,7 +46,7 @@ class EntryReader:
         self._stalls: list[Span] = []
         self._steps = Counter(self.anchors)
         self._store, self._sure = store, sure
-        self._sources: dict[Anchor, Source] = {}
+        self._sources: dict[Anchor, EntrySource] = {}
         self._hold_all()
 
     @property
@@ -125,7 +125,7 @@ class EntryReader:
         for anchor in dict.fromkeys(a for a in self.anchors if a is not None):
             self._hold(anchor)
 
-    def _hold(self, anchor: Anchor) -> Source | None:
+    def _hold(self, anchor: Anchor) -> EntrySource | None:
         source = self._sources.get(anchor) or self._store.hold(self.key, anchor)
         if source is not None:
             self._sources[anchor] = source

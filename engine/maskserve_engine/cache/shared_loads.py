@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
-from maskserve_engine.cache.entry_file import Source
+from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.loader import Arrival, Load, Loader, Selection, Want
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.device_clock import Span, mark
@@ -93,7 +93,7 @@ class _Shared:
     """A load and how many handles there are of it."""
 
     load: Load
-    source: Source
+    source: EntrySource
     booked: int
     users: int = 0
 
@@ -120,7 +120,7 @@ class SharedLoads:
         key: str,
         anchor: Anchor,
         selection: Selection,
-        source: Source,
+        source: EntrySource,
         *,
         whole: bool,
         force: bool,
@@ -145,7 +145,9 @@ class SharedLoads:
         self.travelled[came] += moved
         return came, moved
 
-    def _share(self, source: Source, selection: Selection | None, force: bool) -> _Shared | None:
+    def _share(
+        self, source: EntrySource, selection: Selection | None, force: bool
+    ) -> _Shared | None:
         entry = source.entry
         on_device = source.tier == self._memory.name and self._loader.mover.reads_device
         if isinstance(entry, AnchorEntry) and on_device:

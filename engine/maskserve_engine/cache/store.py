@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entries import AnchorEntry
-from maskserve_engine.cache.entry_file import Source
+from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.loader import Loader, Selection
 from maskserve_engine.cache.lower_tiers import LowerTiers
@@ -84,7 +84,7 @@ class Store:
         key: str,
         anchor: Anchor,
         selection: Selection,
-        source: Source,
+        source: EntrySource,
         *,
         whole: bool = False,
         force: bool = False,
@@ -103,7 +103,7 @@ class Store:
         self.lower.touch(key)
         return self._loads.take(key, anchor, selection, source, whole=whole, force=force)
 
-    def hold(self, key: str, anchor: Anchor) -> Source | None:
+    def hold(self, key: str, anchor: Anchor) -> EntrySource | None:
         """Keep an entry readable until `let_go`, evicted or not; None: not now."""
         source = self._source(key, anchor)
         if source is None:
@@ -113,7 +113,7 @@ class Store:
             self.memory.lend(source.entry)
         return source
 
-    def let_go(self, source: Source) -> None:
+    def let_go(self, source: EntrySource) -> None:
         if isinstance(source.entry, AnchorEntry) and source.tier == self.memory.name:
             self.memory.give_back(source.entry)
 
@@ -194,8 +194,8 @@ class Store:
         for tier in self.lower.folders if files else ():
             tier.check_integrity()
 
-    def _source(self, key: str, anchor: Anchor) -> Source | None:
+    def _source(self, key: str, anchor: Anchor) -> EntrySource | None:
         entry = self.memory.get(key, anchor)
         if entry is not None:
-            return Source(entry, self.memory.name, self.memory.name)
+            return EntrySource(entry, self.memory.name, self.memory.name)
         return self.lower.source(key, anchor)

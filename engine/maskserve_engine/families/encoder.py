@@ -19,12 +19,12 @@ from maskserve_engine.job import Conditioning
 from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded
 from maskserve_engine.stages.loader import load_part, load_plain
 from maskserve_engine.stages.vae_pieces import (
-    Box,
     CellSums,
     MixedNorm,
     Norm,
+    NormRecorder,
     Pieces,
-    Recorder,
+    PixelBox,
     is_local,
     plain_resnets,
     plan_pieces,
@@ -158,7 +158,7 @@ class Encoder(ABC):
         if not self.has_pieces:
             return TemplateEncoding(self.moments(pixels))
         factor = self.facts.vae_scale_factor
-        recorder = Recorder((pixels.shape[0] // factor, pixels.shape[1] // factor))
+        recorder = NormRecorder((pixels.shape[0] // factor, pixels.shape[1] // factor))
         with torch.inference_mode():
             maps = self._down([self._on_device(_image(pixels))], recorder)
             middle = None if self._local else maps[0].cpu()
@@ -192,7 +192,7 @@ class Encoder(ABC):
             [found] = self._finish([middle], lambda norm, maps, level: [norm(x) for x in maps])
             return to_numpy(found[0])
 
-    def pieces(self, boxes: Sequence[Box], size: tuple[int, int], halo: int) -> Pieces:
+    def pieces(self, boxes: Sequence[PixelBox], size: tuple[int, int], halo: int) -> Pieces:
         """How to encode boxes of latents, with a halo of so many latents."""
         levels = range(len(self.facts.latents.widths))
         return plan_pieces(boxes, size, halos=tuple(halo << k for k in levels), spread=1)

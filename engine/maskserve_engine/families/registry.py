@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class FamilyLoaders:
     """How the stages of a family are loaded; each raises ConfigError when a part is missing."""
 
     load_encoder: Callable[[ModelFacts, Config], Encoder]
@@ -33,25 +33,25 @@ class Family:
     load_decoder: Callable[[ModelFacts, Config], Decoder]
 
 
-def _flux() -> Family:
+def _flux() -> FamilyLoaders:
     from maskserve_engine.families.flux.adapter import FluxAdapter
     from maskserve_engine.families.flux.encode import FluxEncoder
 
-    return Family(FluxEncoder.load, FluxAdapter.load, Decoder.load)
+    return FamilyLoaders(FluxEncoder.load, FluxAdapter.load, Decoder.load)
 
 
-def _unet() -> Family:
+def _unet() -> FamilyLoaders:
     from maskserve_engine.families.unet.adapter import UnetAdapter
     from maskserve_engine.families.unet.encode import UnetEncoder
 
-    return Family(UnetEncoder.load, UnetAdapter.load, Decoder.load)
+    return FamilyLoaders(UnetEncoder.load, UnetAdapter.load, Decoder.load)
 
 
-FAMILIES: dict[str, Callable[[], Family]] = {"flux": _flux, "unet": _unet}
+FAMILIES: dict[str, Callable[[], FamilyLoaders]] = {"flux": _flux, "unet": _unet}
 """By the name in ModelFacts.family; imported when first asked for."""
 
 
-def _of(config: Config) -> tuple[ModelFacts, Family]:
+def _of(config: Config) -> tuple[ModelFacts, FamilyLoaders]:
     facts = load_facts(config.model.path, config.model.native_resolution)
     if facts.family not in FAMILIES:
         raise ConfigError(f"[model] path: family {facts.family} has no adapter")

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class KvSource:
     """Where one row's cached activations of a block lie."""
 
     parts: tuple[Coded, ...]
@@ -45,7 +45,7 @@ class KvSlots:
     """[M] 0, 1, …"""
 
 
-def scatter_kv(sources: Sequence[Source | None], outs: Sequence[Tensor], slots: KvSlots) -> None:
+def scatter_kv(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots: KvSlots) -> None:
     """Write every row's cached activations to their slots.
 
     Args:
@@ -76,7 +76,7 @@ def missing_kernel(device: torch.device, format: str) -> str | None:
     return reason
 
 
-def fused(sources: Sequence[Source | None], outs: Sequence[Tensor], slots: KvSlots) -> None:
+def fused(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots: KvSlots) -> None:
     """`scatter_kv` as one kernel; one or two parts, all sources of one format."""
     given = [source for source in sources if source is not None]
     nothing = slots.to[:0]

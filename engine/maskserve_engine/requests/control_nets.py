@@ -20,7 +20,7 @@ from maskserve_engine.requests.residency import Residency, Resource
 KIND = "controlnet"
 
 
-class Loader(Protocol):
+class ControlNetSource(Protocol):
     """What brings ControlNets to the executor: `ControlNetLoader`."""
 
     def device_bytes(self, control: ResolvedControl) -> int: ...
@@ -47,7 +47,7 @@ class EditControlNets:
     """
 
     def __init__(
-        self, residency: Residency, loader: Loader, came: Came, observations: Observations
+        self, residency: Residency, loader: ControlNetSource, came: Came, observations: Observations
     ) -> None:
         self._residency, self._loader, self._came = residency, loader, came
         self._observations = observations

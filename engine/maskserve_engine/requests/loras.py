@@ -39,7 +39,7 @@ _LOADS_KEPT = 64
 """Of each source, that costs are fitted to."""
 
 
-class Loader(Protocol):
+class LoraSource(Protocol):
     """What brings LoRAs to the executor: `LoraLoader`."""
 
     def file_bytes(self, lora: Lora) -> int: ...
@@ -70,7 +70,7 @@ class Loras:
         self,
         config: Config,
         residency: Residency,
-        loader: Loader,
+        loader: LoraSource,
         came: Came,
         observations: Observations,
     ) -> None:

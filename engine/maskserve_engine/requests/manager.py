@@ -26,9 +26,9 @@ from maskserve_core.worker.status import RowStatus
 from maskserve_core.worker.step_scheduler import MakePolicy, Run, StepScheduler, Ticket
 from maskserve_engine.adapters.control_net_loader import LoadedNet
 from maskserve_engine.adapters.lora_loader import LoadedLora
-from maskserve_engine.executor import CachedRow, DenseRow, Executor, RowMade
+from maskserve_engine.executor import CachedRowSpec, DenseRowSpec, Executor, RowMade
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.job import EditJob, Failed, Final
+from maskserve_engine.job import EditJob, Failed, FinalEvent
 from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.control_nets import KIND as CONTROL_NET
@@ -150,9 +150,9 @@ class RequestManager:
         self._leave(edit)
         worker, model = self.config.worker, model_name(self.config)
 
-        def final() -> Final:
+        def final() -> FinalEvent:
             array = latents.array()  # until then its steps have not ended
-            return Final(array, edit.final_meta(worker, model), edit.timeline())
+            return FinalEvent(array, edit.final_meta(worker, model), edit.timeline())
 
         lost = Failed(EngineFailed("the result did not come from the device"), edit.timeline())
         self.output.send_made(edit.sink, final, lost)
@@ -551,9 +551,9 @@ class RequestManager:
     def _make_plain_row(self, edit: RequestState) -> RowMade:
         job, route = edit.job, edit.route
         if edit.mode != "cached":
-            return self.executor.make(edit.request_id, DenseRow(job))
+            return self.executor.make(edit.request_id, DenseRowSpec(job))
         seed, sure = self.cache.noise_seed(job), job.request.settings.insists
-        spec = CachedRow(job, seed, route.key, route.anchors, sure)
+        spec = CachedRowSpec(job, seed, route.key, route.anchors, sure)
         made = self.executor.make(edit.request_id, spec)
         edit.reads = EntryReads(route.key, route.anchors, made.selection)
         return made

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from maskserve_core.errors import Overloaded
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.step_scheduler import SchedulingPolicy, Ticket
-from maskserve_engine.executor import Executor, PrimingRow, RowStep
+from maskserve_engine.executor import Executor, PrimingRowSpec, RowStep
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob
 from maskserve_engine.requests.state import PrimingState
@@ -85,7 +85,7 @@ class Primings:
         try:
             self._executor.make(
                 row_id,
-                PrimingRow(
+                PrimingRowSpec(
                     state.priming.job,
                     state.priming.anchors,
                     prompt,

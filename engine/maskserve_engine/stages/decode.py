@@ -16,12 +16,12 @@ from maskserve_core.models.facts import LatentSpace, ModelFacts
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.loader import load_part
 from maskserve_engine.stages.vae_pieces import (
-    Box,
     CellSums,
     MixedNorm,
     Norm,
+    NormRecorder,
     Pieces,
-    Recorder,
+    PixelBox,
     plain_resnets,
     plan_pieces,
     resnet,
@@ -61,13 +61,13 @@ class Decoder:
 
     def sums(self, latents: NDArray[np.float32]) -> CellSums:
         """What edits of a template need of its own latents [C, h, w] to be decoded in pieces."""
-        recorder = Recorder((latents.shape[1], latents.shape[2]))
+        recorder = NormRecorder((latents.shape[1], latents.shape[2]))
         with torch.inference_mode():
             self._up([self._middle(latents)], recorder, None)
         return recorder.sums
 
     def pieces(
-        self, boxes: Sequence[Box], size: tuple[int, int], *, halo: int, spread: int
+        self, boxes: Sequence[PixelBox], size: tuple[int, int], *, halo: int, spread: int
     ) -> Pieces:
         """How to decode boxes of latents, with a halo of so many positions at each level."""
         halos = (halo,) * len(self.latents.widths)
@@ -134,7 +134,7 @@ def _upsampled(conv: Any, maps: list[Tensor], pieces: Pieces | None, level: int)
     return out
 
 
-def _cut(x: Tensor, box: Box) -> Tensor:
+def _cut(x: Tensor, box: PixelBox) -> Tensor:
     rows, columns = box.slices
     return x[..., rows, columns]
 

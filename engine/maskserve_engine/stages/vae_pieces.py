@@ -39,7 +39,7 @@ _MOST_PIECES = 8
 """Each has calls of its own; of more, those nearest to one another are joined."""
 
 
-class Box(NamedTuple):
+class PixelBox(NamedTuple):
     top: int
     left: int
     bottom: int
@@ -53,34 +53,34 @@ class Box(NamedTuple):
     def slices(self) -> tuple[slice, slice]:
         return slice(self.top, self.bottom), slice(self.left, self.right)
 
-    def grown(self, by: int, size: tuple[int, int]) -> Box:
+    def grown(self, by: int, size: tuple[int, int]) -> PixelBox:
         """By so many positions to each side, cut at a map of `size`."""
         top, left = max(0, self.top - by), max(0, self.left - by)
-        return Box(top, left, min(size[0], self.bottom + by), min(size[1], self.right + by))
+        return PixelBox(top, left, min(size[0], self.bottom + by), min(size[1], self.right + by))
 
-    def scaled(self, factor: int) -> Box:
-        return Box(*(side * factor for side in self))
+    def scaled(self, factor: int) -> PixelBox:
+        return PixelBox(*(side * factor for side in self))
 
-    def shrunk(self, factor: int) -> Box:
+    def shrunk(self, factor: int) -> PixelBox:
         """The box of `factor` times larger positions that covers this one."""
         ends = (-(-self.bottom // factor), -(-self.right // factor))
-        return Box(self.top // factor, self.left // factor, *ends)
+        return PixelBox(self.top // factor, self.left // factor, *ends)
 
-    def within(self, outer: Box) -> Box:
+    def within(self, outer: PixelBox) -> PixelBox:
         """In positions counted from `outer`."""
         top, left = outer.top, outer.left
-        return Box(self.top - top, self.left - left, self.bottom - top, self.right - left)
+        return PixelBox(self.top - top, self.left - left, self.bottom - top, self.right - left)
 
-    def joined(self, other: Box) -> Box:
+    def joined(self, other: PixelBox) -> PixelBox:
         ends = (max(self.bottom, other.bottom), max(self.right, other.right))
-        return Box(min(self.top, other.top), min(self.left, other.left), *ends)
+        return PixelBox(min(self.top, other.top), min(self.left, other.left), *ends)
 
-    def common(self, other: Box) -> Box:
+    def common(self, other: PixelBox) -> PixelBox:
         """Where both are; its area is 0 if that is nowhere."""
         ends = (min(self.bottom, other.bottom), min(self.right, other.right))
-        return Box(max(self.top, other.top), max(self.left, other.left), *ends)
+        return PixelBox(max(self.top, other.top), max(self.left, other.left), *ends)
 
-    def distance(self, other: Box) -> int:
+    def distance(self, other: PixelBox) -> int:
         """Between the middles, along the longer axis; in half positions."""
         return max(
             abs(self.top + self.bottom - other.top - other.bottom),
@@ -92,7 +92,7 @@ class Box(NamedTuple):
 class Pieces:
     """What is computed of a picture."""
 
-    wanted: tuple[Box, ...]
+    wanted: tuple[PixelBox, ...]
     """Boxes of latents, apart from one another."""
     size: tuple[int, int]
     """(height, width) of the latents."""
@@ -100,22 +100,22 @@ class Pieces:
     """Positions round a box that are computed too, by level."""
     spread: int
     """Latents round a wanted box that the edit changes too."""
-    probes: tuple[Box, ...] = ()
+    probes: tuple[PixelBox, ...] = ()
     """Boxes of latents that no edit changes, aligned to cells."""
 
     @property
-    def boxes(self) -> tuple[Box, ...]:
+    def boxes(self) -> tuple[PixelBox, ...]:
         return self.wanted + self.probes
 
     def at(self, level: int) -> tuple[int, int]:
         """The whole map's size."""
         return self.size[0] << level, self.size[1] << level
 
-    def outer(self, box: Box, level: int) -> Box:
+    def outer(self, box: PixelBox, level: int) -> PixelBox:
         """What is computed round a box."""
         return box.scaled(1 << level).grown(self.halos[level], self.at(level))
 
-    def changed(self, box: Box, level: int) -> Box:
+    def changed(self, box: PixelBox, level: int) -> PixelBox:
         """What of a wanted box counts for the norms in place of the template's."""
         spread = box.grown(self.spread, self.size).scaled(1 << level)
         return spread.common(self.outer(box, level))
@@ -127,14 +127,14 @@ class Pieces:
         """
         return sum(self.share_of(box) for box in self.boxes)
 
-    def share_of(self, box: Box) -> float:
+    def share_of(self, box: PixelBox) -> float:
         """What one box is of `share`."""
         whole, levels = self.size[0] * self.size[1], range(len(self.halos))
         return sum(self.outer(box, k).area / (whole << 2 * k) for k in levels) / len(levels)
 
 
 def plan_pieces(
-    boxes: Sequence[Box], size: tuple[int, int], *, halos: tuple[int, ...], spread: int
+    boxes: Sequence[PixelBox], size: tuple[int, int], *, halos: tuple[int, ...], spread: int
 ) -> Pieces:
     """Join boxes where that is cheaper than to compute each with a halo of its own, and where both
     would count the same positions for a norm; and find places for probes.
@@ -157,7 +157,7 @@ def plan_pieces(
     return replace(found, probes=_probes(found))
 
 
-def _saving(pieces: Pieces, one: Box, other: Box) -> float:
+def _saving(pieces: Pieces, one: PixelBox, other: PixelBox) -> float:
     """Share of the picture that is computed less if two boxes are one."""
     if pieces.changed(one, 0).common(pieces.changed(other, 0)).area:
         return 1.0
@@ -165,7 +165,7 @@ def _saving(pieces: Pieces, one: Box, other: Box) -> float:
     return apart - pieces.share_of(one.joined(other))
 
 
-def _probes(pieces: Pieces) -> tuple[Box, ...]:
+def _probes(pieces: Pieces) -> tuple[PixelBox, ...]:
     """As far as possible from what is changed and from one another."""
     height, width = (_PROBE_CELLS * _cell(side) for side in pieces.size)
     tops, lefts = (
@@ -173,9 +173,9 @@ def _probes(pieces: Pieces) -> tuple[Box, ...]:
         for side, probe in zip(pieces.size, (height, width), strict=True)
     )
     changed = [box.grown(2 * pieces.spread, pieces.size) for box in pieces.wanted]
-    places = [Box(y, x, y + height, x + width) for y, x in product(tops, lefts)]
+    places = [PixelBox(y, x, y + height, x + width) for y, x in product(tops, lefts)]
     places = [box for box in places if not any(box.common(each).area for each in changed)]
-    found: list[Box] = []
+    found: list[PixelBox] = []
     while places and len(found) < _PROBES:
         far = max(places, key=lambda box: min(box.distance(o) for o in (*changed, *found)))
         places.remove(far)
@@ -236,7 +236,7 @@ class CellSums:
     def _positions(self, level: int) -> int:
         return (self.size[0] * self.size[1]) << 2 * level
 
-    def _covered(self, boxes: Sequence[Box], level: int) -> Tensor:
+    def _covered(self, boxes: Sequence[PixelBox], level: int) -> Tensor:
         """[CELLS, CELLS]: how much of each cell lies in the boxes, which lie apart."""
         covered = torch.zeros(CELLS, CELLS)
         for top, left, bottom, right in boxes:
@@ -261,7 +261,7 @@ Norm = Callable[[nn.GroupNorm, list[Tensor], int], list[Tensor]]
 """Normalises the maps [1, C, h, w] of all pieces, at a level."""
 
 
-class Recorder:
+class NormRecorder:
     """The norms of a template that goes through the VAE as a whole; they are summed up."""
 
     def __init__(self, size: tuple[int, int]) -> None:
@@ -319,7 +319,7 @@ class MixedNorm:
 
 
 def _moments(
-    groups: int, maps: Sequence[Tensor], outers: Sequence[Box], boxes: Sequence[Box]
+    groups: int, maps: Sequence[Tensor], outers: Sequence[PixelBox], boxes: Sequence[PixelBox]
 ) -> tuple[Tensor, Tensor]:
     """[groups] mean and variance over boxes of maps that cover `outers`."""
     parts = []

@@ -21,7 +21,7 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.kept import Kept
 from maskserve_engine.stages.moments_folder import MomentsFolder
-from maskserve_engine.stages.vae_pieces import Box, CellSums, Pieces
+from maskserve_engine.stages.vae_pieces import CellSums, Pieces, PixelBox
 
 _WHOLE_FROM = 0.7
 """Share of a picture from which its pieces cost as much as all of it."""
@@ -110,7 +110,7 @@ class EditDecoder:
         return sums
 
 
-def _latent_boxes(edit: EditRequest, factor: int) -> list[Box]:
+def _latent_boxes(edit: EditRequest, factor: int) -> list[PixelBox]:
     """Boxes of latents that cover what an edit pastes.
 
     Args:
@@ -118,5 +118,5 @@ def _latent_boxes(edit: EditRequest, factor: int) -> list[Box]:
         factor: pixels per latent, along one side.
     """
     margin = 0 if edit.source_size == edit.model_size else _FILTER
-    grown = (Box(*box).grown(margin, edit.model_size) for box in edit.edit_boxes)
+    grown = (PixelBox(*box).grown(margin, edit.model_size) for box in edit.edit_boxes)
     return [box.shrunk(factor) for box in grown]

@@ -25,7 +25,7 @@ from maskserve_engine.job import Conditioning
 from maskserve_engine.stages.encoded import NO_CONTROLS, NO_MOMENTS, Encoded, EncodeReport
 from maskserve_engine.stages.kept import Kept
 from maskserve_engine.stages.moments_folder import MomentsFolder
-from maskserve_engine.stages.vae_pieces import Box, Pieces
+from maskserve_engine.stages.vae_pieces import Pieces, PixelBox
 
 _WHOLE_FROM = 0.5
 """Share of a picture from which its pieces cost as much as all of it."""
@@ -179,7 +179,7 @@ class EditEncoder:
         if exact or not halo or not edit.edit_boxes or template.sums is None:
             return None
         factor = self._encoder.facts.vae_scale_factor
-        boxes = [Box(*box).shrunk(factor) for box in edit.edit_boxes]
+        boxes = [PixelBox(*box).shrunk(factor) for box in edit.edit_boxes]
         _, height, width = template.moments.shape
         pieces = self._encoder.pieces(boxes, (height, width), halo)
         return pieces if pieces.share < _WHOLE_FROM else None

@@ -26,13 +26,13 @@ from maskserve_core.triton.tensor_io import parameters, read_array, read_array_o
 from maskserve_core.triton.tracing import Tracer, parent_of
 from maskserve_engine.engine import Engine
 from maskserve_engine.job import (
-    Control,
+    ControlInput,
     EditJob,
     EngineEvent,
     Failed,
-    Final,
-    Preview,
-    Progress,
+    FinalEvent,
+    PreviewEvent,
+    ProgressEvent,
     Sink,
 )
 from maskserve_engine.stages.encoded import EncodeReport, unpack_conditioning
@@ -136,15 +136,15 @@ class DenoiserFrontend:
 
         def sink(event: EngineEvent) -> None:
             match event:
-                case Progress(step, steps):
+                case ProgressEvent(step, steps):
                     meta = event_meta("progress", step, steps, edit.request_id)
                     nothing = {"LATENTS": _NO_LATENTS, "META": meta, "CONTEXT": NOTHING}
                     events.event("progress", nothing)
-                case Preview(step, steps, latents):
+                case PreviewEvent(step, steps, latents):
                     meta = event_meta("preview", step, steps, edit.request_id)
                     shown = {"LATENTS": latents, "META": meta, "CONTEXT": carried}
                     events.event("preview", shown)
-                case Final(latents, engine_meta, timeline):
+                case FinalEvent(latents, engine_meta, timeline):
                     taken_ms = {"encode": encoded.ms}
                     if timeline is not None:
                         taken_ms["prepare"] = 1e3 * (timeline.submitted - received)
@@ -202,12 +202,12 @@ def _control(
     asked: ResolvedControl,
     pictures: NDArray[np.uint8] | None,
     moments: NDArray[np.float32] | None,
-) -> Control:
+) -> ControlInput:
     """A control with its picture, of CONTROLS and CONTROL_MOMENTS."""
     if pictures is None or asked.image is None:
         raise EngineFailed("an edit with controls came without its control pictures")
     encoded = None if moments is None or not len(moments) else moments[asked.image]
-    return Control(
+    return ControlInput(
         net=asked.version,
         picture=pictures[asked.image],
         scale=asked.scale,

@@ -32,10 +32,15 @@ import torch
 
 from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.flops import ModelWork
-from maskserve_engine.families.flux.control import ControlNet, NetInput, RowControl, spread
+from maskserve_engine.families.flux.control import (
+    FluxControlNet,
+    FluxNetInput,
+    FluxRowControl,
+    spread,
+)
 from maskserve_engine.families.flux.vectors import AHEAD
-from maskserve_engine.families.flux.weights import Weights
-from maskserve_engine.job import Control
+from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.linear import linear
 from maskserve_harness.benchmarks.models import FLUX_DEV
 from maskserve_harness.benchmarks.step import kept
@@ -90,9 +95,9 @@ def control_step(args: argparse.Namespace) -> dict[str, Any]:
     for row, every in ((ours, refresh), (dense, 1)):
         with torch.inference_mode():
             hint = net.hint_embedder(row.latents.new_ones(tokens, net.channels), ((0, tokens),))
-        control = Control("net", np.zeros((0, 0, 3), np.uint8))
-        given = NetInput(control, net, hint, row.text, row.guidance)
-        row.residuals = RowControl((given,), every)
+        control = ControlInput("net", np.zeros((0, 0, 3), np.uint8))
+        given = FluxNetInput(control, net, hint, row.text, row.guidance)
+        row.residuals = FluxRowControl((given,), every)
     timer = Timer(device, args.clock)
     batches = [
         kept(bench, refresh, partial(bench.step, [row], "kv")) for row in (plain, ours, dense)
@@ -119,7 +124,7 @@ def control_step(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _repeated(weights: Weights, blocks: tuple[int, int]) -> Weights:
+def _repeated(weights: FluxWeights, blocks: tuple[int, int]) -> FluxWeights:
     """So many double and single blocks, all with the weights of the first."""
     doubles, singles = blocks
     return replace(
@@ -129,7 +134,7 @@ def _repeated(weights: Weights, blocks: tuple[int, int]) -> Weights:
     )
 
 
-def _net(weights: Weights, bench: Bench) -> ControlNet:
+def _net(weights: FluxWeights, bench: Bench) -> FluxControlNet:
     """A FluxControlNetModel of these blocks, beside the bench's base."""
     width, channels = weights.width, int(bench.config["in_channels"])
     layers = [torch.nn.Linear(n, width) for n in (channels, width)]
@@ -140,7 +145,7 @@ def _net(weights: Weights, bench: Bench) -> ControlNet:
         *spread(doubles, 0, BASE_BLOCKS[0]),
         *spread(singles, BASE_BLOCKS[0], BASE_BLOCKS[1]),
     )
-    return ControlNet(own, hint, (out,) * len(places), None, channels, places)
+    return FluxControlNet(own, hint, (out,) * len(places), None, channels, places)
 
 
 def _control_count(

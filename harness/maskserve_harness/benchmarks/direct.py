@@ -22,7 +22,7 @@ from maskserve_core.models.registry import load_facts
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
-from maskserve_engine.job import EditJob, EngineEvent, Failed, Final
+from maskserve_engine.job import EditJob, EngineEvent, Failed, FinalEvent
 
 Edit = tuple[bytes, bytes, str]
 """Encoded image, encoded mask, prompt."""
@@ -47,18 +47,18 @@ class Direct:
         pixels = self.decoder.decode(final.latents)
         return finish_edit(pixels, ready.context)
 
-    def denoise(self, job: EditJob) -> Final:
+    def denoise(self, job: EditJob) -> FinalEvent:
         done, events = threading.Event(), list[EngineEvent]()
 
         def sink(event: EngineEvent) -> None:
             events.append(event)
-            if isinstance(event, Final | Failed):
+            if isinstance(event, FinalEvent | Failed):
                 done.set()
 
         self.engine.submit(job, sink)
         done.wait()
         last = events[-1]
-        assert isinstance(last, Final), last
+        assert isinstance(last, FinalEvent), last
         return last
 
     def jobs(self, edits: list[Edit], settings: dict[str, Any]) -> list[EditJob]:

@@ -23,7 +23,7 @@ from torch._inductor.fx_passes import joint_graph
 from torch._inductor.runtime import triton_helpers, triton_heuristics
 
 from maskserve_engine.families.flux.compiled import CompiledSegments
-from maskserve_engine.families.flux.weights import Weights
+from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda
 from maskserve_harness.benchmarks.launch_log import WEIGHTS, size_of
 
@@ -54,7 +54,7 @@ class FakeCompiler:
         """Bytes of each kernel that was made."""
         self._segment = ""
 
-    def compile(self, weights: Weights) -> CompiledSegments:
+    def compile(self, weights: FluxWeights) -> CompiledSegments:
         """Takes half a minute."""
         segments = CompiledSegments()
         with self.cuda.unrecorded(), self._pretend():

@@ -11,7 +11,7 @@ import torch
 
 from maskserve_engine.batch.packing import sparse_layout
 from maskserve_engine.families.flux.compiled import CompiledSegments
-from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
+from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
 from maskserve_engine.families.flux.vectors import AHEAD
 from maskserve_engine.families.unet.rows import Guidance
 from maskserve_harness.benchmarks.fake_compiler import FakeCompiler
@@ -243,8 +243,8 @@ def fake_bench(blocks: tuple[int, int], format: str) -> Bench:
     return Bench("flux-1024", blocks, torch.bfloat16, DEVICE, format, model)
 
 
-def make_rows(bench: Bench, case: Case) -> list[FluxRow | PrimingRow]:
-    rows: list[FluxRow | PrimingRow] = []
+def make_rows(bench: Bench, case: Case) -> list[FluxRow | FluxPrimingRow]:
+    rows: list[FluxRow | FluxPrimingRow] = []
     for seed, ratio in enumerate(case.ratios):
         row = bench.row(ratio, seed)
         if seed < case.loras:

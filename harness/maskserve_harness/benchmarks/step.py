@@ -61,39 +61,29 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) ->
     loading and decoding entries, packing, embedders, final layer, sampler.
     """
     spent = {"blocks": 0.0, "fill": 0.0}
-    parts = (FluxStep, "pre"), (FluxStep, "post"), (forward_module, "_attend")
-    originals = [getattr(owner, name) for owner, name in parts]
-    original_fill = forward_module.State.fill
+    parts = (
+        (FluxStep, "pre", "blocks"),
+        (FluxStep, "post", "blocks"),
+        (forward_module, "_attend", "blocks"),
+        (forward_module.State, "_load", "fill"),
+    )
+    originals = [getattr(owner, name) for owner, name, _ in parts]
 
-    def timed(function: Any) -> Any:
+    def timed(function: Any, part: str) -> Any:
         def call(*args: Any) -> Any:
             out: list[Any] = []
-            spent["blocks"] += timer.ms(lambda: out.append(function(*args)))
+            spent[part] += timer.ms(lambda: out.append(function(*args)))
             return out[0]
 
         return call
 
-    def fill(state: Any, index: int) -> Any:
-        inner = original_fill(state, index)
-        if inner is None or state.kinds[index] == "project":  # projecting is the model's own work
-            return inner
-
-        def call(*args: Any) -> Any:
-            out: list[Any] = []
-            spent["fill"] += timer.ms(lambda: out.append(inner(*args)))
-            return out[0]
-
-        return call
-
-    for (owner, name), original in zip(parts, originals, strict=True):
-        setattr(owner, name, timed(original))
-    forward_module.State.fill = fill  # type: ignore[method-assign, assignment]
+    for (owner, name, part), original in zip(parts, originals, strict=True):
+        setattr(owner, name, timed(original, part))
     try:
         whole = timer.ms(partial(bench.step, rows, kind))
     finally:
-        for (owner, name), original in zip(parts, originals, strict=True):
+        for (owner, name, _), original in zip(parts, originals, strict=True):
             setattr(owner, name, original)
-        forward_module.State.fill = original_fill  # type: ignore[method-assign]
     return whole - spent["blocks"] + spent["fill"]
 
 

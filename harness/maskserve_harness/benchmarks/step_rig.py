@@ -14,12 +14,12 @@ from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.flux import flux_work
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.families.flux.batch import Batch
-from maskserve_engine.families.flux.conditioning import TemplateInputs
-from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
+from maskserve_engine.families.flux.batch import FluxBatch
+from maskserve_engine.families.flux.conditioning import FluxTemplate
+from maskserve_engine.families.flux.rows import FluxInactive, FluxPrimingRow, FluxRow, Negative
 from maskserve_engine.families.flux.schedule import Schedule, Walk
 from maskserve_engine.families.flux.vectors import AHEAD
-from maskserve_engine.families.flux.weights import Weights, places_of
+from maskserve_engine.families.flux.weights import FluxWeights, places_of
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, low_rank_set
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.checkout import DEMO_MODEL
@@ -78,13 +78,13 @@ class Bench:
         self.model = model or build_model(preset, blocks, dtype, device)
         self.config = dict(self.model.config)
         room = CacheConfig().placed_bytes
-        self.weights = replace(Weights.of(self.model), resident_bytes=room)
+        self.weights = replace(FluxWeights.of(self.model), resident_bytes=room)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         self.work = flux_work(self.config, 2 * self.grid[0], 2 * self.grid[1])
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
-        self.compiled: Weights | None = None
+        self.compiled: FluxWeights | None = None
         """`weights` whose blocks are compiled, where they have been."""
-        self.batch: Batch | None = None
+        self.batch: FluxBatch | None = None
 
     def fill_entry(self, kind: str) -> None:
         """Random entries of one template for all blocks: `kv`, `project` (hidden) or `both`."""
@@ -128,9 +128,9 @@ class Bench:
         count = max(1, round(mask_ratio * tokens))
         active = torch.from_numpy(np.sort(order[:count])).to(self.device)
         index = torch.from_numpy(np.sort(order[count:])).to(self.device)
-        template = TemplateInputs(row.latents, self._random(tokens, out), condition)
+        template = FluxTemplate(row.latents, self._random(tokens, out), condition)
         selection = Selection([np.sort(order[count:])])
-        row.inactive = Inactive(
+        row.inactive = FluxInactive(
             active, index, template.take(index), cis[self.text :][index], selection
         )
         row.entry = in_memory(self.entry, selection, whole=self.device.type == "cuda")
@@ -154,12 +154,12 @@ class Bench:
         row.negative = Negative(text, self._random(self.config["pooled_projection_dim"]), 3.0)
         return row
 
-    def priming_row(self) -> PrimingRow:
+    def priming_row(self) -> FluxPrimingRow:
         """A template whose keys, values and hidden states are recorded at one anchor."""
         row = self.row(None, 0)
-        return PrimingRow(
+        return FluxPrimingRow(
             request_id="prime",
-            template=TemplateInputs(row.latents, torch.empty_like(row.latents), row.condition),
+            template=FluxTemplate(row.latents, torch.empty_like(row.latents), row.condition),
             anchors=(self.entry.anchor,),
             sigmas=torch.tensor([self.entry.anchor.sigma], device=self.device),
             text=row.text,
@@ -173,7 +173,7 @@ class Bench:
 
     def step(
         self,
-        rows: Sequence[FluxRow | PrimingRow],
+        rows: Sequence[FluxRow | FluxPrimingRow],
         kind: str | Sequence[str],
         *,
         compiled: bool = False,
@@ -185,7 +185,7 @@ class Bench:
         with torch.inference_mode():
             for row in rows:
                 row.step %= row.steps
-            self.batch = Batch.of(rows, self.batch)
+            self.batch = FluxBatch.of(rows, self.batch)
             self.batch.step(weights, kinds)
 
     def walk(self, rows: Sequence[FluxRow], kind: str) -> None:

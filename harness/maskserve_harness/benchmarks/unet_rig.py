@@ -19,10 +19,10 @@ from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.unet import unet_work
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
-from maskserve_engine.families.unet.batch import Batch
-from maskserve_engine.families.unet.conditioning import TemplateInputs
+from maskserve_engine.families.unet.batch import UnetBatch
+from maskserve_engine.families.unet.conditioning import UnetTemplate
 from maskserve_engine.families.unet.forward import added_embedding
-from maskserve_engine.families.unet.rows import Inactive, Prompt, UnetRow
+from maskserve_engine.families.unet.rows import UnetInactive, UnetPrompt, UnetRow
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.families.unet.weights import UnetWeights
@@ -63,7 +63,7 @@ class UnetBench:
         self.work = unet_work(config, self.side, self.side, guidance=False, halo=halo)
         self.blocks = len(self.work.blocks)
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
-        self.batch: Batch | None = None
+        self.batch: UnetBatch | None = None
         self.sampler = DDIMScheduler()
 
     def fill_entry(self, kind: str) -> None:
@@ -102,9 +102,9 @@ class UnetBench:
         inactive = None
         if mask_ratio is not None:
             active = self._active(mask_ratio)
-            template = TemplateInputs(latents, self._random(channels, side, side), None, levels)
+            template = UnetTemplate(latents, self._random(channels, side, side), None, levels)
             mask = torch.from_numpy(self._mask(mask_ratio)[None] > 0)
-            inactive = Inactive(
+            inactive = UnetInactive(
                 active=active.levels,
                 mask=mask.to(self.device),
                 template=template,
@@ -116,7 +116,7 @@ class UnetBench:
             request_id=str(seed),
             sampler=Sampler(self.sampler, 2),
             noise_levels=levels,
-            prompt=Prompt(self._random(TEXT, self.model.config.cross_attention_dim), added),
+            prompt=UnetPrompt(self._random(TEXT, self.model.config.cross_attention_dim), added),
             guidance=None,
             latents=latents,
             condition=None,
@@ -133,7 +133,7 @@ class UnetBench:
         with torch.inference_mode():
             for row in rows:
                 row.step = 0
-            self.batch = Batch.of(rows, self.batch)
+            self.batch = UnetBatch.of(rows, self.batch)
             self.batch.step(self.weights, (kind,) * self.blocks)
 
     def convolutions_ms(self, timer: Timer, rows: Sequence[UnetRow], kind: str) -> float:

@@ -32,7 +32,7 @@ from maskserve_harness.soaking.load import Load
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 
 _BACK_S = 240.0
 """A worker that is not back by then will not come."""
@@ -51,7 +51,7 @@ class Cluster:
     edits: list[Known]
 
     @property
-    def victim(self) -> Worker:
+    def victim(self) -> WorkerProcess:
         return self.supervisor.workers[0]
 
     def process(self, model: str) -> psutil.Process:

@@ -16,7 +16,7 @@ from maskserve_core.imaging.images import encode_image
 from maskserve_core.worker.liveness import signed_in
 from maskserve_core.worker.status import RowStatus, StatusReader, WorkerStatus
 from maskserve_harness.probing.calls import Grpc
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 
 _POLL_S = 0.01
 
@@ -24,7 +24,7 @@ _POLL_S = 0.01
 class Site:
     """A worker of a running supervisor."""
 
-    def __init__(self, worker: Worker, side: int, steps: int) -> None:
+    def __init__(self, worker: WorkerProcess, side: int, steps: int) -> None:
         self.worker = worker
         self.side, self.steps = side, steps
         self._image, self._mask = pictures(side)

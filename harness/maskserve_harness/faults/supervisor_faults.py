@@ -26,7 +26,7 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.runtime import find_runtime
 from maskserve_serving.spec import Spec
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 
 FAULT = "supervisor killed and started again"
 
@@ -56,7 +56,7 @@ class _Serving:
         options = self._options
         [files] = running_files(options.base_port)
         runtime = find_runtime(options.tritonserver, options.cache_dir)
-        return Site(Worker(Spec(0, options, runtime, {}, files)), side, steps)
+        return Site(WorkerProcess(Spec(0, options, runtime, {}, files)), side, steps)
 
     def kill(self) -> None:
         if self._process is not None:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from maskserve_core.adapters.base_layers import BaseLayers
 from maskserve_engine.adapters.lora_file import read_lora
-from maskserve_engine.families.flux.control import ControlNet
-from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
-from maskserve_engine.job import Control, EditJob
+from maskserve_engine.families.flux.control import FluxControlNet
+from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
+from maskserve_engine.job import ControlInput, EditJob
 from maskserve_engine.layers.low_rank import LowRankSet
 from maskserve_harness.demo_model import looks, outlines
 from maskserve_harness.demo_model.scenes import Edit
@@ -82,7 +82,7 @@ class AdapterRig(Rig):
     def __init__(self, folder: Path, steps: int, path: Path, refresh: int | None = None) -> None:
         super().__init__(folder, steps, refresh=refresh)
         self.lora: LowRankSet | None = None
-        self.net: ControlNet | None = None
+        self.net: FluxControlNet | None = None
         if path.is_dir():
             self.net = self.adapter.control_net(FluxControlNetModel.from_pretrained(path).eval())
         else:
@@ -96,9 +96,9 @@ class AdapterRig(Rig):
         if control is None:
             return job
         moments = self.encoder.moments(control)
-        return replace(job, controls=(Control("net", control, moments=moments),))
+        return replace(job, controls=(ControlInput("net", control, moments=moments),))
 
-    def attach(self, row: FluxRow | PrimingRow, job: EditJob) -> None:
+    def attach(self, row: FluxRow | FluxPrimingRow, job: EditJob) -> None:
         if self.lora is not None:  # a template's entries are the LoRA's own, as served
             self.adapter.attach(row, job, ((self.lora, 1.0),))
         elif isinstance(row, FluxRow):

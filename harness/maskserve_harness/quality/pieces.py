@@ -28,7 +28,7 @@ from maskserve_core.imaging.masks import active_tokens, component_boxes
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.stages.decode import Decoder
-from maskserve_engine.stages.vae_pieces import Box, Pieces
+from maskserve_engine.stages.vae_pieces import Pieces, PixelBox
 from maskserve_harness.benchmarks.machine import machine
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
@@ -70,7 +70,7 @@ class Scene:
         self.latents = np.where(grid, latents(answer), template).astype(np.float32)
         self.sums = decoder.sums(template)
         self.whole = decoder.decode(self.latents)
-        self.boxes = [Box(*box).shrunk(_LATENT) for box in component_boxes(mask, _TOKEN)]
+        self.boxes = [PixelBox(*box).shrunk(_LATENT) for box in component_boxes(mask, _TOKEN)]
 
     def pieces(self, halo: int) -> Pieces:
         side = _SIDE // _LATENT

@@ -24,7 +24,7 @@ from maskserve_engine.batch.inputs import RowInput
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, Recorder, encode
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
+from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import job_of, request_of
@@ -88,7 +88,7 @@ class Rig:
             while some[0].step < (some[0].steps if until is None else until):
                 self.replay.step(some, kinds)
 
-    def attach(self, row: FluxRow | PrimingRow, job: EditJob) -> None:
+    def attach(self, row: FluxRow | FluxPrimingRow, job: EditJob) -> None:
         """Give a new row what its edit has beside the model: nothing."""
 
     def _dense_rows(self, jobs: Sequence[EditJob]) -> list[FluxRow]:

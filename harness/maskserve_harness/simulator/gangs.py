@@ -14,7 +14,7 @@ from maskserve_core.config import ModelConfig
 from maskserve_core.models.registry import counted_work
 from maskserve_core.planning.cost_model import Line
 from maskserve_core.planning.degree_costs import DEGREES, Exchange, seconds_by_degree
-from maskserve_core.worker.gangs.work import GangPolicy, Plan, Work, choose_block, devices_of
+from maskserve_core.worker.gangs.work import GangPlan, GangPolicy, Work, choose_block, devices_of
 from maskserve_core.worker.step_scheduler import Run, Ticket
 from maskserve_harness.benchmarks.models import FLUX_DEV_FACTS
 
@@ -98,7 +98,7 @@ class Fixed:
         self.late_last = late_last
         self.degree_of = degree_of
 
-    def decide(self, now: float, works: Sequence[Work]) -> Plan:
+    def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         busy = 0
         for work in works:
             if work.until is not None:
@@ -112,7 +112,7 @@ class Fixed:
                     break  # none overtakes
                 busy |= block
                 runs.append(Run((work.ticket,), devices_of(block), work.remaining))
-        return Plan(tuple(runs))
+        return GangPlan(tuple(runs))
 
     def _late(self, work: Work, now: float) -> bool:
         seconds = work.ticket.seconds[self._degree(work.ticket).bit_length() - 1]

@@ -41,7 +41,7 @@ from maskserve_serving.ports import free_base_port
 from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
 from maskserve_serving.source import with_model
 from maskserve_serving.supervisor import Supervisor
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 
 MIX: dict[Callable[[Visitor], str], float] = {
     visits.hot: 24,
@@ -178,7 +178,7 @@ def template_bytes(config: Config) -> int:
 
 def _load_worker(
     options: SoakOptions,
-    worker: Worker,
+    worker: WorkerProcess,
     ledger: Ledger,
     sampler: Sampler,
     stop: threading.Event,
@@ -236,7 +236,7 @@ def progress(minute: int, sample: Sample) -> str:
     )
 
 
-def _rest(worker: Worker, ledger: Ledger, sampler: Sampler) -> Sample | None:
+def _rest(worker: WorkerProcess, ledger: Ledger, sampler: Sampler) -> Sample | None:
     """The worker once nothing is asked of it any more; None if it does not answer."""
     end = time.monotonic() + _IDLE_S
     try:
@@ -256,7 +256,7 @@ def _judge(
     ledger: Ledger,
     samples: list[Sample],
     rest: Sample | None,
-    worker: Worker,
+    worker: WorkerProcess,
 ) -> Report:
     ends = ledger.ends()
     visits = sum(sum(counts.values()) for counts in ends.values())

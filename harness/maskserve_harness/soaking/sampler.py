@@ -19,7 +19,7 @@ from maskserve_engine.stages.moments_folder import MOMENTS
 from maskserve_harness.probing.calls import Grpc
 from maskserve_harness.soaking.ledger import Ledger, Window
 from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
-from maskserve_serving.worker import Worker
+from maskserve_serving.worker import WorkerProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Sample:
 class Sampler:
     """Takes samples in a thread and appends them to a file, one JSON object per line."""
 
-    def __init__(self, worker: Worker, ledger: Ledger, every_s: float, file: Path) -> None:
+    def __init__(self, worker: WorkerProcess, ledger: Ledger, every_s: float, file: Path) -> None:
         self.samples: list[Sample] = []
         self._worker, self._ledger, self._every_s, self._file = worker, ledger, every_s, file
         self._grpc = Grpc(worker.grpc_url)

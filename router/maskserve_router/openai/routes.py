@@ -6,12 +6,12 @@ from starlette.routing import Route
 
 from maskserve_router.openai.answers import answering
 from maskserve_router.openai.edits import ImageEdits
-from maskserve_router.openai.templates import Templates
+from maskserve_router.openai.templates import TemplateRoutes
 
 _ONE = "/v1/templates/{template_id}"
 
 
-def openai_routes(edits: ImageEdits, templates: Templates) -> list[Route]:
+def openai_routes(edits: ImageEdits, templates: TemplateRoutes) -> list[Route]:
     """Routes of edits, models and templates."""
     return [
         Route("/v1/images/edits", answering(edits.edit), methods=["POST"]),

@@ -15,19 +15,21 @@ from starlette.responses import Response
 
 from maskserve_core.contracts.keys import TEMPLATE_ID
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
-from maskserve_router.admission import Admission, Client
+from maskserve_router.admission import Admission, KeyHolder
 from maskserve_router.config import Http
-from maskserve_router.control import Control
+from maskserve_router.control import ClusterControl
 from maskserve_router.front import Front
 from maskserve_router.http_body import read_body
 from maskserve_router.openai.answers import Handler, json_answer
 from maskserve_router.openai.form import read_multipart
 
 
-class Templates:
+class TemplateRoutes:
     """Handlers: register, list, look at, prime, pin, unpin and delete."""
 
-    def __init__(self, bounds: Http, front: Front, control: Control, admission: Admission) -> None:
+    def __init__(
+        self, bounds: Http, front: Front, control: ClusterControl, admission: Admission
+    ) -> None:
         self._bounds, self._front, self._control = bounds, front, control
         self._admission = admission
 
@@ -81,10 +83,10 @@ class Templates:
         told = {"id": done["template_id"], "object": "template.deleted", "deleted": True, **done}
         return json_answer(told, request_id)
 
-    def _client(self, request: Request) -> Client:
+    def _client(self, request: Request) -> KeyHolder:
         return self._front.client(request.headers)
 
-    async def _listed(self, client: Client) -> list[dict[str, Any]]:
+    async def _listed(self, client: KeyHolder) -> list[dict[str, Any]]:
         """Each with the bytes that its entries take, by tier."""
         done = await self._control.do({"op": "templates"}, client)
         listed = []

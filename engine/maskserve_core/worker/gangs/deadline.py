@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from maskserve_core.worker.gangs.work import (
-    Plan,
+    GangPlan,
     Work,
     allocate,
     choose_block,
@@ -47,11 +47,11 @@ class Deadline:
         self.longest_step = longest_step
         self._helped = -math.inf
 
-    def decide(self, now: float, works: Sequence[Work]) -> Plan:
+    def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         """As `GangPolicy.decide`; each run is of one step."""
         busy = sum(work.gang for work in works if work.until is not None)
         if busy == (1 << self.devices) - 1:
-            return Plan()
+            return GangPlan()
         kept, rest = self._kept(now, works)
         wanted: list[tuple[Work, int]] = []
         starved = self._starved(now, rest)
@@ -60,7 +60,7 @@ class Deadline:
             wanted.append((starved, self._short(starved)))
         wanted += kept
         wanted += [(work, self._short(work)) for work in sorted(rest, key=_cheapest)]
-        return Plan(tuple(self._place(now, self._scale_up(wanted), busy)))
+        return GangPlan(tuple(self._place(now, self._scale_up(wanted), busy)))
 
     def _starved(self, now: float, rest: Sequence[Work]) -> Work | None:
         """The one that has waited longest, if that is too long and none was helped just now."""

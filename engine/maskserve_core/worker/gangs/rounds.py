@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from maskserve_core.worker.gangs.work import (
-    Plan,
+    GangPlan,
     Share,
     Work,
     allocate,
@@ -74,14 +74,14 @@ class Rounds:
         self.round_seconds = round_seconds
         self._ends = -math.inf
 
-    def decide(self, now: float, works: Sequence[Work]) -> Plan:
+    def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         """As `GangPolicy.decide`; nothing starts between two rounds."""
         if now < self._ends - 1e-9:
-            return Plan(again=self._ends)
+            return GangPlan(again=self._ends)
         busy = sum({work.gang for work in works if work.until is not None})
         if busy or not works:
             # A step longer than a round is on its way: the round starts at its end.
-            return Plan()
+            return GangPlan()
         self._ends = now + self.round_seconds
         ordered = sorted(works, key=lambda w: (_due(w), w.ticket.arrival, w.ticket.request_id))
         groups = [self._options(work, now) for work in ordered]
@@ -89,7 +89,7 @@ class Rounds:
         wanted = [options[pick].degree for options, pick in zip(groups, picked, strict=True)]
         self._fill(ordered, groups, wanted)
         self._scale_up(ordered, wanted)
-        return Plan(tuple(self._place(ordered, wanted)), self._ends)
+        return GangPlan(tuple(self._place(ordered, wanted)), self._ends)
 
     def _options(self, work: Work, now: float) -> list[Option]:
         seconds = work.ticket.seconds

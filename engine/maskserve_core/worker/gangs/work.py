@@ -33,7 +33,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GangPlan:
     """What starts now. Devices that run are never in it."""
 
     runs: tuple[Run, ...] = ()
@@ -44,7 +44,7 @@ class Plan:
 class GangPolicy(Protocol):
     """Decides which gangs step which edits."""
 
-    def decide(self, now: float, works: Sequence[Work]) -> Plan:
+    def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         """Give idle devices to works that do not run.
 
         Args:

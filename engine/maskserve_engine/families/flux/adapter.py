@@ -21,15 +21,15 @@ from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
-from maskserve_engine.families.flux.batch import Batch, Row
+from maskserve_engine.families.flux.batch import FluxBatch, Row
 from maskserve_engine.families.flux.compiled import compile_segments
-from maskserve_engine.families.flux.conditioning import PATCH, Inputs, Prompt, TemplateInputs
-from maskserve_engine.families.flux.control import ControlNet, NetInput, RowControl
-from maskserve_engine.families.flux.preparation import Preparation, grid_of
-from maskserve_engine.families.flux.rows import FluxRow, Inactive, Negative, PrimingRow
+from maskserve_engine.families.flux.conditioning import PATCH, FluxInputs, FluxPrompt, FluxTemplate
+from maskserve_engine.families.flux.control import FluxControlNet, FluxNetInput, FluxRowControl
+from maskserve_engine.families.flux.preparation import FluxPreparation, grid_of
+from maskserve_engine.families.flux.rows import FluxInactive, FluxPrimingRow, FluxRow, Negative
 from maskserve_engine.families.flux.schedule import check_sampler, load_sampler, make_schedule
-from maskserve_engine.families.flux.weights import Weights, places_of
-from maskserve_engine.job import Conditioning, Control, EditJob, TokenCounts
+from maskserve_engine.families.flux.weights import FluxWeights, places_of
+from maskserve_engine.job import Conditioning, ControlInput, EditJob, TokenCounts
 from maskserve_engine.layers.low_rank import (
     Adapters,
     Factors,
@@ -44,7 +44,7 @@ from maskserve_engine.stages.quantise import load_denoiser
 _CONTEXT = "context_embedder"
 
 
-class FluxAdapter(Stepping[Row, Weights]):
+class FluxAdapter(Stepping[Row, FluxWeights]):
     """Rows of FLUX edits over one FluxTransformer2DModel.
 
     Args:
@@ -81,11 +81,11 @@ class FluxAdapter(Stepping[Row, Weights]):
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.weight_bytes = held_bytes(model)
-        weights = replace(Weights.of(model), resident_bytes=placed_bytes)
+        weights = replace(FluxWeights.of(model), resident_bytes=placed_bytes)
         self.weights = replace(weights, segments=compile_segments(weights)) if compiled else weights
-        super().__init__(Batch, self.weights)
+        super().__init__(FluxBatch, self.weights)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
-        self._preparation = Preparation(
+        self._preparation = FluxPreparation(
             facts,
             sampler,
             vae_shift=vae_shift,
@@ -190,7 +190,7 @@ class FluxAdapter(Stepping[Row, Weights]):
             gh, gw = row.grid
             text, image = row.cis.split((len(row.text), gh * gw))
             template = self._filled(template)
-            row.inactive = Inactive(active, index, template, image[index], ready.selection)
+            row.inactive = FluxInactive(active, index, template, image[index], ready.selection)
             row.cis = torch.cat((text, image[active]))
             return row
 
@@ -202,14 +202,14 @@ class FluxAdapter(Stepping[Row, Weights]):
         noise_seed: int,
         kinds: Sequence[frozenset[str]],
         format: str,
-    ) -> PrimingRow:
+    ) -> FluxPrimingRow:
         with torch.inference_mode():
             sigmas = torch.tensor([anchor.sigma for anchor in anchors])
             own = self._preparation.template(job, noise_seed)
             there = (own, self._preparation.prompt(prompt), sigmas)
             template, inputs, sigmas = moved(there, self.device)
             text = self._text(inputs.embeds)
-            return PrimingRow(
+            return FluxPrimingRow(
                 request_id=job.request.request_id,
                 template=self._filled(template),
                 anchors=tuple(anchors),
@@ -232,7 +232,7 @@ class FluxAdapter(Stepping[Row, Weights]):
         if not any(_CONTEXT in own.updates for own, _ in both):
             return  # what the row keeps of its prompt is as it was
         with torch.inference_mode():
-            if isinstance(row, PrimingRow):
+            if isinstance(row, FluxPrimingRow):
                 row.text = self._text(row.embeds, adapters)
                 return
             inputs = moved(self._preparation.prepared(job).inputs, self.device)
@@ -242,9 +242,9 @@ class FluxAdapter(Stepping[Row, Weights]):
                 negative = self._text(inputs.negative.embeds, adapters)
                 row.negative = replace(row.negative, text=negative)
 
-    def control_net(self, model: Any) -> ControlNet:
+    def control_net(self, model: Any) -> FluxControlNet:
         with torch.inference_mode():
-            return ControlNet.of(model, self.model, self.facts.latent_channels * PATCH**2)
+            return FluxControlNet.of(model, self.model, self.facts.latent_channels * PATCH**2)
 
     def control(self, row: Any, job: EditJob, nets: Mapping[str, Any]) -> None:
         if not job.controls:
@@ -257,17 +257,17 @@ class FluxAdapter(Stepping[Row, Weights]):
                 self._net_input(row, job, control, nets[control.net], tokens, embeds)
                 for (control, _), tokens in zip(prepared.controls, pictures, strict=True)
             ]
-            row.residuals = RowControl(tuple(inputs), self._control_refresh) if inputs else None
+            row.residuals = FluxRowControl(tuple(inputs), self._control_refresh) if inputs else None
 
     def _net_input(
         self,
         row: FluxRow,
         job: EditJob,
-        control: Control,
-        net: ControlNet,
+        control: ControlInput,
+        net: FluxControlNet,
         tokens: Tensor,
         embeds: Tensor,
-    ) -> NetInput:
+    ) -> FluxNetInput:
         """What a net is given of an edit.
 
         Args:
@@ -289,14 +289,14 @@ class FluxAdapter(Stepping[Row, Weights]):
         guided = net.weights.time_text_embed.guidance_embedder is not None
         guidance = job.request.settings.guidance_scale if guided else None
         hint = net.hint_embedder(tokens, ((0, len(tokens)),))
-        return NetInput(control, net, hint, text, guidance)
+        return FluxNetInput(control, net, hint, text, guidance)
 
     def _text(self, embeds: Tensor, adapters: Adapters = ()) -> Tensor:
         """[T, width] what the model's first layer makes of a prompt's states [T, in]."""
         own = low_rank(_CONTEXT, self.weights.context_embedder, (adapters,))
         return own(embeds, ((0, len(embeds)),))
 
-    def _row(self, job: EditJob, inputs: Inputs) -> FluxRow:
+    def _row(self, job: EditJob, inputs: FluxInputs) -> FluxRow:
         """A row that computes the tokens of `inputs`, which lie on the device."""
         text, start = self._text(inputs.prompt.embeds), inputs.start
         grid = grid_of(job)
@@ -319,11 +319,11 @@ class FluxAdapter(Stepping[Row, Weights]):
     def _guidance(self, job: EditJob) -> float | None:
         return job.request.settings.guidance_scale if self.facts.guidance == "embedded" else None
 
-    def _filled(self, template: TemplateInputs) -> TemplateInputs:
+    def _filled(self, template: FluxTemplate) -> FluxTemplate:
         fill = self.facts.semantics == "fill"
         return template.filled(self.facts.vae_scale_factor) if fill else template
 
-    def _negative(self, job: EditJob, prompt: Prompt | None) -> Negative | None:
+    def _negative(self, job: EditJob, prompt: FluxPrompt | None) -> Negative | None:
         if prompt is None:
             return None
         scale = job.request.settings.true_cfg_scale

@@ -19,16 +19,16 @@ from maskserve_engine.batch.skipping import Skipper, forward_skipping
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flux.blocks import FluxStep
-from maskserve_engine.families.flux.control import Controlled, Nets, RowControl
-from maskserve_engine.families.flux.rows import FluxRow, PrimingRow
+from maskserve_engine.families.flux.control import FluxControlled, FluxRowControl, Nets
+from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
 from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
-from maskserve_engine.families.flux.weights import Weights
+from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 
-Row = FluxRow | PrimingRow
+Row = FluxRow | FluxPrimingRow
 
 
-class Batch(KeptBatch[Row, Weights]):
+class FluxBatch(KeptBatch[Row, FluxWeights]):
     """Some rows and their packed inputs. Rows belong to the batch that packed them last."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -56,10 +56,10 @@ class Batch(KeptBatch[Row, Weights]):
         self._controlled = tuple(
             (row, row.residuals)
             for row in rows
-            if isinstance(row, FluxRow) and isinstance(row.residuals, RowControl)
+            if isinstance(row, FluxRow) and isinstance(row.residuals, FluxRowControl)
         )
         self._nets = Nets()
-        self._weights: Weights | None = None
+        self._weights: FluxWeights | None = None
         """The model's, with what the rows' adapters add to them."""
         self._vectors: tuple[Vectors, ...] = ()
         """Of `AHEAD` steps, the present one among them."""
@@ -68,7 +68,7 @@ class Batch(KeptBatch[Row, Weights]):
     def holds(self, rows: Sequence[Row]) -> bool:
         return super().holds(rows) and 0 <= rows[0].step - self._begin < self.steps
 
-    def step(self, model: Weights, kinds: Sequence[str]) -> None:
+    def step(self, model: FluxWeights, kinds: Sequence[str]) -> None:
         at = self.rows[0].step - self._begin
         if self._weights is None:
             self._weights = model.with_adapters(self._packed_adapters)
@@ -115,7 +115,7 @@ class Batch(KeptBatch[Row, Weights]):
         for row, part, (begin, _) in zip(self.rows, self._parts, stream.spans, strict=False):
             row.settle(part, begin)
 
-    def _vectors_of(self, weights: Weights, at: int) -> Vectors:
+    def _vectors_of(self, weights: FluxWeights, at: int) -> Vectors:
         """The vectors of a step, computed when the first of `AHEAD` steps needs its own."""
         if at % AHEAD == 0 or not self._vectors:
             first = at - at % AHEAD
@@ -128,7 +128,7 @@ class Batch(KeptBatch[Row, Weights]):
         """Have ControlNets say what they add to this step."""
         self._nets.run(
             [
-                Controlled(
+                FluxControlled(
                     control,
                     row.model_input(),
                     [step.timestep for step in row.walk(row.step)[:AHEAD]],

@@ -9,7 +9,6 @@ knows of masks or caches, and `compiled` compiles them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.packing import Packing, Stream
 from maskserve_engine.families.flux.vectors import Vectors
-from maskserve_engine.families.flux.weights import Double, Single, StreamWeights, Weights
+from maskserve_engine.families.flux.weights import Double, FluxWeights, Single, StreamWeights
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.modulation import Vector, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
@@ -78,7 +77,7 @@ def after_single(
 class FluxStep:
     """A FluxTransformer2DModel at one step (`forward.Transformer`)."""
 
-    def __init__(self, weights: Weights, vectors: Vectors) -> None:
+    def __init__(self, weights: FluxWeights, vectors: Vectors) -> None:
         self.weights, self.vectors = weights, vectors
         self.blocks = weights.blocks
         self.block_count, self.two_streams = len(self.blocks), len(weights.double_blocks)
@@ -157,6 +156,10 @@ class FluxStep:
         return self.weights.proj_out(normed.view_as(image), stream.spans)
 
 
+_Kept = tuple[Tensor, Tensor, Sequence[Vector], Sequence[Vector]]
+"""Image and text stream, as wide as their vectors, and these."""
+
+
 def _before_double(
     block: Double,
     text: Tensor,
@@ -164,10 +167,8 @@ def _before_double(
     vectors: tuple[Tensor, Tensor],
     packing: Packing,
     cis: Tensor,
-) -> tuple[Tensor, Tensor, tuple[Sequence[Vector], Sequence[Vector]]]:
-    """`FluxStep.pre` with the vectors of image and text, [R, 6 · width]; leaves both streams' own
-    vectors.
-    """
+) -> tuple[Tensor, Tensor, _Kept]:
+    """`FluxStep.pre` with the vectors of image and text, [R, 6 · width]."""
     of_image = packing.image_stream.spread(vectors[0], 6)
     of_text = packing.text_stream.spread(vectors[1], 6)
     x, c = packing.image_stream.wide(image), packing.text_stream.wide(text)
@@ -176,7 +177,7 @@ def _before_double(
     qkv_text = stream_pre(block.text, c, of_text[0], of_text[1], rows=texts)
     norms = block.norms.index_select(0, packing.stream_of)
     qk, v = split(packing.rows_from(qkv_text, qkv_image), norms.shape[-1])
-    return qk_norm_rope(qk, norms, cis), v, (of_image, of_text)
+    return qk_norm_rope(qk, norms, cis), v, (x, c, of_image, of_text)
 
 
 def _after_double(
@@ -184,12 +185,11 @@ def _after_double(
     text: Tensor,
     image: Tensor,
     attended: Tensor,
-    vectors: tuple[Sequence[Vector], Sequence[Vector]],
+    kept: _Kept,
     packing: Packing,
 ) -> tuple[Tensor, Tensor]:
     """`FluxStep.post` with what `_before_double` has left."""
-    of_image, of_text = vectors
-    x, c = packing.image_stream.wide(image), packing.text_stream.wide(text)
+    x, c, of_image, of_text = kept
     images, texts = packing.image_stream.spans, packing.text_stream.spans
     c_attended, x_attended = packing.split(attended)
     x = stream_post(block.image, x, x_attended, of_image, rows=images).view_as(image)

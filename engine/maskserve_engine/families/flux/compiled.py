@@ -29,7 +29,7 @@ from maskserve_engine.families.flux.blocks import (
     stream_post,
     stream_pre,
 )
-from maskserve_engine.families.flux.weights import Double, Single, Weights
+from maskserve_engine.families.flux.weights import Double, FluxWeights, Single
 from maskserve_engine.layers.qk_norm_rope import norm_heads
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
-def compile_segments(weights: Weights) -> CompiledSegments | None:
+def compile_segments(weights: FluxWeights) -> CompiledSegments | None:
     """The segments of the model's blocks, compiled; None, with the reason in the log, if that
     fails. Takes most of a minute; a process that finds the files of an earlier one, a few seconds.
     """
@@ -148,7 +148,7 @@ class CompiledSegments:
         self._before_double, self._after_double = compiled(_before_double), compiled(_after_double)
         self._before_single, self._after_single = compiled(_before_single), compiled(_after_single)
 
-    def warm_up(self, weights: Weights) -> None:
+    def warm_up(self, weights: FluxWeights) -> None:
         """Compile what the model's blocks need, for any number of rows and tokens."""
         device, both = weights.device, _TEXT + _IMAGE
 

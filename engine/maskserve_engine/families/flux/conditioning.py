@@ -34,7 +34,7 @@ def unpack_latents(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Blend:
+class FluxBlend:
     """Inpaint semantics: outside the mask, latents follow the noised source."""
 
     mask: Tensor
@@ -50,23 +50,25 @@ class Blend:
         source = self.clean if last else sigma * self.noise + (1.0 - sigma) * self.clean
         return (1 - self.mask) * source + self.mask * latents
 
-    def take(self, index: Tensor) -> Blend:
-        return Blend(*(each.index_select(0, index) for each in (self.mask, self.clean, self.noise)))
+    def take(self, index: Tensor) -> FluxBlend:
+        return FluxBlend(
+            *(each.index_select(0, index) for each in (self.mask, self.clean, self.noise))
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class FluxStart:
     """A row's tensors before its first step, all tokens, in the model's dtype."""
 
     latents: Tensor
     """[n, 4C]"""
     condition: Tensor | None
     """[n, extra channels] for Fill."""
-    blend: Blend | None
+    blend: FluxBlend | None
     """For Inpaint."""
 
-    def take(self, index: Tensor) -> Start:
-        return Start(
+    def take(self, index: Tensor) -> FluxStart:
+        return FluxStart(
             self.latents.index_select(0, index),
             None if self.condition is None else self.condition.index_select(0, index),
             None if self.blend is None else self.blend.take(index),
@@ -87,7 +89,7 @@ def start_fill(
     factor: int,
     schedule: Schedule,
     generator: torch.Generator,
-) -> Start:
+) -> FluxStart:
     """FluxFillPipeline's preparation; draws image sample, noise, masked-image sample, in order."""
     clean = image.sample(generator)
     latents = _mixed(clean, draw(clean.shape, generator, clean.dtype), schedule)
@@ -95,7 +97,7 @@ def start_fill(
     condition = torch.cat(
         (pack_latents(masked.sample(generator)), packed_mask(mask, factor, latents.dtype)), dim=1
     )
-    return Start(pack_latents(latents), condition, None)
+    return FluxStart(pack_latents(latents), condition, None)
 
 
 def start_inpaint(
@@ -105,7 +107,7 @@ def start_inpaint(
     schedule: Schedule,
     generator: torch.Generator,
     outside_seed: int | None,
-) -> Start:
+) -> FluxStart:
     """FluxInpaintPipeline's preparation; the masked image that it encodes is never used.
 
     Args:
@@ -123,10 +125,10 @@ def start_inpaint(
     if outside_seed is not None:
         noise = noise_outside(noise, mask, outside_seed)
     latents = _mixed(clean, noise, schedule)
-    blend = Blend(
+    blend = FluxBlend(
         pack_latents(mask.expand_as(latents).contiguous()), pack_latents(clean), pack_latents(noise)
     )
-    return Start(pack_latents(latents), None, blend)
+    return FluxStart(pack_latents(latents), None, blend)
 
 
 def _mixed(clean: Tensor, noise: Tensor, schedule: Schedule) -> Tensor:
@@ -136,7 +138,7 @@ def _mixed(clean: Tensor, noise: Tensor, schedule: Schedule) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class FluxPrompt:
     """What text encoders answered, in the model's dtype."""
 
     embeds: Tensor
@@ -145,17 +147,17 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class FluxInputs:
     """What a row begins with."""
 
     schedule: Schedule
-    start: Start
-    prompt: Prompt
-    negative: Prompt | None
+    start: FluxStart
+    prompt: FluxPrompt
+    negative: FluxPrompt | None
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateInputs:
+class FluxTemplate:
     """The template's own model inputs: what priming runs on and inactive tokens are pinned to."""
 
     clean: Tensor
@@ -165,12 +167,12 @@ class TemplateInputs:
     condition: Tensor | None
     """[n, extra channels]: for Fill the unmasked image and an empty mask."""
 
-    def take(self, index: Tensor) -> TemplateInputs:
+    def take(self, index: Tensor) -> FluxTemplate:
         condition = None if self.condition is None else self.condition.index_select(0, index)
         clean, noise = self.clean.index_select(0, index), self.noise.index_select(0, index)
-        return TemplateInputs(clean, noise, condition)
+        return FluxTemplate(clean, noise, condition)
 
-    def filled(self, factor: int) -> TemplateInputs:
+    def filled(self, factor: int) -> FluxTemplate:
         """With what Fill's models take besides; made where it is used, as it says nothing new."""
         mask = self.clean.new_zeros(len(self.clean), (PATCH * factor) ** 2)
         return replace(self, condition=torch.cat((self.clean, mask), dim=1))
@@ -182,8 +184,8 @@ class TemplateInputs:
         return latents if self.condition is None else torch.cat((latents, self.condition), dim=1)
 
 
-def template_inputs(image: Posterior, noise_seed: int) -> TemplateInputs:
+def template_inputs(image: Posterior, noise_seed: int) -> FluxTemplate:
     """Not `filled` yet; equal for every edit of the same pixels and noise seed."""
     clean = image.mode()
     noise = template_noise(clean.shape, noise_seed, clean.dtype)
-    return TemplateInputs(pack_latents(clean), pack_latents(noise), None)
+    return FluxTemplate(pack_latents(clean), pack_latents(noise), None)

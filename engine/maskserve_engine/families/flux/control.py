@@ -27,17 +27,17 @@ from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.cache.entries import Coded
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
-from maskserve_engine.families.flux.weights import Weights
-from maskserve_engine.job import Control
+from maskserve_engine.families.flux.weights import FluxWeights
+from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.linear import Linear, linear
-from maskserve_engine.layers.scatter_kv import Source
+from maskserve_engine.layers.scatter_kv import KvSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ControlNet:
+class FluxControlNet:
     """A FluxControlNetModel's weights, found once, for a base of so many blocks."""
 
-    weights: Weights
+    weights: FluxWeights
     hint_embedder: Linear
     """[N, width] of the control picture's tokens [N, in_channels]."""
     outs: tuple[Linear, ...]
@@ -50,7 +50,7 @@ class ControlNet:
     """Per block of the net: the base's blocks behind which its output is added."""
 
     @classmethod
-    def of(cls, model: Any, base: Any, channels: int) -> ControlNet:
+    def of(cls, model: Any, base: Any, channels: int) -> FluxControlNet:
         """A net beside its base.
 
         Args:
@@ -68,7 +68,7 @@ class ControlNet:
             if list(np.ravel(own[name])) != list(np.ravel(of_base[name])):
                 raise ValueError(f"its {name} is {own[name]}, that of the model {of_base[name]}")
         doubles, singles = len(base.transformer_blocks), len(base.single_transformer_blocks)
-        weights = Weights.of(model)
+        weights = FluxWeights.of(model)
         with torch.no_grad():
             outs = [*model.controlnet_blocks, *model.controlnet_single_blocks]
             return cls(
@@ -116,11 +116,11 @@ def spread(count: int, first: int, of: int) -> list[tuple[int, ...]]:
     return [tuple(range(first + i * each, first + min((i + 1) * each, of))) for i in range(count)]
 
 
-class NetInput(NamedTuple):
+class FluxNetInput(NamedTuple):
     """What a net is given of one edit, beside what its base is given."""
 
-    control: Control
-    net: ControlNet
+    control: ControlInput
+    net: FluxControlNet
     hint: Tensor
     """[N, width] of the picture's tokens, in the order of the row's own: active ones first."""
     text: Tensor
@@ -151,14 +151,14 @@ class KeptKV:
 
     def __init__(self, step: int, active: int, cis: Tensor) -> None:
         self.step, self.active, self.cis = step, active, cis
-        self._blocks: dict[int, Source] = {}
+        self._blocks: dict[int, KvSource] = {}
 
     def hidden(self, block: int, hidden: Tensor) -> None:
         """Nobody reads it."""
 
     def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
         both = (Coded("model", x[self.active :].flatten(1).clone()) for x in (keys, values))
-        self._blocks[block] = Source(tuple(both))
+        self._blocks[block] = KvSource(tuple(both))
 
     def tokens(self) -> Tensor:
         raise AssertionError("no block of a net brings the inactive tokens in")
@@ -167,16 +167,16 @@ class KeptKV:
     def entry(self) -> object:
         return self
 
-    def source(self, block: int, part: str) -> Source:
+    def source(self, block: int, part: str) -> KvSource:
         assert part == "kv"
         return self._blocks[block]
 
 
 @dataclass(slots=True, eq=False)
-class RowControl:
+class FluxRowControl:
     """The residuals of one row (`batch.residuals.Residuals`), computed before each of its steps."""
 
-    inputs: tuple[NetInput, ...]
+    inputs: tuple[FluxNetInput, ...]
     refresh: int = 1
     """Steps from one that computes all tokens to the next."""
     added: dict[int, Tensor] = field(default_factory=dict)
@@ -188,10 +188,10 @@ class RowControl:
         return self.added.get(number)
 
 
-class Controlled(NamedTuple):
+class FluxControlled(NamedTuple):
     """A row with control that is about to take a step."""
 
-    control: RowControl
+    control: FluxRowControl
     row: RowInput
     """What the base is given of it."""
     timesteps: Sequence[float]
@@ -203,10 +203,10 @@ class Controlled(NamedTuple):
 class Asked(NamedTuple):
     """A row that a net is run for."""
 
-    row: Controlled
+    row: FluxControlled
     number: int
     """Of the row's input."""
-    own: NetInput
+    own: FluxNetInput
     scale: float
     """Of the step."""
 
@@ -235,9 +235,9 @@ class Nets:
         """By net and the rows' inputs: the first row's step when they were computed, and those of
         it and of the steps behind it."""
 
-    def run(self, rows: Sequence[Controlled]) -> None:
-        """Have what ControlNets add to the next step of these rows in their `RowControl`. Each net
-        runs once, over all rows that have it.
+    def run(self, rows: Sequence[FluxControlled]) -> None:
+        """Have what ControlNets add to the next step of these rows in their `FluxRowControl`. Each
+        net runs once, over all rows that have it.
         """
         asked: dict[int, list[Asked]] = {}
         for each in rows:
@@ -249,7 +249,7 @@ class Nets:
         for same in asked.values():
             self._run(same[0].own.net, same)
 
-    def _run(self, net: ControlNet, same: Sequence[Asked]) -> None:
+    def _run(self, net: FluxControlNet, same: Sequence[Asked]) -> None:
         inputs = [each.given() for each in same]
         packed = Packed(inputs)
         found = net.samples(packed, self._vectors_of(net, same, packed))
@@ -263,7 +263,7 @@ class Nets:
                     before = row.control.added.get(place)
                     row.control.added[place] = scaled if before is None else before + scaled
 
-    def _vectors_of(self, net: ControlNet, same: Sequence[Asked], packed: Packed) -> Vectors:
+    def _vectors_of(self, net: FluxControlNet, same: Sequence[Asked], packed: Packed) -> Vectors:
         """Those of the step, computed for up to AHEAD steps at once."""
         key, step = (id(net), *(id(each.own) for each in same)), same[0].row.step
         begin, kept = self._vectors.get(key, (step, ()))

@@ -15,10 +15,10 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flux.conditioning import (
     PATCH,
-    Inputs,
-    Prompt,
-    Start,
-    TemplateInputs,
+    FluxInputs,
+    FluxPrompt,
+    FluxStart,
+    FluxTemplate,
     pack_latents,
     start_fill,
     start_inpaint,
@@ -26,26 +26,26 @@ from maskserve_engine.families.flux.conditioning import (
 )
 from maskserve_engine.families.flux.schedule import Schedule, make_schedule
 from maskserve_engine.families.posterior import Posterior
-from maskserve_engine.job import Conditioning, Control, EditJob, acting
+from maskserve_engine.job import Conditioning, ControlInput, EditJob, acting
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class FluxPrepared:
     """Of one job."""
 
-    inputs: Inputs
+    inputs: FluxInputs
     """Of all tokens."""
-    template: TemplateInputs | None
+    template: FluxTemplate | None
     """Of all tokens, once prepared: of edits whose rows may read or make entries."""
     active: TokenIds
     """Of a cached row."""
     selection: Selection
     """The other tokens."""
-    controls: tuple[tuple[Control, Tensor], ...] = ()
+    controls: tuple[tuple[ControlInput, Tensor], ...] = ()
     """Those that act, each with its picture's latents as tokens, [N, 4C]."""
 
 
-class Preparation:
+class FluxPreparation:
     """Prepares jobs; used by any thread.
 
     Args:
@@ -71,14 +71,14 @@ class Preparation:
         self._vae_shift, self._vae_scale, self._dtype = vae_shift, vae_scale, dtype
         self._shares_noise = outside_noise == "template"
 
-    def prepared(self, job: EditJob) -> Prepared:
+    def prepared(self, job: EditJob) -> FluxPrepared:
         """The job's own, if it has been prepared; else without `template`."""
-        if isinstance(job.prepared, Prepared):
+        if isinstance(job.prepared, FluxPrepared):
             return job.prepared
         schedule, active = self.schedule(job), self.active(job)
         generator = torch.Generator("cpu").manual_seed(job.request.seed)
         controls = self._controls(job, schedule, generator)  # they draw first
-        inputs = Inputs(
+        inputs = FluxInputs(
             schedule,
             self._start(job, schedule, generator),
             self.prompt(job.conditioning),
@@ -86,35 +86,35 @@ class Preparation:
         )
         height, width = grid_of(job)
         rest = np.setdiff1d(np.arange(height * width), active)
-        return Prepared(inputs, None, active, Selection([rest]), controls)
+        return FluxPrepared(inputs, None, active, Selection([rest]), controls)
 
-    def template(self, job: EditJob, noise_seed: int) -> TemplateInputs:
+    def template(self, job: EditJob, noise_seed: int) -> FluxTemplate:
         """The job's own, if it has been prepared; else draws the template's noise."""
-        own = job.prepared.template if isinstance(job.prepared, Prepared) else None
+        own = job.prepared.template if isinstance(job.prepared, FluxPrepared) else None
         return own or template_inputs(self._posterior(job.moments), noise_seed)
 
     def active(self, job: EditJob) -> TokenIds:
         """Which tokens a cached row computes."""
-        if isinstance(job.prepared, Prepared):
+        if isinstance(job.prepared, FluxPrepared):
             return job.prepared.active
         return active_tokens(job.edit_mask, self._facts.token_pixels, job.mask_ring)
 
     def schedule(self, job: EditJob) -> Schedule:
-        if isinstance(job.prepared, Prepared):
+        if isinstance(job.prepared, FluxPrepared):
             return job.prepared.inputs.schedule
         settings, (height, width) = job.request.settings, grid_of(job)
         steps = settings.num_inference_steps
         assert steps is not None
         return make_schedule(self._sampler, steps, height * width, settings.strength)
 
-    def prompt(self, given: Conditioning) -> Prompt:
+    def prompt(self, given: Conditioning) -> FluxPrompt:
         """What the text encoders answered, in the model's dtype."""
         embeds, pooled = given["prompt_embeds"], given["pooled"]
-        return Prompt(*(torch.from_numpy(each).to(self._dtype) for each in (embeds, pooled)))
+        return FluxPrompt(*(torch.from_numpy(each).to(self._dtype) for each in (embeds, pooled)))
 
     def _controls(
         self, job: EditJob, schedule: Schedule, generator: torch.Generator
-    ) -> tuple[tuple[Control, Tensor], ...]:
+    ) -> tuple[tuple[ControlInput, Tensor], ...]:
         """Draw the latents of the edit's control pictures."""
         found = []
         for control in acting(job.controls, schedule.steps):
@@ -124,7 +124,7 @@ class Preparation:
             )
         return tuple(found)
 
-    def _start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> Start:
+    def _start(self, job: EditJob, schedule: Schedule, generator: torch.Generator) -> FluxStart:
         """Draw everything else random of the edit, in the pipeline's own order, on the CPU."""
         image, factor = self._posterior(job.moments), self._facts.vae_scale_factor
         if self._facts.semantics == "fill":

@@ -15,21 +15,21 @@ from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.shared_loads import Handle
-from maskserve_engine.families.flux.conditioning import Blend, TemplateInputs, unpack_latents
+from maskserve_engine.families.flux.conditioning import FluxBlend, FluxTemplate, unpack_latents
 from maskserve_engine.families.flux.schedule import Schedule, Walk
 from maskserve_engine.layers.low_rank import Adapters
-from maskserve_engine.layers.scatter_kv import Source
+from maskserve_engine.layers.scatter_kv import KvSource
 
 
 @dataclass(slots=True)
-class Inactive:
+class FluxInactive:
     """A cached row's tokens outside the mask: what stands in for computing them."""
 
     active: Tensor
     """[n] ids of the computed tokens."""
     index: Tensor
     """[m] ids of the others."""
-    template: TemplateInputs
+    template: FluxTemplate
     """Of the tokens at `index`."""
     cis: Tensor
     """[m, head_dim / 2]"""
@@ -42,7 +42,7 @@ class CachedTokens:
     """`inputs.InactiveTokens` of one row, at whatever step it is."""
 
     row: FluxRow
-    inactive: Inactive
+    inactive: FluxInactive
 
     @property
     def cis(self) -> Tensor:
@@ -51,8 +51,8 @@ class CachedTokens:
     def tokens(self) -> Tensor:
         return self.inactive.template.at(self.row.sigma)
 
-    def source(self, block: int, part: str) -> Source:
-        return Source(*self.entry.wait_whole(block, part))
+    def source(self, block: int, part: str) -> KvSource:
+        return KvSource(*self.entry.wait_whole(block, part))
 
     @property
     def entry(self) -> Handle:
@@ -94,13 +94,13 @@ class FluxRow:
     latents: Tensor
     """[n, 4C] of the computed tokens; once packed, where they lie in the batch."""
     condition: Tensor | None
-    blend: Blend | None
+    blend: FluxBlend | None
     negative: Negative | None = None
     first_block: FirstBlockCache | None = None
     """Of a row that may skip blocks."""
     residuals: Residuals | None = None
     adapters: Adapters = ()
-    inactive: Inactive | None = None
+    inactive: FluxInactive | None = None
     """None for a dense row."""
     entry: Handle | None = None
     """What the next step reads; None: it computes all tokens."""
@@ -212,11 +212,11 @@ class FluxRow:
 
 
 @dataclass(slots=True)
-class PrimingRow:
+class FluxPrimingRow:
     """A template whose entries are computed, one anchor per step."""
 
     request_id: str
-    template: TemplateInputs
+    template: FluxTemplate
     anchors: tuple[Anchor, ...]
     sigmas: Tensor
     """[anchors] float32, theirs."""

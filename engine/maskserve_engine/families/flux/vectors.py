@@ -15,7 +15,7 @@ from torch import Tensor
 
 from maskserve_core.models.flux import STEPS_AHEAD
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.families.flux.weights import TwoLayers, Weights
+from maskserve_engine.families.flux.weights import FluxWeights, TwoLayers
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.linear import Linear
 
@@ -52,7 +52,9 @@ class Vectors:
         )
 
 
-def embed(weights: Weights, timesteps: Tensor, pooled: Tensor, guidance: Tensor | None) -> Tensor:
+def embed(
+    weights: FluxWeights, timesteps: Tensor, pooled: Tensor, guidance: Tensor | None
+) -> Tensor:
     """[S, R, width] as every norm takes it: rounded as diffusers' pipeline and model round timestep
     and guidance, and through SiLU.
 
@@ -83,7 +85,7 @@ def _between(layers: TwoLayers, x: Tensor, rows: Sequence[Span]) -> Tensor:
     return layers.linear_2(F.silu(layers.linear_1(x, rows)), rows)
 
 
-def vectors(weights: Weights, emb: Tensor) -> tuple[Vectors, ...]:
+def vectors(weights: FluxWeights, emb: Tensor) -> tuple[Vectors, ...]:
     """The vectors of each step.
 
     Args:

@@ -73,7 +73,7 @@ class Single(NamedTuple):
     out: Linear
 
 
-class Segments(Protocol):
+class BlockSegments(Protocol):
     """What is before and after attention in a block, made in another way than `blocks` has it."""
 
     def before_double(
@@ -122,7 +122,7 @@ class Segments(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class FluxWeights:
     """All of a FluxTransformer2DModel that a step needs."""
 
     x_embedder: Linear
@@ -137,7 +137,7 @@ class Weights:
     head_dim: int
     device: torch.device
     dtype: torch.dtype
-    segments: Segments | None = None
+    segments: BlockSegments | None = None
     """Of the blocks, compiled; None: they run as `blocks` has them."""
     resident_bytes: int = 0
     """That all blocks' keys and values of a batch may take to stay in place (`ResidentKV`)."""
@@ -145,7 +145,7 @@ class Weights:
     """Whether they are those `with_adapters`."""
 
     @classmethod
-    def of(cls, model: Any) -> Weights:
+    def of(cls, model: Any) -> FluxWeights:
         """Of a FluxTransformer2DModel or a FluxControlNetModel."""
         doubles, singles = model.transformer_blocks, model.single_transformer_blocks
         whole = hasattr(model, "proj_out")
@@ -176,21 +176,21 @@ class Weights:
         """Whether all products of blocks are plain, so that their segments can be compiled."""
         return all_plain(self.blocks)
 
-    def with_linears(self, change: Callable[[str, Linear], Linear]) -> Weights:
+    def with_linears(self, change: Callable[[str, Linear], Linear]) -> FluxWeights:
         """The same with other products (`map_linears`); those of a block run uncompiled where they
         are not plain.
         """
         changed = map_linears(self, change)
         return changed if changed.plain else replace(changed, segments=None)
 
-    def with_adapters(self, rows: Sequence[Adapters]) -> Weights:
+    def with_adapters(self, rows: Sequence[Adapters]) -> FluxWeights:
         """The same for packed rows of which each has adapters of its own, or none."""
         if not any(rows):
             return self
         changed = self.with_linears(RowUpdates(rows, self.device).linear)
         return replace(changed, by_row=True)
 
-    def take(self, rows: Sequence[int]) -> Weights:
+    def take(self, rows: Sequence[int]) -> FluxWeights:
         """Of weights for packed rows, those for some of them."""
 
         def taken(place: str, own: Linear) -> Linear:
@@ -272,7 +272,7 @@ _OF_SINGLE = {
 
 
 def places_of(model: Any) -> dict[str, Place]:
-    """Where the layers that an adapter may change lie in `Weights`.
+    """Where the layers that an adapter may change lie in `FluxWeights`.
 
     Args:
         model: FluxTransformer2DModel.

@@ -18,15 +18,26 @@ from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
-from maskserve_engine.families.unet.batch import Batch, Row
-from maskserve_engine.families.unet.conditioning import Inputs
-from maskserve_engine.families.unet.control import NetInput, PassControl, RowControl, check_net
+from maskserve_engine.families.unet.batch import Row, UnetBatch
+from maskserve_engine.families.unet.conditioning import UnetInputs
+from maskserve_engine.families.unet.control import (
+    PassControl,
+    UnetNetInput,
+    UnetRowControl,
+    check_net,
+)
 from maskserve_engine.families.unet.forward import added_embedding
-from maskserve_engine.families.unet.preparation import Preparation
-from maskserve_engine.families.unet.rows import Guidance, Inactive, Prompt, UnetPrimingRow, UnetRow
+from maskserve_engine.families.unet.preparation import UnetPreparation
+from maskserve_engine.families.unet.rows import (
+    Guidance,
+    UnetInactive,
+    UnetPrimingRow,
+    UnetPrompt,
+    UnetRow,
+)
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, check_sampler, load_sampler
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
-from maskserve_engine.job import Conditioning, Control, EditJob, TokenCounts, acting
+from maskserve_engine.job import Conditioning, ControlInput, EditJob, TokenCounts, acting
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, low_rank_set
 from maskserve_engine.stages.loader import held_bytes
 from maskserve_engine.stages.quantise import load_denoiser
@@ -65,7 +76,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
     ) -> None:
         check_sampler(sampler)
         self.weights = UnetWeights.of(model)
-        super().__init__(Batch, self.weights)
+        super().__init__(UnetBatch, self.weights)
         self.facts, self.model, self.sampler = facts, model, sampler
         self.vae_scale, self.exact_vae = vae_scale, exact_vae
         self.device: torch.device = model.device
@@ -77,7 +88,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         counted = self._make_work(1, 1)
         self.blocks, self._maps = len(counted.blocks), len(counted.maps)
         self.work = lru_cache(maxsize=64)(self._make_work)
-        self._preparation = Preparation(
+        self._preparation = UnetPreparation(
             facts,
             sampler,
             vae_scale=vae_scale,
@@ -225,23 +236,25 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             text, *micro = given
             inputs = tuple(
                 [
-                    NetInput(control, nets[control.net], picture, text, tuple(micro))
+                    UnetNetInput(control, nets[control.net], picture, text, tuple(micro))
                     for control, picture in zip(acts, pictures, strict=True)
                 ]
             )
-            row.control = RowControl(inputs, tuple([PassControl() for _ in prompts]))
+            row.control = UnetRowControl(inputs, tuple([PassControl() for _ in prompts]))
 
-    def _picture(self, control: Control) -> Tensor:
+    def _picture(self, control: ControlInput) -> Tensor:
         """[1, 3, H, W] from 0 to 1."""
         pixels = torch.from_numpy(control.picture).permute(2, 0, 1)[None]
         return (pixels.float() / 255).to(self.dtype)
 
-    def _inactive(self, job: EditJob, noise_seed: int) -> Inactive:
+    def _inactive(self, job: EditJob, noise_seed: int) -> UnetInactive:
         _, height, width = job.moments.shape
         work = self.work(height, width)
         return self._preparation.inactive(job, noise_seed, work, self.entry_halves)
 
-    def _row(self, job: EditJob, inputs: Inputs, inactive: Inactive | None = None) -> UnetRow:
+    def _row(
+        self, job: EditJob, inputs: UnetInputs, inactive: UnetInactive | None = None
+    ) -> UnetRow:
         """A row of what lies in host memory as yet."""
         levels = () if inactive is None else inactive.selection.levels
         rest = tuple(map(torch.from_numpy, levels))
@@ -265,13 +278,13 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             inactive=inactive,
         )
 
-    def prompt(self, given: Conditioning, job: EditJob) -> Prompt:
+    def prompt(self, given: Conditioning, job: EditJob) -> UnetPrompt:
         """A prompt as a pass of the edit takes it."""
         return self._prompt(moved(self._preparation.texts(given, job), self.device))
 
-    def _prompt(self, texts: tuple[Tensor, ...]) -> Prompt:
+    def _prompt(self, texts: tuple[Tensor, ...]) -> UnetPrompt:
         text, *micro = texts
-        return Prompt(text, added_embedding(self.model, *micro) if micro else None)
+        return UnetPrompt(text, added_embedding(self.model, *micro) if micro else None)
 
     def _make_work(self, height: int, width: int) -> ModelWork:
         return unet_work(self.facts.denoiser, height, width, guidance=False, halo=self._halo)

@@ -9,15 +9,15 @@ import torch
 
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.families.unet.control import Controlled, run_nets
-from maskserve_engine.families.unet.forward import Packed, forward
+from maskserve_engine.families.unet.control import UnetControlled, run_nets
+from maskserve_engine.families.unet.forward import PackedPasses, forward
 from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
 from maskserve_engine.families.unet.weights import UnetWeights
 
 Row = UnetRow | UnetPrimingRow
 
 
-class Batch(KeptBatch[Row, UnetWeights]):
+class UnetBatch(KeptBatch[Row, UnetWeights]):
     """Rows of one latent shape, stepped by a UNet2DConditionModel."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -27,7 +27,7 @@ class Batch(KeptBatch[Row, UnetWeights]):
         order = sorted(range(len(rows)), key=lambda i: own[i][0].surroundings is not None)
         self._order, own = [rows[i] for i in order], [own[i] for i in order]
         self._passes = [len(passes) for passes in own]
-        self._packed: Packed | None = None
+        self._packed: PackedPasses | None = None
         self._begin = rows[0].step
         ahead = [row.timesteps_ahead for row in self._order]
         steps, counts = min(map(len, ahead)), torch.tensor(self._passes)
@@ -48,7 +48,7 @@ class Batch(KeptBatch[Row, UnetWeights]):
         if self._packed is None:
             depth = len(model.down_blocks)
             height, width = sample.shape[2:]
-            self._packed = Packed(self._inputs, (height, width), depth, sample.device)
+            self._packed = PackedPasses(self._inputs, (height, width), depth, sample.device)
         if self._weights is None:
             rows = zip(self._order, self._passes, strict=True)
             self._weights = model.with_adapters([r.adapters for r, n in rows for _ in range(n)])
@@ -64,7 +64,7 @@ class Batch(KeptBatch[Row, UnetWeights]):
         """Have ControlNets say what they add to this step, of the rows' [in_channels, h, w]."""
         run_nets(
             [
-                Controlled(
+                UnetControlled(
                     row.control, sample[: len(row.latents)], row.timestep, row.step, row.steps
                 )
                 for row, sample in zip(self._order, samples, strict=True)

@@ -15,7 +15,7 @@ from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 
 
 @dataclass(frozen=True, slots=True)
-class Blend:
+class UnetBlend:
     """Base models: outside the mask, latents follow the noised source."""
 
     mask: Tensor
@@ -34,14 +34,14 @@ class Blend:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class UnetStart:
     """A row's tensors before its first step, in the model's dtype."""
 
     latents: Tensor
     """[C, h, w]"""
     condition: Tensor | None
     """[1 + C, h, w] mask and masked image of inpainting models."""
-    blend: Blend | None
+    blend: UnetBlend | None
     """Of base models."""
 
 
@@ -53,7 +53,7 @@ def start_row(
     generator: torch.Generator,
     dtype: torch.dtype,
     outside_seed: int | None,
-) -> Start:
+) -> UnetStart:
     """The preparation of StableDiffusionInpaintPipeline and StableDiffusionXLInpaintPipeline.
 
     Draws, in their order: the image's sample where it is used, the noise, the masked image's
@@ -79,22 +79,22 @@ def start_row(
     latents = sampler.start(None if clean is None else clean[None], noise[None])[0]
     if masked is None:
         assert clean is not None
-        return Start(latents, None, Blend(mask, clean, noise))
-    return Start(latents, torch.cat((mask, masked.sample(generator).to(dtype))), None)
+        return UnetStart(latents, None, UnetBlend(mask, clean, noise))
+    return UnetStart(latents, torch.cat((mask, masked.sample(generator).to(dtype))), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class UnetInputs:
     """What a row begins with."""
 
-    start: Start
+    start: UnetStart
     texts: tuple[Tensor, ...]
     """Of the prompt, as the model takes them; for SDXL pooled and sizes, too."""
     negative: tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateInputs:
+class UnetTemplate:
     """The template's own inputs: what priming runs on and inactive tokens are pinned to."""
 
     clean: Tensor
@@ -122,9 +122,9 @@ def template_inputs(
     dtype: torch.dtype,
     *,
     fill: bool,
-) -> TemplateInputs:
+) -> UnetTemplate:
     """The template's inputs; equal for every edit of the same pixels and noise seed."""
     clean = image.mode().to(dtype)
     noise = template_noise(clean.shape, noise_seed, dtype)
     condition = torch.cat((torch.zeros_like(clean[:1]), clean)) if fill else None
-    return TemplateInputs(clean, noise, condition, levels)
+    return UnetTemplate(clean, noise, condition, levels)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.models.unet import CONTROL
-from maskserve_engine.job import Control
+from maskserve_engine.job import ControlInput
 
 
 def check_net(model: Any, base: Any, channels: int) -> None:
@@ -32,10 +32,10 @@ def check_net(model: Any, base: Any, channels: int) -> None:
         raise ValueError("its global_pool_conditions is not served")
 
 
-class NetInput(NamedTuple):
+class UnetNetInput(NamedTuple):
     """What a net is given of one edit, beside what its base is given."""
 
-    control: Control
+    control: ControlInput
     net: Any
     """ControlNetModel in eval mode; it runs as diffusers has it."""
     picture: Tensor
@@ -58,18 +58,18 @@ class PassControl:
 
 
 @dataclass(slots=True, eq=False)
-class RowControl:
+class UnetRowControl:
     """What ControlNets add to one row, computed before each of its steps."""
 
-    inputs: tuple[NetInput, ...]
+    inputs: tuple[UnetNetInput, ...]
     passes: tuple[PassControl, ...]
     """The prompt's, then the negative prompt's."""
 
 
-class Controlled(NamedTuple):
+class UnetControlled(NamedTuple):
     """A row with control that is about to take a step."""
 
-    control: RowControl
+    control: UnetRowControl
     sample: Tensor
     """[channels, h, w] the latents as the base is given them."""
     timestep: float
@@ -77,13 +77,13 @@ class Controlled(NamedTuple):
     steps: int
 
 
-Asked = tuple[Controlled, NetInput, float]
+Asked = tuple[UnetControlled, UnetNetInput, float]
 """A row, what a net is given of it, and the step's scale."""
 
 
-def run_nets(rows: Sequence[Controlled]) -> None:
+def run_nets(rows: Sequence[UnetControlled]) -> None:
     """Have what ControlNets add to the next step of these rows, of one latent shape, in their
-    `RowControl`. Each net runs once, over the passes of all rows that have it.
+    `UnetRowControl`. Each net runs once, over the passes of all rows that have it.
     """
     asked: dict[tuple[int, int], list[Asked]] = {}
     for each in rows:

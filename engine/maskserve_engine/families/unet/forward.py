@@ -17,7 +17,7 @@ from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.families.unet.canvas import Canvas, Site, Tiled, Whole
 from maskserve_engine.families.unet.levels import make_level
 from maskserve_engine.families.unet.moments import Moments
-from maskserve_engine.families.unet.stack import Rest, Stack, Text
+from maskserve_engine.families.unet.stack import InactivePassTokens, Stack, Text
 from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids
 from maskserve_engine.families.unet.weights import StackWeights, Stage, UnetWeights
@@ -34,7 +34,7 @@ class PassInput:
     """[embedding width] of SDXL's micro-conditioning; None for models without it."""
     active: Mapping[int, Ids] | None = None
     """Level → [n] ids of the computed tokens; None where all are computed."""
-    rest: Rest | None = None
+    rest: InactivePassTokens | None = None
     """The inactive tokens; given with `active`."""
     surroundings: Surroundings | None = None
     """Of the tile on which the row's convolutions run; None: they run on the whole picture."""
@@ -42,7 +42,7 @@ class PassInput:
     """What is added to its feature maps; None: nothing."""
 
 
-class Packed:
+class PackedPasses:
     """The passes of all rows, for as long as the same rows go on.
 
     Args:
@@ -105,7 +105,7 @@ def added_embedding(model: Any, pooled: Tensor, time_ids: Tensor) -> Tensor:
 
 def forward(
     weights: UnetWeights,
-    packed: Packed,
+    packed: PackedPasses,
     sample: Tensor,
     timesteps: Tensor,
     kinds: Sequence[str] = (),
@@ -168,7 +168,7 @@ class _Walk:
 
     def __init__(
         self,
-        packed: Packed,
+        packed: PackedPasses,
         kinds: Sequence[str],
         captures: Sequence[tuple[int, int, Recorder]],
         embedding: Tensor,

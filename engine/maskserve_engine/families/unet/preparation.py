@@ -15,29 +15,29 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork
 from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.families.unet.conditioning import (
-    Inputs,
-    Start,
+    UnetInputs,
+    UnetStart,
     start_row,
     template_inputs,
 )
-from maskserve_engine.families.unet.rows import Inactive
+from maskserve_engine.families.unet.rows import UnetInactive
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.job import Conditioning, EditJob
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class UnetPrepared:
     """Of one job."""
 
-    inputs: Inputs
+    inputs: UnetInputs
     active: ActiveTokens
-    inactive: Inactive | None
+    inactive: UnetInactive | None
     """Of a cached row, and the template's inputs, once prepared: of edits whose rows may read or
     make entries."""
 
 
-class Preparation:
+class UnetPreparation:
     """Prepares jobs; used by any thread.
 
     Args:
@@ -70,15 +70,15 @@ class Preparation:
         self.noise_levels = NoiseLevels(sampler)
         self.timesteps = lru_cache(maxsize=256)(self._make_timesteps)
 
-    def prepared(self, job: EditJob) -> Prepared:
+    def prepared(self, job: EditJob) -> UnetPrepared:
         """The job's own, if it has been prepared; else without `inactive`."""
-        if isinstance(job.prepared, Prepared):
+        if isinstance(job.prepared, UnetPrepared):
             return job.prepared
         negative = None if job.negative is None else self.texts(job.negative, job)
-        inputs = Inputs(self._start(job), self.texts(job.conditioning, job), negative)
-        return Prepared(inputs, self.active(job), None)
+        inputs = UnetInputs(self._start(job), self.texts(job.conditioning, job), negative)
+        return UnetPrepared(inputs, self.active(job), None)
 
-    def inactive(self, job: EditJob, noise_seed: int, work: ModelWork, halves: int) -> Inactive:
+    def inactive(self, job: EditJob, noise_seed: int, work: ModelWork, halves: int) -> UnetInactive:
         """The job's own, if it has been prepared; else draws the template's noise.
 
         Args:
@@ -87,14 +87,14 @@ class Preparation:
             work: of the model at the job's size.
             halves: of the entries (`Adapter.entry_halves`).
         """
-        own = job.prepared.inactive if isinstance(job.prepared, Prepared) else None
+        own = job.prepared.inactive if isinstance(job.prepared, UnetPrepared) else None
         if own is not None:
             return own
         active, (_, height, width) = self.active(job), job.moments.shape
         mask = np.zeros(height * width, np.bool_)
         mask[active.levels[0]] = True
         image = self._posterior(job.moments)
-        return Inactive(
+        return UnetInactive(
             active=active.levels,
             mask=torch.from_numpy(mask.reshape(1, height, width)),
             template=template_inputs(
@@ -108,7 +108,7 @@ class Preparation:
 
     def active(self, job: EditJob) -> ActiveTokens:
         """Which tokens a cached row computes."""
-        if isinstance(job.prepared, Prepared):
+        if isinstance(job.prepared, UnetPrepared):
             return job.prepared.active
         return ActiveTokens.of(
             job.edit_mask,
@@ -136,7 +136,7 @@ class Preparation:
             texts += [given["pooled"], sizes]
         return tuple([torch.from_numpy(each).to(self._dtype) for each in texts])
 
-    def _start(self, job: EditJob) -> Start:
+    def _start(self, job: EditJob) -> UnetStart:
         """Draw everything random of the edit, in the pipeline's own order, on the CPU."""
         generator = torch.Generator("cpu").manual_seed(job.request.seed)
         masked = self._posterior(job.masked_moments) if self._fill else None

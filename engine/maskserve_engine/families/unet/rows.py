@@ -13,8 +13,8 @@ from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Coded, Recorder
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.shared_loads import Handle
-from maskserve_engine.families.unet.conditioning import Blend, TemplateInputs
-from maskserve_engine.families.unet.control import RowControl
+from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
+from maskserve_engine.families.unet.control import UnetRowControl
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.surroundings import Surroundings
@@ -23,7 +23,7 @@ from maskserve_engine.layers.low_rank import Adapters
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class UnetPrompt:
     """A prompt as one pass of the model takes it."""
 
     text: Tensor
@@ -38,20 +38,20 @@ class Guidance:
     led away from its answer.
     """
 
-    negative: Prompt
+    negative: UnetPrompt
     scale: float
     """guidance_scale, above 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Inactive:
+class UnetInactive:
     """A cached row's tokens outside the mask: what stands in for computing them."""
 
     active: Mapping[int, Ids]
     """Level → [n] ids of the computed tokens, in host memory: batches are packed there."""
     mask: Tensor
     """[1, h, w] bool: active at level 0."""
-    template: TemplateInputs
+    template: UnetTemplate
     selection: Selection
     """The others' ids, per level; where entries have two halves, of one behind the other."""
     halves: int = 1
@@ -102,16 +102,16 @@ class UnetRow:
     request_id: str
     sampler: Sampler
     noise_levels: NoiseLevels
-    prompt: Prompt
+    prompt: UnetPrompt
     guidance: Guidance | None
     latents: Tensor
     """[C, h, w]; what lies outside a cached row's active tokens is never read."""
     condition: Tensor | None
-    blend: Blend | None
-    control: RowControl | None = None
+    blend: UnetBlend | None
+    control: UnetRowControl | None = None
     """None: no ControlNet."""
     adapters: Adapters = ()
-    inactive: Inactive | None = None
+    inactive: UnetInactive | None = None
     """None for a dense row."""
     entry: Handle | None = None
     """What its next step reads; None: the step computes every token."""
@@ -222,9 +222,9 @@ class UnetPrimingRow:
     """A template whose entries are computed, one anchor per step."""
 
     request_id: str
-    template: TemplateInputs
+    template: UnetTemplate
     anchors: tuple[Anchor, ...]
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[UnetPrompt, ...]
     """Of each pass: the priming prompt, and none where entries have two halves."""
     kinds: Sequence[frozenset[str]]
     """Per block, what is kept: any of "h" and "kv"."""

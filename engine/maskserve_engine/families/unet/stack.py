@@ -23,7 +23,7 @@ from maskserve_engine.families.unet.weights import AttentionWeights, BlockWeight
 from maskserve_engine.layers.attention import Segments, Span, attention, spans
 
 
-class Rest(Protocol):
+class InactivePassTokens(Protocol):
     """A cached pass's inactive tokens: what of them the plan's blocks may need.
 
     Blocks are numbered over the whole UNet, in the order they run.
@@ -138,7 +138,7 @@ class Stack:
         self,
         level: Level,
         text: Text,
-        rests: Sequence[Rest | None],
+        rests: Sequence[InactivePassTokens | None],
         captures: Sequence[tuple[int, int, Recorder]],
         kinds: Sequence[str],
     ) -> None:
@@ -216,7 +216,7 @@ class Stack:
             return self.left
         return self._restored(like, lambda rest, out: rest.hidden(number, out))
 
-    def _restored(self, like: Tensor, read: Callable[[Rest, Tensor], None]) -> Tensor:
+    def _restored(self, like: Tensor, read: Callable[[InactivePassTokens, Tensor], None]) -> Tensor:
         assert self.sparse is not None
         out = like.new_empty(len(self.sparse.keys.rest), like.shape[1])
         for rest, (begin, end) in zip(self.rests, self.sparse.keys.rest_spans, strict=True):

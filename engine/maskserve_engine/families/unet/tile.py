@@ -20,7 +20,7 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class TileBox:
     """Positions of a map: rows `top` to `bottom`, columns `left` to `right`, the last ones not."""
 
     top: int
@@ -47,15 +47,15 @@ class Box:
         ids: Ids = (rows[:, None] * width + columns).ravel()
         return ids
 
-    def inside(self, size: tuple[int, int]) -> Box:
+    def inside(self, size: tuple[int, int]) -> TileBox:
         """What of it lies in the picture."""
-        return Box(
+        return TileBox(
             max(0, self.top), max(0, self.left), min(size[0], self.bottom), min(size[1], self.right)
         )
 
-    def __sub__(self, other: Box) -> Box:
+    def __sub__(self, other: TileBox) -> TileBox:
         """In the coordinates of a box that holds it."""
-        return Box(
+        return TileBox(
             self.top - other.top,
             self.left - other.left,
             self.bottom - other.top,
@@ -67,9 +67,9 @@ class Box:
 class Frame:
     """What a 3x3 convolution reads: a region of a map, of which a box is computed."""
 
-    region: Box
+    region: TileBox
     """In the picture."""
-    box: Box
+    box: TileBox
     """In the region."""
     ring: Tensor
     """[n] positions of the region that are not in the box."""
@@ -77,7 +77,7 @@ class Frame:
     """Positions that the convolution reads beyond the picture's edges, as `F.pad` takes them."""
 
     @classmethod
-    def of(cls, reads: Box, box: Box, size: tuple[int, int]) -> Frame:
+    def of(cls, reads: TileBox, box: TileBox, size: tuple[int, int]) -> Frame:
         """Of a convolution that reads `reads`, of which what lies beyond the picture is 0."""
         region = reads.inside(size)
         own = box - region
@@ -116,7 +116,7 @@ class TileLevel:
 
     size: tuple[int, int]
     """Of the picture."""
-    box: Box
+    box: TileBox
     near: Frame
     """Of a convolution that stays on this level."""
     strided: Frame
@@ -147,19 +147,19 @@ def tile_of(active: Mapping[int, Ids], sizes: Sequence[tuple[int, int]], halo: i
     boxes = [_box(active[level], size, halo) for level, size in enumerate(sizes)]
     levels = []
     for number, (size, box) in enumerate(zip(sizes, boxes, strict=True)):
-        reads = Box(box.top - 1, box.left - 1, box.bottom + 1, box.right + 1)
+        reads = TileBox(box.top - 1, box.left - 1, box.bottom + 1, box.right + 1)
         near = strided = Frame.of(reads, box, size)
         if number + 1 < len(sizes):
             to = boxes[number + 1]
-            reads = Box(2 * to.top - 1, 2 * to.left - 1, 2 * to.bottom, 2 * to.right)
+            reads = TileBox(2 * to.top - 1, 2 * to.left - 1, 2 * to.bottom, 2 * to.right)
             strided = Frame.of(reads, box, size)
         levels.append(TileLevel(size, box, near, strided, box.ids(size[1])))
     return tuple(levels)
 
 
-def _box(active: Ids, size: tuple[int, int], halo: int) -> Box:
+def _box(active: Ids, size: tuple[int, int], halo: int) -> TileBox:
     rows, columns = np.divmod(active, size[1])
-    return Box(
+    return TileBox(
         int(rows.min()) - halo,
         int(columns.min()) - halo,
         int(rows.max()) + 1 + halo,
