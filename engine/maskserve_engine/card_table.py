@@ -158,7 +158,7 @@ class Shapes:
     def _settings(self) -> Iterator[Settings]:
         """Beside the weights' form, from what costs an edit least to what costs it most."""
         yield ()
-        if self.facts.family == "flux" and self.configured.model.t5_weights == "bf16":
+        if self.facts.t5 and self.configured.model.t5_weights == "bf16":
             yield (("t5_weights", "int8"),)
         if not self.configured.model.encoder_device:
             yield (("encoder_device", "cpu"),)

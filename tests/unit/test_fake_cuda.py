@@ -134,7 +134,7 @@ def test_a_row_is_admitted_with_one_copy_that_nobody_waits_for(
     with FakeCuda() as cuda:
         with torch.device("meta"):
             model = FluxTransformer2DModel.from_config(real.model.config)
-        adapter = FluxAdapter(real.facts, fake_weights(model), real.sampler, 0.1, 1.0)
+        adapter = FluxAdapter(real.facts, fake_weights(model), real.sampler)
         adapter._preparation.schedule = lambda job: schedule  # type: ignore[method-assign]
         adapter.dense_row(job)  # its size's rotary factors are made once
         makers: tuple[Callable[[], object], ...] = (
@@ -166,7 +166,7 @@ def test_a_unet_row_is_admitted_and_packed_with_copies_that_nobody_waits_for(
     depth = len(real.model.down_blocks)
     with FakeCuda() as cuda:
         adapter = UnetAdapter(
-            real.facts, fake_weights(real.model.to("meta")), real.sampler, 1.0, exact_vae=False,
+            real.facts, fake_weights(real.model.to("meta")), real.sampler, exact_vae=False,
             halo=halo,
         )  # fmt: skip
         adapter._preparation.sampler = lambda job: sampler  # type: ignore[method-assign]

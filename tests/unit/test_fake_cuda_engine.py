@@ -45,8 +45,8 @@ def on_fake(real: Real) -> Real:
     """The adapter with its model on the fake device."""
     model = fake_weights(real.model.to("meta"))
     if isinstance(real, FluxAdapter):
-        return FluxAdapter(real.facts, model, real.sampler, 0.1, 1.0)
-    return UnetAdapter(real.facts, model, real.sampler, 1.0, exact_vae=False, halo=real._halo)
+        return FluxAdapter(real.facts, model, real.sampler)
+    return UnetAdapter(real.facts, model, real.sampler, exact_vae=False, halo=real._halo)
 
 
 class Watched(LocalExecutor):

@@ -42,7 +42,6 @@ class Model:
             old.facts,
             old.model,
             sampler,
-            old.vae_scale,
             exact_vae=old.exact_vae,
             outside_noise="edit",
         )

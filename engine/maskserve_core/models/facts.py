@@ -77,8 +77,9 @@ class LatentSpace:
     pixels: int
     """Per latent, along one side."""
     channels: int
-    shift: float = 0.0
-    scale: float = 1.0
+    shift: tuple[float, ...] = (0.0,)
+    """One number, or one for each channel; `scale` likewise."""
+    scale: tuple[float, ...] = (1.0,)
     widths: tuple[int, ...] = ()
     """Channels of the VAE's layers, from full resolution down."""
 
@@ -138,6 +139,8 @@ class ModelFacts:
     """Whether an empty negative prompt is zeros instead of its encoding (SDXL)."""
     tokenizer_length: int | None = None
     """Tokens that a prompt always has, where the tokenizer says so (UNets: 77)."""
+    t5: bool = False
+    """Whether a T5 is among its text encoders, by far the largest (`[model] t5_weights`)."""
     least_steps: int = 1
     """Fewer are refused: the sampler's stretch to `shift_terminal` divides 0 by 0 at one step."""
 
@@ -193,14 +196,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def latent_space(folder: Path) -> LatentSpace:
-    """What vae/config.json says; what it leaves out is as in AutoencoderKL."""
+    """What an AutoencoderKL's config.json says, with the class's defaults.
+
+    Raises:
+        ConfigError: a mean and deviation of each channel. Diffusers' inpaint pipelines take them
+            off where they decode and not where they encode.
+    """
     vae = read_json(folder / "vae" / "config.json")
+    if vae.get("latents_mean") or vae.get("latents_std"):
+        raise ConfigError(f"[model] path: {folder}/vae: latents_mean and latents_std: not served")
     widths = tuple(int(width) for width in vae["block_out_channels"])
     return LatentSpace(
         pixels=2 ** (len(widths) - 1),
         channels=int(vae["latent_channels"]),
-        shift=float(vae.get("shift_factor") or 0.0),
-        scale=float(vae.get("scaling_factor", 0.18215)),
+        shift=(float(vae.get("shift_factor") or 0.0),),
+        scale=(float(vae.get("scaling_factor", 0.18215)),),
         widths=widths,
     )
 

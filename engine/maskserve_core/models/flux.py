@@ -151,6 +151,7 @@ def read(folder: Path, semantics: str, native_resolution: int) -> ModelFacts:
         control=CONTROL,
         skips_steps=True,
         keeps_decoded=True,
+        t5=True,
         least_steps=2 if sampler.get("shift_terminal") else 1,
     )
 

@@ -7,31 +7,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskserve_core.models.facts import LatentSpace
+from maskserve_engine.stages.latent_space import to_model
+
 
 class Posterior:
     """The VAE's Gaussian over an image's latents, scaled as the model expects.
 
     Args:
         moments: [2C, h, w], mean and log-variance.
-        shift: the VAE's shift_factor.
-        scale: the VAE's scaling_factor.
+        space: of the VAE.
         dtype: the model's; sampling happens in it, as in the pipeline.
     """
 
     def __init__(
-        self, moments: NDArray[np.float32], shift: float, scale: float, dtype: torch.dtype
+        self, moments: NDArray[np.float32], space: LatentSpace, dtype: torch.dtype
     ) -> None:
         mean, logvar = torch.from_numpy(moments).to(dtype).chunk(2)
         self.mean, self.std = mean, torch.exp(0.5 * logvar.clamp(-30.0, 20.0))
-        self.shift, self.scale = shift, scale
+        self.space = space
 
     def sample(self, generator: torch.Generator) -> Tensor:
         """[C, h, w]; draws C·h·w numbers from `generator`, with a leading batch axis."""
         noise = draw(self.mean.shape, generator, self.mean.dtype)
-        return (self.mean + self.std * noise - self.shift) * self.scale
+        return to_model(self.mean + self.std * noise, self.space)
 
     def mode(self) -> Tensor:
-        return (self.mean - self.shift) * self.scale
+        return to_model(self.mean, self.space)
 
 
 def draw(shape: torch.Size, generator: torch.Generator, dtype: torch.dtype) -> Tensor:

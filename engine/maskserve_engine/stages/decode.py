@@ -14,6 +14,7 @@ from torch import Tensor
 from maskserve_core.config import Config
 from maskserve_core.models.facts import LatentSpace, ModelFacts
 from maskserve_engine.stages.cpu_threads import limit_threads
+from maskserve_engine.stages.latent_space import to_vae
 from maskserve_engine.stages.loader import load_part
 from maskserve_engine.stages.vae_pieces import (
     CellSums,
@@ -96,7 +97,7 @@ class Decoder:
 
     def _scaled(self, latents: NDArray[np.float32]) -> Tensor:
         x = torch.from_numpy(latents)[None].to(self.vae.device, self.vae.dtype)
-        return x / self.latents.scale + self.latents.shift
+        return to_vae(x, self.latents)
 
     def _middle(self, latents: NDArray[np.float32]) -> Tensor:
         """[1, C, h, w]: everything, up to the blocks that scale up."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from maskserve_core.config import Config
@@ -20,6 +21,7 @@ from maskserve_core.contracts.request import EditRequest
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.kept import Kept
+from maskserve_engine.stages.latent_space import to_model
 from maskserve_engine.stages.moments_folder import MomentsFolder
 from maskserve_engine.stages.vae_pieces import CellSums, Pieces, PixelBox
 
@@ -104,8 +106,8 @@ class EditDecoder:
         if moments is None:
             return None
         space = self._facts.latents
-        mean = moments[: len(moments) // 2]
-        sums = self._decoder.sums((mean - np.float32(space.shift)) * np.float32(space.scale))
+        mean = torch.from_numpy(moments[: len(moments) // 2])
+        sums = self._decoder.sums(to_model(mean, space).numpy())
         self._sums.put(pixels_id, sums)
         return sums
 

@@ -61,7 +61,7 @@ def meta_engine() -> Engine:
         model: Any = FluxTransformer2DModel.from_config(FLUX_FILL_FACTS.denoiser)
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
     sampler = FlowMatchEulerDiscreteScheduler.from_config(FLUX_DEV_SAMPLER)
-    adapter = FluxAdapter(FLUX_FILL_FACTS, model, sampler, 0.1159, 0.3611)
+    adapter = FluxAdapter(FLUX_FILL_FACTS, model, sampler)
     config = config_of({"model": {"path": str(DEMO_MODEL), "dtype": "bfloat16"}})
     return Engine(config, adapter, lambda: adapter.blank_prompt(_TEXT))
 

@@ -38,7 +38,7 @@ def flux_dev() -> FluxAdapter:
     with torch.device("meta"):
         model = FluxTransformer2DModel(**FLUX_DEV)
     sampler = FlowMatchEulerDiscreteScheduler(**FLUX_DEV_SAMPLER)
-    return FluxAdapter(FLUX_DEV_FACTS, model, sampler, 0.0, 1.0)
+    return FluxAdapter(FLUX_DEV_FACTS, model, sampler)
 
 
 def table(side: int, steps: int, strides: Sequence[int]) -> str:

@@ -33,7 +33,7 @@ FLUX_DEV_SAMPLER: dict[str, Any] = {
 FLUX_DEV_FACTS = ModelFacts(
     family="flux",
     semantics="inpaint",
-    latents=LatentSpace(pixels=8, channels=16, shift=0.1159, scale=0.3611),
+    latents=LatentSpace(pixels=8, channels=16, shift=(0.1159,), scale=(0.3611,)),
     patch=2,
     native_resolution=1024,
     size_multiple=16,
@@ -93,7 +93,7 @@ SD21: dict[str, Any] = {
 SDXL_FACTS = ModelFacts(
     family="unet",
     semantics="inpaint",
-    latents=LatentSpace(pixels=8, channels=4, scale=0.13025),
+    latents=LatentSpace(pixels=8, channels=4, scale=(0.13025,)),
     patch=1,
     native_resolution=1024,
     size_multiple=8,
@@ -113,7 +113,7 @@ SD21_FACTS = replace(
     SDXL_FACTS,
     native_resolution=768,
     denoiser=SD21,
-    latents=LatentSpace(pixels=8, channels=4, scale=0.18215),
+    latents=LatentSpace(pixels=8, channels=4, scale=(0.18215,)),
     zeros_for_empty_prompt=False,
 )
 """What is read from the folder of Stable Diffusion 2.1."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from maskserve_core.config import StagesConfig
@@ -28,6 +29,7 @@ from maskserve_core.imaging.masks import active_tokens, component_boxes
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.stages.decode import Decoder
+from maskserve_engine.stages.latent_space import to_model
 from maskserve_engine.stages.vae_pieces import Pieces, PixelBox
 from maskserve_harness.benchmarks.machine import machine
 from maskserve_harness.checkout import DEMO_MODEL
@@ -60,8 +62,9 @@ class Scene:
 
         def latents(pixels: Pixels) -> NDArray[np.float32]:
             moments = encoder.moments(pixels)
-            mean = moments[: len(moments) // 2]
-            return (mean - np.float32(space.shift)) * np.float32(space.scale)
+            mean = torch.from_numpy(moments[: len(moments) // 2])
+            scaled: NDArray[np.float32] = to_model(mean, space).numpy()
+            return scaled
 
         active = np.zeros(side * side, bool)
         active[active_tokens(mask, _TOKEN, _RING)] = True

@@ -51,8 +51,6 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
         facts: what the model folder says.
         model: FluxTransformer2DModel in eval mode.
         sampler: FlowMatchEulerDiscreteScheduler, used for its sigmas only.
-        vae_shift: the VAE's shift_factor.
-        vae_scale: the VAE's scaling_factor.
         compiled: whether segments of blocks are compiled (`compiled`); takes its time.
         placed_bytes: `[cache] placed_bytes`.
         outside_noise: `[model] outside_noise`.
@@ -68,8 +66,6 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
         facts: ModelFacts,
         model: Any,
         sampler: Any,
-        vae_shift: float,
-        vae_scale: float,
         *,
         compiled: bool = False,
         placed_bytes: int = 0,
@@ -88,8 +84,6 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
         self._preparation = FluxPreparation(
             facts,
             sampler,
-            vae_shift=vae_shift,
-            vae_scale=vae_scale,
             dtype=self.dtype,
             outside_noise=outside_noise,
         )
@@ -110,8 +104,6 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
             facts,
             load_denoiser(config, "transformer", FluxTransformer2DModel),
             load_sampler(config),
-            facts.latents.shift,
-            facts.latents.scale,
             compiled=config.model.compile,
             placed_bytes=config.cache.placed_bytes,
             outside_noise=config.model.outside_noise,

@@ -51,8 +51,6 @@ class FluxPreparation:
     Args:
         facts: what the model folder says.
         sampler: FlowMatchEulerDiscreteScheduler, used for its sigmas only.
-        vae_shift: the VAE's shift_factor.
-        vae_scale: the VAE's scaling_factor.
         dtype: of the model.
         outside_noise: `[model] outside_noise`.
     """
@@ -62,13 +60,11 @@ class FluxPreparation:
         facts: ModelFacts,
         sampler: Any,
         *,
-        vae_shift: float,
-        vae_scale: float,
         dtype: torch.dtype,
         outside_noise: str,
     ) -> None:
         self._facts, self._sampler = facts, sampler
-        self._vae_shift, self._vae_scale, self._dtype = vae_shift, vae_scale, dtype
+        self._dtype = dtype
         self._shares_noise = outside_noise == "template"
 
     def prepared(self, job: EditJob) -> FluxPrepared:
@@ -134,7 +130,7 @@ class FluxPreparation:
         return start_inpaint(image, job.edit_mask, factor, schedule, generator, seed)
 
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
-        return Posterior(moments, self._vae_shift, self._vae_scale, self._dtype)
+        return Posterior(moments, self._facts.latents, self._dtype)
 
 
 def grid_of(job: EditJob) -> tuple[int, int]:

@@ -50,7 +50,6 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         facts: what the model folder says.
         model: UNet2DConditionModel in eval mode.
         sampler: the pipeline's own, copied for every row.
-        vae_scale: the VAE's scaling_factor.
         exact_vae: whether the pipeline runs the VAE in float32 whatever the model's dtype.
         own_entries: whether the second pass of guided steps has entries of its own, where they
             would differ (`[cache] cfg_entries`).
@@ -67,7 +66,6 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         facts: ModelFacts,
         model: Any,
         sampler: Any,
-        vae_scale: float,
         *,
         exact_vae: bool,
         own_entries: bool = False,
@@ -78,7 +76,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         self.weights = UnetWeights.of(model)
         super().__init__(UnetBatch, self.weights)
         self.facts, self.model, self.sampler = facts, model, sampler
-        self.vae_scale, self.exact_vae = vae_scale, exact_vae
+        self.exact_vae = exact_vae
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.weight_bytes = held_bytes(model)
@@ -91,7 +89,6 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         self._preparation = UnetPreparation(
             facts,
             sampler,
-            vae_scale=vae_scale,
             vae_dtype=torch.float32 if exact_vae else self.dtype,
             dtype=self.dtype,
             levels=len(model.down_blocks),
@@ -118,7 +115,6 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             facts,
             load_denoiser(config, "unet", UNet2DConditionModel),
             load_sampler(config, facts),
-            facts.latents.scale,
             exact_vae=facts.micro_conditioning and bool(vae.get("force_upcast", True)),
             own_entries=config.cache.cfg_entries == "own",
             halo=config.cache.conv_halo,

@@ -43,7 +43,6 @@ class UnetPreparation:
     Args:
         facts: what the model folder says.
         sampler: the pipeline's own, copied for every row.
-        vae_scale: the VAE's scaling_factor.
         vae_dtype: in which the pipeline samples the VAE's latents.
         dtype: of the model.
         levels: of the UNet.
@@ -56,7 +55,6 @@ class UnetPreparation:
         facts: ModelFacts,
         sampler: Any,
         *,
-        vae_scale: float,
         vae_dtype: torch.dtype,
         dtype: torch.dtype,
         levels: int,
@@ -64,7 +62,7 @@ class UnetPreparation:
         outside_noise: str,
     ) -> None:
         self._facts, self._sampler = facts, sampler
-        self._vae_scale, self._vae_dtype, self._dtype = vae_scale, vae_dtype, dtype
+        self._vae_dtype, self._dtype = vae_dtype, dtype
         self._levels, self._halo = levels, halo
         self._shares_noise = outside_noise == "template" and facts.semantics == "inpaint"
         self.noise_levels = NoiseLevels(sampler)
@@ -149,7 +147,7 @@ class UnetPreparation:
         return self._facts.semantics == "fill"
 
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
-        return Posterior(moments, 0.0, self._vae_scale, self._vae_dtype)
+        return Posterior(moments, self._facts.latents, self._vae_dtype)
 
     def _make_timesteps(self, steps: int, strength: float) -> tuple[float, ...]:
         return tuple(map(float, Sampler(self._sampler, steps, strength).timesteps))
