@@ -67,7 +67,7 @@ def test_the_latent_space_is_the_vaes(tiny_fill: Path, tiny_unets: dict[str, Pat
     for folder in (tiny_fill, *tiny_unets.values()):
         vae, space = AutoencoderKL.from_pretrained(folder / "vae"), load_facts(folder).latents
         config = vae.config
-        assert space.scale == config.scaling_factor
-        assert space.shift == (config.shift_factor or 0.0)
+        assert space.scale == (config.scaling_factor,)
+        assert space.shift == (config.shift_factor or 0.0,)
         assert space.channels == config.latent_channels
         assert space.pixels == 2 ** (len(config.block_out_channels) - 1)
