@@ -23,6 +23,9 @@ CHANNELS, TEXT = 16, 3
 class Weightless:
     """Not looked at: `Velocities` answers in the model's stead."""
 
+    blocks = double_blocks = ()
+    resident_bytes = 0
+
     def with_adapters(self, packed: Any) -> Weightless:
         return self
 

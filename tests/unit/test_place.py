@@ -12,7 +12,7 @@ PROGRAM = """
 import sys
 import torch
 from maskserve_engine.cache.entries import encode
-from maskserve_engine.layers.scatter_kv import KvSlots, Source, fused, scatter_kv
+from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, fused, scatter_kv
 
 format = sys.argv[1]
 for seed in range(8):
@@ -31,7 +31,7 @@ for seed in range(8):
             keys, values, ids = keys.take(ids), values.take(ids), None
         dense = rows > 1 and row == draw(0, rows)
         inactive = 0 if dense else inactive
-        sources.append(None if dense else Source((keys, values)[:parts], ids))
+        sources.append(None if dense else KvSource((keys, values)[:parts], ids))
         spans.append((end + computed, end + computed + inactive))
         end += computed + inactive
     if not any(sources) or not sum(e - b for b, e in spans):

@@ -54,7 +54,7 @@ def test_flux_takes_a_dense_a_priming_and_a_cached_step(
     with caplog.at_level(logging.INFO):
         steps = Watched(config_of(tiny_fill, cache={"entry_kind": kind})).warm_up()
     cached = {"project"} if kind == "h" else {"kv"}
-    assert steps == [("FluxRow", set()), ("PrimingRow", set()), ("FluxRow", cached)]
+    assert steps == [("FluxRow", set()), ("FluxPrimingRow", set()), ("FluxRow", cached)]
     assert "the denoiser was warmed up in 0." in caplog.text
 
 
