@@ -14,6 +14,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from maskserve_engine.cache.entries import GROUP  # noqa: E402
+from maskserve_engine.layers.add_norm_kernel import add_norm_kernel  # noqa: E402
+from maskserve_engine.layers.geglu_kernel import BLOCK, geglu_kernel  # noqa: E402
 from maskserve_engine.layers.modulation_kernels import (  # noqa: E402
     add_gated_kernel,
     modulate_kernel,
@@ -95,6 +97,18 @@ def test_modulating(target: int) -> None:
     gate = {"y": "*bf16", "gates": "*bf16", "gates_stride": "i64"}
     for kernel, own in ((modulate_kernel, norm), (add_gated_kernel, gate)):
         assert machine_code(kernel, streams | own, sizes, target).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("target", [AMPERE, ADA, HOPPER, BLACKWELL])
+def test_between_the_products_of_a_unets_block(target: int) -> None:
+    numbers = dict.fromkeys(("x", "y", "weight", "bias", "added", "normed"), "*bf16")
+    sizes = {"width": 1280, "block": 2048}
+    made = machine_code(add_norm_kernel, numbers | {"eps": "fp32"}, sizes, target)
+    assert made.startswith(b"\x7fELF")
+    gated = compiled(
+        geglu_kernel, {"x": "*bf16", "out": "*bf16"}, {"width": 5120, "block": BLOCK}, target
+    )
+    assert widths(gated["ptx"], "ld") == widths(gated["ptx"], "st") == {16}
 
 
 @pytest.mark.parametrize("target", [AMPERE, ADA, HOPPER, BLACKWELL])

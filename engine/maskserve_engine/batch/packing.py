@@ -28,7 +28,7 @@ from maskserve_engine.batch.transfer import moved
 from maskserve_engine.layers.attention import Segments, Span, ends, spans, uniform
 from maskserve_engine.layers.kernels import kernels_on
 from maskserve_engine.layers.modulation import PerRow, Vector
-from maskserve_engine.layers.scatter_kv import KvSlots
+from maskserve_engine.layers.scatter_kv import KvSlots, slots_of
 
 
 @dataclass(frozen=True)
@@ -181,13 +181,7 @@ def _pack(
         computed=_segments(core, core),
         all_keys=_segments(core, keys),
         core_in_keys=None if one else torch.from_numpy(_positions(core_keys)),
-        slots=KvSlots(
-            spans=tuple(rest_keys),
-            row_of=torch.from_numpy(np.repeat(np.arange(len(rest)), rest)),
-            local=torch.from_numpy(_positions([(0, r) for r in rest])),
-            to=torch.from_numpy(_positions(rest_keys)),
-            numbers=torch.from_numpy(np.arange(sum(rest))),
-        ),
+        slots=slots_of(rest_keys),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +44,19 @@ class KvSlots:
     """[M] its place in the buffer."""
     numbers: Tensor
     """[M] 0, 1, …"""
+
+
+def slots_of(spans: Sequence[Span]) -> KvSlots:
+    """Those of rows whose tokens lie in these spans of a buffer; on the host."""
+    lengths = [end - begin for begin, end in spans]
+    positions = [np.arange(begin, end) for begin, end in spans]
+    return KvSlots(
+        spans=tuple(spans),
+        row_of=torch.from_numpy(np.repeat(np.arange(len(spans)), lengths)),
+        local=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
+        to=torch.from_numpy(np.concatenate(positions)),
+        numbers=torch.from_numpy(np.arange(sum(lengths))),
+    )
 
 
 def scatter_kv(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots: KvSlots) -> None:

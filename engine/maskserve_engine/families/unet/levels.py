@@ -7,8 +7,8 @@ them are simply
     | pass 0: 0 … N-1 | pass 1: N … 2N-1 | …
 
 Computed tokens are packed in that order without padding. Keys are complete: every pass has N, the
-computed tokens' at their positions and the others' at theirs. A pass whose convolutions run on a
-tile has features in its box alone.
+computed tokens' first and the others' behind them, since attention does not depend on their order.
+A pass whose convolutions run on a tile has features in its box alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_engine.families.unet.tile import Ids
-from maskserve_engine.layers.attention import Segments, Span, ends, spans, uniform
+from maskserve_engine.layers.attention import Segments, ends, spans, uniform
+from maskserve_engine.layers.scatter_kv import KvSlots, slots_of
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where computed tokens' keys and others' lie among those of all passes."""
+
+    core: Tensor
+    """[n] of the computed tokens."""
+    slots: KvSlots
+    """Of the others: each pass's lie one behind the other."""
+    rest: KvSlots
+    """Of the others among themselves."""
+    count: int
+    """Of all."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +48,8 @@ class Partition:
     """[n] of the computed tokens."""
     rest: Tensor
     """[m] of the others."""
-    rest_spans: tuple[Span, ...]
-    """Of each pass in `rest`; empty where it computes all."""
+    slots: KvSlots
+    """Of the others among themselves, pass by pass; empty where a pass computes all."""
 
     def split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Computed and other tokens of [n + m, width]."""
@@ -43,7 +58,8 @@ class Partition:
     def join(self, core: Tensor, rest: Tensor) -> Tensor:
         """[n + m, …] of what `split` gave."""
         both = core.new_empty(len(core) + len(rest), *core.shape[1:])
-        both[self.core], both[self.rest] = core, rest
+        both.index_copy_(0, self.core, core)
+        both.index_copy_(0, self.rest, rest)
         return both
 
 
@@ -51,8 +67,8 @@ class Partition:
 class Sparse:
     """Tokens at a level where some pass leaves some out."""
 
-    keys: Partition
-    """Among all of the level: what self-attention reads."""
+    keys: Keys
+    """What self-attention reads."""
     there: Partition
     """Among those whose features are computed: of a pass with a tile, those in its box."""
     wanted: tuple[Tensor | None, ...]
@@ -95,8 +111,7 @@ def make_level(
     sparse = None
     if any(ids is not None for ids in active):
         computed = [_marked(tokens, ids) for ids in active]
-        keys = _partition(computed)
-        there = keys
+        there = _partition(computed)
         wanted: tuple[Tensor | None, ...] = (None,) * len(active)
         if any(ids is not None for ids in tiles):
             inside = [_marked(tokens, ids) for ids in tiles]
@@ -106,6 +121,7 @@ def make_level(
                 for ids, own, box in zip(tiles, computed, inside, strict=True)
             )
         counts = [int(own.sum()) for own in computed]
+        keys = _keys(counts, tokens)
         sparse = Sparse(keys, there, wanted, _segments(counts, whole), _segments(counts, text))
     tiled = any(ids is not None for ids in tiles)
     return Level(_segments(whole, whole), _segments(whole, text), sparse, tiled)
@@ -122,7 +138,17 @@ def _partition(computed: Sequence[NDArray[np.bool_]]) -> Partition:
     """Of tokens that are computed or not, per pass."""
     whole = np.concatenate(computed)
     core, rest = map(torch.from_numpy, (np.flatnonzero(whole), np.flatnonzero(~whole)))
-    return Partition(core, rest, spans([int((~own).sum()) for own in computed]))
+    return Partition(core, rest, slots_of(spans([int((~own).sum()) for own in computed])))
+
+
+def _keys(counts: Sequence[int], tokens: int) -> Keys:
+    """Of passes of `tokens` each, so many of which are computed."""
+    begins = [number * tokens for number in range(len(counts))]
+    core = [np.arange(at, at + count) for at, count in zip(begins, counts, strict=True)]
+    others = [(at + count, at + tokens) for at, count in zip(begins, counts, strict=True)]
+    rest = slots_of(spans([tokens - count for count in counts]))
+    total = tokens * len(counts)
+    return Keys(torch.from_numpy(np.concatenate(core)), slots_of(others), rest, total)
 
 
 def _segments(queries: Sequence[int], keys: Sequence[int]) -> Segments:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.batch.transfer import HostCopy
-from maskserve_engine.cache.entries import AnchorEntry, Coded, Recorder
+from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
@@ -20,6 +20,7 @@ from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids, Tile
 from maskserve_engine.layers.low_rank import Adapters
+from maskserve_engine.layers.scatter_kv import KvSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +71,17 @@ class CachedRest:
     half: int
     """Of the entries: 0, or 1 for the second pass where it has its own."""
 
-    def hidden(self, block: int, out: Tensor) -> None:
-        self._read(block, "h", out)
-
-    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
-        self._read(block, "kv", keys.flatten(1), values.flatten(1))
-
-    def end(self, block: int, out: Tensor, wanted: Tensor | None) -> None:
-        [own] = self._own(block, "end")
-        (own if wanted is None else own.take(wanted)).into(out)
-
-    def _read(self, block: int, part: str, *outs: Tensor) -> None:
-        for coded, out in zip(self._own(block, part), outs, strict=True):
-            coded.into(out)
-
-    def _own(self, block: int, part: str) -> list[Coded]:
-        """Its half of a part."""
+    def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
         entry, inactive = self.row.entry, self.row.inactive
         assert entry is not None, "packed for a step that reads no entry"
         assert inactive is not None
-        parts = entry.wait(block, part)
-        count = len(parts[0].data) // inactive.halves
+        parts, ids = entry.wait_whole(block, part)
+        count = len(parts[0].data if ids is None else ids) // inactive.halves
         own = slice(self.half * count, (self.half + 1) * count)
-        return [coded.map(lambda tokens: tokens[own]) for coded in parts]
+        if ids is not None:
+            ids = ids[own] if wanted is None else ids[own].index_select(0, wanted)
+            return KvSource(parts, ids)
+        return KvSource(tuple([coded.map(lambda tokens: tokens[own]) for coded in parts]), wanted)
 
 
 @dataclass(slots=True)

@@ -11,16 +11,19 @@ between them the blocks compute active tokens only (design §4, "Cached row"):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.families.unet.levels import Level, Sparse
-from maskserve_engine.families.unet.weights import AttentionWeights, BlockWeights, StackWeights
+from maskserve_engine.families.unet.weights import BlockWeights, CrossAttention, StackWeights
+from maskserve_engine.layers.add_norm import add_norm
 from maskserve_engine.layers.attention import Segments, Span, attention, spans
+from maskserve_engine.layers.geglu import geglu
+from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, scatter_kv
 
 
 class InactivePassTokens(Protocol):
@@ -29,20 +32,13 @@ class InactivePassTokens(Protocol):
     Blocks are numbered over the whole UNet, in the order they run.
     """
 
-    def hidden(self, block: int, out: Tensor) -> None:
-        """Write their cached hidden states at the block's input into `out` [m, width]."""
-        ...
-
-    def keys_values(self, block: int, keys: Tensor, values: Tensor) -> None:
-        """Write their cached keys and values into [m, heads, head_dim] each."""
-        ...
-
-    def end(self, block: int, out: Tensor, wanted: Tensor | None) -> None:
-        """Write their cached hidden states behind a stack's last block into `out` [m, width].
+    def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
+        """Where what is kept of a block lies.
 
         Args:
-            block: the last one.
-            out: of those that are wanted.
+            block: of the UNet.
+            part: `h`, hidden states at the block's input; `kv`, keys and values; `end`, hidden
+                states behind it, where it is its stack's last one.
             wanted: [m] which of the inactive tokens; None: all.
         """
         ...
@@ -64,15 +60,17 @@ class Text:
         """Of each pass."""
         self._projected: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def keys_values(self, number: int, attn: AttentionWeights) -> tuple[Tensor, Tensor]:
+    def keys_values(self, number: int, attn: CrossAttention) -> tuple[Tensor, Tensor]:
         """[T, heads, head_dim] each, for block `number` and its cross-attention."""
         if number not in self._projected:
-            self._projected[number] = _keys_values(attn, self.states, self.spans)
+            both = _heads(attn.keys_values(self.states, self.spans), 2, attn.head_count)
+            keys, values = both.unbind(1)
+            self._projected[number] = keys, values
         return self._projected[number]
 
 
-Fill = Callable[[BlockWeights, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Completes a self-attention's computed keys and values by those of the other tokens."""
+Fill = Callable[[BlockWeights, Tensor], tuple[Tensor, Tensor]]
+"""All keys and values of a self-attention, from the computed tokens' [n, 2, heads, head_dim]."""
 
 
 def transformer_block(
@@ -97,30 +95,28 @@ def transformer_block(
         fill: None where all tokens are computed.
         see: is shown the computed keys and values; None: nobody is.
     """
-    passes = own.q_spans
-    normed, attn = block.norm1(tokens), block.attn1
-    keys, values = _keys_values(attn, normed, passes)
+    passes, attn = own.q_spans, block.attn1
+    qkv = _heads(attn.qkv(block.norm1(tokens), passes), 3, attn.head_count)
+    query, keys, values = qkv.unbind(1)
     if see is not None:
         see(keys, values)
     if fill is not None:
-        keys, values = fill(block, keys, values)
-    mixed = attention(attn.heads(attn.to_q(normed, passes)), keys, values, own)
-    tokens = tokens + attn.to_out(mixed.flatten(1), passes)
+        keys, values = fill(block, qkv[:, 1:])
+    mixed = attention(query, keys, values, own)
+    del qkv, query, keys, values
+    tokens, normed = add_norm(tokens, attn.to_out(mixed.flatten(1), passes), block.norm2)
 
-    attn = block.attn2
-    query = attn.heads(attn.to_q(block.norm2(tokens), passes))
-    mixed = attention(query, *text.keys_values(number, attn), cross)
-    tokens = tokens + attn.to_out(mixed.flatten(1), passes)
+    to_text = block.attn2
+    query = to_text.to_q(normed, passes).unflatten(1, (to_text.head_count, -1))
+    mixed = attention(query, *text.keys_values(number, to_text), cross)
+    tokens, normed = add_norm(tokens, to_text.to_out(mixed.flatten(1), passes), block.norm3)
 
-    hidden, gates = block.up(block.norm3(tokens), passes).chunk(2, dim=1)
-    return tokens + block.down(hidden * F.gelu(gates), passes)
+    return tokens + block.down(geglu(block.up(normed, passes)), passes)
 
 
-def _keys_values(
-    attn: AttentionWeights, x: Tensor, passes: Sequence[Span]
-) -> tuple[Tensor, Tensor]:
-    """[n, heads, head_dim] each of tokens [n, width]."""
-    return attn.heads(attn.to_k(x, passes)), attn.heads(attn.to_v(x, passes))
+def _heads(x: Tensor, parts: int, heads: int) -> Tensor:
+    """[n, parts, heads, head_dim] of [n, parts · width]."""
+    return x.unflatten(1, (parts, heads, -1))
 
 
 class Stack:
@@ -201,7 +197,7 @@ class Stack:
         dense = self.kinds[number] == "dense"
         assert not self.level.tiled or self.kinds[number] == "kv", "tiles go with `kv` alone"
         if dense and self.sparse is not None:
-            rest = self._inactive(number, tokens)
+            rest = self._inactive(number, tokens.shape[1], tokens)
             tokens, self.sparse = self.sparse.there.join(tokens, rest), None
         elif not dense and self.sparse is None:
             self.sparse = self.level.sparse
@@ -210,55 +206,54 @@ class Stack:
             tokens, self.left = self.sparse.there.split(tokens)
         return tokens
 
-    def _inactive(self, number: int, like: Tensor) -> Tensor:
+    def _inactive(self, number: int, width: int, like: Tensor) -> Tensor:
         """[m, width] the inactive tokens at the block's input: at hand, or restored."""
         if self.left is not None:
             return self.left
-        return self._restored(like, lambda rest, out: rest.hidden(number, out))
-
-    def _restored(self, like: Tensor, read: Callable[[InactivePassTokens, Tensor], None]) -> Tensor:
         assert self.sparse is not None
-        out = like.new_empty(len(self.sparse.keys.rest), like.shape[1])
-        for rest, (begin, end) in zip(self.rests, self.sparse.keys.rest_spans, strict=True):
-            if rest is not None:
-                read(rest, out[begin:end])
+        return self._restored(number, "h", self.sparse.keys.rest, like.new_empty(0, width))
+
+    def _restored(self, number: int, part: str, slots: KvSlots, like: Tensor) -> Tensor:
+        """[m, width] hidden states of inactive tokens."""
+        out = like.new_empty(slots.spans[-1][1], like.shape[1])
+        scatter_kv(self._sources(number, part), (out,), slots)
         return out
 
-    def _restored_ends(self, number: int, like: Tensor) -> Tensor:
-        """[m, width] the inactive tokens that are there, behind the stack's last block."""
+    def _sources(self, number: int, part: str) -> list[KvSource | None]:
         assert self.sparse is not None
-        there = self.sparse.there
-        out = like.new_empty(len(there.rest), like.shape[1])
-        for rest, (begin, end), wanted in zip(
-            self.rests, there.rest_spans, self.sparse.wanted, strict=True
-        ):
-            if rest is not None:
-                rest.end(number, out[begin:end], wanted)
-        return out
+        wanted = self.sparse.wanted if part == "end" else (None,) * len(self.rests)
+        return [
+            None if rest is None else rest.source(number, part, own)
+            for rest, own in zip(self.rests, wanted, strict=True)
+        ]
 
     def _fill(self, number: int) -> Fill | None:
         if self.sparse is None:
             return None
-        sparse, project = self.sparse, self.kinds[number] == "project"
+        return partial(self._project if self.kinds[number] == "project" else self._load, number)
 
-        def fill(block: BlockWeights, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            if project:
-                normed = block.norm1(self._inactive(number, keys.flatten(1)))
-                more = _keys_values(block.attn1, normed, sparse.keys.rest_spans)
-            else:
-                more = self._loaded(number, keys)
-            return sparse.keys.join(keys, more[0]), sparse.keys.join(values, more[1])
-
-        return fill
-
-    def _loaded(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _load(self, number: int, block: BlockWeights, computed: Tensor) -> tuple[Tensor, Tensor]:
+        both = self._all_keys(computed)
+        keys, values = both.unbind()
         assert self.sparse is not None
-        shape = (len(self.sparse.keys.rest), *like.shape[1:])
-        keys, values = like.new_empty(shape), like.new_empty(shape)
-        for rest, (begin, end) in zip(self.rests, self.sparse.keys.rest_spans, strict=True):
-            if rest is not None:
-                rest.keys_values(number, keys[begin:end], values[begin:end])
+        scatter_kv(self._sources(number, "kv"), (keys, values), self.sparse.keys.slots)
         return keys, values
+
+    def _project(self, number: int, block: BlockWeights, computed: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.sparse is not None
+        keys, both = self.sparse.keys, self._all_keys(computed)
+        hidden = self._inactive(number, both[0, 0].numel(), computed)
+        product = block.attn1.keys_values(block.norm1(hidden), keys.rest.spans)
+        rest = _heads(product, 2, block.attn1.head_count)
+        both.index_copy_(1, keys.slots.to, rest.transpose(0, 1))
+        return both[0], both[1]
+
+    def _all_keys(self, computed: Tensor) -> Tensor:
+        """[2, keys, heads, head_dim] of all tokens; those that were computed are written."""
+        assert self.sparse is not None
+        keys = self.sparse.keys
+        both = computed.new_empty(2, keys.count, *computed.shape[2:])
+        return both.index_copy_(1, keys.core, computed.transpose(0, 1))
 
     def _capture(self, number: int, tokens: Tensor) -> Callable[[Tensor, Tensor], None]:
         """Hand the priming rows' hidden states over now, their keys and values when known."""
@@ -286,4 +281,5 @@ class Stack:
             capture.end(number, tokens[at])
         if self.sparse is None:
             return tokens
-        return self.sparse.there.join(tokens, self._restored_ends(number, tokens))
+        there = self.sparse.there
+        return there.join(tokens, self._restored(number, "end", there.slots, tokens))

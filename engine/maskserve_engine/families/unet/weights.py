@@ -1,7 +1,6 @@
 """The weights of the transformer stacks of a UNet2DConditionModel, found once.
 
-Convolutions and norms stay the model's modules. Nothing is joined, so each product is one layer
-of the model, as files of adapters name them.
+Convolutions and norms stay the model's modules. Layers with the same input are one product.
 """
 
 from __future__ import annotations
@@ -25,30 +24,38 @@ from maskserve_engine.layers.low_rank import (
 )
 
 
-class AttentionWeights(NamedTuple):
-    """A self-attention, or a cross-attention, whose keys and values are the prompt's."""
+class SelfAttention(NamedTuple):
+    """To all tokens of the picture."""
 
-    to_q: Linear
-    to_k: Linear
-    to_v: Linear
+    qkv: Linear
+    """Queries, keys and values, one beside the other."""
     to_out: Linear
     head_count: int
 
-    def heads(self, x: Tensor) -> Tensor:
-        """[n, heads, head_dim] of [n, width]."""
-        return x.unflatten(1, (self.head_count, -1))
+    @property
+    def keys_values(self) -> Linear:
+        """Keys and values alone."""
+        width = self.qkv.out_features // 3
+        return self.qkv.columns(width, 3 * width)
+
+
+class CrossAttention(NamedTuple):
+    """To the prompt."""
+
+    to_q: Linear
+    keys_values: Linear
+    to_out: Linear
+    head_count: int
 
 
 class BlockWeights(NamedTuple):
     """A BasicTransformerBlock."""
 
-    norm1: nn.Module
-    attn1: AttentionWeights
-    """To all tokens."""
-    norm2: nn.Module
-    attn2: AttentionWeights
-    """To the prompt."""
-    norm3: nn.Module
+    norm1: nn.LayerNorm
+    attn1: SelfAttention
+    norm2: nn.LayerNorm
+    attn2: CrossAttention
+    norm3: nn.LayerNorm
     up: Linear
     """The feed-forward part's input, and the gates beside it."""
     down: Linear
@@ -89,7 +96,7 @@ class UnetWeights:
     def with_linears(self, change: Callable[[str, Linear], Linear]) -> UnetWeights:
         """The same with other products (`map_linears`), which are given the passes' spans.
 
-        A place is `down_blocks.0.1.transformer_blocks.0.attn1.to_q`, say: of the first stage the
+        A place is `down_blocks.0.1.transformer_blocks.0.attn1.qkv`, say: of the first stage the
         second stack.
         """
         return map_linears(self, change)
@@ -133,25 +140,36 @@ def _projection(module: Any) -> Linear:
 
 
 def _block(block: Any) -> BlockWeights:
+    own, cross = block.attn1, block.attn2
     return BlockWeights(
         block.norm1,
-        _attention(block.attn1),
+        SelfAttention(linear(own.to_q, own.to_k, own.to_v), linear(own.to_out[0]), own.heads),
         block.norm2,
-        _attention(block.attn2),
+        CrossAttention(
+            linear(cross.to_q),
+            linear(cross.to_k, cross.to_v),
+            linear(cross.to_out[0]),
+            cross.heads,
+        ),
         block.norm3,
         linear(block.ff.net[0].proj),
         linear(block.ff.net[2]),
     )
 
 
-def _attention(attn: Any) -> AttentionWeights:
-    products = linear(attn.to_q), linear(attn.to_k), linear(attn.to_v), linear(attn.to_out[0])
-    return AttentionWeights(*products, attn.heads)
-
-
 _OF_STACK = re.compile(r"(?P<stage>(?:down|up)_blocks\.\d+|mid_block)\.attentions\.(?P<rest>.*)")
-_OF_BLOCK = {"attn1.to_out.0": "attn1.to_out", "attn2.to_out.0": "attn2.to_out"}
-_OF_BLOCK |= {"ff.net.0.proj": "up", "ff.net.2": "down"}
+_OF_BLOCK = {
+    "attn1.to_q": ("attn1.qkv", 0),
+    "attn1.to_k": ("attn1.qkv", 1),
+    "attn1.to_v": ("attn1.qkv", 2),
+    "attn1.to_out.0": ("attn1.to_out", 0),
+    "attn2.to_k": ("attn2.keys_values", 0),
+    "attn2.to_v": ("attn2.keys_values", 1),
+    "attn2.to_out.0": ("attn2.to_out", 0),
+    "ff.net.0.proj": ("up", 0),
+    "ff.net.2": ("down", 0),
+}
+"""Layer of a block → its product, and behind how many layers as wide as it."""
 _OF_MODEL = re.compile(
     r"conv_(in|out)|.*\.(conv1|conv2|conv_shortcut|time_emb_proj|(down|up)samplers\.0\.conv)"
 )
@@ -171,14 +189,18 @@ def places_of(model: Any) -> dict[str, Place]:
             continue
         shape, in_stack = layer_shape(module), _OF_STACK.fullmatch(name)
         if in_stack is not None:
-            places[name] = Place(f"{in_stack['stage']}.{_renamed(in_stack['rest'])}", 0, shape)
+            product, before = _product_of(in_stack["rest"])
+            places[name] = Place(f"{in_stack['stage']}.{product}", before * shape[0], shape)
         elif _OF_MODEL.fullmatch(name):
             places[name] = Place(name, 0, shape, isinstance(module, nn.Conv2d))
     return places
 
 
-def _renamed(name: str) -> str:
-    """`0.transformer_blocks.1.ff.net.2` → `0.transformer_blocks.1.down`, say."""
+def _product_of(name: str) -> tuple[str, int]:
+    """`0.transformer_blocks.1.attn1.to_k` → (`0.transformer_blocks.1.attn1.qkv`, 1), say."""
     parts = name.split(".")
     layer = ".".join(parts[3:])
-    return ".".join((*parts[:3], _OF_BLOCK.get(layer, layer))) if layer else name
+    if not layer:
+        return name, 0
+    product, before = _OF_BLOCK.get(layer, (layer, 0))
+    return ".".join((*parts[:3], product)), before

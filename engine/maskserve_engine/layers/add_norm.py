@@ -1,0 +1,47 @@
+"""A residual added to tokens, and the norm that reads the sum next."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maskserve_engine.layers.kernels import has_kernels
+
+
+def add_norm(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """Sum x + y, and what `norm` makes of it.
+
+    Args:
+        x: [N, D] tokens.
+        y: [N, D]
+        norm: over D, with weight and bias.
+    """
+    if has_kernels(x):
+        both: tuple[Tensor, Tensor] = torch.ops.maskserve.add_norm(
+            x, y, norm.weight, norm.bias, norm.eps
+        )
+        return both
+    added = x + y
+    return added, F.layer_norm(added, added.shape[-1:], norm.weight, norm.bias, norm.eps)
+
+
+@torch.library.custom_op("maskserve::add_norm", mutates_args=())
+def _add_norm(
+    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    import triton
+
+    from maskserve_engine.layers.add_norm_kernel import add_norm_kernel
+
+    x, y = x.contiguous(), y.contiguous()  # as the kernel takes it for granted
+    tokens, width = x.shape
+    added, normed = torch.empty_like(x), torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    add_norm_kernel[(tokens,)](x, y, weight, bias, added, normed, eps, width, block)
+    return added, normed
+
+
+@_add_norm.register_fake
+def _(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)

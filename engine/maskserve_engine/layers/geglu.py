@@ -1,0 +1,36 @@
+"""The activation of a gated feed-forward part: one half of its product times GELU of the other."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maskserve_engine.layers.kernels import has_kernels
+
+
+def geglu(x: Tensor) -> Tensor:
+    """[N, D] of tokens [N, 2 · D]: the first half times GELU (exact) of the second."""
+    if has_kernels(x):
+        activated: Tensor = torch.ops.maskserve.geglu(x)
+        return activated
+    hidden, gates = x.chunk(2, dim=1)
+    return hidden * F.gelu(gates)
+
+
+@torch.library.custom_op("maskserve::geglu", mutates_args=())
+def _geglu(x: Tensor) -> Tensor:
+    import triton
+
+    from maskserve_engine.layers.geglu_kernel import BLOCK, geglu_kernel
+
+    x = x.contiguous()  # as the kernel takes it for granted
+    tokens, width = x.shape[0], x.shape[1] // 2
+    out = x.new_empty(tokens, width)
+    geglu_kernel[(tokens, triton.cdiv(width, BLOCK))](x, out, width, BLOCK)
+    return out
+
+
+@_geglu.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // 2)
