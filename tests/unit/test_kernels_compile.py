@@ -51,11 +51,17 @@ def widths(ptx: str, what: str) -> set[int]:
 
 
 def compiled(
-    kernel: Any, types: dict[str, Any], sizes: dict[str, Any], target: int
+    kernel: Any,
+    types: dict[str, Any],
+    sizes: dict[str, Any],
+    target: int,
+    aligned: tuple[int, ...] = (),
 ) -> dict[str, Any]:
+    """`aligned`: numbers of arguments that are multiples of 16, as torch's tensors are."""
     known = {**types, **dict.fromkeys(sizes, "constexpr")}
     signature = {name: known[name] for name in kernel.arg_names}
-    source = ASTSource(kernel, signature=signature, constexprs=sizes)
+    attributes = {(number,): [["tt.divisibility", 16]] for number in aligned}
+    source = ASTSource(kernel, signature=signature, constexprs=sizes, attrs=attributes)
     made: dict[str, Any] = triton.compile(source, target=GPUTarget("cuda", target, 32)).asm
     return made
 
@@ -105,9 +111,8 @@ def test_between_the_products_of_a_unets_block(target: int) -> None:
     sizes = {"width": 1280, "block": 2048}
     made = machine_code(add_norm_kernel, numbers | {"eps": "fp32"}, sizes, target)
     assert made.startswith(b"\x7fELF")
-    gated = compiled(
-        geglu_kernel, {"x": "*bf16", "out": "*bf16"}, {"width": 5120, "block": BLOCK}, target
-    )
+    sizes = {"width": 5120, "block": BLOCK}
+    gated = compiled(geglu_kernel, {"x": "*bf16", "out": "*bf16"}, sizes, target, aligned=(0, 1))
     assert widths(gated["ptx"], "ld") == widths(gated["ptx"], "st") == {16}
 
 
