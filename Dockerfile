@@ -1,7 +1,8 @@
-# Two images of a worker and its router, and one of Prometheus:
+# Two images of a worker and its router, one of the page, and one of Prometheus:
 #
 #   docker build --target cpu .           on Debian, with the Triton from pip: runs anywhere
 #   docker build --target gpu .           on NVIDIA's Triton image
+#   docker build --target page .          the page, on any machine
 #   docker build --target prometheus .    Debian's Prometheus, with our scrape configuration
 #
 # PIP_FLAGS are flags for pip, such as an index with another build of torch (CPU only, or your CUDA).
@@ -40,6 +41,26 @@ RUN python3 -c "from pathlib import Path; from maskserve_serving.runtime import 
 USER maskserve
 WORKDIR /var/lib/maskserve
 CMD ["maskserve", "serve", "--model", "/opt/models/demo", "--host", "0.0.0.0", "--log-dir", "/var/log/maskserve"]
+
+FROM debian:bookworm-slim AS page
+ARG PIP_FLAGS=""
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates curl python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+ENV VIRTUAL_ENV=/opt/maskserve PATH=/opt/maskserve/bin:$PATH PYTHONDONTWRITEBYTECODE=1
+WORKDIR /src
+COPY pyproject.toml constraints.txt deploy/requirements.py ./
+RUN python3 -m venv $VIRTUAL_ENV \
+    && python3 requirements.py web > requirements.txt \
+    && pip install --no-cache-dir $PIP_FLAGS -c constraints.txt -r requirements.txt
+COPY --from=source / ./
+RUN pip install --no-cache-dir $PIP_FLAGS --no-deps . \
+    && useradd --uid 10001 --create-home maskserve \
+    && install -d -o maskserve /pictures
+COPY assets/photos /pictures
+USER maskserve
+WORKDIR /home/maskserve
+CMD ["maskserve", "web", "--host", "0.0.0.0", "--url", "routers:8081", "--images", "/pictures"]
 
 FROM debian:bookworm-slim AS prometheus
 RUN apt-get update \

@@ -130,6 +130,16 @@ class Http(Table, frozen=True):
     """Connections at a time; one more is closed."""
 
 
+class ImageHosts(Table, frozen=True):
+    """`[image_urls]`: pictures that requests of OpenAI's API give as https URLs."""
+
+    hosts: tuple[Annotated[str, Meta(pattern=r"^[a-z0-9.-]+(:[0-9]+)?$")], ...] = ()
+    """Hosts that the router may fetch them from, `name` or `name:port`. Without any it fetches
+    nothing, and takes data URLs alone."""
+    timeout_s: Seconds = 10.0
+    """Time that one picture may take."""
+
+
 class Grpc(Table, frozen=True):
     """`[grpc]`: bounds on calls of the clients' gRPC port."""
 
@@ -168,6 +178,7 @@ class RouterConfig(Table, frozen=True):
     faults: Faults = Faults()
     http: Http = Http()
     grpc: Grpc = Grpc()
+    image_urls: ImageHosts = ImageHosts()
     keys: tuple[Key, ...] = ()
     limits: LimitsConfig = LimitsConfig()
     log: LogConfig = LogConfig()

@@ -13,7 +13,7 @@ from maskserve_core.contracts.keys import TEMPLATE_ID
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.contracts.tensors import CONTRACTS
 from maskserve_core.reading import sentences
-from maskserve_router.openai.form import EXTENSIONS, Fields
+from maskserve_router.openai.form import EXTENSIONS, Fields, ImageUrl
 
 Json = dict[str, Any]
 _PICTURE = {"type": "string", "contentMediaType": "application/octet-stream", "format": "binary"}
@@ -51,11 +51,12 @@ def document() -> Json:
                     created=_WHOLE,
                     size=_TEXT,
                     output_format=_TEXT,
-                    data=_list(_object(b64_json=_TEXT)),
+                    data=_list(_picture()),
                     usage=_object(input_tokens=_WHOLE, output_tokens=_WHOLE, total_tokens=_WHOLE),
                     maskserve=_list({"type": "object"}),
                 ),
                 **_reachable((Fields, EditSettings)),
+                "ImageUrl": _strict(ImageUrl),
             },
         },
     }
@@ -70,7 +71,10 @@ def _openai() -> Json:
         "summary": "Repaint the masked part of an image",
         "requestBody": {
             "required": True,
-            "content": {"multipart/form-data": {"schema": _edit_form()}},
+            "content": {
+                "multipart/form-data": {"schema": _edit_form()},
+                "application/json": {"schema": _edit_json()},
+            },
         },
         "responses": {
             "200": {
@@ -95,15 +99,32 @@ def _openai() -> Json:
 
 
 def _edit_form() -> Json:
-    """Fields of an edit: OpenAI's, then settings under their own names."""
+    """An edit with its pictures as files."""
+    return _edit({"image": _PICTURE, "mask": _PICTURE})
+
+
+def _edit_json() -> Json:
+    """An edit with its pictures as URLs."""
+    return _edit({"images": _list(_ref("ImageUrl")), "mask": _ref("ImageUrl")})
+
+
+def _edit(pictures: Json) -> Json:
+    """Fields of an edit: its pictures, OpenAI's, then settings under their own names."""
     own, settings = _properties(Fields), _properties(EditSettings)
     extensions = {name: settings[name] for name in sorted(EXTENSIONS)}
     return {
         "type": "object",
-        "properties": {"image": _PICTURE, "mask": _PICTURE, **own, **extensions},
+        "properties": {**pictures, **own, **extensions},
         "required": ["prompt"],
         "additionalProperties": False,
     }
+
+
+def _picture() -> Json:
+    """A picture of an answer; with `keep_result` the id under which it is kept, or null."""
+    one = _object(b64_json=_TEXT)
+    one["properties"]["template_id"] = {"type": ["string", "null"]}
+    return one
 
 
 def _templates() -> Json:
@@ -241,6 +262,12 @@ def _reachable(tables: tuple[type, ...]) -> Json:
     """Schemas of tables and of what is inside of them, with a sentence for each key."""
     _, found = msgspec.json.schema_components(tables, ref_template="#/components/schemas/{name}")
     return {name: schema for name, schema in found.items() if name not in _names(tables)}
+
+
+def _strict(table: type[msgspec.Struct]) -> Json:
+    """A table's schema; no other keys."""
+    own = dict(_properties(table))
+    return {**_object(**own), "additionalProperties": False}
 
 
 def _names(tables: tuple[type, ...]) -> set[str]:

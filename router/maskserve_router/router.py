@@ -22,6 +22,7 @@ from maskserve_router.http_server import HttpServer
 from maskserve_router.metrics import Metrics
 from maskserve_router.open_calls import OpenCalls
 from maskserve_router.openai.edits import ImageEdits
+from maskserve_router.openai.image_urls import ImageUrls
 from maskserve_router.openai.routes import openai_routes
 from maskserve_router.openai.templates import TemplateRoutes
 from maskserve_router.pending_queue import PendingQueue
@@ -63,7 +64,8 @@ class Router:
         calls = ServerCalls(self.pool)
         listen = config.listen
         self.grpc = GrpcServer(config, front, calls, OpenCalls(config.grpc, self.metrics))
-        edits = ImageEdits(config.http, config.limits, front, self.admission, self.pool)
+        urls = ImageUrls(config.image_urls, config.limits, self.admission)
+        edits = ImageEdits(config.http, config.limits, front, self.admission, self.pool, urls)
         templates = TemplateRoutes(config.http, front, control, self.admission)
         inference = HttpInference(config.http, front, self.admission)
         self.http = HttpServer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,13 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
+from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import InvalidRequest
+from maskserve_router.admission import Admission
+from maskserve_router.config import AdmissionBounds, ImageHosts
+from maskserve_router.metrics import Metrics
 from maskserve_router.openai.form import EditForm, read_form
+from maskserve_router.openai.image_urls import ImageUrls
 
 BOUNDARY = "frontier"
 Part = tuple[str, bytes | str]
 PICTURE: Part = ("image", b"\x89PNG picture")
+
+
+async def picture(field: str, url: str) -> bytes:
+    """As a router reads URLs that is allowed to ask no host."""
+    urls = ImageUrls(ImageHosts(), LimitsConfig(), Admission(AdmissionBounds(), Metrics()))
+    with ExitStack() as held:
+        return await urls.read(field, url, held)
 
 
 def body_of(parts: list[Part]) -> bytes:
@@ -33,12 +46,12 @@ def body_of(parts: list[Part]) -> bytes:
 
 async def form_of(*parts: Part) -> EditForm:
     headers = Headers({"content-type": f"multipart/form-data; boundary={BOUNDARY}"})
-    return await read_form(headers, body_of([*parts]))
+    return await read_form(headers, body_of([*parts]), picture)
 
 
 async def json_form(**values: Any) -> EditForm:
     body = json.dumps(values).encode()
-    return await read_form(Headers({"content-type": "application/json"}), body)
+    return await read_form(Headers({"content-type": "application/json"}), body, picture)
 
 
 async def test_openais_fields_and_ours_are_read():
@@ -73,11 +86,16 @@ async def test_json_carries_data_urls_and_nothing_is_fetched():
     url = "data:image/png;base64," + base64.b64encode(b"one").decode()
     form = await json_form(prompt="x", images=[{"image_url": url}], mask=None, n=1, seed=5)
     assert (form.image, form.mask, form.settings) == (b"one", None, {"seed": 5})
-    for refused in ("http://169.254.169.254/", "https://x/y.png", "file:///etc/passwd", "data:,x"):
+    for refused in ("http://169.254.169.254/", "https://x/y.png", "file:///etc/passwd"):
         with pytest.raises(InvalidRequest, match=r"images\[0\].image_url: is not a data URL"):
             await json_form(prompt="x", images=[{"image_url": refused}])
-    with pytest.raises(InvalidRequest, match=r"images\[0\]: has no image_url"):
-        await json_form(prompt="x", images=[{"file_id": "file-1"}])
+    with pytest.raises(InvalidRequest, match=r"images\[0\].image_url: is a data URL of another"):
+        await json_form(prompt="x", images=[{"image_url": "data:,x"}])
+    for wrong in ({"file_id": "file-1"}, {"image_url": 1}, {"image_url": url, "more": 1}, url, 1):
+        with pytest.raises(InvalidRequest, match=r"images\[0\]: is not an object with image_url"):
+            await json_form(prompt="x", images=[wrong])
+    with pytest.raises(InvalidRequest, match="images: are 18"):
+        await json_form(prompt="x", images=[{"image_url": url}] * 18)
 
 
 @pytest.mark.parametrize(
@@ -118,4 +136,4 @@ async def test_what_cannot_be_done_is_refused_by_its_field(parts: list[Part], to
 async def test_any_body_is_a_form_or_is_refused(raw: bytes, kind: str, framed: bool):
     body = body_of([PICTURE, ("prompt", "x")]) if framed else b""
     with pytest.raises(InvalidRequest):
-        await read_form(Headers({"content-type": kind}), raw + body[: len(raw)])
+        await read_form(Headers({"content-type": kind}), raw + body[: len(raw)], picture)

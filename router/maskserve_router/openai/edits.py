@@ -32,6 +32,7 @@ from maskserve_router.openai.answers import (
     partial_event,
 )
 from maskserve_router.openai.form import EditForm, read_form
+from maskserve_router.openai.image_urls import ImageUrls
 from maskserve_router.pool import Pool
 
 _DRAWN_SEED_BITS = 32
@@ -44,17 +45,27 @@ class ImageEdits:
     """Handlers of edits and of what models there are."""
 
     def __init__(
-        self, bounds: Http, limits: LimitsConfig, front: Front, admission: Admission, pool: Pool
+        self,
+        bounds: Http,
+        limits: LimitsConfig,
+        front: Front,
+        admission: Admission,
+        pool: Pool,
+        urls: ImageUrls,
     ) -> None:
         self._bounds, self._limits, self._front = bounds, limits, front
-        self._admission, self._pool = admission, pool
+        self._admission, self._pool, self._urls = admission, pool, urls
 
     async def edit(self, request: Request, request_id: str) -> Response:
         headers = dict(request.headers.items())
         self._front.client(headers)  # who may not call is told so before the body is read
         with ExitStack() as held:
             body = await read_body(request, self._bounds, self._admission, held)
-            form = await read_form(request.headers, body)
+
+            async def picture(field: str, url: str) -> bytes:
+                return await self._urls.read(field, url, held)
+
+            form = await read_form(request.headers, body, picture)
             size = len(body)
             del body
             self._check(form)

@@ -1,4 +1,4 @@
-"""Requests for image edits as OpenAI's API has them: a multipart form, or JSON with data URLs.
+"""Requests for image edits as OpenAI's API has them: a multipart form, or JSON with URLs.
 
 What no worker can do is refused by the field's name. Fields that are settings of an edit and none
 of OpenAI's (`seed`, `num_inference_steps`, `template_id`, …) go into SETTINGS, where a worker
@@ -7,11 +7,9 @@ checks them.
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -39,6 +37,17 @@ _OWN = (
 EXTENSIONS = frozenset(EditSettings.__struct_fields__) - frozenset(_OWN)
 _TEXT = frozenset(("negative_prompt", "mask_mode", "cache", "template_id", "adapters"))
 """Settings that are text, whatever they look like; others are read as JSON."""
+
+
+Picture: TypeAlias = Callable[[str, str], Awaitable[bytes]]
+"""The bytes of the picture at a URL, which is the value of a field; see `ImageUrls.read`."""
+
+
+class ImageUrl(Table, frozen=True):
+    """A picture of a JSON request."""
+
+    image_url: str
+    """A data URL, or an https URL of a host that the router is allowed to ask."""
 
 
 class Fields(Table, frozen=True):
@@ -77,21 +86,23 @@ class EditForm:
     """Control pictures."""
 
 
-async def read_form(headers: Headers, body: bytes) -> EditForm:
+async def read_form(headers: Headers, body: bytes, picture: Picture) -> EditForm:
     """The edit that a request asks for.
 
     Args:
         headers: of the request.
         body: of the request.
+        picture: reads what is given as a URL.
 
     Raises:
         InvalidRequest: naming the field.
+        RetryLater: too many bytes are under way.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         values, files = await read_multipart(headers, body)
     elif kind == "application/json":
-        values, files = _read_json(body)
+        values, files = await _read_json(body, picture)
     else:
         raise InvalidRequest(
             "Content-Type", f"is {kind[:60] or 'missing'}", "multipart/form-data, application/json"
@@ -172,7 +183,9 @@ class _InMemory(MultiPartParser):
     spool_max_size = 2**62
 
 
-def _read_json(body: bytes) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+async def _read_json(
+    body: bytes, picture: Picture
+) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
     try:
         values = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
@@ -182,28 +195,23 @@ def _read_json(body: bytes) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
     images = given.pop("images", [])
     if not isinstance(images, list):
         raise InvalidRequest("images", "is no list", '[{"image_url": "data:image/png;base64,…"}]')
+    if len(images) >= _MAX_FILES:
+        raise InvalidRequest("images", f"are {len(images)}", f"up to {_MAX_FILES - 1}")
     if images:
-        files["image"] = [_picture(f"images[{i}]", image) for i, image in enumerate(images)]
+        files["image"] = [
+            await _read(f"images[{i}]", each, picture) for i, each in enumerate(images)
+        ]
     if "mask" in given:
-        files["mask"] = [_picture("mask", given.pop("mask"))]
+        files["mask"] = [await _read("mask", given.pop("mask"), picture)]
     return given, files
 
 
-def _picture(name: str, told: Any) -> bytes:
-    """The bytes of a data URL. Nothing is ever fetched: a client could have the router ask hosts
-    that only the router reaches.
-    """
-    accepted = '{"image_url": "data:image/png;base64,…"}'
+async def _read(name: str, told: Any, picture: Picture) -> bytes:
     url = told.get("image_url") if isinstance(told, dict) else None
-    if not isinstance(url, str):
-        raise InvalidRequest(name, "has no image_url", accepted)
-    head, comma, text = url.partition(",")
-    if not (head.startswith("data:") and head.endswith(";base64") and comma):
-        raise InvalidRequest(f"{name}.image_url", "is not a data URL; none is fetched", accepted)
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise InvalidRequest(f"{name}.image_url", "is not base64", accepted) from None
+    if not isinstance(url, str) or len(told) != 1:
+        accepted = '{"image_url": "data:image/png;base64,…"}'
+        raise InvalidRequest(name, "is not an object with image_url alone", accepted)
+    return await picture(f"{name}.image_url", url)
 
 
 def _setting(name: str, value: Any) -> Any:

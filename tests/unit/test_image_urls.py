@@ -1,0 +1,217 @@
+"""Which pictures a router fetches for a client, and how little it tells of those that it does not
+fetch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import trustme
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maskserve_core.config import LimitsConfig
+from maskserve_core.errors import InvalidRequest
+from maskserve_router.admission import Admission
+from maskserve_router.config import AdmissionBounds, ImageHosts, router_config_of
+from maskserve_router.metrics import Metrics
+from maskserve_router.openai.image_urls import ImageUrls, is_public
+
+LIMITS = LimitsConfig(max_image_bytes=2048)
+FIELD = "images[0].image_url"
+NOT_PUBLIC = [
+    "127.0.0.1", "127.8.8.8", "0.0.0.0", "10.0.0.1", "172.16.3.4", "192.168.1.1",
+    "169.254.169.254", "100.64.0.1", "192.0.0.8", "192.0.0.192", "192.0.2.7", "198.18.0.1",
+    "224.0.0.1", "240.0.0.1", "255.255.255.255", "::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1",
+    "fd00:ec2::254", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1",
+    "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2001:0:7f00:1::", "localhost",
+]  # fmt: skip
+
+
+@dataclass
+class Host:
+    """A TLS server on this machine, which answers each GET with `answer`."""
+
+    port: int
+    authority: trustme.CA
+    answer: bytes = b""
+    asked: list[bytes] = field(default_factory=list)
+    silent: bool = False
+
+
+@asynccontextmanager
+async def serving(name: str = "pictures.example") -> AsyncIterator[Host]:
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(name).configure_cert(context)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host.asked.append(await reader.readuntil(b"\r\n\r\n"))
+        if not host.silent:
+            writer.write(host.answer)
+            await writer.drain()
+        else:
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    host = Host(server.sockets[0].getsockname()[1], authority)
+    try:
+        yield host
+    finally:
+        server.close()
+
+
+def answer(body: bytes, status: str = "200 OK", more: str = "") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{more}\r\n"
+    return head.encode() + body
+
+
+def urls_of(host: Host, timeout_s: float = 5.0, *, public: bool = True) -> ImageUrls:
+    """Of a router that takes this machine for a public one, unless it is to know better."""
+    trusted = ssl.create_default_context()
+    host.authority.configure_trust(trusted)
+
+    async def here(name: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    return ImageUrls(
+        ImageHosts(hosts=(f"pictures.example:{host.port}",), timeout_s=timeout_s),
+        LIMITS,
+        Admission(AdmissionBounds(), Metrics()),
+        here,
+        (lambda _: True) if public else is_public,
+        trusted,
+    )
+
+
+async def fetched(urls: ImageUrls, url: str) -> bytes:
+    with ExitStack() as held:
+        return await urls.read(FIELD, url, held)
+
+
+@pytest.mark.parametrize("address", NOT_PUBLIC)
+def test_no_address_of_this_or_a_private_network_is_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808"])
+def test_addresses_of_the_internet_are_public(address: str) -> None:
+    assert is_public(address)
+
+
+async def test_a_picture_of_a_listed_host_comes_whole() -> None:
+    async with serving() as host:
+        host.answer = answer(b"a picture")
+        url = f"https://PICTURES.example:{host.port}/a.png?x=1#part"
+        assert await fetched(urls_of(host), url) == b"a picture"
+        head = host.asked[0].decode()
+    assert head.startswith("GET /a.png?x=1 HTTP/1.1\r\n")
+    assert f"\r\nhost: pictures.example:{host.port}\r\n" in head.lower()
+    assert "cookie" not in head.lower()
+    assert "authorization" not in head.lower()
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (answer(b"", "302 Found", "Location: https://pictures.example/b\r\n"), "status 302"),
+        (answer(b"", "301 Moved", "Location: http://169.254.169.254/\r\n"), "status 301"),
+        (answer(b"no", "404 Not Found"), "status 404"),
+        (answer(b"x" * 2049), "is over 2048 bytes"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 100_000, "is over 2048 bytes"),
+        (b"no HTTP at all\r\n\r\n", "could not be fetched from pictures.example"),
+        (answer(b"cut")[:-1].replace(b"h: 3", b"h: 9"), "could not be fetched"),
+    ],
+)
+async def test_answers_that_are_no_picture_are_refused(sent: bytes, told: str) -> None:
+    async with serving() as host:
+        host.answer = sent
+        with pytest.raises(InvalidRequest, match=f"images.*{told}"):
+            await fetched(urls_of(host), f"https://pictures.example:{host.port}/a.png")
+        assert len(host.asked) == 1  # no redirect is followed
+
+
+async def test_a_host_at_a_private_address_is_not_even_connected() -> None:
+    async with serving() as host:
+        host.answer = answer(b"a secret")
+        urls, url = urls_of(host, public=False), f"https://pictures.example:{host.port}/"
+        with pytest.raises(InvalidRequest, match="could not be fetched"):
+            await fetched(urls, url)
+        assert host.asked == []
+
+
+async def test_a_certificate_of_another_name_is_refused() -> None:
+    async with serving("other.example") as host:
+        host.answer = answer(b"a picture")
+        with pytest.raises(InvalidRequest, match="could not be fetched"):
+            await fetched(urls_of(host), f"https://pictures.example:{host.port}/")
+        assert host.asked == []
+
+
+async def test_a_host_that_is_silent_holds_nobody() -> None:
+    async with serving() as host:
+        host.silent = True
+        with pytest.raises(InvalidRequest, match=r"did not come within 0\.3 s"):
+            await fetched(urls_of(host, 0.3), f"https://pictures.example:{host.port}/")
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("http://pictures.example/a", "is no https URL"),
+        ("file:///etc/passwd", "is no https URL"),
+        ("ftp://pictures.example/a", "is no https URL"),
+        ("//pictures.example/a", "is no https URL"),
+        ("https://other.example/a", "host that is not listed"),
+        ("https://pictures.example:8443/a", "host that is not listed"),
+        ("https://pictures.example.evil.example/a", "host that is not listed"),
+        ("https://pictures.example@evil.example/a", "has a user or password"),
+        ("https://user:pw@pictures.example/a", "has a user or password"),
+        ("https://pictures.example\\@evil.example/", "has a user or password|not listed|no URL"),
+        ("https://127.0.0.1/a", "host that is not listed"),
+        ("https://[::1]/a", "host that is not listed"),
+        ("https://2130706433/a", "host that is not listed"),
+        ("https:///a", "host that is not listed"),
+        ("https://[", "is no URL|not listed"),
+        ("https://pictures.example/" + "a" * 5000, "over 4096 characters"),
+        ("", "is no https URL"),
+    ],
+)
+async def test_other_urls_are_refused_before_anything_is_asked(url: str, told: str) -> None:
+    async with serving() as host:
+        urls = ImageUrls(
+            ImageHosts(hosts=("pictures.example",)), LIMITS, Admission(AdmissionBounds(), Metrics())
+        )
+        with pytest.raises(InvalidRequest, match=told):
+            await fetched(urls, url)
+        assert host.asked == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=60), st.sampled_from(["", "https://", "https://pictures.example", "data:"]))
+async def test_any_text_is_refused_by_name(text: str, begin: str) -> None:
+    async def nowhere(name: str, port: int) -> list[str]:
+        return []
+
+    urls = ImageUrls(
+        ImageHosts(hosts=("pictures.example",)),
+        LIMITS,
+        Admission(AdmissionBounds(), Metrics()),
+        nowhere,
+    )
+    with pytest.raises(InvalidRequest, match=r"images\[0\]\.image_url"):
+        await fetched(urls, begin + text)
+
+
+def test_hosts_are_names_and_no_urls() -> None:
+    config = router_config_of({"image_urls": {"hosts": ["a.example", "b.example:8443"]}})
+    assert config.image_urls.hosts == ("a.example", "b.example:8443")
+    for wrong in ("https://a.example", "A.example", "a.example/", "*", ""):
+        with pytest.raises(ValueError, match=r"image_urls"):
+            router_config_of({"image_urls": {"hosts": [wrong]}})
