@@ -21,6 +21,7 @@ from maskserve_engine.requests.templates import Priming
 _WINDOW = 512
 _EVERY = 32
 """Samples between two fits."""
+_HOST_BOUND = 1.2
 _VARIED = 0.1
 """Below this coefficient of variation a line through the samples has no slope to speak of."""
 
@@ -39,8 +40,16 @@ class MeasuredCosts:
         self._steps = _Samples()
         self._moves: dict[str, _Samples] = {}
 
-    def step(self, flops: float, seconds: float) -> None:
-        """A step of so many FLOPs took so long, waiting for loads apart."""
+    def step(self, flops: float, seconds: float, host: float = 0.0) -> None:
+        """A step of so many FLOPs took so long, waiting for loads apart.
+
+        Args:
+            flops: of the step.
+            seconds: of the device.
+            host: of launching its kernels. A step that took hardly longer says nothing of FLOPs.
+        """
+        if seconds < _HOST_BOUND * host:
+            return
         if self._steps.add(flops, seconds):
             line = self._steps.line(self.model.compute)
             self.model = replace(self.model, compute=line, source="measured")
@@ -104,6 +113,8 @@ class TakenStep(NamedTuple):
     rows: int
     primings: tuple[Priming, ...]
     """Templates of its priming rows."""
+    host: float = 0.0
+    """Seconds in which the host launched its kernels, as they are counted."""
 
 
 class StepTimes:
@@ -152,7 +163,7 @@ class StepTimes:
             priming.seconds += seconds / step.rows
         if step.flops is None:
             return
-        self._costs.step(step.flops, seconds - stall)
+        self._costs.step(step.flops, seconds - stall, step.host)
         if self._loader is not None:
             self._costs.moves(self._loader.take_moves())
         if step.predicted is not None:

@@ -145,6 +145,7 @@ class StepRunner:
                         if isinstance(edit, PrimingState) and edit.request_id not in result.failed
                     ]
                 ),
+                self._host_seconds(running, planned),
             )
         )
         return result
@@ -224,6 +225,14 @@ class StepRunner:
             self.output.send_made(edit.sink, lambda: PreviewEvent(step, steps, latents.array()))
         elif settings.progress:
             self.output.send(edit.sink, ProgressEvent(step, steps))
+
+    def _host_seconds(self, running: Running, planned: StepPlan | None) -> float:
+        """Launching a step's kernels."""
+        launch = self.planner.costs.model.launch
+        if planned is not None or not launch:
+            return 0.0 if planned is None else planned.plan.host
+        work = self._work(running)
+        return launch * work.batch_launches(("dense",) * len(work.blocks))
 
     def _work(self, running: Running) -> ModelWork:
         """Of the first row's size: rows of a batch are as large, or their blocks cost alike."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -97,11 +98,12 @@ def test_bad_samples_are_refused(x: list[float], y: list[float]) -> None:
 
 
 def test_json_round_trip() -> None:
-    model = CostModel(
-        "NVIDIA H200", Line(0.004, 2e-15, 0.99, 12), {"host": Line(1e-5, 2e-11), "disk": Line(0, 0)}
-    )
+    loads = {"host": Line(1e-5, 2e-11), "disk": Line(0, 0)}
+    model = CostModel("NVIDIA H200", Line(0.004, 2e-15, 0.99, 12), loads, launch=6e-6)
     text = json.dumps(model.to_json())
     assert from_json(text) == model
+    older = {key: value for key, value in model.to_json().items() if key != "launch"}
+    assert from_json(older) == replace(model, launch=0.0)
     assert from_json(json.loads(text)) == model
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import KINDS, ModelWork, RowTokens, flop_limit
-from maskserve_harness.benchmarks.models import FLUX_DEV, SDXL
+from maskserve_harness.benchmarks.models import FLUX_DEV, SD21, SDXL
 from tests.support.flop_count import counted
 from tests.support.model_configs import SD21_INPAINT, TINY_FLUX, TINY_SD21, TINY_SDXL
 
@@ -158,3 +160,22 @@ def test_rows_that_do_not_fit_are_refused() -> None:
 def test_unets_with_uncounted_parts_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=key):
         unet_work({**TINY_SDXL, key: value}, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "work"),
+    [
+        ("", flux_work(FLUX_DEV, 128, 128)),
+        ("SD 2.1, ", unet_work(SD21, 96, 96, guidance=False)),
+        ("SDXL, ", unet_work(SDXL, 128, 128, guidance=False)),
+    ],
+)
+def test_launches_are_within_a_tenth_of_those_counted_on_a_fake_device(
+    name: str, work: ModelWork
+) -> None:
+    table = json.loads(Path("docs/benchmarks/kernels.json").read_text(encoding="utf-8"))
+    for kind, case in zip(KINDS, ("dense", "project int8", "kv int8"), strict=True):
+        counted_there = table.get(f"{name}{case}, 1 row")
+        if counted_there is not None:
+            launches = work.batch_launches((kind,) * len(work.blocks))
+            assert launches == pytest.approx(counted_there["step"], rel=0.1)

@@ -103,3 +103,11 @@ def test_a_machine_that_stalls_does_not_make_steps_dearer() -> None:
         flops, stalled = 1e9 * (1 + number % 8), number % 3 == 0
         costs.step(flops, 1e-10 * flops * (10 if stalled else 1))
     assert costs.model.step_seconds(4e9) == pytest.approx(0.4, rel=0.05)
+
+
+def test_a_step_that_waited_for_the_host_says_nothing_of_flops() -> None:
+    costs = MeasuredCosts(CostModel("gpu", Line(0.0, 1e-10), launch=1e-5))
+    for number in range(320):
+        flops, host = 1e9 * (1 + number % 8), 0.5
+        costs.step(flops, max(1e-10 * flops, host), host)
+    assert costs.model.step_seconds(4e9) == pytest.approx(0.4, rel=0.05)

@@ -59,6 +59,10 @@ widths of half precision) and turned (4), and what they become; one that a dense
 the next ones that are not; and what a row that may skip steps remembers (5).
 """
 
+_LAUNCHES = {"double": (24.0, 33.0, 28.0), "single": (9.0, 18.0, 13.0)}
+"""Kernels of a block, as they are counted on a device without memory (`bench kernel_table`)."""
+_LAUNCHES_OUTSIDE = 12.0
+
 
 def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
     """Work of a FluxTransformer2DModel.
@@ -88,7 +92,7 @@ def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
     single = {**double, "row": 6.0 * h * h}
     counts = (int(config["num_layers"]), int(config["num_single_layers"]))
     blocks = [
-        BlockWork(f"{name}.{i}", stack=0, level=0, width=h, **terms)
+        BlockWork(f"{name}.{i}", stack=0, level=0, width=h, launches=_LAUNCHES[name], **terms)
         for name, terms, count in zip(("double", "single"), (double, single), counts, strict=True)
         for i in range(count)
     ]
@@ -106,7 +110,7 @@ def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
         tokens=(tokens,),
         joint=True,
         before=(embed,),
-        after=FixedWork(row=4.0 * h * h, token=2.0 * h * out),
+        after=FixedWork(row=4.0 * h * h, token=2.0 * h * out, launches=_LAUNCHES_OUTSIDE),
         restore_ends=False,
         # What a block holds, the model's input and output, and all blocks' shifts, scales, gates.
         peak_row=tokens * (held + channels + out)

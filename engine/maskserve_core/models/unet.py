@@ -49,6 +49,13 @@ CONTROL = ControlFacts(
     ),
 )
 _STRIDE = 7
+_BLOCK_LAUNCHES = (14.0, 20.0, 17.0)
+"""Kernels of a transformer block, per kind, as they are counted on a device without memory
+(`bench kernel_table`)."""
+_END_LAUNCHES = (0.0, 5.0, 5.0)
+"""Beside these, of a stack's last block: its tokens are taken apart and put together again."""
+_RESNET_LAUNCHES, _STACK_LAUNCHES, _SAMPLING_LAUNCHES = 11.0, 6.0, 30.0
+"""Of a ResNet, of a stack outside its blocks, and of a step's input, embeddings and sampler."""
 
 _DOWN = ("CrossAttnDownBlock2D", "DownBlock2D")
 _UP = ("CrossAttnUpBlock2D", "UpBlock2D")
@@ -104,6 +111,7 @@ class _Walk:
     before: list[FixedWork] = field(default_factory=list)
     groups: int = 32
     fixed: float = 0.0
+    launches: float = _SAMPLING_LAUNCHES
     positions: list[float] = field(default_factory=list)
     """FLOPs per position of each level, since the last stack began."""
     maps: list[FeatureMap] = field(default_factory=list)
@@ -122,8 +130,8 @@ class _Walk:
 
     def outside(self) -> FixedWork:
         """What was added up since it was asked last."""
-        work = FixedWork(row=self.fixed, positions=tuple(self.positions))
-        self.fixed, self.positions = 0.0, [0.0] * len(self.areas)
+        work = FixedWork(self.fixed, positions=tuple(self.positions), launches=self.launches)
+        self.fixed, self.positions, self.launches = 0.0, [0.0] * len(self.areas), 0.0
         return work
 
     def hold(self, level: int, channels: int) -> None:
@@ -146,6 +154,7 @@ class _Walk:
         self.conv(level, outputs, outputs)
         if inputs != outputs:
             self.conv(level, inputs, outputs, side=1)
+        self.launches += _RESNET_LAUNCHES
 
     def stack(self, name: str, level: int, h: int, depth: int) -> None:
         """A Transformer2DModel: its blocks are counted per token, its ends as fixed work."""
@@ -164,8 +173,14 @@ class _Walk:
             "cross": 4.0 * h,
         }
         index = len(self.before) - 1
+        self.launches += _STACK_LAUNCHES
         for i in range(depth):
-            self.blocks.append(BlockWork(f"{name}.{i}", stack=index, level=level, width=h, **terms))
+            ends = _END_LAUNCHES if i == depth - 1 else (0.0, 0.0, 0.0)
+            dense, project, cached = map(sum, zip(_BLOCK_LAUNCHES, ends, strict=True))
+            launches = dense, project, cached
+            self.blocks.append(
+                BlockWork(f"{name}.{i}", index, level, h, **terms, launches=launches)
+            )
         self.conv(level, h, h, side=1)  # proj_out
 
 
@@ -202,7 +217,8 @@ def unet_work(
     walk = _Walk(cross, int(config.get("time_embedding_dim") or channels[0] * 4), [])
     walk.areas = [rows * columns for rows, columns in sizes]
     walk.groups = int(config.get("norm_num_groups") or 32)
-    walk.outside()
+
+    walk.positions = [0.0] * levels
 
     walk.linear(channels[0], walk.embedding)
     walk.linear(walk.embedding, walk.embedding)

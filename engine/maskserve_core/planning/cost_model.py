@@ -99,14 +99,19 @@ class CostModel:
         compute: seconds of a step against its FLOPs.
         loads: seconds of one transfer against its bytes, per tier.
         source: `measured` or `estimate`.
+        launch: seconds of the host per kernel that it asks the device for: a step takes at least
+            as long as its kernels take to be launched. 0 where the device is the host.
     """
 
     device: str
     compute: Line
     loads: Mapping[str, Line] = field(default_factory=dict)
     source: str = "measured"
+    launch: float = 0.0
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.launch) and self.launch >= 0):
+            raise ValueError(f"launch: {self.launch!r} is not a finite number of at least 0")
         if self.source not in SOURCES:
             raise ValueError(f"source: {self.source!r}; accepted: {', '.join(SOURCES)}")
         for tier in self.loads:
@@ -134,6 +139,7 @@ class CostModel:
             "version": VERSION,
             "device": self.device,
             "source": self.source,
+            "launch": self.launch,
             "lines": {
                 k: {"fixed": n.fixed, "per_unit": n.per_unit, "r2": n.r2, "samples": n.samples}
                 for k, n in lines.items()
@@ -154,7 +160,8 @@ def from_json(values: Mapping[str, Any] | str | bytes) -> CostModel:
         lines = {key: Line(**line) for key, line in raw["lines"].items()}
         compute = lines.pop("compute")
         loads = {key.removeprefix("load."): line for key, line in lines.items()}
-        return CostModel(str(raw["device"]), compute, loads, str(raw["source"]))
+        launch = float(raw.get("launch", 0.0))  # what older workers do not tell
+        return CostModel(str(raw["device"]), compute, loads, str(raw["source"]), launch)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a cost model: {error!r}") from error
 
@@ -177,6 +184,8 @@ class Rates:
     """Seconds of a step however small."""
     transfer_fixed: float = 3e-5
     """Seconds of a copy however small."""
+    launch: float = 0.0
+    """Seconds of the host per kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +219,16 @@ LINK_EFFICIENCY = 0.78
 """Share of the link's peak that large pinned copies reach: 50 of 64, 25 of 32 GB/s."""
 _CPU_FLOPS_PER_CORE = 0.08e12
 """Two 256-bit multiply-adds a cycle at 2.5 GHz."""
+_LAUNCH = 6e-6
+"""Seconds that Python, torch and the driver take to launch a kernel, about."""
 _CPU_COPY = 10e9
 """Pages of the host tier are the CPU's own memory: a copy, at about what one core moves."""
 _OTHER_GBYTES = {"disk": 7.0, "remote": 1.0}
 """One PCIe 4 NVMe drive; a 10 Gbit/s network."""
 
 H100 = Rates("H100", 989e12, 64e9 * LINK_EFFICIENCY, EFFICIENCY)
-"""SXM, bfloat16, by its data sheet: what is simulated where nothing else is asked for."""
+"""SXM, bfloat16, by its data sheet: what is simulated where nothing else is asked for. Launches are
+left out."""
 
 
 def gpu_rates(gpu: GpuProperties, dtype: str = "bfloat16") -> Rates:
@@ -232,7 +244,7 @@ def gpu_rates(gpu: GpuProperties, dtype: str = "bfloat16") -> Rates:
     half, single, link = next(of_generation)
     per_cycle = single if dtype == "float32" else half
     flops = gpu.multiprocessors * gpu.clock_hz * per_cycle
-    return Rates(gpu.name, flops, 1e9 * link * LINK_EFFICIENCY, EFFICIENCY)
+    return Rates(gpu.name, flops, 1e9 * link * LINK_EFFICIENCY, EFFICIENCY, launch=_LAUNCH)
 
 
 def cpu_rates(cores: int = 1) -> Rates:
@@ -251,4 +263,5 @@ def estimate(rates: Rates) -> CostModel:
             **{t: Line(1e-4, 1e-9 / rate) for t, rate in _OTHER_GBYTES.items()},
         },
         source="estimate",
+        launch=rates.launch,
     )

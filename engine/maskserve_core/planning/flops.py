@@ -53,6 +53,8 @@ class BlockWork:
     spare: float
     pair: float
     cross: float
+    launches: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Kernels that it takes on CUDA, per kind; about as many for any number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class FixedWork:
     """Per text token."""
     positions: tuple[float, ...] = ()
     """Per convolved position of each level; empty where nothing is convolved (FLUX)."""
+    launches: float = 0.0
+    """Kernels on CUDA, as of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,10 @@ class ModelWork:
     """Index of the last block of each stack."""
     starts: NDArray[np.intp] = field(init=False, repr=False, compare=False)
     """Index of the first block of each stack."""
+    launches: Floats = field(init=False, repr=False, compare=False)
+    """Kernels of each block: `[blocks, len(KINDS)]`."""
+    fixed_launches: float = field(init=False, repr=False, compare=False)
+    """Kernels outside the blocks."""
 
     def __post_init__(self) -> None:
         table = [[getattr(b, term) for term in TERMS] for b in self.blocks]
@@ -184,6 +192,9 @@ class ModelWork:
         object.__setattr__(self, "fixed", np.array(outside, dtype=np.float64) * self.copies)
         starts = np.concatenate((np.zeros(1, np.intp), self.ends[:-1] + 1))
         object.__setattr__(self, "starts", starts)
+        object.__setattr__(self, "launches", np.array([b.launches for b in self.blocks]))
+        fixed_launches = sum(w.launches for w in (*self.before, self.after))
+        object.__setattr__(self, "fixed_launches", fixed_launches)
 
     def row_at(self, mask_ratio: float, text: float) -> RowTokens:
         """A row whose mask covers exactly `mask_ratio` of each level: a lower bound, because a
@@ -263,6 +274,11 @@ class ModelWork:
             flops += float(self.block_flops(dense)[:, DENSE].sum())
             flops += float(self.fixed_flops(dense, dense=True).sum())
         return flops
+
+    def batch_launches(self, kinds: Sequence[str]) -> float:
+        """Kernels of one step whose block i runs as `kinds[i]`."""
+        of_kinds = [KINDS.index(kind) for kind in kinds]
+        return float(self.launches[np.arange(len(of_kinds)), of_kinds].sum()) + self.fixed_launches
 
     def step_flops(self, rows: Sequence[RowTokens], kind: str = "kv") -> float:
         """FLOPs of one step of `rows` with every block run as `kind`."""

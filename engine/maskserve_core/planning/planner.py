@@ -15,6 +15,9 @@ Two questions are answered:
   with the largest and asking for the smallest at the end bounds every plan from below; intervals
   are halved until the bound meets the best plan found.
 
+Both are answered as if the device never waited for the host. Where launching the kernels of the
+plan takes the host longer than that, plans with fewer kernels are tried, too.
+
 Plans are kept by quantised totals: a row set that barely changed need not be planned again.
 """
 
@@ -23,9 +26,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from operator import itemgetter
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from maskserve_core.planning.flops import DENSE, KV, PROJECT, Totals
 from maskserve_core.planning.plan_bounds import Sort, best_weight, counted, sorts_of
@@ -64,14 +70,24 @@ def plan(
 
     Returns:
         A plan whose `bound` proves it: `latency <= (1 + tolerance) * bound`, unless the
-        intervals ran out; then `bound` says how far off the plan may be.
+        intervals ran out, or the host bounds the step; then `bound` says how far off the plan may
+        be. No plan of one kind for all blocks is faster.
     """
-    search = _Search(costs)
-    if lead is None:
-        kinds, bound = search.steady(tolerance, intervals)
-    else:
-        kinds, bound = search.step(lead, tolerance)
-    return plan_of(costs, search.items, kinds, lead, bound)
+
+    def found(costs: StepCosts) -> tuple[_Search, list[int], float]:
+        search = _Search(costs)
+        if lead is None:
+            return search, *search.steady(tolerance, intervals)
+        return search, *search.step(lead, tolerance)
+
+    search, kinds, bound = found(costs)
+    best = plan_of(costs, search.items, kinds, lead, bound)
+    if not best.host or best.host < best.latency:
+        return best
+    slowed = replace(costs, compute=np.maximum(costs.compute, costs.launching))
+    others = [found(slowed)[1], *search.plain]
+    plans = [plan_of(costs, search.items, each, lead, bound) for each in others]
+    return min([best, *plans], key=lambda each: each.latency)
 
 
 class _Found(NamedTuple):

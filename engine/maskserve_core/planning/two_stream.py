@@ -7,6 +7,9 @@ Two streams, two clocks: `F`, when the load stream is done with everything up to
     F' = max(F1 + l, t' - ahead)
     t' = max(F1 + l, t + g) + c      the block waits for its entry
 
+The host is a third clock: it launches the step's kernels one behind the other, ahead of the device
+where it can, so a step takes at least as long as all of them take to be launched.
+
 Without `ahead` this is the recursion of FlashPS Algorithm 1. `ahead` bounds what is loaded for
 blocks that have not begun, so a plan that computes first and loads later pays for it. The lead
 of a step is t - F at its start: what the slack of the step before has loaded already.
@@ -46,6 +49,8 @@ class StepCosts:
             NO_RESTORE elsewhere.
         ahead: how far loads may run ahead of the block being computed, in seconds of loading;
             the byte budget of the prefetch buffers times the seconds per byte. `inf`: no bound.
+        launching: `[blocks, 3]`: of the host, launching the block's kernels.
+        launching_fixed: of the host, launching the kernels outside the blocks.
     """
 
     compute: Floats
@@ -54,12 +59,17 @@ class StepCosts:
     after: float = 0.0
     ends: Floats = field(default_factory=lambda: np.zeros(0))
     ahead: float = math.inf
+    launching: Floats = field(default_factory=lambda: np.zeros((0, len(KINDS))))
+    launching_fixed: float = 0.0
 
     def __post_init__(self) -> None:
         n = len(self.compute)
+        if not len(self.launching):
+            object.__setattr__(self, "launching", np.zeros((n, len(KINDS))))
         if not len(self.ends):
             object.__setattr__(self, "ends", np.full(n, NO_RESTORE))
         shapes = {"compute": (n, len(KINDS)), "loads": (n, 2), "before": (n,), "ends": (n,)}
+        shapes["launching"] = shapes["compute"]
         for name, shape in shapes.items():
             if getattr(self, name).shape != shape:
                 raise ValueError(f"{name}: shape {getattr(self, name).shape}; accepted: {shape}")
@@ -69,6 +79,13 @@ class StepCosts:
             raise ValueError("before, after: must be finite and at least 0")
         if not self.loads.min() >= 0 or np.isnan(self.ends).any() or not self.ahead >= 0:
             raise ValueError("loads, ends, ahead: must be at least 0, and not NaN")
+        if not (np.isfinite(self.launching).all() and self.launching.min() >= 0):
+            raise ValueError("launching: must be finite and at least 0")
+
+    def host(self, kinds: Sequence[int]) -> float:
+        """Seconds in which the host launches all kernels of a step."""
+        blocks = self.launching[np.arange(len(kinds)), list(kinds)]
+        return float(blocks.sum()) + self.launching_fixed
 
 
 def step_costs(
@@ -125,7 +142,8 @@ def step_costs(
     # a slow tier's loads than of none, whatever mixture of tiers the rows lie on.
     seconds = float(loads[np.isfinite(loads[:, 1]), 1].sum())
     ahead = budget_bytes * seconds / size if size and seconds else math.inf
-    return StepCosts(compute, loads, before, float(fixed[-1]), ends, ahead)
+    launching = work.launches * model.launch, work.fixed_launches * model.launch
+    return StepCosts(compute, loads, before, float(fixed[-1]), ends, ahead, *launching)
 
 
 def _seconds(line: Line, moved: Floats) -> Floats:
@@ -167,8 +185,10 @@ class Plan:
     """Blocks at the end of a stack whose inactive output is loaded."""
     compute: float
     load: float
+    host: float
+    """Launching the step's kernels."""
     latency: float
-    """One step: from the given lead, or repeated for ever if none was given."""
+    """One step: from the given lead, or repeated for ever if none was given; at least `host`."""
     lead: float
     """Loading done before the step begins; at most the whole step's."""
     lead_after: float
@@ -179,7 +199,7 @@ class Plan:
     @property
     def stall(self) -> float:
         """Seconds the compute stream waits for loads."""
-        return max(0.0, self.latency - self.compute)
+        return max(0.0, self.latency - max(self.compute, self.host))
 
 
 def items_of(costs: StepCosts) -> list[Item]:
@@ -298,6 +318,8 @@ def plan_of(
         before = min(lead, ahead)
         f, latency = run(steps, costs.after, ahead, before)
         after = latency - f
+    host = costs.host(kinds)
+    latency = max(latency, host)
     names, restores, ends, present = [], [], [], True
     for i, item in enumerate(items):
         kind = DENSE if item.block < 0 else kinds[item.block]
@@ -316,6 +338,7 @@ def plan_of(
         end_restores=tuple(ends),
         compute=sum(s[0] + s[2] for s in steps) + costs.after,
         load=load,
+        host=host,
         latency=latency,
         lead=before,
         lead_after=after,

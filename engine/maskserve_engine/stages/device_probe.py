@@ -26,8 +26,10 @@ _SIDE = 4096
 """Of the squares that are multiplied: large enough to fill any GPU."""
 _COPIED = 64 * 2**20
 """Bytes of one pinned copy."""
+_SMALL = 32
+"""Numbers that the device adds one to sooner than the host asks for the next time."""
 _SECONDS = 0.2
-"""Of each of the two."""
+"""Of each probe."""
 Timer = Callable[[Callable[[], object]], float]
 
 
@@ -55,7 +57,7 @@ def peak_rates(device: torch.device, dtype: torch.dtype, threads: int = 0) -> Ra
 
 
 def probed(peak: Rates, device: torch.device, dtype: torch.dtype, seconds: Timer) -> Rates:
-    """Rates as a large product and large pinned copies have them now.
+    """Rates as a large product, large pinned copies and small kernels have them now.
 
     Args:
         peak: what holds where a time says nothing (0 or less).
@@ -69,10 +71,14 @@ def probed(peak: Rates, device: torch.device, dtype: torch.dtype, seconds: Timer
     here = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty(_COPIED, dtype=torch.uint8, device=device)
     copy = seconds(lambda: there.copy_(here, non_blocking=True))
+    small = torch.zeros(_SMALL, device=device, dtype=dtype)
+    launch = seconds(lambda: small.add_(1)) if device.type == "cuda" else 0.0
     rates = peak
     if product > 0:
         flops = 2 * _SIDE**3 / product
         rates = replace(rates, product_flops=flops, step_share=PROBED_EFFICIENCY)
+    if launch > 0:
+        rates = replace(rates, launch=launch)
     return replace(rates, link_bytes=_COPIED / copy) if copy > 0 else rates
 
 
