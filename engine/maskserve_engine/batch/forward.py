@@ -141,7 +141,7 @@ def forward(model: Transformer, packed: Packed, kinds: Sequence[str] = ()) -> Te
     return model.last(state.computed_image(), state.stream)
 
 
-def _attend(
+def attend(
     qk: Tensor,
     v: Tensor,
     packing: Packing,
@@ -203,9 +203,15 @@ class State:
         """The streams behind a block; what it had between is let go."""
         fill, capture = self.enter(number)
         qk, v, kept = self.model.pre(number, self.text, self.image, self.packing, self.cis)
-        attended = _attend(qk, v, self.packing, fill, capture)
+        attended = self.attend(qk, v, fill, capture)
         del qk, v  # the values may hold all that their product made, seven widths of each token
         return self.model.post(number, self.text, self.image, attended, kept, self.packing)
+
+    def attend(
+        self, qk: Tensor, v: Tensor, fill: FillRest | None, capture: CaptureKeys | None
+    ) -> Tensor:
+        """[N, width] what attention finds for the tokens of `packing`; see `attend`."""
+        return attend(qk, v, self.packing, fill, capture)
 
     def _add_residuals(self, index: int) -> None:
         """To each row's computed image tokens: in any packing, the first ones of its image."""
@@ -285,10 +291,14 @@ class State:
         packing.scatter_computed((k, v), both)
         return both
 
-    def _project(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    def rest_keys(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the inactive tokens, projected, [M, heads, head_dim]."""
         assert self.rest_cis is not None
         hidden, stream = self._hidden(index), self.layout.rest_stream
-        rest = self.model.project(index, hidden, stream, self.rest_cis)
+        return self.model.project(index, hidden, stream, self.rest_cis)
+
+    def _project(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        rest = self.rest_keys(index)
         both = packing.all_keys_like(k), packing.all_keys_like(v)
         packing.scatter_computed((k, v), both)
         packing.scatter_inactive(rest, both)
@@ -296,10 +306,10 @@ class State:
 
     def capture(self, index: int) -> CaptureKeys:
         """Hand the priming rows' hidden states over now, their keys and values when known."""
-        packing = self.packing
-        own = list(zip(self.packed.captures, packing.text, packing.row_stream.spans, strict=True))
-        for (capture, text, (begin, end)), (image_begin, image_end) in zip(
-            own, packing.image_stream.spans, strict=True
+        packing, captures = self.packing, self.packed.captures
+        lines = packing.text, packing.row_stream.spans, packing.image_stream.spans
+        for capture, text, (begin, end), (image_begin, image_end) in zip(
+            captures, *lines, strict=True
         ):
             if capture is not None:
                 if self.joined:
@@ -307,6 +317,11 @@ class State:
                 else:
                     hidden = self.image[image_begin:image_end]
                 capture.hidden(index, hidden)
+        return self.keys_to_captures(index, packing)
+
+    def keys_to_captures(self, index: int, packing: Packing) -> CaptureKeys:
+        """Hands the priming rows their keys and values."""
+        own = list(zip(self.packed.captures, packing.text, packing.row_stream.spans, strict=True))
 
         def keys_values(keys: Tensor, values: Tensor) -> None:
             for capture, text, (begin, end) in own:

@@ -11,6 +11,7 @@ from typing import Generic, Protocol, Self, TypeVar, cast
 import torch
 
 from maskserve_core.planning.two_stream import Plan
+from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.layers.low_rank import Adapters
 
@@ -66,7 +67,7 @@ class KeptBatch(ABC, Generic[R, M]):
         )
 
     @abstractmethod
-    def step(self, model: M, kinds: Sequence[str]) -> None:
+    def step(self, model: M, kinds: Sequence[str], exchange: Exchange | None = None) -> None:
         """Take one step of every row: the model, then the sampler.
 
         No row has moved if it raises, so that the rows can be tried again one by one.
@@ -74,6 +75,11 @@ class KeptBatch(ABC, Generic[R, M]):
         Args:
             model: of the family.
             kinds: `dense`, `project` or `kv` per block, for rows that read entries.
+            exchange: with the ranks that take the step of the same rows at the same time; None:
+                there are none.
+
+        Raises:
+            ValueError: these rows' steps are not shared.
         """
 
 
@@ -97,6 +103,7 @@ class Stepping(Generic[R, M]):
         rows: Sequence[Row],
         plan: Plan | None,
         reads: Sequence[Handle | None] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         own = cast(Sequence[R], rows)
         if reads is not None:
@@ -107,7 +114,7 @@ class Stepping(Generic[R, M]):
             last, self._batch = self._batch, None  # one whose step fails is not stepped again
             batch = self._batches.of(own, last)
             del last
-            batch.step(self._stepped, () if plan is None else plan.kinds)
+            batch.step(self._stepped, () if plan is None else plan.kinds, exchange)
             self._batch = batch
 
     @contextmanager

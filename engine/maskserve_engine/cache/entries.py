@@ -63,6 +63,22 @@ class Coded:
 
         return self.map(taken)
 
+    def columns(self, begin: int, end: int, of: int) -> Coded:
+        """The channels of heads `begin` to `end` of `of`, all tokens; a view.
+
+        Raises:
+            ValueError: int4 whose groups of channels these heads would cut.
+        """
+        if self.format == "int4":
+            assert self.groups is not None
+            if self.groups.shape[1] * begin % of or self.groups.shape[1] * end % of:
+                raise ValueError(f"int4 is cut at multiples of {GROUP} channels alone")
+
+        def cut(t: Tensor) -> Tensor:
+            return t[..., t.shape[-1] * begin // of : t.shape[-1] * end // of]
+
+        return self.map(cut, cut)
+
     def into(self, out: Tensor) -> None:
         """Decode into `out`, [tokens, channels] of any float dtype."""
         if self.format == "model":

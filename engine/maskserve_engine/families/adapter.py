@@ -12,6 +12,7 @@ from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.planning.two_stream import Plan
+from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.stepping import Row
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
@@ -192,6 +193,7 @@ class Adapter(Protocol):
         rows: Sequence[Row],
         plan: Plan | None,
         reads: Sequence[Handle | None] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """One model call for rows of this adapter.
 
@@ -201,8 +203,11 @@ class Adapter(Protocol):
             reads: of each row what it reads of its template, None if it computes all its tokens.
                 The step waits for each part where it needs it (`Handle.wait`). Not given: each row
                 reads what it read before, at first nothing.
+            exchange: with the ranks that take this step together: each is told the same and has
+                the same rows. None: there are none.
 
         Raises:
+            ValueError: the family, or what a row has, knows no such step.
             EntryLost: a part of an entry will not come; the rows can do without it (`reads`).
 
         No row has moved if it raises, so that the rows can be tried again one by one.

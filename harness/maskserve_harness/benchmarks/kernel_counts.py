@@ -144,7 +144,7 @@ GROUPS = {
     "products": ("linear.",),
     "attention": ("attention.",),
     "entries": ("scatter_kv.", "forward._hidden"),
-    "heads and order": ("qk_norm_rope.", "forward._attend", "packing."),
+    "heads and order": ("qk_norm_rope.", "forward.attend", "packing."),
     "norms and gates": ("blocks.", "modulation.", "compiled."),
 }
 """Beginnings of the places whose bytes each group has; the longest that fits wins, and what fits

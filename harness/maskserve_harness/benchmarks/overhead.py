@@ -111,7 +111,7 @@ def model_clock() -> Clock:
     return Clock(
         *((batch_module, name) for name in ("embed", "vectors")),
         *((FluxStep, name) for name in ("pre", "post", "last")),
-        (forward_module, "_attend"),
+        (forward_module, "attend"),
         *((state, name) for name in ("__init__", "join_streams", "computed_image")),
     )
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maskserve_core.planning.two_stream import Plan, StepCosts, evaluate
+from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.entries import PARTS, AnchorEntry
 from maskserve_engine.cache.loader import Arrival, HostMover, Load, Loader, Selection
 from maskserve_engine.cache.shared_loads import Handle
@@ -59,10 +60,12 @@ class Replay:
         reads = self._reads.get(id(row))
         return None if reads is None else reads.handles[row.step]
 
-    def step(self, rows: Sequence[EditRow], kinds: Sequence[str]) -> None:
+    def step(
+        self, rows: Sequence[EditRow], kinds: Sequence[str], exchange: Exchange | None = None
+    ) -> None:
         """One step; cached rows run block i as `kinds[i]`."""
         reads = [self.next_read(row) for row in rows]
-        self.adapter.step(rows, plan_of_kinds(kinds) if kinds else None, reads)
+        self.adapter.step(rows, plan_of_kinds(kinds) if kinds else None, reads, exchange)
 
 
 def in_memory(entry: AnchorEntry, selection: Selection, *, whole: bool = False) -> Handle:

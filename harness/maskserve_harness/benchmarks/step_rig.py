@@ -26,6 +26,7 @@ from maskserve_harness.checkout import DEMO_MODEL
 
 PRESETS: dict[str, dict[str, Any]] = {
     "flux-1024": {"grid": (64, 64), "text": 512},
+    "flux-512": {"grid": (32, 32), "text": 512},
     "flux-256": {"grid": (16, 16), "text": 64},
     "demo": {"grid": (16, 16), "text": 16},
     "demo-narrow": {"grid": (4, 4), "text": 2},

@@ -215,6 +215,18 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
                 format=format,
             )
 
+    def follow(self, row: Row, latents: Tensor, steps: int) -> None:
+        """Have a row where other ranks have brought it meanwhile.
+
+        Args:
+            row: of an edit.
+            latents: [n, 4C] of its computed tokens, on the device; kept.
+            steps: that they have taken of it.
+        """
+        assert isinstance(row, FluxRow)
+        self.release()  # the row's batch holds for where it was
+        row.latents, row.step, row.moves = latents, steps, None
+
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():
             return low_rank_set(factors, self._places, self.device, self.dtype)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.inputs import Packed
+from maskserve_engine.batch.sequence_parallel import Exchange, Share, forward_shared
 from maskserve_engine.batch.skipping import Skipper, forward_skipping
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
@@ -63,20 +64,29 @@ class FluxBatch(KeptBatch[Row, FluxWeights]):
         """The model's, with what the rows' adapters add to them."""
         self._vectors: tuple[Vectors, ...] = ()
         """Of `AHEAD` steps, the present one among them."""
+        self._share: Share | None = None
+        """Of the ranks that took the last step with this one."""
         self._lay_out()
 
     def holds(self, rows: Sequence[Row]) -> bool:
         return super().holds(rows) and 0 <= rows[0].step - self._begin < self.steps
 
-    def step(self, model: FluxWeights, kinds: Sequence[str]) -> None:
+    def step(
+        self, model: FluxWeights, kinds: Sequence[str], exchange: Exchange | None = None
+    ) -> None:
         at = self.rows[0].step - self._begin
         if self._weights is None:
             self._weights = model.with_adapters(self._packed_adapters)
         weights = self._weights
         if self._controlled:
             self._run_nets()
-        inputs = FluxStep(weights, self._vectors_of(weights, at)), self.packed, kinds
-        velocity = forward_skipping(*inputs, self._skippers) if self._skippers else forward(*inputs)
+        own = FluxStep(weights, self._vectors_of(weights, at))
+        if exchange is not None:
+            velocity = forward_shared(own, self._share_with(exchange, weights), kinds)
+        elif self._skippers:
+            velocity = forward_skipping(own, self.packed, kinds, self._skippers)
+        else:
+            velocity = forward(own, self.packed, kinds)
         if self._guided:
             self._guide(velocity)
         with one_cpu_thread():  # so short an operation is done before a second thread has woken
@@ -85,6 +95,13 @@ class FluxBatch(KeptBatch[Row, FluxWeights]):
             second.copy_(self._parts[i])
         for row in self.rows:
             row.advance(velocity)  # by now the sampler's move
+
+    def _share_with(self, exchange: Exchange, weights: FluxWeights) -> Share:
+        if self._skippers:
+            raise ValueError("rows that may skip blocks take their steps on one device")
+        if self._share is None or self._share.exchange is not exchange:
+            self._share = Share(self.packed, exchange, weights.width // weights.head_dim)
+        return self._share
 
     def _lay_out(self) -> None:
         """What the steps ahead will need: timesteps, changes of sigma, and the latents in shapes

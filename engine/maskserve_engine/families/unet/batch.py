@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.unet.control import UnetControlled, run_nets
@@ -40,7 +41,11 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
     def holds(self, rows: Sequence[Row]) -> bool:
         return super().holds(rows) and 0 <= rows[0].step - self._begin < len(self._by_step)
 
-    def step(self, model: UnetWeights, kinds: Sequence[str]) -> None:
+    def step(
+        self, model: UnetWeights, kinds: Sequence[str], exchange: Exchange | None = None
+    ) -> None:
+        if exchange is not None:
+            raise ValueError("a UNet's steps are taken on one device")
         samples = [row.sample() for row in self._order]
         sample = torch.stack(
             [each for each, count in zip(samples, self._passes, strict=True) for _ in range(count)]

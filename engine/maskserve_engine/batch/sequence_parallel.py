@@ -1,0 +1,343 @@
+"""Sequence parallelism over packed rows: several ranks take a step together (DeepSpeed Ulysses,
+arXiv 2309.14509).
+
+Every rank holds the weights and all rows. It computes its *share* of each row: a part of the text
+tokens, of the computed image tokens and of the inactive ones. Attention needs all tokens, and its
+heads know nothing of one another. So before it each rank gives the others their heads of its
+tokens, and behind it each gets its tokens' other heads back: two exchanges per block.
+
+    between attentions   all heads of   | text 0 | image 0 | text 1 | …   a part of each row
+    in attention         some heads of  | rank 0 | rank 1 | …             put into row order
+
+Shares may be uneven, and empty. A cached row's keys and values are cut by head: a rank needs those
+of its heads alone. At the end of the step the ranks exchange what the model answers, so that all
+have all latents, and any of them can go on alone or with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from maskserve_engine.batch.forward import CaptureKeys, FillRest, State, Transformer, attend
+from maskserve_engine.batch.inputs import Capture, InactiveTokens, Packed, RowInput
+from maskserve_engine.batch.packing import Packing
+from maskserve_engine.batch.transfer import moved
+from maskserve_engine.layers.attention import Span, spans
+from maskserve_engine.layers.scatter_kv import KvSource
+
+_LOCAL = "127.0.0.1"
+
+
+class Exchange(Protocol):
+    """Ranks that take steps together, as one of them sees them."""
+
+    rank: int
+    count: int
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        """Give each rank its part and get one from each.
+
+        Args:
+            parts: of one dtype, for each rank in turn.
+            sizes: numbers in what comes from each.
+
+        Returns:
+            [sum(sizes)] what came, rank by rank.
+
+        Raises:
+            RuntimeError: a rank has not answered in time.
+        """
+        ...
+
+
+class Ranks:
+    """An `Exchange` by torch.distributed. The group is no part of a world: any number of them may
+    be there, and their ranks may be threads.
+
+    Args:
+        store: torch's, where these ranks meet and no others (a `PrefixStore`).
+        rank: of this one.
+        count: of all.
+        device: of the tensors; CUDA: NCCL (written, never run on several devices), else gloo.
+        timeout_s: after which an exchange has failed.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, count: int, device: torch.device, timeout_s: float
+    ) -> None:
+        self.rank, self.count = rank, count
+        self.sent = 0
+        """Bytes given to other ranks."""
+        backends: Any = dist  # of which torch's stubs know little
+        if device.type == "cuda":
+            options = backends.ProcessGroupNCCL.Options()
+            make = backends.ProcessGroupNCCL
+        else:
+            options = backends.ProcessGroupGloo._Options()
+            options._devices = [backends.ProcessGroupGloo.create_device(hostname=_LOCAL)]
+            make = backends.ProcessGroupGloo
+        options._timeout = timedelta(seconds=timeout_s)
+        self._group = make(store, rank, count, options)
+        self._options = backends.AllToAllOptions()
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        given = torch.cat([part.reshape(-1) for part in parts])
+        each = given.element_size()
+        came = given.new_empty(sum(sizes))
+        to = [part.numel() * each for part in parts]
+        self._group.alltoall_base(
+            came.view(torch.uint8),  # bytes: not every backend has every dtype
+            given.view(torch.uint8),
+            [size * each for size in sizes],
+            to,
+            self._options,
+        ).wait()
+        self.sent += sum(to) - to[self.rank]
+        return came
+
+
+def share_of(length: int, rank: int, count: int) -> Span:
+    """[begin, end) of `length` tokens or heads that are a rank's: shares differ by one at most."""
+    return length * rank // count, length * (rank + 1) // count
+
+
+@dataclass(frozen=True)
+class Route:
+    """How tokens lie: by rank, as they travel, or in the order that the packing of all has."""
+
+    counts: tuple[int, ...]
+    """Tokens of each rank."""
+    ordered: Tensor | None
+    """[N] among the tokens of rank 0, rank 1, … each token of the packing; None: that order will
+    do."""
+    travelling: Tensor | None
+    """[N] the way back."""
+
+
+def _route(rows: Sequence[Sequence[int]], count: int, *, one_will_do: bool) -> Route:
+    """For rows that are so many sections of so many tokens, of which each rank has its shares.
+
+    Args:
+        rows: the lengths of each one's sections.
+        count: of the ranks.
+        one_will_do: whether the order inside a row is of no concern.
+    """
+    begins = [begin for begin, _ in spans([length for row in rows for length in row])]
+    lengths = [length for row in rows for length in row]
+    of_ranks = [
+        np.concatenate([begin + np.arange(*share_of(length, rank, count))
+                        for begin, length in zip(begins, lengths, strict=True)])
+        for rank in range(count)
+    ]  # fmt: skip
+    counts = tuple(len(each) for each in of_ranks)
+    if len(rows) == 1 and one_will_do:
+        return Route(counts, None, None)
+    travelling = np.concatenate(of_ranks)
+    return Route(counts, torch.from_numpy(np.argsort(travelling)), torch.from_numpy(travelling))
+
+
+@dataclass(frozen=True, slots=True)
+class _RestShare:
+    """`InactiveTokens` of which a rank computes a part, and reads its heads."""
+
+    whole: InactiveTokens
+    own: slice
+    heads: Span
+    """Of all heads, the rank's."""
+    all_heads: int
+
+    @property
+    def cis(self) -> Tensor:
+        return self.whole.cis[self.own]
+
+    def tokens(self) -> Tensor:
+        return self.whole.tokens()[self.own]
+
+    @property
+    def entry(self) -> object:
+        return self.whole.entry
+
+    def source(self, block: int, part: str) -> KvSource:
+        """`kv` is of all tokens and the rank's heads, `h` of the rank's tokens."""
+        found = self.whole.source(block, part)
+        if part == "kv":
+            heads = [coded.columns(*self.heads, self.all_heads) for coded in found.parts]
+            if self.whole.cis.is_cuda:  # where a kernel reads them, each token's side by side
+                heads = [coded.map(Tensor.contiguous) for coded in heads]
+            return replace(found, parts=tuple(heads))
+        if found.ids is not None:
+            return replace(found, ids=found.ids[self.own])
+        return KvSource(tuple([coded.map(lambda t: t[self.own]) for coded in found.parts]))
+
+
+class Share:
+    """What one rank computes of a batch; kept for as long as the batch is.
+
+    Args:
+        whole: the batch, equal on all ranks.
+        exchange: between them.
+        heads: of the model's attention.
+
+    Raises:
+        ValueError: there are more ranks than heads, or rows that one rank must compute.
+    """
+
+    def __init__(self, whole: Packed, exchange: Exchange, heads: int) -> None:
+        count = exchange.count
+        if count > heads:
+            raise ValueError(f"{count} ranks cannot share {heads} heads: use {heads} at most")
+        if whole.residuals:
+            raise ValueError("rows with a ControlNet take their steps on one device")
+        self.whole, self.exchange = whole, exchange
+        self.heads = [share_of(heads, rank, count) for rank in range(count)]
+        self.packed = Packed([self._part(row, heads) for row in whole.rows])
+        narrow = whole.layout.narrow
+        text, image, rest = narrow.text, narrow.image, narrow.rest
+        images = list(zip(image, strict=True))
+        will_do = not whole.primes
+        routes = {
+            "rows": _route(list(zip(text, image, strict=True)), count, one_will_do=will_do),
+            "wide rows": _route(
+                list(zip(text, image, rest, strict=True)), count, one_will_do=will_do
+            ),
+            "rest": _route(list(zip(rest, strict=True)), count, one_will_do=True),
+            "image": _route(images, count, one_will_do=False),
+            "wide image": _route(list(zip(image, rest, strict=True)), count, one_will_do=False),
+        }
+        device = whole.tokens.device
+        self.routes: dict[str, Route] = moved(routes, device)
+        own = [
+            begin + np.arange(*share_of(length, exchange.rank, count))
+            for (begin, _), length in zip(spans(image), image, strict=True)
+        ]
+        self._own: Tensor = moved((torch.from_numpy(np.concatenate(own)),), device)[0]
+
+    def _part(self, row: RowInput, heads: int) -> RowInput:
+        rank, count = self.exchange.rank, self.exchange.count
+
+        def own(length: int) -> slice:
+            return slice(*share_of(length, rank, count))
+
+        texts, rest = len(row.text), row.rest
+        tokens, text = own(len(row.tokens)), own(texts)
+        if rest is not None:
+            rest = _RestShare(rest, own(len(rest.cis)), self.heads[rank], heads)
+        cis = torch.cat((row.cis[text], row.cis[texts:][tokens]))
+        return replace(row, tokens=row.tokens[tokens], text=row.text[text], cis=cis, rest=rest)
+
+    def refresh(self) -> None:
+        """Take the rank's tokens from the batch as it is now."""
+        self.packed.tokens = self.whole.tokens.index_select(0, self._own)
+
+    def to_heads(self, tensors: Sequence[Tensor], route: Route) -> Tensor:
+        """The first exchange.
+
+        Args:
+            tensors: [n, P, heads, head_dim] each, of the rank's tokens.
+            route: of the tokens.
+
+        Returns:
+            [N, sum of P, own heads, head_dim] of all tokens, in the order of their packing.
+        """
+        own, head_dim = self.heads[self.exchange.rank], tensors[0].shape[-1]
+        planes = sum(tensor.shape[1] for tensor in tensors)
+        parts = [
+            torch.cat([tensor[:, :, begin:end] for tensor in tensors], dim=1)
+            for begin, end in self.heads
+        ]
+        each = planes * (own[1] - own[0]) * head_dim
+        came = self.exchange.all_to_all(parts, [n * each for n in route.counts])
+        by_rank = came.view(sum(route.counts), planes, own[1] - own[0], head_dim)
+        return by_rank if route.ordered is None else by_rank.index_select(0, route.ordered)
+
+    def to_tokens(self, found: Tensor, route: Route) -> Tensor:
+        """The second exchange: [n, width] of the rank's tokens, from [N, own heads · head_dim]."""
+        own = self.heads[self.exchange.rank]
+        head_dim = found.shape[1] // (own[1] - own[0])
+        if route.travelling is not None:
+            found = found.index_select(0, route.travelling)
+        n = route.counts[self.exchange.rank]
+        widths = [(end - begin) * head_dim for begin, end in self.heads]
+        came = self.exchange.all_to_all(found.split(route.counts), [n * width for width in widths])
+        each = came.split([n * width for width in widths])
+        return torch.cat([x.view(n, w) for x, w in zip(each, widths, strict=True)], dim=1)
+
+    def gather(self, x: Tensor, route: Route) -> Tensor:
+        """[N, c] of all tokens, in the order of their packing, from [n, c] of each rank's own."""
+        wide = x.shape[1]
+        came = self.exchange.all_to_all(
+            [x] * self.exchange.count, [n * wide for n in route.counts]
+        ).view(-1, wide)
+        return came if route.ordered is None else came.index_select(0, route.ordered)
+
+
+def forward_shared(model: Transformer, share: Share, kinds: Sequence[str] = ()) -> Tensor:
+    """`forward` by several ranks, each of which calls it.
+
+    Args:
+        model: at this step, with vectors of all rows.
+        share: of this rank.
+        kinds: as of `forward`.
+
+    Returns:
+        [N, out_channels] of all rows, the same bytes on each rank.
+    """
+    share.refresh()
+    state = _SharedState(model, share, kinds)
+    state.run(0, model.block_count)
+    own = model.last(state.computed_image(), state.stream)
+    return share.gather(own, share.routes["image"])
+
+
+class _SharedState(State):
+    """`State` of a rank's share."""
+
+    def __init__(self, model: Transformer, share: Share, kinds: Sequence[str]) -> None:
+        self.share = share
+        super().__init__(model, share.packed, kinds)
+
+    @property
+    def _of_all(self) -> Packing:
+        """Where all ranks' tokens lie in attention."""
+        layout = self.share.whole.layout
+        return layout.wide if self._widened else layout.narrow
+
+    @property
+    def _widened(self) -> bool:
+        return self.cached and self.wide
+
+    def attend(
+        self, qk: Tensor, v: Tensor, fill: FillRest | None, capture: CaptureKeys | None
+    ) -> Tensor:
+        route = self.share.routes["wide rows" if self._widened else "rows"]
+        both = self.share.to_heads((qk, v[:, None]), route)
+        found = attend(both[:, :2], both[:, 2], self._of_all, fill, capture)
+        return self.share.to_tokens(found, route)
+
+    def rest_keys(self, index: int) -> tuple[Tensor, Tensor]:
+        """Projected from the rank's own tokens, all heads; exchanged as the computed ones are."""
+        k, v = super().rest_keys(index)
+        both = self.share.to_heads((k[:, None], v[:, None]), self.share.routes["rest"])
+        return both[:, 0], both[:, 1]
+
+    def capture(self, index: int) -> CaptureKeys:
+        """Each rank records the hidden states of all tokens, and keys and values of its heads."""
+        image = self.packing.image_of(self.image) if self.joined else self.image
+        route = self.share.routes["wide image" if self._widened else "image"]
+        image = self.share.gather(image, route)
+        for capture, (begin, end) in self._captured(self._of_all.image_stream.spans):
+            capture.hidden(index, image[begin:end])
+        return self.keys_to_captures(index, self._of_all)
+
+    def _captured(self, of: Sequence[Span]) -> Iterator[tuple[Capture, Span]]:
+        for capture, span in zip(self.packed.captures, of, strict=True):
+            if capture is not None:
+                yield capture, span

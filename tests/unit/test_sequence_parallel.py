@@ -1,0 +1,332 @@
+"""Steps that several ranks take together equal those of one (design §8).
+
+Ranks are threads here, over real gloo groups; `bench_sp` runs them as processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore
+
+from maskserve_core.planning.degree_costs import sent_bytes
+from maskserve_core.planning.flops import RowTokens
+from maskserve_engine.batch.sequence_parallel import Ranks, share_of
+from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.job import EditJob
+from maskserve_engine.layers.low_rank import Factors
+from maskserve_harness.benchmarks.replay import Replay
+from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
+from tests.fakes.pipelines import diffusers_latents
+from tests.support.cached_rows import KINDS, Primed, assert_equal, cached
+
+HEADS, HEAD_DIM = 6, 32
+"""Four ranks have 1, 2, 1 and 2 heads."""
+CPU = torch.device("cpu")
+T = TypeVar("T")
+
+
+class Model:
+    """A tiny model with more heads."""
+
+    def __init__(self, tiny: Path, folder: Path) -> None:
+        from diffusers import FluxTransformer2DModel
+
+        shutil.copytree(tiny, folder)
+        own = FluxTransformer2DModel.load_config(folder / "transformer")
+        heads = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            model: Any = FluxTransformer2DModel.from_config(
+                {**own, **heads, "axes_dims_rope": (8, 12, 12)}
+            )
+        model.save_pretrained(folder / "transformer")
+        config = config_of(folder, model={"outside_noise": "edit"})
+        self.folder = folder
+        self.encoder: Encoder = load_encoder(config)
+        adapter = load_adapter(config)
+        assert isinstance(adapter, FluxAdapter)
+        self.adapter = adapter
+
+    def job(self, seed: int, **settings: Any) -> EditJob:
+        rng = np.random.default_rng(seed)
+        if self.encoder.facts.true_cfg and seed % 2:
+            settings = {**guided(rng), **settings}
+        return encode_case(self.encoder, random_case(rng, **settings), f"edit-{seed}")
+
+
+@pytest.fixture(scope="module", params=["fill", "inpaint"])
+def model(
+    request: pytest.FixtureRequest,
+    tiny_fill: Path,
+    tiny_inpaint: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Model:
+    tiny = tiny_fill if request.param == "fill" else tiny_inpaint
+    return Model(tiny, tmp_path_factory.mktemp("heads") / request.param)
+
+
+class Rank:
+    """One of several, with a batch of its own over the same weights."""
+
+    def __init__(self, model: Model, rank: int, count: int, store: Any) -> None:
+        self.rank, self._count, self._store = rank, count, store
+        self.adapter = copy.copy(model.adapter)
+        self.adapter.release()
+        self.replay = Replay(self.adapter)
+        self._gangs: dict[range, Ranks] = {}
+
+    def gang(self, of: range) -> Ranks | None:
+        """With these ranks; None: it is alone."""
+        if len(of) == 1:
+            return None
+        if of not in self._gangs:
+            own = PrefixStore(str(of), self._store)
+            self._gangs[of] = Ranks(own, self.rank - of.start, len(of), CPU, 20.0)
+        return self._gangs[of]
+
+    @property
+    def all(self) -> Ranks | None:
+        return self.gang(range(self._count))
+
+    def run(self, rows: Sequence[Any], kinds: Sequence[str]) -> list[Any]:
+        """All steps of rows, together; their latents."""
+        while live := [row for row in rows if row.step < row.steps]:
+            self.replay.step(live, kinds, self.all)
+        return [row.result().array() for row in rows]
+
+
+def by_ranks(model: Model, count: int, run: Callable[[Rank], T]) -> list[T]:
+    """What each of so many ranks returns."""
+    store = HashStore()
+    ranks = [Rank(model, rank, count, store) for rank in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, ranks))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_dense_rows_equal_diffusers(model: Model, count: int) -> None:
+    from diffusers import FluxFillPipeline, FluxInpaintPipeline
+
+    fill = model.adapter.facts.semantics == "fill"
+    pipeline: Any = (FluxFillPipeline if fill else FluxInpaintPipeline).from_pretrained(
+        model.folder
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    rng = np.random.default_rng(count)
+    asked = [{}, {} if fill else guided(rng), {}]
+    cases = [random_case(rng, **own) for own in asked]
+    jobs = [encode_case(model.encoder, case, str(i)) for i, case in enumerate(cases)]
+    expected = [diffusers_latents(pipeline, case) for case in cases]
+
+    def run(rank: Rank) -> list[Any]:
+        return rank.run([rank.adapter.dense_row(job) for job in jobs], ())
+
+    found = by_ranks(model, count, run)
+    for own in found:
+        for one, other in zip(own, expected, strict=True):
+            assert np.abs(one - other).max() <= tolerance(other)
+    for own in found[1:]:  # the same bytes, so that ranks never part
+        assert all(np.array_equal(a, b) for a, b in zip(own, found[0], strict=True))
+
+
+def one_token(job: EditJob) -> EditJob:
+    """An edit of a single token."""
+    mask = np.zeros_like(job.edit_mask)
+    mask[5, 7] = 255
+    return replace(job, edit_mask=mask)
+
+
+def lora_of(adapter: FluxAdapter) -> Any:
+    torch.manual_seed(5)
+    places = {n: p for n, p in adapter._places.items() if "transformer_blocks" in n}
+    return adapter.low_rank(
+        {n: Factors(torch.randn(2, p.shape[1]), torch.randn(p.shape[0], 2) * 0.02)
+         for n, p in places.items()}
+    )  # fmt: skip
+
+
+MIXES = [
+    (("dense",) * 3, "model"),
+    *[((kind,) * 3, format) for kind in ("project", "kv")
+      for format in ("model", "int8", "float8", "int4")],
+    (("dense", "kv", "project"), "int8"),
+    (("kv", "dense", "kv"), "int4"),
+]  # fmt: skip
+"""How blocks run and what entries are stored in."""
+
+
+@pytest.mark.parametrize(("kinds", "format"), MIXES)
+def test_a_mixed_batch_equals_that_of_one_rank(
+    model: Model, kinds: tuple[str, ...], format: str
+) -> None:
+    """Dense, cached and priming rows, one with a LoRA, some with two passes; one active token."""
+    number = MIXES.index((kinds, format))
+    count = (2, 4)[(number + (model.adapter.facts.semantics == "fill")) % 2]
+    jobs = [model.job(seed, num_inference_steps=3) for seed in range(number, number + 3)]
+    jobs.append(one_token(model.job(9, num_inference_steps=4, strength=1.0)))
+    primed = [Primed(model.adapter, model.encoder, job, format=format) for job in jobs]
+    lora = lora_of(model.adapter)
+
+    def run(rank: Rank) -> tuple[list[Any], Any]:
+        rows: list[Any] = [cached(rank.replay, *each) for each in zip(jobs, primed, strict=True)]
+        rows.append(rank.adapter.dense_row(jobs[0]))
+        rank.adapter.attach(rows[1], jobs[1], ((lora, 0.7),))
+        priming = rank.adapter.priming_row(
+            jobs[0], [entry.anchor for entry in primed[0].entries],
+            model.encoder.encode_prompt(""), 7, [frozenset({"h", "kv"})] * 3, format,
+        )  # fmt: skip
+        rank.adapter.step([*rows, priming], None, [None] * 6, rank.all)
+        return rank.run(rows, kinds), priming.take_entry()
+
+    [(expected, entry)] = by_ranks(model, 1, run)
+    for rank, (found, own) in enumerate(by_ranks(model, count, run)):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+        check_entry(own, entry, share_of(HEADS, rank, count))
+
+
+def check_entry(own: AnchorEntry, entry: AnchorEntry, heads: tuple[int, int]) -> None:
+    """Hidden states are whole, keys and values of the rank's heads. What is rounded may differ by a
+    step of the format where the numbers before it differ in their last digits.
+    """
+    for mine, whole in zip(own.blocks, entry.blocks, strict=True):
+        pairs: list[Any] = [
+            (mine.hidden, whole.hidden),
+            *zip(
+                mine.part("kv"), [k.columns(*heads, HEADS) for k in whole.part("kv")], strict=True
+            ),
+        ]
+        for one, other in pairs:
+            x, y = decoded(one), decoded(other)
+            apart = (x - y).abs() > 1e-4 * max(1.0, float(y.abs().max()))
+            assert apart.float().mean() <= (0.0 if one.format == "model" else 0.02)
+
+
+def decoded(coded: Coded) -> torch.Tensor:
+    width = coded.data.shape[1] * (2 if coded.format == "int4" else 1)
+    out = torch.empty(len(coded.data), width)
+    coded.into(out)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_degree_at_each_step_changes_nothing(model: Model, seed: int) -> None:
+    jobs = [model.job(30 + seed, num_inference_steps=11, strength=1.0),
+            model.job(40 + seed, num_inference_steps=11, strength=1.0)]  # fmt: skip
+    primed = [Primed(model.adapter, model.encoder, job, stride=2) for job in jobs]
+    kinds = random.Random(seed).choices(KINDS, k=3)
+
+    def rows(rank: Rank) -> list[Any]:
+        return [cached(rank.replay, jobs[0], primed[0]), rank.adapter.dense_row(jobs[1])]
+
+    [expected] = by_ranks(model, 1, lambda rank: rank.run(rows(rank), kinds))
+    travelling: list[tuple[torch.Tensor, int]] = []
+    barrier = threading.Barrier(4)
+
+    def run(rank: Rank) -> list[Any]:
+        dice, own = random.Random(seed), rows(rank)
+        for _ in range(11):
+            gang = dice.choice([range(1), range(3, 4), range(2), range(2, 4), range(4)])
+            if rank.rank in gang:
+                rank.replay.step(own, kinds, rank.gang(gang))
+            if rank.rank == gang.start:
+                travelling[:] = [(row.latents.clone(), row.step) for row in own]
+            barrier.wait(20.0)
+            if rank.rank not in gang:
+                for row, (latents, steps) in zip(own, travelling, strict=True):
+                    rank.adapter.follow(row, latents.clone(), steps)
+            barrier.wait(20.0)
+        return [row.result().array() for row in own]
+
+    for found in by_ranks(model, 4, run):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+
+
+def test_fewer_tokens_than_ranks(model: Model) -> None:
+    """Cached rows of one active token and a prompt of three."""
+    job = one_token(model.job(8))
+    short = {name: x[:3] if x.ndim == 2 else x for name, x in job.conditioning.items()}
+    job = replace(job, conditioning=short, negative=None)
+    primed = Primed(model.adapter, model.encoder, job)
+    for kind in KINDS:
+
+        def run(rank: Rank, kind: str = kind) -> Any:
+            return rank.run([cached(rank.replay, job, primed)], (kind,) * 3)[0]
+
+        [expected] = by_ranks(model, 1, run)
+        for found in by_ranks(model, 4, run):
+            assert_equal(found, expected)
+
+
+def test_the_bytes_that_travel_are_those_counted(model: Model) -> None:
+    """Of the blocks, and of the answer that all ranks get."""
+    job, count = model.job(6, num_inference_steps=3, strength=1.0), 2
+    primed = Primed(model.adapter, model.encoder, job)
+    _, height, width = job.moments.shape
+    work, text = model.adapter.work(height, width), len(job.conditioning["prompt_embeds"])
+
+    for make in (lambda rank: rank.adapter.dense_row(job),
+                 lambda rank: cached(rank.replay, job, primed)):  # fmt: skip
+
+        def run(rank: Rank, make: Any = make) -> tuple[int, torch.Tensor]:
+            row = make(rank)
+            rank.replay.step([row], ("kv",) * 3, rank.all)
+            assert isinstance(rank.all, Ranks)
+            return rank.all.sent, row.latents
+
+        ranks = by_ranks(model, count, run)
+        latents = ranks[0][1]
+        row = RowTokens((float(len(latents)),), float(text))
+        expected = count * sent_bytes(work, row, count, value_bytes=4)
+        expected += latents.nbytes * (count - 1)
+        assert sum(sent for sent, _ in ranks) == round(expected)
+
+
+def test_what_ranks_cannot_share_is_refused(model: Model) -> None:
+    class Many:
+        rank, count = 0, 8
+
+    dense, skips = model.job(2), model.job(4, first_block_threshold=0.1)
+    with pytest.raises(ValueError, match="8 ranks cannot share 6 heads"):
+        model.adapter.step([model.adapter.dense_row(dense)], None, None, Many())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="skip"):
+        model.adapter.step([model.adapter.dense_row(skips)], None, None, Many())  # type: ignore[arg-type]
+    coded = encode(torch.randn(4, 96), "int4")
+    with pytest.raises(ValueError, match="32 channels"):
+        coded.columns(0, 1, 2)
+
+
+def test_a_silent_rank_is_an_error_and_no_hang() -> None:
+    store = HashStore()
+    joined = threading.Barrier(2)
+
+    def run(rank: int) -> str:
+        ranks = Ranks(store, rank, 2, CPU, 0.5)
+        x = torch.ones(3)
+        ranks.all_to_all([x, x], [3, 3])
+        joined.wait(20.0)
+        if rank:
+            return ""
+        with pytest.raises(RuntimeError) as raised:
+            ranks.all_to_all([x, x], [3, 3])
+        return str(raised.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(run, range(2)))
+    assert said[0]
