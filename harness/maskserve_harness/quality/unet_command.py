@@ -95,7 +95,8 @@ FEW = (
 BASE = (
     DEFAULT,
     Choice("kv", "int4", 7, ring=2),
-    Choice("kv", "int4", 1, ring=1),
+    *(Choice("kv", "int4", stride, ring=1) for stride in (4, 3, 2, 1)),
+    Choice("kv", "int4", 3, ring=2),
     *(Choice("kv", "int4", 7, ring=1, dense=dense) for dense in (1, 2, 4)),
     Choice("kv", "int4", 7, ring=1, shift=1),
 )

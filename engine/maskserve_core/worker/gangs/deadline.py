@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
+from maskserve_core.worker.gangs.few_edits import FewEdits
 from maskserve_core.worker.gangs.work import (
     GangPlan,
     Work,
@@ -16,6 +17,9 @@ from maskserve_core.worker.gangs.work import (
     frontier,
 )
 from maskserve_core.worker.step_scheduler import Run
+
+_FEW = 5
+"""Edits whose lists are searched: with more there are too many of them."""
 
 
 class Deadline:
@@ -29,6 +33,9 @@ class Deadline:
        waits for devices whose step is under way has them reserved.
     4. Devices left go to edits given up or without due time, the cheapest first, then to kept
        edits that gain most by more.
+
+    Of a few edits the best list is searched instead (`FewEdits`): it knows when devices are free,
+    which sums do not. What stands behind the list then takes only devices that delay none of it.
 
     An edit that has not stepped for `patience` seconds gets one step before all others, so that
     edits without due time do not starve.
@@ -52,6 +59,8 @@ class Deadline:
         busy = sum(work.gang for work in works if work.until is not None)
         if busy == (1 << self.devices) - 1:
             return GangPlan()
+        if len(works) <= _FEW:
+            return GangPlan(tuple(self._place(self._listed(now, works), busy, claimed=busy)))
         kept, rest = self._kept(now, works)
         wanted: list[tuple[Work, int]] = []
         starved = self._starved(now, rest)
@@ -60,7 +69,52 @@ class Deadline:
             wanted.append((starved, self._short(starved)))
         wanted += kept
         wanted += [(work, self._short(work)) for work in sorted(rest, key=_cheapest)]
-        return GangPlan(tuple(self._place(now, self._scale_up(wanted), busy)))
+        return GangPlan(tuple(self._place(self._scale_up(wanted), busy)))
+
+    def _listed(self, now: float, works: Sequence[Work]) -> list[tuple[Work, int]]:
+        """What steps now, and its degree: the list's edits, as many as can, then others."""
+        few = FewEdits(now, works, self.devices)
+        first: dict[int, int] = {}
+        idle, planned = few.idle, few.starts({})
+        assert planned is not None
+        for number, (job, degree) in enumerate(few.chosen):
+            if job.work.until is None and planned[number] <= now:
+                first[number], idle = degree, idle - degree
+        for number, (job, _) in enumerate(few.chosen):
+            if number not in first and job.work.until is None:
+                for degree, _ in reversed(job.degrees):
+                    if degree <= idle and few.starts({**first, number: degree}) is not None:
+                        first[number], idle = degree, idle - degree
+                        break
+        others: list[tuple[Work, int]] = []
+        listed = {job.work.ticket.request_id for job, _ in few.chosen}
+        rest = [w for w in works if w.until is None and w.ticket.request_id not in listed]
+        starved, planned = self._starved(now, rest), few.starts(first) or planned
+        for work in sorted(rest, key=lambda work: (work is not starved, _cheapest(work))):
+            degree = self._short(work)
+            while degree > idle:
+                degree //= 2
+            if not degree:
+                break
+            begun = few.starts(first, [*others, (work, degree)])
+            if work is starved or (begun is not None and _none_later(begun, planned, first)):
+                others.append((work, degree))
+                idle -= degree
+        while idle:
+            gains = {}
+            for number, degree in first.items():
+                job = few.chosen[number][0]
+                if degree <= idle and 2 * degree <= self.devices:
+                    seconds, at = job.work.ticket.seconds, degree.bit_length() - 1
+                    more = few.starts({**first, number: 2 * degree}, others)
+                    if more is not None:
+                        gains[number] = job.steps * (seconds[at] - seconds[at + 1])
+            best = max(gains, key=lambda number: gains[number], default=-1)
+            if best < 0 or gains[best] <= 0.0:
+                break
+            idle -= first[best]
+            first[best] *= 2
+        return [(few.chosen[number][0].work, degree) for number, degree in first.items()] + others
 
     def _starved(self, now: float, rest: Sequence[Work]) -> Work | None:
         """The one that has waited longest, if that is too long and none was helped just now."""
@@ -135,8 +189,15 @@ class Deadline:
             degrees[best] *= 2
         return [(work, degree) for (work, _), degree in zip(wanted, degrees, strict=True) if degree]
 
-    def _place(self, now: float, wanted: list[tuple[Work, int]], busy: int) -> list[Run]:
-        claimed, runs = 0, []
+    def _place(self, wanted: list[tuple[Work, int]], busy: int, *, claimed: int = 0) -> list[Run]:
+        """Gangs for those that can step now; the others claim what they wait for.
+
+        Args:
+            wanted: with their degrees, the first to be served first.
+            busy: devices.
+            claimed: devices that nobody may wait for.
+        """
+        runs = []
         for work, degree in wanted:
             last = work.gang
             own = last if work.until is not None else 0
@@ -148,6 +209,12 @@ class Deadline:
             if block and work.until is None and not block & busy:
                 runs.append(Run((work.ticket,), devices_of(block)))
         return runs
+
+
+def _none_later(begun: Sequence[float], planned: Sequence[float], first: Container[int]) -> bool:
+    """Whether all that wait for devices still get them when they were to."""
+    both = enumerate(zip(begun, planned, strict=True))
+    return all(now <= then for number, (now, then) in both if number not in first)
 
 
 def _cheapest(work: Work) -> tuple[float, float]:
