@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from maskserve_engine.cache.entries import encode
+from maskserve_engine.layers.add_norm import add_norm
 from maskserve_engine.layers.attention import Segments, attention, ends, spans, uniform
+from maskserve_engine.layers.geglu import geglu
+from maskserve_engine.layers.linear import PlainLinear, gelu_of, sum_of_parts, write_product
 from maskserve_engine.layers.modulation import PerRow, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import fused as fused_heads
 from maskserve_engine.layers.qk_norm_rope import norm_heads, rotate
@@ -51,6 +54,30 @@ def test_the_placing_kernel_writes_what_the_plain_path_writes(format: str) -> No
     scatter_kv([host], plain, KvSlots(at.spans, at.row_of, at.local, at.to, at.numbers))
     assert torch.equal(outs[0].cpu(), plain[0])
     assert torch.equal(outs[1].cpu(), plain[1])
+
+
+def test_products_with_their_activations_inside_agree_with_the_cpus() -> None:
+    x, weight, bias = torch.randn(33, 256), torch.randn(512, 256) / 16, torch.randn(512)
+    product = PlainLinear(weight.to(CUDA).bfloat16(), bias.to(CUDA).bfloat16())
+    there, host = x.to(CUDA).bfloat16(), PlainLinear(weight, bias)
+    out = torch.empty(33, 512, device=CUDA, dtype=torch.bfloat16)
+    write_product(product, there, out)
+    for found, expected in (
+        (gelu_of(product, there), gelu_of(host, x)),
+        (sum_of_parts(product, there.split((64, 192), dim=1)), host(x)),
+        (out, host(x)),
+    ):
+        assert torch.allclose(found.cpu().float(), expected, atol=6e-2, rtol=2e-2)
+
+
+def test_the_kernels_of_a_unets_block_agree_with_plain_operations() -> None:
+    pytest.importorskip("triton")
+    x, y = (torch.randn(37, 1280).bfloat16() for _ in range(2))
+    norm = torch.nn.LayerNorm(1280).bfloat16().requires_grad_(False)
+    plain = (*add_norm(x, y, norm), geglu(x))
+    there = (*add_norm(x.to(CUDA), y.to(CUDA), norm.to(CUDA)), geglu(x.to(CUDA)))
+    for one, other in zip(plain, there, strict=True):
+        assert torch.allclose(one.float(), other.cpu().float(), atol=4e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("kind", ["kv", "project"])

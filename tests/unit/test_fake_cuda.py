@@ -63,7 +63,12 @@ def test_a_step_launches_no_more_kernels_than_the_table_says(case: Case) -> None
 @pytest.mark.parametrize("kind", ["kv", "dense"])
 @pytest.mark.parametrize("loras", [1, 8])
 def test_any_number_of_loras_adds_two_kernels_per_product(loras: int, kind: str) -> None:
-    """16 per double block, 4 per single one; a steady step copies nothing."""
+    """16 per double block, 4 per single one; a steady step copies nothing.
+
+    And more in a double block, which plain products do without: GELU of both streams, and where
+    rows are not alike these joined before they are brought into their order.
+    """
+    more = 3 if kind == "kv" else 2
     plain = Case("none", (*MIXED[:7], None), kind)
     ours = replace(plain, loras=loras)
 
@@ -73,8 +78,8 @@ def test_any_number_of_loras_adds_two_kernels_per_product(loras: int, kind: str)
         return steady.launches
 
     added = [launches(ours, each) - launches(plain, each) for each in ((1, 1), (2, 1), (1, 2))]
-    assert (added[1] - added[0], added[2] - added[0]) == (16, 4)
-    assert added[0] == 20
+    assert (added[1] - added[0], added[2] - added[0]) == (16 + more, 4)
+    assert added[0] == 20 + more
 
 
 def test_who_joins_with_a_lora_is_never_waited_for() -> None:

@@ -13,6 +13,7 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from maskserve_engine.batch.forward import forward
+from maskserve_engine.families.flux import blocks
 from maskserve_engine.families.flux.batch import FluxBatch
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.compiled import compile_segments
@@ -28,6 +29,8 @@ from maskserve_engine.layers.linear import (
     ModuleLinear,
     PlainLinear,
     linear,
+    sum_of_parts,
+    write_product,
 )
 from maskserve_engine.layers.low_rank import LowRank, Update, Updates
 from maskserve_engine.layers.shrink_expand import Part
@@ -214,6 +217,30 @@ def test_rows_with_adapters_of_their_own_share_a_batch(bench: Bench, kind: str) 
             assert (found - without).abs().max() > 0.01
     embedders = 2 * 2 + 2 * bool(bench.weights.time_text_embed.guidance_embedder)
     assert len(adapters.of) == 4 + embedders + 10 * BLOCKS[0] + 3 * BLOCKS[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_with_their_activations_inside_compute_the_same(
+    bench: Bench, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: what is joined elsewhere is never joined there."""
+    every = range(len(RATIOS))
+    apart = [outputs(bench, bench.weights, chosen, kind) for chosen in (every, [1])]
+    monkeypatch.setattr(blocks, "in_epilogues", lambda *_, device: True)
+    inside = [outputs(bench, bench.weights, chosen, kind) for chosen in (every, [1])]
+    for one, other in zip(apart, inside, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("widths", [(5,), (3, 9), (4, 1, 7)])
+def test_a_sum_of_parts_is_the_product_of_what_is_joined(widths: tuple[int, ...]) -> None:
+    product = PlainLinear(torch.randn(6, sum(widths)), torch.randn(6))
+    parts = [torch.randn(8, width) for width in widths]
+    joined = torch.cat(parts, dim=1)
+    torch.testing.assert_close(sum_of_parts(product, parts), product(joined))
+    out = torch.empty(10, 6)
+    write_product(product, joined, out[1:9])
+    torch.testing.assert_close(out[1:9], product(joined))
 
 
 @pytest.mark.parametrize("kind", KINDS)

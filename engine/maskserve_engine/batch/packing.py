@@ -95,6 +95,10 @@ class Packing:
             return torch.cat(stacked, dim=1).flatten(0, 1)
         return torch.cat((text, image)).index_select(0, self.to_rows)
 
+    def in_row_order(self, both: Tensor) -> Tensor:
+        """Row order from the two streams, one behind the other."""
+        return both if len(self.text) == 1 else both.index_select(0, self.to_rows)
+
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The two streams from row order."""
         both = rows if len(self.text) == 1 else rows.index_select(0, self.from_rows)

@@ -61,6 +61,49 @@ class PlainLinear(NamedTuple):
         return PlainLinear(self.weight[own], None if self.bias is None else self.bias[own])
 
 
+def in_epilogues(*products: Linear, device: torch.device) -> bool:
+    """Whether torch's products on the device do what `gelu_of`, `write_product` and `sum_of_parts`
+    need beside a product: cuBLAS has GELU (tanh) in its epilogue. Elsewhere, and where weights have
+    a form of their own, each is an operation of its own.
+    """
+    return device.type == "cuda" and all(
+        isinstance(product, PlainLinear) and product.bias is not None for product in products
+    )
+
+
+def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
+    """GELU (tanh) of a product of `x` [N, in]."""
+    if not torch.compiler.is_compiling() and in_epilogues(product, device=x.device):
+        assert isinstance(product, PlainLinear)
+        assert product.bias is not None
+        return torch._addmm_activation(product.bias, x, product.weight.t(), use_gelu=True)
+    return F.gelu(product(x, rows), approximate="tanh")
+
+
+def write_product(product: PlainLinear, x: Tensor, out: Tensor) -> None:
+    """A product of `x` [N, in], written into `out` [N, out]."""
+    assert product.bias is not None
+    torch.addmm(product.bias, x, product.weight.t(), out=out)
+
+
+def sum_of_parts(product: PlainLinear, parts: Sequence[Tensor]) -> Tensor:
+    """The product of tokens whose numbers lie in several tensors [N, …], one beside the other, and
+    are not joined for it.
+    """
+    out, bias = None, product.bias
+    begin = 0
+    for part in parts:
+        end = begin + part.shape[1]
+        weight = product.weight[:, begin:end]
+        if out is None:
+            out = F.linear(part, weight, bias)
+        else:
+            out.addmm_(part, weight.t())
+        begin = end
+    assert out is not None
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleLinear:
     """A library's layer, with weights in a form that only the library knows."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,27 +20,13 @@ from torch._dynamo import device_interface
 from torch._inductor import select_algorithm
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.runtime import triton_helpers, triton_heuristics
+from torch.utils._triton import has_triton
 
 from maskserve_engine.families.flux.compiled import CompiledSegments
 from maskserve_engine.families.flux.weights import FluxWeights
-from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda
+from maskserve_harness.benchmarks.fake_cuda import DEVICE, PROPERTIES, FakeCuda
 from maskserve_harness.benchmarks.launch_log import WEIGHTS, size_of
 
-_H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3",
-    major=9,
-    minor=0,
-    warp_size=32,
-    multi_processor_count=132,
-    regs_per_multiprocessor=65536,
-    max_threads_per_block=1024,
-    max_threads_per_multi_processor=2048,
-    shared_memory_per_block=48 * 1024,
-    shared_memory_per_block_optin=227 * 1024,
-    L2_cache_size=50 * 2**20,
-    total_memory=80 * 2**30,
-    gcnArchName="",
-)
 _SEGMENTS = ("before_double", "after_double", "before_single", "after_single")
 
 
@@ -80,16 +65,19 @@ class FakeCompiler:
                 stack.enter_context(patch.object(where, name, value, create=True))
 
         with ExitStack() as stack:
+            # Libraries ask as they are imported, and what is found is kept.
+            has_triton.cache_clear()
+            stack.callback(has_triton.cache_clear)
             set_to(
                 torch.cuda,
                 _lazy_init=lambda: None,
-                _get_device_properties=lambda _=None: _H100,
+                _get_device_properties=lambda _=None: PROPERTIES,
                 _DeviceGuard=lambda _: nullcontext(),
                 is_available=lambda: False,  # dynamo would save its random state
                 current_device=lambda: 0,
                 set_device=lambda _: None,
             )
-            set_to(device_interface, caching_worker_device_properties={"cuda": [_H100]})
+            set_to(device_interface, caching_worker_device_properties={"cuda": [PROPERTIES]})
             set_to(
                 device_interface.CudaInterface,
                 is_available=staticmethod(lambda: True),
@@ -142,7 +130,7 @@ class FakeCompiler:
         x, weight = given[-2:]
         log = self.cuda.log
         log.nbytes[WEIGHTS] += size_of(weight)
-        self._log(name, size_of(x) + size_of(out), "weights.__call__")
+        self._log(name, size_of(x) + size_of(out), "linear.__call__")
 
     def _log(self, kernel: str, nbytes: int, place: str | None = None) -> None:
         log, place = self.cuda.log, place or self._segment
@@ -157,7 +145,7 @@ class _Driver:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 10 * _H100.major + _H100.minor, _H100.warp_size)
+        return GPUTarget("cuda", 10 * PROPERTIES.major + PROPERTIES.minor, PROPERTIES.warp_size)
 
     def get_current_device(self) -> int:
         return 0

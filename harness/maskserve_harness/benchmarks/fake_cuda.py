@@ -34,9 +34,23 @@ DEVICE = torch.device("cuda", 0)
 _CUDA, _META = 1, 14  # c10/core/DeviceType.h
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 _PATIENCE_S = 60.0
-_PROPERTIES = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3", multi_processor_count=132, clock_rate=1_830_000, major=9, minor=0
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    major=9,
+    minor=0,
+    warp_size=32,
+    multi_processor_count=132,
+    clock_rate=1_830_000,
+    regs_per_multiprocessor=65536,
+    max_threads_per_block=1024,
+    max_threads_per_multi_processor=2048,
+    shared_memory_per_block=48 * 1024,
+    shared_memory_per_block_optin=227 * 1024,
+    L2_cache_size=50 * 2**20,
+    total_memory=80 * 2**30,
+    gcnArchName="",
 )
+"""What the device says of itself."""
 _MEMORY = 80 * 2**30
 _real_numpy = Tensor.numpy
 
@@ -100,8 +114,8 @@ class FakeCuda:
             "device_count": lambda: 1,
             "_exchange_device": lambda _: 0,
             "_maybe_exchange_device": lambda _: 0,
-            "get_device_name": lambda _=None: _PROPERTIES.name,
-            "get_device_properties": lambda _=None: _PROPERTIES,
+            "get_device_name": lambda _=None: PROPERTIES.name,
+            "get_device_properties": lambda _=None: PROPERTIES,
             "mem_get_info": lambda _=None: (_MEMORY, _MEMORY),
             "current_stream": lambda _=None: _FakeStream(),
             "Stream": _FakeStream,

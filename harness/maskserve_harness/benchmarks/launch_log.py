@@ -25,6 +25,7 @@ _NO_KERNEL = ("empty", "new_empty", "detach", "maskserve.addresses")
 """Beginnings of names of operations that compute nothing."""
 _ONE_KERNEL = ("linear.", "layer_norm.", "rms_norm.")
 """Operations made of others elsewhere, and of one kernel on CUDA."""
+_PRODUCTS = ("addmm", "_addmm_activation")
 _NORMS = ("layer_norm.", "rms_norm.")
 _GATHERS = ("index_select", "embedding", "index.Tensor")
 """Operations that read no more of their first tensor than they write."""
@@ -125,6 +126,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith("linear."):
             self.log.nbytes[WEIGHTS] += sum(size_of(t) for t in given[1:])
             given = given[:1]
+        elif name.startswith(_PRODUCTS):
+            added, x, weight = given[:3]  # a bias, or what other products have made
+            self.log.nbytes[WEIGHTS] += size_of(weight) + (
+                size_of(added) if added.dim() == 1 else 0
+            )
+            given = [x] if added.dim() == 1 else [added, x]
         if name.startswith(_SCATTERS):
             given, made = given[1:], given[-1:]
         written = sum(size_of(t) for t in made)

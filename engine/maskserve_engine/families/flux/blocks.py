@@ -12,13 +12,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.batch.packing import Packing, Stream
 from maskserve_engine.families.flux.vectors import Vectors
 from maskserve_engine.families.flux.weights import Double, FluxWeights, Single, StreamWeights
 from maskserve_engine.layers.attention import Span
+from maskserve_engine.layers.linear import (
+    PlainLinear,
+    gelu_of,
+    in_epilogues,
+    sum_of_parts,
+    write_product,
+)
 from maskserve_engine.layers.modulation import Vector, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
 
@@ -53,7 +59,7 @@ def stream_post(
     """One stream of a double block after attention; `attended` [N, width]."""
     _, _, gate, shift, scale, mlp_gate = vectors
     x = add_gated(x, gate, stem.out(attended, rows))
-    up = F.gelu(stem.up(modulate(x, shift, scale).flatten(0, -2), rows), approximate="tanh")
+    up = gelu_of(stem.up, modulate(x, shift, scale).flatten(0, -2), rows)
     return add_gated(x, mlp_gate, stem.down(up, rows))
 
 
@@ -103,6 +109,11 @@ class FluxStep:
             return segments.before_single(block, image, vectors, packing, cis)
         shift, scale, gate = packing.row_stream.spread(vectors, 3)
         wide = packing.row_stream.wide(image)
+        if in_epilogues(block.qkv_up, block.out, device=image.device):
+            width, normed = image.shape[1], modulate(wide, shift, scale).flatten(0, -2)
+            qkv, up = block.qkv_up.columns(0, 3 * width), block.qkv_up.columns(3 * width, 7 * width)
+            qk, v = split(qkv(normed), block.norms.shape[-1])
+            return qk_norm_rope(qk, block.norms, cis), v, (gelu_of(up, normed), wide, gate)
         qk, v, joined = before_single(block, wide, shift, scale, rows=packing.row_stream.spans)
         return qk_norm_rope(qk, block.norms, cis), v, (joined, wide, gate)
 
@@ -125,6 +136,10 @@ class FluxStep:
         if segments is not None:
             return text, segments.after_single(block, image, attended, kept, vectors, packing)
         joined, wide, gate = kept
+        if in_epilogues(block.qkv_up, block.out, device=image.device):
+            assert isinstance(block.out, PlainLinear)
+            found = sum_of_parts(block.out, (attended, joined))
+            return text, clip(add_gated(wide, gate, found)).view_as(image)
         # Nobody needs the values any more: in their place what was found needs not be joined by a
         # copy of all, which takes more than the copy of itself.
         found, up = joined.tensor_split((attended.shape[1],), dim=1)
@@ -173,10 +188,22 @@ def _before_double(
     of_text = packing.text_stream.spread(vectors[1], 6)
     x, c = packing.image_stream.wide(image), packing.text_stream.wide(text)
     images, texts = packing.image_stream.spans, packing.text_stream.spans
-    qkv_image = stream_pre(block.image, x, of_image[0], of_image[1], rows=images)
-    qkv_text = stream_pre(block.text, c, of_text[0], of_text[1], rows=texts)
+    of_streams = block.text.qkv, block.image.qkv
+    if in_epilogues(*of_streams, device=image.device):
+        both = image.new_empty(len(text) + len(image), of_streams[0].out_features)
+        normed = modulate(c, *of_text[:2]), modulate(x, *of_image[:2])
+        for product, each, out in zip(
+            of_streams, normed, both.split((len(text), len(image))), strict=True
+        ):
+            assert isinstance(product, PlainLinear)
+            write_product(product, each.flatten(0, -2), out)
+        qkv = packing.in_row_order(both)
+    else:
+        qkv_image = stream_pre(block.image, x, of_image[0], of_image[1], rows=images)
+        qkv_text = stream_pre(block.text, c, of_text[0], of_text[1], rows=texts)
+        qkv = packing.rows_from(qkv_text, qkv_image)
     norms = block.norms.index_select(0, packing.stream_of)
-    qk, v = split(packing.rows_from(qkv_text, qkv_image), norms.shape[-1])
+    qk, v = split(qkv, norms.shape[-1])
     return qk_norm_rope(qk, norms, cis), v, (x, c, of_image, of_text)
 
 
