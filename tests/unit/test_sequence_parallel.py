@@ -274,6 +274,25 @@ def test_fewer_tokens_than_ranks(model: Model) -> None:
             assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("kind", ["project", "kv"])
+def test_a_rank_may_load_its_heads_alone(model: Model, kind: str) -> None:
+    job = model.job(12, num_inference_steps=3, strength=1.0)
+    primed = Primed(model.adapter, model.encoder, job, format="int8")
+
+    def run(rank: Rank) -> Any:
+        row: Any = cached(rank.replay, job, primed)
+        if rank.all is not None:
+            selection = row.inactive.selection
+            heads = share_of(HEADS, rank.rank, rank.all.count)
+            row.inactive.selection = selection.of_heads(*heads, HEADS)
+            rank.replay.follow(row, row)
+        return rank.run([row], (kind,) * 3)[0]
+
+    [expected] = by_ranks(model, 1, run)
+    for found in by_ranks(model, 4, run):
+        assert_equal(found, expected)
+
+
 def test_the_bytes_that_travel_are_those_counted(model: Model) -> None:
     """Of the blocks, and of the answer that all ranks get."""
     job, count = model.job(6, num_inference_steps=3, strength=1.0), 2
@@ -308,7 +327,7 @@ def test_what_ranks_cannot_share_is_refused(model: Model) -> None:
     with pytest.raises(ValueError, match="skip"):
         model.adapter.step([model.adapter.dense_row(skips)], None, None, Many())  # type: ignore[arg-type]
     coded = encode(torch.randn(4, 96), "int4")
-    with pytest.raises(ValueError, match="32 channels"):
+    with pytest.raises(ValueError, match="int4 has one per 32"):
         coded.columns(0, 1, 2)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from maskserve_engine.cache.entries import Coded
+from maskserve_engine.cache.entries import GROUP, AnchorEntry, BlockEntry, Coded, encode
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.loader import Arrival, EntryLost, HostMover, Loader, Selection
 from maskserve_engine.cache.memory_tier import MemoryTier
@@ -104,6 +104,40 @@ def test_rows_read_their_own_tokens_and_equal_masks_share_a_load(store: Store) -
     for handle in (one, same_mask, other):
         handle.release()
     one.release()  # twice is once
+
+
+@pytest.mark.parametrize("format", ["model", "int8", "float8", "int4"])
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_reader_of_some_heads_loads_these_alone(store: Store, tier: str, format: str) -> None:
+    """From memory and from a file; another load than one of all heads, of so many bytes fewer."""
+    rng, heads = torch.Generator().manual_seed(3), SOME.of_heads(1, 3, 4)
+    kept = [encode(torch.randn(24, 4 * GROUP, generator=rng), format) for _ in range(3)]
+    entry = AnchorEntry(ANCHORS[0], (BlockEntry(*kept),))
+    assert store.put("k", entry, NOTE)
+    assert store.settle()
+    if tier == "host":
+        store.memory.evict("k")
+        store.hold("k", ANCHORS[0])  # has it opened
+        assert store.settle()
+    all_heads, some = request(store), request(store, heads)
+    for handle in (all_heads, some):
+        handle.want([(0, "kv"), (0, "h")], 1)
+    [hidden] = some.wait(0, "h")
+    assert same_coded(hidden, all_heads.wait(0, "h")[0])
+    for own, whole in zip(some.wait(0, "kv"), all_heads.wait(0, "kv"), strict=True):
+        assert same_coded(own, whole.columns(1, 3, 4))
+    (came, moved), (_, of_all) = store.account(some), store.account(all_heads)
+    saved = sum(k.nbytes_of(len(SOME.of(0))) for k in kept[1:])
+    assert (came, of_all - moved) == (tier, saved // 2)
+    for handle in (all_heads, some):
+        handle.release()
+
+
+def same_coded(one: Coded, other: Coded) -> bool:
+    return all(
+        torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(one.tensors(), other.tensors(), strict=True)
+    )
 
 
 def test_asking_again_for_what_is_there_wakes_nobody(

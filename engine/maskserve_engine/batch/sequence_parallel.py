@@ -30,6 +30,7 @@ from maskserve_engine.batch.forward import CaptureKeys, FillRest, State, Transfo
 from maskserve_engine.batch.inputs import Capture, InactiveTokens, Packed, RowInput
 from maskserve_engine.batch.packing import Packing
 from maskserve_engine.batch.transfer import moved
+from maskserve_engine.cache.entries import Coded
 from maskserve_engine.layers.attention import Span, spans
 from maskserve_engine.layers.scatter_kv import KvSource
 
@@ -169,13 +170,18 @@ class _RestShare:
         """`kv` is of all tokens and the rank's heads, `h` of the rank's tokens."""
         found = self.whole.source(block, part)
         if part == "kv":
-            heads = [coded.columns(*self.heads, self.all_heads) for coded in found.parts]
+            heads = [self._own_heads(coded) for coded in found.parts]
             if self.whole.cis.is_cuda:  # where a kernel reads them, each token's side by side
                 heads = [coded.map(Tensor.contiguous) for coded in heads]
             return replace(found, parts=tuple(heads))
         if found.ids is not None:
             return replace(found, ids=found.ids[self.own])
         return KvSource(tuple([coded.map(lambda t: t[self.own]) for coded in found.parts]))
+
+    def _own_heads(self, coded: Coded) -> Coded:
+        if coded.channels < 2 * self.whole.cis.shape[1] * self.all_heads:
+            return coded  # it came without the others (`Selection.of_heads`)
+        return coded.columns(*self.heads, self.all_heads)
 
 
 class Share:

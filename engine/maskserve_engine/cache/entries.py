@@ -42,6 +42,10 @@ class Coded:
         fixed = 0 if self.scale is None else self.scale.numel() * self.scale.element_size()
         return fixed + (self.nbytes - fixed) * tokens // max(1, len(self.data))
 
+    @property
+    def channels(self) -> int:
+        return self.data.shape[1] * (2 if self.format == "int4" else 1)
+
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(t for t in (self.data, self.scale, self.groups) if t is not None)
 
@@ -69,13 +73,9 @@ class Coded:
         Raises:
             ValueError: int4 whose groups of channels these heads would cut.
         """
-        if self.format == "int4":
-            assert self.groups is not None
-            if self.groups.shape[1] * begin % of or self.groups.shape[1] * end % of:
-                raise ValueError(f"int4 is cut at multiples of {GROUP} channels alone")
 
         def cut(t: Tensor) -> Tensor:
-            return t[..., t.shape[-1] * begin // of : t.shape[-1] * end // of]
+            return t[..., slice(*cut_at(t.shape[-1], begin, end, of))]
 
         return self.map(cut, cut)
 
@@ -96,6 +96,18 @@ class Coded:
             # Integers are promoted on the way; float8 is not.
             data = self.data if self.format == "int8" else self.data.to(out.dtype)
             torch.mul(data, scale, out=out)
+
+
+def cut_at(width: int, begin: int, end: int, of: int) -> tuple[int, int]:
+    """[begin, end) among `width` numbers of what is `begin` to `end` of `of`.
+
+    Raises:
+        ValueError: that is no whole number.
+    """
+    first, last = divmod(width * begin, of), divmod(width * end, of)
+    if first[1] or last[1]:
+        raise ValueError(f"heads are no whole part of {width} numbers; int4 has one per {GROUP}")
+    return first[0], last[0]
 
 
 def encode(x: Tensor, format: str) -> Coded:

@@ -15,7 +15,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
-from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, cut_at
 from maskserve_engine.cache.tier import Note
 
 _DTYPES = {
@@ -183,9 +183,18 @@ class FileTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
+    cut: tuple[FileTensor, int] | None = None
+    """What it is some columns of, and the first byte of these in each token."""
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def columns(self, begin: int, end: int) -> FileTensor:
+        """The numbers `begin` to `end` of each token."""
+        each = self.dtype.itemsize
+        shape = (len(self), end - begin)
+        nbytes = len(self) * (end - begin) * each
+        return replace(self, shape=shape, nbytes=nbytes, cut=(self, begin * each))
 
     def read(self, ids: NDArray[np.int64] | None, out: NDArray[np.uint8]) -> None:
         """Read the tokens `ids` (None: all) into `out` [n, bytes of a token].
@@ -196,6 +205,12 @@ class FileTensor:
         Raises:
             OSError: the file was cut off, or what the medium says.
         """
+        if self.cut is not None:
+            all_columns, first = self.cut
+            tokens = np.empty((len(out), all_columns.nbytes // max(1, len(self))), np.uint8)
+            all_columns.read(ids, tokens)
+            np.copyto(out, tokens[:, first : first + out.shape[1]])
+            return
         if ids is None or not len(ids):
             self.file.read(out, self.offset)
             return
@@ -239,6 +254,18 @@ class StoredCoded:
         """Bytes of so many of its tokens."""
         fixed = 0 if self.scale is None else self.scale.nbytes
         return fixed + (self.nbytes - fixed) * tokens // max(1, len(self.data))
+
+    def columns(self, begin: int, end: int, of: int) -> StoredCoded:
+        """See `Coded.columns`."""
+
+        def cut(t: FileTensor) -> FileTensor:
+            return t.columns(*cut_at(t.shape[1], begin, end, of))
+
+        scale = self.scale
+        if scale is not None:
+            scale = scale[slice(*cut_at(len(scale), begin, end, of))]
+        groups = None if self.groups is None else cut(self.groups)
+        return StoredCoded(self.format, cut(self.data), scale, groups)
 
     def map(
         self,

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,18 +35,30 @@ class Selection:
     Args:
         levels: [n] int64 ids each, in the order in which the row has its inactive tokens.
         of_block: level of each block; empty where the model has one level.
+        heads: first and last (exclusive) of so many heads, whose keys and values alone are read;
+            None: of all.
     """
 
-    def __init__(self, levels: Sequence[NDArray[np.int64]], of_block: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        levels: Sequence[NDArray[np.int64]],
+        of_block: Sequence[int] = (),
+        heads: tuple[int, int, int] | None = None,
+    ) -> None:
+        self.heads = heads
         self.levels = tuple(np.ascontiguousarray(ids, dtype=np.int64) for ids in levels)
         self._of_block = tuple(of_block)
-        digest = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16, person=repr(heads).encode() if heads else b"")
         for ids in self.levels:
             digest.update(len(ids).to_bytes(8, "little"))
             digest.update(ids.tobytes())
         self._sent: dict[tuple[int, torch.device], Tensor] = {}
         self.digest = digest.digest()
         """Equal for equal ids: rows of one mask share what is loaded for them."""
+
+    def of_heads(self, begin: int, end: int, of: int) -> Selection:
+        """The same tokens, and of their keys and values heads `begin` to `end` of `of`."""
+        return Selection(self.levels, self._of_block, (begin, end, of))
 
     def of(self, block: int) -> NDArray[np.int64]:
         """[n] ids that `block` reads."""
@@ -244,7 +256,8 @@ class Load:
     Args:
         entry: where the parts come from; held until the load is dropped.
         tier: that it lies in.
-        selection: tokens that travel; None: all, and each row takes its own on the device.
+        selection: tokens and heads that travel; None: all, and each row takes its own on the
+            device.
     """
 
     def __init__(
@@ -280,8 +293,17 @@ class Load:
         self.moved += int(self.missing[at])
         self.missing[at] = 0.0
 
+    def parts(self, block: int, part: str) -> Travelling:
+        """What of a part travels, all tokens."""
+        found = self.entry.blocks[block].part(part)
+        if part != "kv" or self.selection is None or self.selection.heads is None:
+            return found
+        begin, end, of = self.selection.heads
+        cut: Any = [coded.columns(begin, end, of) for coded in found]
+        return tuple(cut)
+
     def _size(self, block: int, part: str) -> float:
-        parts = self.entry.blocks[block].part(part)
+        parts = self.parts(block, part)
         if not parts:
             return np.inf
         if self.selection is None:
@@ -389,7 +411,7 @@ class Loader:
 
     def _move(self, load: Load, want: Want) -> None:
         begin = time.perf_counter()
-        parts = load.entry.blocks[want[0]].part(want[1])
+        parts = load.parts(*want)
         ids = None if load.selection is None else load.selection.of(want[0])
         try:
             arrival = self.mover.move(parts, ids)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from maskserve_core.planning.two_stream import Plan, StepCosts, evaluate
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.cache.entries import PARTS, AnchorEntry
+from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.loader import Arrival, HostMover, Load, Loader, Selection
 from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.families.adapter import Adapter, EditRow
@@ -73,9 +73,9 @@ def in_memory(entry: AnchorEntry, selection: Selection, *, whole: bool = False) 
     entries lie on the device.
     """
     load = Load(entry, "device", None if whole else selection)
-    for block, each in enumerate(entry.blocks):
+    for block in range(len(entry.blocks)):
         for part in PARTS:
-            if coded := each.part(part):
+            if coded := cast(tuple[Coded, ...], load.parts(block, part)):
                 ids = selection.on(block, coded[0].data.device)
                 own = coded if whole else tuple(c.take(ids) for c in coded)
                 load.arrive((block, part), Arrival(own))
