@@ -1,29 +1,38 @@
 """`maskserve web`: a page on which people paint a mask, say what is to be there, and watch it come.
 
-The page is made of Gradio's components. It is a client like any other: it asks a worker or a router
-over gRPC, and holds no key or picture longer than its session.
+The page is made of Gradio's components and a canvas of its own (`painter.js`): theirs draws by
+WebGL, which takes seconds where there is no GPU, and its brush has soft rims. It is a client like
+any other: it asks a worker or a router over gRPC, and holds no key or picture longer than its
+session.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import binascii
 import hashlib
 import html
 import io
+import json
 import os
 import secrets
 import tempfile
+import threading
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from maskserve_client.client import Client
 from maskserve_client.events import EditResult, Event, Final, Preview, Progress
+from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.meta import STAGES
 from maskserve_core.contracts.settings import CACHE_MODES
 from maskserve_core.errors import Cancelled, InvalidRequest, MaskserveError, TemplateNotFound
@@ -34,13 +43,47 @@ _PREVIEWS = 6
 """Of one edit, at most."""
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 _SEED_BITS = 32
+_MOST_PICTURES = 64
+"""Kept by the page, those of all people; the one that was not used for longest goes."""
+_MOST_BYTES = LimitsConfig().max_image_bytes
+_MOST_PIXELS = LimitsConfig().max_pixels
 _CSS = """
 .status progress { width: 100%; height: .6rem }
 .status { min-height: 3.2rem }
 .facts table { width: 100% }
+.live img { width: 100% }
+.painter .stack { position: relative; min-height: 16rem; border: 1px dashed #8888 }
+.painter.ready .stack { border: 0; min-height: 0 }
+.painter canvas { width: 100%; display: none; touch-action: none }
+.painter.ready canvas { display: block }
+.painter .paint { position: absolute; inset: 0; height: 100%; cursor: crosshair }
+.painter .paint:focus-visible { outline: 2px solid #ff375f }
+.painter .tools { display: flex; flex-wrap: wrap; gap: .6rem; align-items: center; margin: .4rem 0 }
+.painter .tools button { border: 1px solid #8888; border-radius: .3rem; padding: .1rem .6rem }
+.compare { position: relative }
+.compare img { width: 100%; display: block; margin: 0 }
+.compare .after { position: absolute; inset: 0; clip-path: inset(0 0 0 var(--at)) }
+.compare input { position: absolute; bottom: .5rem; left: 2%; width: 96% }
 """
-Painted = Mapping[str, Any]
-"""What the editor gives: `background`, and `layers` of what was painted on it."""
+_PAINTER = """
+<div class="painter">
+  <div class="tools">
+    <label>Picture: <input class="file" type="file" accept=".png,.jpg,.jpeg,.webp"></label>
+    <label>Brush <input class="size" type="range" min="1" max="128" value="16"></label>
+    <label><input class="erase" type="checkbox"> erase</label>
+    <button type="button" class="undo">Undo stroke</button>
+    <button type="button" class="clear">Clear</button>
+  </div>
+  <div class="stack">
+    <canvas class="base"></canvas>
+    <canvas class="paint" tabindex="0" role="application" aria-label="Mask: arrows move the pen,
+ space puts it down and up, plus and minus change the brush, Control Z takes a stroke back,
+ Delete clears"></canvas>
+  </div>
+  <div class="said" role="status">Choose, paste or drop a picture, then paint over what is to
+ change.</div>
+</div>
+"""
 
 
 def serve_page(options: argparse.Namespace, connect: Callable[[], Client]) -> None:
@@ -55,8 +98,8 @@ def serve_page(options: argparse.Namespace, connect: Callable[[], Client]) -> No
         needed = "pip install 'maskserve[web]'"
         raise InvalidRequest("web", "Gradio is not installed", needed) from None
     pictures = _pictures(options.images)
-    with connect() as client:
-        page = make_page(client, pictures)
+    with connect() as client, tempfile.TemporaryDirectory(prefix="maskserve-page-") as folder:
+        page = make_page(client, pictures, Path(folder).resolve())
         print(f"the page is at http://{options.host}:{options.port}  (Ctrl-C ends it)", flush=True)
         page.queue(default_concurrency_limit=options.edits).launch(
             server_name=options.host,
@@ -69,34 +112,41 @@ def serve_page(options: argparse.Namespace, connect: Callable[[], Client]) -> No
             css=_CSS,
             theme=_theme(),
             max_file_size="64mb",
-            allowed_paths=[str(path) for path in pictures],
+            allowed_paths=[str(Path(folder).resolve()), *map(str, pictures)],
         )
 
 
-def make_page(client: Client, pictures: list[Path]) -> Any:
+def make_page(client: Client, pictures: list[Path], folder: Path) -> Any:
     """The page.
 
     Args:
         client: of the worker or router that does the edits.
         pictures: to begin with, beside those that people bring.
+        folder: for the pictures of its sessions; the page serves its files.
     """
     import gradio as gr
 
-    session = _Session(client)
+    session, kept = _Session(client), _Pictures(folder)
+
+    def take(encoded: str) -> dict[str, str]:
+        """A picture that somebody brings, base64; where it is, or a sentence of what is wrong."""
+        try:
+            picture = kept.take(_decoded(encoded))
+        except InvalidRequest as error:
+            return {"error": error.message}
+        session.prepare(picture)
+        return picture.told()
+
     with gr.Blocks(title="maskserve", analytics_enabled=False, fill_width=True) as page:
         gr.Markdown("# maskserve\nPaint over what is to change, say what is to be there, and edit.")
-        past, request = gr.State([]), gr.State("")
+        past, last, request = gr.State([]), gr.State(""), gr.State("")
         with gr.Row():
             with gr.Column(scale=5):
-                editor = gr.ImageEditor(
-                    label="Picture: paint what is to change",
-                    type="pil",
-                    format="png",
-                    sources=("upload", "clipboard"),
-                    transforms=(),
-                    layers=False,
-                    brush=gr.Brush(colors=["#ff375fb0"], color_mode="fixed"),
-                    height=520,
+                editor = gr.HTML(
+                    html_template=_PAINTER,
+                    js_on_load=(Path(__file__).with_name("painter.js")).read_text(encoding="utf-8"),
+                    server_functions=[take],
+                    apply_default_css=False,
                     elem_id="editor",
                 )
                 if pictures:
@@ -130,12 +180,8 @@ def make_page(client: Client, pictures: list[Path]) -> Any:
                         loras = gr.Textbox(label="LoRAs", placeholder="hollow:0.8, other")
             with gr.Column(scale=4):
                 status = gr.HTML("", elem_classes="status", elem_id="status")
-                live = gr.Image(
-                    label="As it comes", visible=False, format="png", elem_id="live", buttons=[]
-                )
-                shown = gr.ImageSlider(
-                    label="Before and after", format="png", elem_id="result", max_height=520
-                )
+                live = gr.HTML("", elem_classes="live", elem_id="live")
+                shown = gr.HTML("", elem_id="result")
                 facts = gr.Markdown("", elem_classes="facts", elem_id="facts")
                 with gr.Row():
                     go_on = gr.Button("Go on with this picture", interactive=False)
@@ -143,63 +189,126 @@ def make_page(client: Client, pictures: list[Path]) -> Any:
                     file = gr.DownloadButton("Download", interactive=False, elem_id="download")
 
         asked = [editor, prompt, seed, draw, steps, guidance, dilate, feather, cache, loras]
-        told = [status, live, shown, facts, seed, file, go_on, request]
+        told = [status, live, shown, facts, seed, file, go_on, last, request]
 
         def edit(*given: Any) -> Iterator[Any]:
             """Shows an edit as it comes; its errors are sentences of the page."""
             painted, text, *rest = given
             values: dict[Any, Any] = {}
             try:
-                source, mask = _source_and_mask(painted)
+                source, mask = _source_and_mask(painted, kept)
                 settings = {**_settings(*rest), "request_id": uuid.uuid4().hex}
                 yield {status: _note("sent"), request: settings["request_id"]}
                 with closing(session.events(source, mask, text or "", settings)) as events:
                     for event in events:
                         if isinstance(event, Final):
-                            session.made(event.result)
-                            values = _final(gr, event.result, source, told)
+                            made = kept.take(event.result.encoded, event.result.image)
+                            session.made(made, event.result)
+                            values = _final(gr, event.result, source, made, told)
                         elif isinstance(event, Preview):
-                            values = {
-                                status: _progress(event),
-                                live: gr.Image(event.image, visible=True),
-                            }
+                            values = {status: _progress(event), live: _preview(event.image)}
                         else:
                             values = {status: _progress(event)}
                         yield values
             except (MaskserveError, OSError) as error:
                 said = _note("stopped") if isinstance(error, Cancelled) else _sentence(error)
-                yield {status: said, live: gr.Image(visible=False)}
+                yield {status: said, live: ""}
 
         gr.on([run.click, prompt.submit], edit, asked, told, show_progress="hidden")
         stop.click(session.stop, request, None, show_progress="hidden")
 
-        def carry_on(painted: Painted, result: Any, before: list[Any]) -> Any:
+        def carry_on(painted: str | None, result: str, before: list[str]) -> Any:
             """The result becomes the picture to edit; the one before is kept."""
-            kept = [*before, painted["background"]][-8:]
-            picture = Image.open(result[1]) if isinstance(result[1], str) else result[1]
+            earlier = [*before, json.loads(painted)["name"]][-8:] if painted else before
             return (
-                _unpainted(picture),
-                kept,
-                gr.Button(interactive=True),
+                json.dumps(kept.get(result).told()),
+                earlier,
+                gr.Button(interactive=bool(earlier)),
                 gr.Button(interactive=False),
             )
 
-        def go_back(before: list[Any]) -> Any:
+        def go_back(before: list[str]) -> Any:
             """The picture before."""
-            *rest, last = before
-            return _unpainted(last), rest, gr.Button(interactive=bool(rest))
+            *rest, name = before
+            return json.dumps(kept.get(name).told()), rest, gr.Button(interactive=bool(rest))
 
-        go_on.click(carry_on, [editor, shown, past], [editor, past, undo, go_on])
+        go_on.click(carry_on, [editor, last, past], [editor, past, undo, go_on])
         undo.click(go_back, [past], [editor, past, undo])
         if pictures:
 
-            def picked(event: Any) -> Any:
-                picture = Image.open(pictures[event.index]).convert("RGB")
-                return _unpainted(picture)
+            def picked(event: Any) -> str:
+                picture = kept.take(pictures[event.index].read_bytes())
+                session.prepare(picture)
+                return json.dumps(picture.told())
 
             picked.__annotations__["event"] = gr.SelectData  # which is how Gradio knows to give it
-            gallery.select(picked, None, editor)
+            gallery.select(picked, None, editor, show_progress="hidden")
     return page
+
+
+class _Picture(NamedTuple):
+    """One that the page has."""
+
+    name: str
+    """Digest of its pixels."""
+    image: Image.Image
+    """RGB."""
+    file: Path
+
+    @property
+    def url(self) -> str:
+        """Where a browser finds it, relative to the page."""
+        return f"gradio_api/file={self.file}"
+
+    def told(self) -> dict[str, str]:
+        """What the canvas is told to show."""
+        return {"name": self.name, "url": self.url}
+
+
+class _Pictures:
+    """The pictures of the page's sessions: sources and results.
+
+    Args:
+        folder: for their files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._kept: OrderedDict[str, _Picture] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def take(self, encoded: bytes, image: Image.Image | None = None) -> _Picture:
+        """Keep a picture.
+
+        Args:
+            encoded: PNG, JPEG or WebP.
+            image: the same, if it is decoded already.
+
+        Raises:
+            InvalidRequest: it is none, or too large.
+        """
+        if image is None:
+            encoded, image = _upright(encoded)
+        name = hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest()
+        with self._lock:
+            picture = self._kept.get(name)
+            if picture is None:
+                picture = _Picture(name, image, self._folder / f"{name}{_suffix(encoded)}")
+                picture.file.write_bytes(encoded)
+                self._kept[name] = picture
+            self._kept.move_to_end(name)
+            if len(self._kept) > _MOST_PICTURES:
+                _, gone = self._kept.popitem(last=False)
+                gone.file.unlink(missing_ok=True)
+        return picture
+
+    def get(self, name: Any) -> _Picture:
+        """Raises InvalidRequest: there is none of that name."""
+        with self._lock:
+            if not isinstance(name, str) or name not in self._kept:
+                raise InvalidRequest("picture", "is not here any more", "upload or pick it again")
+            self._kept.move_to_end(name)
+            return self._kept[name]
 
 
 class _Session:
@@ -207,22 +316,26 @@ class _Session:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._templates: dict[str, str] = {}
+        self._templates: dict[str, Future[str]] = {}
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(2, "register")
 
     def stop(self, request_id: str) -> None:
         """Withdraw an edit; one that is done already is left."""
         with suppress(MaskserveError):
             self._client.cancel(request_id)
 
+    def prepare(self, source: _Picture) -> None:
+        """Have the server keep the picture while the mask is being painted."""
+        self._template(source)
+
     def events(
-        self, source: Image.Image, mask: Image.Image, prompt: str, settings: dict[str, Any]
+        self, source: _Picture, mask: Image.Image, prompt: str, settings: dict[str, Any]
     ) -> Generator[Event, None, None]:
-        """The events of one edit; the first of a picture that was uploaded registers it."""
-        name = _name(source)
+        """The events of one edit."""
         for again in (False, True):
-            if name not in self._templates or again:
-                self._templates[name] = self._client.register(source)
-            more = {**settings, "template_id": self._templates[name], "keep_result": True}
+            name = self._template(source, anew=again).result()
+            more = {**settings, "template_id": name, "keep_result": True}
             try:
                 with closing(self._client.edit_stream(None, mask, prompt, **more)) as events:
                     yield from events
@@ -231,40 +344,81 @@ class _Session:
                 if again:
                     raise
 
-    def made(self, result: EditResult) -> None:
+    def made(self, picture: _Picture, result: EditResult) -> None:
         """An edit's picture: the server has it, to be gone on with."""
         if result.result_template_id is not None:
-            self._templates[_name(result.image)] = result.result_template_id
+            known: Future[str] = Future()
+            known.set_result(result.result_template_id)
+            with self._lock:
+                self._templates[picture.name] = known
+
+    def _template(self, source: _Picture, *, anew: bool = False) -> Future[str]:
+        """The template that the picture is at the server, or will be."""
+        with self._lock:
+            known = self._templates.get(source.name)
+            failed = known is not None and known.done() and known.exception() is not None
+            if known is None or failed or anew:
+                known = self._pool.submit(self._client.register, source.file)
+                self._templates[source.name] = known
+        return known
 
 
-def _name(picture: Image.Image) -> str:
-    """Digest of an RGB picture's pixels."""
-    return hashlib.sha256(repr(picture.size).encode() + picture.tobytes()).hexdigest()
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError, TypeError):
+        raise InvalidRequest("picture", "came broken", "a PNG, JPEG or WebP file") from None
 
 
-def _unpainted(picture: Image.Image) -> dict[str, Any]:
-    """As the editor takes it."""
-    return {"background": picture, "layers": [], "composite": None}
+def _upright(encoded: bytes) -> tuple[bytes, Image.Image]:
+    """A file's picture as people see it, and a file of just that."""
+    accepted = f"a PNG, JPEG or WebP file, up to {_MOST_BYTES >> 20} MB and {_MOST_PIXELS} pixels"
+    if len(encoded) > _MOST_BYTES:
+        raise InvalidRequest("picture", f"has {len(encoded)} bytes", accepted)
+    try:
+        with Image.open(io.BytesIO(encoded), formats=("PNG", "JPEG", "WEBP")) as opened:
+            if opened.width * opened.height > _MOST_PIXELS:
+                raise InvalidRequest("picture", "has too many pixels", accepted)
+            plain = opened.mode == "RGB" and opened.getexif().get(0x0112, 1) == 1
+            image = ImageOps.exif_transpose(opened).convert("RGB")
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError):
+        raise InvalidRequest("picture", "cannot be read", accepted) from None
+    if not plain:
+        file = io.BytesIO()
+        image.save(file, "PNG", compress_level=1)
+        encoded = file.getvalue()
+    return encoded, image
 
 
-def _source_and_mask(painted: Painted | None) -> tuple[Image.Image, Image.Image]:
+def _suffix(encoded: bytes) -> str:
+    if encoded[:2] == b"\xff\xd8":
+        return ".jpg"
+    return ".webp" if encoded[:4] == b"RIFF" else ".png"
+
+
+def _source_and_mask(painted: str | None, kept: _Pictures) -> tuple[_Picture, Image.Image]:
     """The picture, and white where something was painted.
+
+    Args:
+        painted: what the canvas told; see `painter.js`.
+        kept: the page's pictures.
 
     Raises:
         InvalidRequest: there is no picture, or nothing was painted.
     """
-    background = painted["background"] if painted else None
-    if background is None:
-        raise InvalidRequest("picture", "there is none yet", "upload, paste or pick one")
-    source = background.convert("RGB")
-    touched = np.zeros(source.size[::-1], bool)
-    for layer in painted["layers"] if painted else ():
-        if layer.size != source.size:
-            layer = layer.resize(source.size, Image.Resampling.NEAREST)
-        touched |= np.asarray(layer.convert("RGBA"))[..., 3] > 0
+    try:
+        told = json.loads(painted or "{}")
+        name, bits = told["name"], base64.b64decode(told.get("mask", ""), validate=True)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise InvalidRequest("picture", "there is none yet", "upload, paste or pick one") from None
+    source = kept.get(name)
+    width, height = source.image.size
+    touched = np.unpackbits(np.frombuffer(bits, np.uint8))[: width * height]
     if not touched.any():
         raise InvalidRequest("mask", "is empty", "paint over what is to change")
-    return source, Image.fromarray(np.where(touched, 255, 0).astype(np.uint8))
+    if len(bits) != -(-width * height // 8):
+        raise InvalidRequest("mask", "is of another picture", "paint it again")
+    return source, Image.fromarray(255 * touched.reshape(height, width))
 
 
 def _settings(
@@ -303,20 +457,39 @@ def _lora(text: str) -> dict[str, Any]:
         raise InvalidRequest("LoRAs", f"{scale!r} is no number", "NAME or NAME:SCALE") from None
 
 
-def _final(gr: Any, result: EditResult, source: Image.Image, told: list[Any]) -> dict[Any, Any]:
+def _final(
+    gr: Any, result: EditResult, source: _Picture, made: _Picture, told: list[Any]
+) -> dict[Any, Any]:
     """What the page shows of an edit that is done."""
-    status, live, shown, facts, seed, file, go_on, _ = told
-    with tempfile.NamedTemporaryFile(prefix="edit-", suffix=".png", delete=False) as kept:
-        kept.write(result.encoded)
+    status, live, shown, facts, seed, file, go_on, last, _ = told
     return {
         status: _note("done"),
-        live: gr.Image(visible=False),
-        shown: (source, Image.open(io.BytesIO(result.encoded))),
+        live: "",
+        shown: _compared(source, made),
         facts: summary(result.meta),
         seed: result.seed,
-        file: gr.DownloadButton(value=kept.name, interactive=True),
+        file: gr.DownloadButton(value=str(made.file), interactive=True),
         go_on: gr.Button(interactive=True),
+        last: made.name,
     }
+
+
+def _compared(before: _Picture, after: _Picture) -> str:
+    """Both pictures, the second one from a line on that people move."""
+    return (
+        '<div class="compare" style="--at: 0%">'
+        f'<img alt="before" src="{html.escape(before.url)}">'
+        f'<img class="after" alt="after" src="{html.escape(after.url)}">'
+        '<input type="range" min="0" max="100" value="0" aria-label="from before to after" '
+        "oninput=\"this.parentNode.style.setProperty('--at', this.value + '%')\"></div>"
+    )
+
+
+def _preview(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=85)
+    text = base64.b64encode(file.getvalue()).decode()
+    return f'<img alt="as it comes" src="data:image/jpeg;base64,{text}">'
 
 
 def summary(meta: Mapping[str, Any]) -> str:

@@ -22,6 +22,8 @@ COMMANDS = {
     # Many workers.
     "router": "cluster.added",
     "front_doors": "cluster.front_doors",
+    "page": "benchmarks.page",
+    "containers": "benchmarks.containers",
     "simulate_cluster": "simulator.command",
     # Load and harm.
     "perf_analyzer": "perf.command",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import shutil
 import signal
 import socket
@@ -13,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
 from maskserve_serving.worker import WorkerProcess
-from tests.fakes.pictures import scene
+from tests.fakes.pictures import encode, scene
 from tests.support.eventually import eventually
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -26,8 +29,11 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 SIDE = 256
-FLAGS = ["--no-sandbox", "--use-gl=swiftshader", "--enable-webgl", "--ignore-gpu-blocklist"]
+FLAGS = ["--no-sandbox"]
 """Chromium as root, in a container, without a GPU."""
+STROKE = [(100 + 5 * step, 128 + 4 * (step % 3)) for step in range(12)]
+"""Where the mouse goes, in pixels of the picture."""
+FIRST_PAINT_MS = 2000
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +75,7 @@ def page(browser: Browser, address: str) -> Iterator[Page]:
     local = (address, "data:", "blob:", "about:")
     made.on("request", lambda r: None if r.url.startswith(local) else elsewhere.append(r.url))
     made.goto(address)
-    made.wait_for_selector("#run")
+    made.wait_for_selector("#editor .painter")
     yield made
     made.close()
     assert elsewhere == []
@@ -78,20 +84,107 @@ def page(browser: Browser, address: str) -> Iterator[Page]:
 def pick(page: Page) -> None:
     """Take the first picture, and wait until it can be painted on."""
     page.locator("#pictures .thumbnail-item").first.click()
-    page.wait_for_timeout(2500)
+    expect(page.locator("#editor .said")).to_contain_text(f"{SIDE} × {SIDE}")
 
 
-def paint(page: Page) -> None:
-    """A stroke over the middle."""
-    box = page.locator("#editor canvas").first.bounding_box()
+def paint(page: Page, stroke: list[tuple[int, int]] = STROKE) -> list[tuple[float, float]]:
+    """A stroke over the middle; where it went, in pixels of the picture."""
+    canvas = page.locator("#editor .paint")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
     assert box is not None
-    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    page.mouse.move(x - 30, y)
+    at = [(round(box["x"] + x * box["width"] / SIDE), round(box["y"] + y * box["height"] / SIDE))
+          for x, y in stroke]  # fmt: skip
+    page.mouse.move(*at[0])
     page.mouse.down()
-    for step in range(12):
-        page.mouse.move(x - 30 + 5 * step, y + 4 * (step % 3))
+    for x, y in at[1:]:
+        page.mouse.move(x, y)
     page.mouse.up()
-    page.wait_for_timeout(800)
+    return [
+        ((x - box["x"]) * SIDE / box["width"], (y - box["y"]) * SIDE / box["height"]) for x, y in at
+    ]
+
+
+def stroked(points: list[tuple[float, float]], radius: float) -> NDArray[np.bool_]:
+    """The pixels whose centres are within `radius` of the line through the points."""
+    y, x = np.mgrid[0:SIDE, 0:SIDE] + 0.5
+    near = np.zeros((SIDE, SIDE), bool)
+    for (ax, ay), (bx, by) in zip([points[0], *points], points, strict=False):
+        dx, dy = bx - ax, by - ay
+        length = dx * dx + dy * dy
+        t = np.clip(((x - ax) * dx + (y - ay) * dy) / length, 0, 1) if length else 0.0
+        near |= (x - ax - t * dx) ** 2 + (y - ay - t * dy) ** 2 <= radius**2
+    return near
+
+
+def sent_mask(request: Request) -> NDArray[np.bool_]:
+    """The mask that the page gave with an edit."""
+    told = json.loads(request.post_data_json["data"][0])
+    assert (told["width"], told["height"]) == (SIDE, SIDE)
+    bits = np.frombuffer(base64.b64decode(told["mask"]), np.uint8)
+    return np.unpackbits(bits).reshape(SIDE, SIDE).astype(bool)
+
+
+def is_edit(request: Request) -> bool:
+    return "queue/join" in request.url and '\\"mask\\"' in (request.post_data or "")
+
+
+def test_the_page_is_seen_within_two_seconds(page: Page) -> None:
+    painted = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    assert painted < FIRST_PAINT_MS
+
+
+def test_the_painted_mask_is_exact(page: Page) -> None:
+    pick(page)
+    points = paint(page)
+    radius = float(page.locator("#editor .size").input_value()) / 2
+    with page.expect_request(is_edit) as sent:
+        page.locator("#run").click()
+    expected = stroked(points, radius)
+    assert 0 < expected.sum() < SIDE * SIDE / 4
+    assert np.array_equal(sent_mask(sent.value), expected)
+    shown = page.evaluate(
+        """() => { const c = document.querySelector("#editor .paint");
+        const data = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
+        return Array.from(data.filter((_, i) => i % 4 == 3), (a) => a > 0 ? 1 : 0); }"""
+    )
+    assert np.array_equal(np.array(shown, bool).reshape(SIDE, SIDE), expected)
+    expect(page.locator("#status")).to_contain_text("done", timeout=90_000)
+
+
+def test_strokes_are_erased_and_taken_back_and_made_by_keys(page: Page) -> None:
+    pick(page)
+    first = stroked(paint(page), float(page.locator("#editor .size").input_value()) / 2)
+    page.locator("#editor .erase").check()
+    paint(page)
+    page.locator("#run").click()
+    expect(page.locator("#status")).to_contain_text("paint over what is to change")
+    page.locator("#editor .undo").click()
+    with page.expect_request(is_edit) as sent:
+        page.locator("#run").click()
+    assert np.array_equal(sent_mask(sent.value), first)
+    expect(page.locator("#status")).to_contain_text("done", timeout=90_000)
+    page.locator("#editor .erase").uncheck()
+    page.locator("#editor .paint").focus()
+    for key in ("Delete", " ", "ArrowRight", "ArrowDown", " "):
+        page.keyboard.press(key)
+    with page.expect_request(is_edit) as sent:
+        page.locator("#run").click()
+    size = float(page.locator("#editor .size").input_value())
+    middle, step = SIDE / 2, size // 2
+    way = [(middle, middle), (middle + step, middle), (middle + step, middle + step)]
+    assert np.array_equal(sent_mask(sent.value), stroked(way, size / 2))
+    expect(page.locator("#status")).to_contain_text("done", timeout=90_000)
+
+
+def test_a_picture_of_ones_own_is_taken_and_another_file_is_not(page: Page) -> None:
+    chosen = page.locator("#editor .file")
+    chosen.set_input_files([{"name": "a.png", "mimeType": "image/png", "buffer": b"no picture"}])
+    expect(page.locator("#editor .said")).to_contain_text("cannot be read")
+    own = scene(64, 96)
+    file = {"name": "b.png", "mimeType": "image/png", "buffer": encode(Image.fromarray(own))}
+    chosen.set_input_files([file])
+    expect(page.locator("#editor .said")).to_contain_text("96 × 64")
 
 
 def test_a_mask_is_painted_and_the_picture_comes(page: Page, tmp_path: Path) -> None:

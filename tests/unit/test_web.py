@@ -2,49 +2,108 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from maskserve_client import web
 from maskserve_client.events import EditResult, Event, Progress
-from maskserve_client.web import _pictures, _Session, _settings, _source_and_mask, summary
+from maskserve_client.web import (
+    _Pictures,
+    _pictures,
+    _Session,
+    _settings,
+    _source_and_mask,
+    summary,
+)
 from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.errors import InvalidRequest, Overloaded, TemplateNotFound
+from tests.fakes.pictures import encode
 
 PLAIN: tuple[Any, ...] = (7, False, 0, 0, 0, 0, "auto", "")
 
 
-def test_what_is_painted_on_any_layer_is_the_mask() -> None:
-    picture = Image.new("RGB", (20, 10))
-    one, two = (np.zeros((10, 20, 4), np.uint8) for _ in range(2))
-    one[2, 3, 3], two[5, 6, 3] = 255, 1
-    layers = [Image.fromarray(one, "RGBA"), Image.fromarray(two, "RGBA")]
-    source, mask = _source_and_mask({"background": picture, "layers": layers})
-    assert source.size == mask.size == (20, 10)
-    assert np.argwhere(np.asarray(mask)).tolist() == [[2, 3], [5, 6]]
+@pytest.fixture
+def kept(tmp_path: Path) -> _Pictures:
+    return _Pictures(tmp_path)
 
 
-def test_a_layer_of_another_size_is_brought_to_the_pictures() -> None:
-    layer = Image.new("RGBA", (40, 20), (255, 0, 0, 255))
-    painted = {"background": Image.new("RGB", (20, 10)), "layers": [layer]}
-    assert np.asarray(_source_and_mask(painted)[1]).all()
+def painted(name: str, mask: Any) -> str:
+    """What the canvas tells."""
+    bits = base64.b64encode(np.packbits(mask).tobytes()).decode()
+    return json.dumps({"name": name, "width": 0, "height": 0, "mask": bits})
 
 
-@pytest.mark.parametrize(
-    ("painted", "told"),
-    [
+@pytest.mark.parametrize(("width", "height"), [(20, 10), (7, 3), (1, 1), (33, 65)])
+def test_the_mask_is_what_was_painted_pixel_for_pixel(
+    kept: _Pictures, width: int, height: int
+) -> None:
+    random = np.random.default_rng(width)
+    pixels = random.integers(0, 256, (height, width, 3), np.uint8)
+    mask = random.random((height, width)) < 0.5
+    mask[0, 0] = True
+    picture = kept.take(encode(Image.fromarray(pixels)))
+    source, made = _source_and_mask(painted(picture.name, mask), kept)
+    assert np.array_equal(np.asarray(made), np.where(mask, 255, 0))
+    assert np.array_equal(np.asarray(source.image), pixels)
+    assert np.array_equal(np.asarray(Image.open(picture.file)), pixels)
+
+
+def test_what_is_missing_or_broken_is_said(kept: _Pictures) -> None:
+    name = kept.take(encode(Image.new("RGB", (20, 10)))).name
+    none = np.zeros((10, 20), bool)
+    for text, told in [
         (None, "picture: there is none yet"),
-        ({"background": None, "layers": []}, "picture: there is none yet"),
-        ({"background": Image.new("RGB", (4, 4)), "layers": []}, "mask: is empty"),
-    ],
-)
-def test_what_is_missing_is_said(painted: Any, told: str) -> None:
-    with pytest.raises(InvalidRequest, match=told):
-        _source_and_mask(painted)
+        ("", "picture: there is none yet"),
+        ("[]", "picture: there is none yet"),
+        ('{"name": 1}', "picture: is not here any more"),
+        ('{"name": "../../etc/passwd"}', "picture: is not here any more"),
+        (json.dumps({"name": name, "mask": "é"}), "picture: there is none yet"),
+        (json.dumps({"name": name}), "mask: is empty"),
+        (painted(name, none), "mask: is empty"),
+        (painted(name, np.ones((3, 3), bool)), "mask: is of another picture"),
+        (painted(name, np.ones((30, 30), bool)), "mask: is of another picture"),
+    ]:
+        with pytest.raises(InvalidRequest, match=told):
+            _source_and_mask(text, kept)
+
+
+def test_a_photograph_is_turned_as_its_camera_says(kept: _Pictures) -> None:
+    taken = Image.new("RGB", (8, 4), (200, 30, 30))
+    turned = taken.getexif()
+    turned[0x0112] = 6
+    file = io.BytesIO()
+    taken.save(file, "JPEG", exif=turned.tobytes())
+    picture = kept.take(file.getvalue())
+    assert picture.image.size == Image.open(picture.file).size == (4, 8)
+    grey = kept.take(encode(Image.new("LA", (5, 5))))
+    assert Image.open(grey.file).mode == grey.image.mode == "RGB"
+
+
+@pytest.mark.parametrize("raw", [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n" + b"0" * 40])
+def test_what_is_no_picture_is_refused(kept: _Pictures, raw: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="picture: cannot be read"):
+        kept.take(raw)
+
+
+def test_the_picture_that_was_not_used_for_longest_goes(
+    kept: _Pictures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "_MOST_PICTURES", 2)
+    one, two = (kept.take(encode(Image.new("RGB", (n, n)))) for n in (1, 2))
+    kept.get(one.name)
+    three = kept.take(encode(Image.new("RGB", (3, 3))))
+    assert [each.file.exists() for each in (one, two, three)] == [True, False, True]
+    with pytest.raises(InvalidRequest, match="is not here any more"):
+        kept.get(two.name)
 
 
 def test_settings_are_those_that_the_server_takes() -> None:
@@ -72,7 +131,7 @@ class Asked:
     def __init__(self) -> None:
         self.registered, self.cancelled, self.sent = 0, list[str](), list[str]()
 
-    def register(self, _: Image.Image) -> str:
+    def register(self, _: Path) -> str:
         self.registered += 1
         return f"{self.registered:016x}"
 
@@ -88,25 +147,47 @@ class Asked:
         yield Progress(1, 2)
 
 
-def test_a_picture_is_sent_once_and_again_when_the_server_has_lost_it() -> None:
+def test_a_picture_is_sent_once_and_again_when_the_server_has_lost_it(kept: _Pictures) -> None:
     client: Any = Asked()
-    session, picture = _Session(client), Image.new("RGB", (8, 8))
+    session, picture = _Session(client), kept.take(encode(Image.new("RGB", (8, 8))))
+    session.prepare(picture)
     for _ in range(3):
-        assert list(session.events(picture, picture, "x", {})) == [Progress(1, 2)]
+        assert list(session.events(picture, picture.image, "x", {})) == [Progress(1, 2)]
     assert client.registered == 2
     assert client.sent == [f"{n:016x}" for n in (1, 1, 2, 2)]
     session.stop("an-edit")  # and says nothing, as it may be done already
     assert client.cancelled == ["an-edit"]
 
 
-def test_to_go_on_with_a_result_sends_no_picture() -> None:
+def test_a_picture_that_could_not_be_registered_is_tried_again(kept: _Pictures) -> None:
     client: Any = Asked()
-    session, picture = _Session(client), Image.new("RGB", (8, 8), (1, 2, 3))
-    session.made(EditResult(picture, b"", {"result_template_id": f"{1:016x}"}))
-    session.made(EditResult(Image.new("RGB", (8, 8)), b"", {"result_template_id": None}))
-    client.registered = 1
-    assert list(session.events(picture.copy(), picture, "x", {})) == [Progress(1, 2)]
-    assert client.registered == 1
+    register, refused = client.register, threading.Event()
+
+    def refuse(file: Path) -> str:
+        refused.set()
+        raise Overloaded("not now")
+
+    client.register = refuse
+    session, picture = _Session(client), kept.take(encode(Image.new("RGB", (8, 8))))
+    session.prepare(picture)
+    assert refused.wait(10)
+    with pytest.raises(Overloaded):
+        list(session.events(picture, picture.image, "x", {}))
+    client.register = register
+    assert list(session.events(picture, picture.image, "x", {})) == [Progress(1, 2)]
+
+
+def test_to_go_on_with_a_result_sends_no_picture(kept: _Pictures) -> None:
+    client: Any = Asked()
+    session = _Session(client)
+    result = EditResult(
+        Image.new("RGB", (8, 8), (1, 2, 3)), b"", {"result_template_id": f"{1:016x}"}
+    )
+    picture = kept.take(encode(result.image), result.image)
+    session.made(picture, result)
+    session.made(kept.take(encode(Image.new("RGB", (9, 9)))), EditResult(result.image, b"", {}))
+    assert list(session.events(picture, picture.image, "x", {})) == [Progress(1, 2)]
+    assert client.registered == 0
     assert client.sent == [f"{1:016x}"]
 
 

@@ -1,0 +1,199 @@
+// The page's canvas: shows a picture and paints a mask over it, pixel for pixel, in two dimensions.
+// Gradio calls this with `element`, `props`, `server` and `watch` (gr.HTML, js_on_load).
+//
+// props.value, JSON:  from the page  {"name", "url"}: show this picture, with nothing painted
+//                     to the page    {"name", "width", "height", "mask"}: what is painted, the rows'
+//                                    bits one after the other, the first the highest, in base64
+
+const find = (selector) => element.querySelector(selector);
+const base = find(".base"), paint = find(".paint"), size = find(".size"), said = find(".said");
+const PAINT = [255, 55, 95, 150];
+const MOST_UNDONE = 20;
+let name = null, width = 0, height = 0;
+let mask = new Uint8Array(0);
+let before = [];
+let last = null; // where the pen is, while it is down
+let cursor = [0, 0]; // of the keyboard
+let down = false; // the keyboard's pen
+
+function show(image, called) {
+  name = called;
+  [width, height] = [image.width, image.height];
+  for (const canvas of [base, paint]) [canvas.width, canvas.height] = [width, height];
+  base.getContext("2d").drawImage(image, 0, 0);
+  mask = new Uint8Array(width * height);
+  before = [];
+  cursor = [width >> 1, height >> 1];
+  down = false;
+  size.max = Math.max(8, Math.min(width, height) >> 1);
+  size.value = Math.max(2, Math.min(width, height) >> 4);
+  element.querySelector(".painter").classList.add("ready");
+  say(`${width} × ${height} pixels`);
+  told();
+}
+
+function say(text) { said.textContent = text; }
+
+// Draws the mask's part from (x0, y0) to (x1, y1), these not included.
+function draw(x0, y0, x1, y1) {
+  [x0, y0] = [Math.max(x0, 0), Math.max(y0, 0)];
+  [x1, y1] = [Math.min(x1, width), Math.min(y1, height)];
+  if (x1 <= x0 || y1 <= y0) return;
+  const part = new ImageData(x1 - x0, y1 - y0);
+  for (let y = y0, at = 0; y < y1; y++)
+    for (let x = x0; x < x1; x++, at += 4) if (mask[y * width + x]) part.data.set(PAINT, at);
+  paint.getContext("2d").putImageData(part, x0, y0);
+}
+
+// All pixels whose centre is within the brush round the line between two points.
+function line(from, to) {
+  const radius = Number(size.value) / 2, value = find(".erase").checked ? 0 : 1;
+  const [dx, dy] = [to[0] - from[0], to[1] - from[1]], length = dx * dx + dy * dy;
+  const x0 = Math.max(0, Math.floor(Math.min(from[0], to[0]) - radius));
+  const y0 = Math.max(0, Math.floor(Math.min(from[1], to[1]) - radius));
+  const x1 = Math.min(width, Math.ceil(Math.max(from[0], to[0]) + radius) + 1);
+  const y1 = Math.min(height, Math.ceil(Math.max(from[1], to[1]) + radius) + 1);
+  for (let y = y0; y < y1; y++)
+    for (let x = x0; x < x1; x++) {
+      const [px, py] = [x + 0.5 - from[0], y + 0.5 - from[1]];
+      const t = length ? Math.min(1, Math.max(0, (px * dx + py * dy) / length)) : 0;
+      const [ex, ey] = [px - t * dx, py - t * dy];
+      if (ex * ex + ey * ey <= radius * radius) mask[y * width + x] = value;
+    }
+  draw(x0, y0, x1, y1);
+}
+
+function keep() {
+  before.push(mask.slice());
+  if (before.length > MOST_UNDONE) before.shift();
+}
+
+// What is painted, for the page's next edit.
+function told() {
+  const bits = new Uint8Array(Math.ceil(mask.length / 8));
+  for (let i = 0; i < mask.length; i++) if (mask[i]) bits[i >> 3] |= 128 >> (i & 7);
+  let text = "";
+  for (let i = 0; i < bits.length; i += 32768)
+    text += String.fromCharCode(...bits.subarray(i, i + 32768));
+  props.value = JSON.stringify({ name, width, height, mask: btoa(text) });
+}
+
+function undo() {
+  if (!before.length) return;
+  mask = before.pop();
+  draw(0, 0, width, height);
+  told();
+}
+
+function clear() {
+  keep();
+  mask = new Uint8Array(width * height);
+  draw(0, 0, width, height);
+  told();
+}
+
+function point(event) {
+  const box = paint.getBoundingClientRect();
+  return [
+    ((event.clientX - box.left) * width) / box.width,
+    ((event.clientY - box.top) * height) / box.height,
+  ];
+}
+
+paint.addEventListener("pointerdown", (event) => {
+  if (!name || event.button) return;
+  paint.setPointerCapture(event.pointerId);
+  keep();
+  last = point(event);
+  line(last, last);
+});
+paint.addEventListener("pointermove", (event) => {
+  if (!last) return;
+  const next = point(event);
+  line(last, next);
+  last = next;
+});
+for (const end of ["pointerup", "pointercancel"])
+  paint.addEventListener(end, () => {
+    if (!last) return;
+    last = null;
+    told();
+  });
+
+paint.addEventListener("keydown", (event) => {
+  if (!name) return;
+  const step = Math.max(1, Number(size.value) >> 1);
+  const moves = { ArrowLeft: [-step, 0], ArrowRight: [step, 0], ArrowUp: [0, -step], ArrowDown: [0, step] };
+  if (moves[event.key]) {
+    const [dx, dy] = moves[event.key], from = cursor;
+    cursor = [
+      Math.min(Math.max(from[0] + dx, 0), width - 1),
+      Math.min(Math.max(from[1] + dy, 0), height - 1),
+    ];
+    if (down) {
+      line(from, cursor);
+      told();
+    }
+  } else if (event.key === " ") {
+    down = !down;
+    if (down) {
+      keep();
+      line(cursor, cursor);
+      told();
+    }
+  } else if (event.key === "+" || event.key === "-") {
+    size.value = Number(size.value) + (event.key === "+" ? step : -step);
+  } else if (event.key === "z" && (event.ctrlKey || event.metaKey)) {
+    undo();
+  } else if (event.key === "Delete") {
+    clear();
+  } else return;
+  event.preventDefault();
+  say(`pen ${down ? "down" : "up"} at ${cursor.map(Math.round).join(", ")}, brush ${size.value}`);
+});
+
+find(".undo").addEventListener("click", undo);
+find(".clear").addEventListener("click", clear);
+
+// A picture of the user's own: the server has it from then on, so that its edits need not send it.
+async function take(file) {
+  say("reading the picture …");
+  try {
+    const text = await new Promise((done, failed) => {
+      const reader = new FileReader();
+      [reader.onload, reader.onerror] = [() => done(reader.result), () => failed(reader.error)];
+      reader.readAsDataURL(file);
+    });
+    const kept = await server.take(text.slice(text.indexOf(",") + 1));
+    if (kept.error) say(kept.error);
+    else await load(kept);
+  } catch (error) {
+    say("The picture could not be read.");
+  }
+}
+
+async function load(told) {
+  const image = new Image();
+  image.src = told.url;
+  await image.decode();
+  show(image, told.name);
+}
+
+find(".file").addEventListener("change", (event) => {
+  if (event.target.files[0]) take(event.target.files[0]);
+  event.target.value = "";
+});
+const dropped = (event) => event.dataTransfer?.files[0] ?? event.clipboardData?.files[0];
+element.addEventListener("dragover", (event) => event.preventDefault());
+element.addEventListener("drop", (event) => {
+  event.preventDefault();
+  if (dropped(event)) take(dropped(event));
+});
+document.addEventListener("paste", (event) => {
+  if (dropped(event)) take(dropped(event));
+});
+
+watch("value", () => {
+  const told = props.value ? JSON.parse(props.value) : {};
+  if (told.url) load(told).catch(() => say("The picture could not be read."));
+});
