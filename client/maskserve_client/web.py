@@ -19,6 +19,7 @@ import os
 import secrets
 import tempfile
 import threading
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -43,6 +44,8 @@ _PREVIEWS = 6
 """Of one edit, at most."""
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 _SEED_BITS = 32
+_SHOWN_EVERY_S = 0.1
+"""Progress that comes sooner is not shown: to show it takes from the cores that compute."""
 _MOST_PICTURES = 64
 """Kept by the page, those of all people; the one that was not used for longest goes."""
 _MOST_BYTES = LimitsConfig().max_image_bytes
@@ -139,7 +142,8 @@ def make_page(client: Client, pictures: list[Path], folder: Path) -> Any:
 
     with gr.Blocks(title="maskserve", analytics_enabled=False, fill_width=True) as page:
         gr.Markdown("# maskserve\nPaint over what is to change, say what is to be there, and edit.")
-        past, last, request = gr.State([]), gr.State(""), gr.State("")
+        past, last = gr.State([]), gr.State("")
+        request = gr.State(_fresh_id)  # of the next edit, and of the one under way
         with gr.Row():
             with gr.Column(scale=5):
                 editor = gr.HTML(
@@ -188,33 +192,50 @@ def make_page(client: Client, pictures: list[Path], folder: Path) -> Any:
                     undo = gr.Button("Undo", interactive=False, elem_id="undo")
                     file = gr.DownloadButton("Download", interactive=False, elem_id="download")
 
-        asked = [editor, prompt, seed, draw, steps, guidance, dilate, feather, cache, loras]
-        told = [status, live, shown, facts, seed, file, go_on, last, request]
+        asked = [
+            editor,
+            prompt,
+            request,
+            seed,
+            draw,
+            steps,
+            guidance,
+            dilate,
+            feather,
+            cache,
+            loras,
+        ]
+        told = [facts, seed, file, go_on, last]
+        outputs = [status, live, shown, request, *told]
 
         def edit(*given: Any) -> Iterator[Any]:
             """Shows an edit as it comes; its errors are sentences of the page."""
-            painted, text, *rest = given
-            values: dict[Any, Any] = {}
+            painted, text, name, *rest = given
             try:
                 source, mask = _source_and_mask(painted, kept)
-                settings = {**_settings(*rest), "request_id": uuid.uuid4().hex}
-                yield {status: _note("sent"), request: settings["request_id"]}
+                settings = {**_settings(*rest), "request_id": name}
+                shown_at = 0.0
                 with closing(session.events(source, mask, text or "", settings)) as events:
                     for event in events:
                         if isinstance(event, Final):
                             made = kept.take(event.result.encoded, event.result.image)
                             session.made(made, event.result)
-                            values = _final(gr, event.result, source, made, told)
-                        elif isinstance(event, Preview):
-                            values = {status: _progress(event), live: _preview(event.image)}
-                        else:
+                            # The picture first: what is told about it takes its time, too.
+                            yield {status: _note("done"), live: "", shown: _compared(source, made)}
+                            yield {**_facts(gr, event.result, made, told), request: _fresh_id()}
+                        elif time.monotonic() - shown_at >= _SHOWN_EVERY_S:
                             values = {status: _progress(event)}
-                        yield values
+                            if isinstance(event, Preview):
+                                values[live] = _preview(event.image)
+                            yield values
+                            shown_at = time.monotonic()
             except (MaskserveError, OSError) as error:
                 said = _note("stopped") if isinstance(error, Cancelled) else _sentence(error)
-                yield {status: said, live: ""}
+                yield {status: said, live: "", request: _fresh_id()}
 
-        gr.on([run.click, prompt.submit], edit, asked, told, show_progress="hidden")
+        # In the browser alone: the way to the server and back would hold the edit up.
+        gr.on([run.click, prompt.submit], None, None, status, js=f"() => `{_note('sent')}`")
+        gr.on([run.click, prompt.submit], edit, asked, outputs, show_progress="hidden")
         stop.click(session.stop, request, None, show_progress="hidden")
 
         def carry_on(painted: str | None, result: str, before: list[str]) -> Any:
@@ -363,6 +384,10 @@ class _Session:
         return known
 
 
+def _fresh_id() -> str:
+    return uuid.uuid4().hex
+
+
 def _decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
@@ -457,15 +482,10 @@ def _lora(text: str) -> dict[str, Any]:
         raise InvalidRequest("LoRAs", f"{scale!r} is no number", "NAME or NAME:SCALE") from None
 
 
-def _final(
-    gr: Any, result: EditResult, source: _Picture, made: _Picture, told: list[Any]
-) -> dict[Any, Any]:
-    """What the page shows of an edit that is done."""
-    status, live, shown, facts, seed, file, go_on, last, _ = told
+def _facts(gr: Any, result: EditResult, made: _Picture, told: list[Any]) -> dict[Any, Any]:
+    """What the page tells of an edit that is done, beside its picture."""
+    facts, seed, file, go_on, last = told
     return {
-        status: _note("done"),
-        live: "",
-        shown: _compared(source, made),
         facts: summary(result.meta),
         seed: result.seed,
         file: gr.DownloadButton(value=str(made.file), interactive=True),

@@ -47,16 +47,18 @@ _STEPS = 8
 _TABS = 5
 _START_S = 120.0
 _EDIT = """() => new Promise((done) => {
-  const before = document.querySelector("#result .after")?.src;
+  const after = () => document.querySelector("#result .after");
+  const before = after()?.src;
   const begin = performance.now();
+  const observer = new MutationObserver(() => {
+    const image = after();
+    if (!image || image.src === before) return;
+    observer.disconnect();
+    image.decode().then(() => done(performance.now() - begin));
+  });
+  const look = { subtree: true, childList: true, attributes: true };
+  observer.observe(document.querySelector("#result"), look);
   document.querySelector("#run").click();
-  const look = () => {
-    const image = document.querySelector("#result .after");
-    if (image && image.src !== before && image.complete && image.naturalWidth)
-      image.decode().then(() => done(performance.now() - begin));
-    else requestAnimationFrame(look);
-  };
-  look();
 })"""
 
 
