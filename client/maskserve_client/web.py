@@ -44,7 +44,7 @@ _PREVIEWS = 6
 """Of one edit, at most."""
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 _SEED_BITS = 32
-_SHOWN_EVERY_S = 0.1
+_SHOWN_EVERY_S = 0.25
 """Progress that comes sooner is not shown: to show it takes from the cores that compute."""
 _MOST_PICTURES = 64
 """Kept by the page, those of all people; the one that was not used for longest goes."""

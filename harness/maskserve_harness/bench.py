@@ -25,6 +25,7 @@ COMMANDS = {
     "page": "benchmarks.page",
     "containers": "benchmarks.containers",
     "simulate_cluster": "simulator.command",
+    "scale": "simulator.scale",
     # Load and harm.
     "perf_analyzer": "perf.command",
     "soak": "soaking.command",

@@ -121,7 +121,7 @@ class EmulatedWorker:
             for tensor, content in zip(message.inputs, message.raw_input_contents, strict=True)
         }
         if message.model_name == "control":
-            return _answer({"RESULT": self._told(msgspec.json.decode(inputs["OP"]))})
+            return _answer({"RESULT": self.told(msgspec.json.decode(inputs["OP"]))})
         settings = parse_settings(inputs["SETTINGS"])
         if self._hardware is not None:
             await self._edit(inputs["MASK"], settings, self._hardware)
@@ -139,7 +139,8 @@ class EmulatedWorker:
             answer = pb.ModelInferResponse.FromString(await self._infer(raw, context))
             yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
 
-    def _told(self, operation: dict[str, Any]) -> bytes:
+    def told(self, operation: dict[str, Any]) -> bytes:
+        """What `control` answers."""
         if operation["op"] != "status":
             return b"{}"
         running = {ticket.request_id for ticket in self._running}
