@@ -75,7 +75,7 @@ class Faulty(EmulatedWorker):
         """Ids of the edits that run or wait here."""
         return set(self._edits)
 
-    def _told(self, operation: dict[str, Any]) -> bytes:
+    def told(self, operation: dict[str, Any]) -> bytes:
         match operation:
             case {"op": "status"} if self.silent:
                 return b""
@@ -90,7 +90,7 @@ class Faulty(EmulatedWorker):
                 names = sorted(self.templates)
                 listed = [{"template_id": n, "registered": True, "entries": []} for n in names]
                 return json.dumps({"templates": listed}).encode()
-        return super()._told(operation)
+        return super().told(operation)
 
     async def _infer(self, raw: bytes, context: Any) -> bytes:
         await self._awake.wait()
