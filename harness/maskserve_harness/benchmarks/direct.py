@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
+from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.request import EditRequest, accept_edit
@@ -37,7 +38,12 @@ class Direct:
         beside = beside_denoiser(config, "encoder")
         self.encoder, self.decoder = load_encoder(beside), load_decoder(beside)
         self._status = tempfile.TemporaryDirectory()
-        self.engine = Engine.load(structs.replace(config, runtime_dir=self._status.name))
+        config = structs.replace(config, runtime_dir=self._status.name)
+        self._catalogue = None
+        if config.adapters.store:
+            self._catalogue = AdapterStore(config).catalogue
+            self._catalogue.scan(at_once=True)
+        self.engine = Engine.load(config)
         self.engine.start()
 
     def edit(self, edit: Edit, settings: dict[str, Any]) -> bytes:
@@ -71,7 +77,7 @@ class Direct:
     def _prepare(self, edit: Edit, settings: dict[str, Any]) -> PreparedEdit:
         image, mask, prompt = edit
         asked = parse_settings(json.dumps(settings).encode())
-        accepted = accept_edit(asked, prompt.encode(), self.facts, self.config)
+        accepted = accept_edit(asked, prompt.encode(), self.facts, self.config, self._catalogue)
         return prepare_edit(image, mask, accepted, self.facts, self.config)
 
 

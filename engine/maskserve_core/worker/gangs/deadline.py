@@ -18,7 +18,7 @@ from maskserve_core.worker.gangs.work import (
 )
 from maskserve_core.worker.step_scheduler import Run
 
-_FEW = 5
+_FEW = 4
 """Edits whose lists are searched: with more there are too many of them."""
 
 
@@ -80,12 +80,6 @@ class Deadline:
         for number, (job, degree) in enumerate(few.chosen):
             if job.work.until is None and planned[number] <= now:
                 first[number], idle = degree, idle - degree
-        for number, (job, _) in enumerate(few.chosen):
-            if number not in first and job.work.until is None:
-                for degree, _ in reversed(job.degrees):
-                    if degree <= idle and few.starts({**first, number: degree}) is not None:
-                        first[number], idle = degree, idle - degree
-                        break
         others: list[tuple[Work, int]] = []
         listed = {job.work.ticket.request_id for job, _ in few.chosen}
         rest = [w for w in works if w.until is None and w.ticket.request_id not in listed]

@@ -1,0 +1,129 @@
+"""Edits per second of the demo model with LoRAs: any mix in a batch, and one LoRA per batch.
+
+16 cached edits that are there at once, eight LoRAs, two edits of each. *One per batch* is what a
+server does that holds one adapter at a time: it serves the edits of one LoRA before those of the
+next. The LoRAs are the demo model's own two, each four times with other scales of its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from maskserve_core.config_file import config_of
+from maskserve_core.imaging.images import encode_png
+from maskserve_engine.job import EditJob, EngineEvent, Failed, FinalEvent
+from maskserve_harness.benchmarks.direct import Direct, Edit
+from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_harness.demo_model.scenes import held_out_edits
+
+LORAS, EDITS = 8, 16
+_OWN = ("hollow", "ninth-colour")
+
+
+def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
+    """Medians over rounds in which the three take turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = _write_loras(Path(folder))
+        config = config_of(
+            {
+                "model": {"path": str(DEMO_MODEL), "torch_threads": 1},
+                "adapters": {"store": folder},
+                "cache": {"dense_above_ratio": 1.0},
+            }
+        )
+        worker = Direct(config)
+        try:
+            worker.engine.cache.prompt = lambda: worker.encoder.encode_prompt("")
+            edits = _edits()
+            plain = [_job(worker, n, edit, None) for n, edit in enumerate(edits)]
+            mixed = [_job(worker, n, edit, names[n % LORAS]) for n, edit in enumerate(edits)]
+            ways = {
+                "none": [plain],
+                "mixed": [mixed],
+                "one": [mixed[n::LORAS] for n in range(LORAS)],
+            }
+            for _ in range(2):  # the second sight of each template, with its LoRA, is primed
+                for batches in ways.values():
+                    _serve(worker, batches)
+            took: dict[str, list[float]] = {way: [] for way in ways}
+            for _ in range(args.repeat):
+                for way, batches in ways.items():
+                    clock = time.process_time if args.clock == "cpu" else time.perf_counter
+                    begin = clock()
+                    _serve(worker, batches)
+                    took[way].append(clock() - begin)
+        finally:
+            worker.engine.close(grace_s=1.0)
+    seconds = {way: statistics.median(each) for way, each in took.items()}
+    return {
+        "lora_edits_per_second": round(EDITS / seconds["mixed"], 2),
+        "lora_edits_ratio": round(seconds["none"] / seconds["mixed"], 3),
+        "lora_vs_one_per_batch": round(seconds["one"] / seconds["mixed"], 3),
+    }
+
+
+def _write_loras(folder: Path) -> list[str]:
+    names = []
+    for number in range(LORAS):
+        own = CHECKOUT / "assets" / "adapters" / f"{_OWN[number % len(_OWN)]}.safetensors"
+        with safe_open(own, "pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            said = file.metadata()
+        scaled = {name: weight * (1.0 - number / 100) for name, weight in weights.items()}
+        names.append(f"lora-{number}")
+        save_file(scaled, folder / f"{names[-1]}.safetensors", said)
+    return names
+
+
+def _edits() -> list[Edit]:
+    """Of as many pictures."""
+    return [
+        (
+            encode_png(own.source),
+            encode_png(np.where(own.mask, np.uint8(255), np.uint8(0))),
+            own.prompt,
+        )
+        for own in held_out_edits(EDITS)
+    ]
+
+
+def _job(worker: Direct, number: int, edit: Edit, lora: str | None) -> EditJob:
+    asked = {} if lora is None else {"loras": [{"name": lora, "scale": 0.8}]}
+    settings = {"seed": 1, "cache": "require", "request_id": str(number), **asked}
+    [job] = worker.jobs([edit], settings)
+    return job
+
+
+def _serve(worker: Direct, batches: Sequence[Sequence[EditJob]]) -> None:
+    """Each batch when the one before has been answered.
+
+    Raises:
+        RuntimeError: an edit failed.
+    """
+    for jobs in batches:
+        left = threading.Semaphore(0)
+        failed: list[Failed] = []
+
+        def sink(event: EngineEvent, left: Any = left, failed: list[Failed] = failed) -> None:
+            if isinstance(event, Failed):
+                failed.append(event)
+            if isinstance(event, Failed | FinalEvent):
+                left.release()
+
+        for job in jobs:
+            worker.engine.submit(job, sink)
+        for _ in jobs:
+            left.acquire()
+        if failed:
+            raise RuntimeError(str(failed[0].error))
