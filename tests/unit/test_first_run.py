@@ -42,3 +42,24 @@ def test_without_a_gpu_it_says_what_to_do(
     with pytest.raises(SystemExit):
         first_run.main(["--json", str(tmp_path / "x.json")])
     assert "--device cpu rehearses" in capsys.readouterr().err
+
+
+def test_what_was_found_stays_if_a_later_part_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(first_run, "run_tests", lambda device: True)
+    monkeypatch.setattr(first_run, "_SENT", 2**20)
+    monkeypatch.setattr(first_run, "time_steps", fails)
+    file = tmp_path / "run.json"
+    asked = ["--device", "cpu", "--preset", "demo", "--blocks", "1", "2", "--json", str(file)]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        first_run.main(asked)
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert report["tests_passed"] is True
+    assert report["model"] == "demo, 3 blocks, float32"
+    assert report["memory"]["weights"] > 0
+    assert report["gb_per_s"].keys() == {"gathered", "whole", "link"}
+    assert list(tmp_path.iterdir()) == [file]

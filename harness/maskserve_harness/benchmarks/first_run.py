@@ -1,12 +1,14 @@
 """The first thing to run on a machine with a GPU: under 10 minutes, one JSON to commit.
 
-Whether tests/gpu pass; steps of FLUX.1-dev's size (random weights) beside what their counted FLOPs
-take at the device's published peak; what a step holds in memory beside what the memory table
-counts; and how fast entries reach the device.
+It is written anew as each part is known, and what fails later takes nothing away: whether tests/gpu
+pass; how fast entries reach the device; steps of FLUX.1-dev's size (random weights) beside what
+their counted FLOPs take at the device's published peak; what a step holds in memory beside what the
+memory table counts.
 
     python scripts/bench first_run --json docs/benchmarks/gpu-first-run.json
 
-A rehearsal on any machine, which says nothing of a GPU:
+On a card that does not hold the whole model, with fewer blocks: `--blocks 4 8`. A rehearsal on any
+machine, which says nothing of a GPU:
 
     python scripts/bench first_run --device cpu --preset demo --json rehearsal.json
 """
@@ -116,35 +118,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--preset", choices=PRESETS, default="flux-1024")
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        nargs=2,
+        metavar=("DOUBLE", "SINGLE"),
+        help="of the model; default: all",
+    )
     parser.add_argument("--repeat", type=int, default=3, help="rounds of each step")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device that torch can use; --device cpu rehearses")
     begin, device = time.monotonic(), torch.device(args.device)
-    passed = run_tests(device)
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    bench = Bench(args.preset, None, dtype, device, FORMAT)
-    total, free = device_memory(device)
-    steps, held = time_steps(bench, args.repeat), weigh_steps(bench)
-    over = [each for each in held if each["held"] > each["counted"]]
-    report = {
+    report: dict[str, Any] = {
         "command": " ".join(["scripts/bench first_run", *(argv or sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "hardware": hardware(device),
         "torch": torch.__version__,
-        "model": f"{args.preset}, {bench.blocks} blocks, {str(dtype).removeprefix('torch.')}",
-        "tests_passed": passed,
-        "memory": {
-            "total": total,
-            "free": free,
-            "weights": sum(p.nbytes for p in bench.model.parameters()),
-            "steps": held,
-        },
-        "gb_per_s": load_gb_per_s(device),
-        "steps": steps,
-        "seconds": round(time.monotonic() - begin, 1),
     }
-    args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+    def keep(**found: Any) -> None:
+        """What was found so far stays, whatever comes after."""
+        report.update(found, seconds=round(time.monotonic() - begin, 1))
+        part = args.json.with_name(args.json.name + ".part")
+        part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        part.replace(args.json)
+
+    passed = run_tests(device)
+    keep(tests_passed=passed)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    blocks = None if args.blocks is None else tuple(args.blocks)
+    bench = Bench(args.preset, blocks, dtype, device, FORMAT)
+    total, free = device_memory(device)
+    weights = sum(p.nbytes for p in bench.model.parameters())
+    memory: dict[str, Any] = {"total": total, "free": free, "weights": weights}
+    name = f"{args.preset}, {bench.blocks} blocks, {str(dtype).removeprefix('torch.')}"
+    keep(model=name, memory=memory)
+    keep(gb_per_s=load_gb_per_s(device))
+    keep(steps=time_steps(bench, args.repeat))
+    held = weigh_steps(bench)
+    keep(memory={**memory, "steps": held})
+    over = [each for each in held if each["held"] > each["counted"]]
     print(f"tests {'passed' if passed else 'FAILED'}; {len(over)} steps held more than counted")
     return 0 if passed and not over else 1
