@@ -114,6 +114,7 @@ class ClusterControl:
         heard = {*done, *(address for address, failure in failed.items() if refused(failure))}
         missed_by = self._pool.workers.keys() - heard
         name = first.get("template_id", "")
+        self._dispatcher.forget_home(name)
         pending = self.missed.keep(operation, name, missed_by)
         return {**first, "workers": sorted(done), "pending": pending}
 

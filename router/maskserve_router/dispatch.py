@@ -16,18 +16,24 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
 
 from maskserve_core.contracts.due_times import OK, due_by_size
-from maskserve_core.errors import Cancelled, DeadlineExceeded, InvalidRequest, MaskserveError
+from maskserve_core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    MaskserveError,
+    TemplateNotFound,
+)
 from maskserve_core.routing import Edit, NoWorkerAvailable
 from maskserve_router.admission import Admission, KeyHolder
 from maskserve_router.config import RouterConfig
 from maskserve_router.edit_call import EditCall
 from maskserve_router.failures import Blame, Failure, RetryLater
-from maskserve_router.measure import Measure
+from maskserve_router.measure import Measure, Remembered
 from maskserve_router.metrics import Metrics
 from maskserve_router.pending_queue import PendingQueue
 from maskserve_router.pool import Pool
 from maskserve_router.retry_budget import RetryBudget
-from maskserve_router.sending import Send, streamed, template_of, unary
+from maskserve_router.sending import Send, result_of, streamed, template_of, unary
 from maskserve_router.worker import Sent, WorkerEpoch
 
 
@@ -47,6 +53,8 @@ class Dispatcher:
         self._metrics = metrics
         self._measure = Measure(config)
         self._budget = RetryBudget(config.faults.retry_share, config.faults.retry_floor)
+        self._homes: Remembered[str, str] = Remembered(config.routing.remembered_images)
+        """Kept results, which are at one worker alone, and its address."""
         self._calls: dict[str, EditCall] = {}
         """Edits under way by request id."""
 
@@ -64,6 +72,10 @@ class Dispatcher:
             if request_id in worker.sent:
                 worker.sent[request_id].end(Cancelled("the edit was cancelled"))
         return True
+
+    def forget_home(self, template_id: str) -> None:
+        """A template is at one worker alone no more: it is registered, or gone."""
+        self._homes.drop(template_id)
 
     async def infer(self, call: EditCall, client: KeyHolder) -> bytes:
         """The worker's answer to a unary request, as it came.
@@ -91,10 +103,12 @@ class Dispatcher:
             edit, digest = await self._measured(call)
             self._check_deadline(call, edit)
             avoid: frozenset[WorkerEpoch] = frozenset()
+            others = self._others_than_home(edit.template_id)
             failure: Failure | None = None
             retried = False
             while True:
-                sent = await self._placed(call, edit, avoid, failure)
+                sent = await self._placed(call, edit, avoid | others, failure)
+                others = frozenset()
                 epoch = sent.worker.epoch
                 call.worker, call.tries = sent.worker.address, call.tries + 1
                 begun = False
@@ -107,6 +121,7 @@ class Dispatcher:
                             begun = True
                             yield answer
                         self._learn(digest, answer, send)
+                        self._learn_home(call, edit, answer, send, failure)
                         return
                 except Failure as error:
                     failure = error
@@ -282,6 +297,28 @@ class Dispatcher:
             case Blame.WORKER | Blame.UNKNOWN:
                 return others and not retried and self._budget.allows(len(self._calls))
         return False
+
+    def _others_than_home(self, template_id: str) -> frozenset[WorkerEpoch]:
+        """Of a kept result the workers without it, while the one that has it takes edits."""
+        home = self._homes.get(template_id)
+        ready = self._pool.ready()
+        if home is None or all(worker.address != home for worker in ready):
+            return frozenset()
+        return frozenset(worker.epoch for worker in ready if worker.address != home)
+
+    def _learn_home(
+        self, call: EditCall, edit: Edit, answer: bytes, send: Send, failure: Failure | None
+    ) -> None:
+        """Remember which worker has a result: it made it, or was found to have it."""
+        settings = call.settings
+        if settings is None:
+            return
+        if failure is not None and failure.code == TemplateNotFound.code and settings.template_id:
+            self._homes.put(edit.template_id, call.worker)
+        if settings.keep_result:
+            kept = result_of(answer, streamed=send is streamed)
+            if kept:
+                self._homes.put(kept, call.worker)
 
     def _learn(self, digest: bytes, answer: bytes, send: Send) -> None:
         """Remember which template the image is, so that its next edit finds its entries."""

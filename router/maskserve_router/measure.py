@@ -55,6 +55,9 @@ class Remembered(Generic[K, V]):
         if len(self._values) > self._most:
             self._values.popitem(last=False)
 
+    def drop(self, key: K) -> None:
+        self._values.pop(key, None)
+
 
 class Measure:
     """Makes edits of requests. Used from the event loop; decoding goes on in threads."""

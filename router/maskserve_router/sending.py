@@ -26,6 +26,7 @@ class _Meta(msgspec.Struct):
 
     event: str = ""
     template_id: str = ""
+    result_template_id: str | None = None
 
 
 _read_meta = msgspec.json.Decoder(_Meta).decode
@@ -144,11 +145,20 @@ def template_of(answer: bytes, *, streamed: bool) -> str:
         answer: a worker's last message.
         streamed: whether it came in a stream.
     """
+    return _meta_of(answer, streamed=streamed).template_id
+
+
+def result_of(answer: bytes, *, streamed: bool) -> str:
+    """The template that an answer's picture is kept as; empty if it is none."""
+    return _meta_of(answer, streamed=streamed).result_template_id or ""
+
+
+def _meta_of(answer: bytes, *, streamed: bool) -> _Meta:
     if streamed:
         response = pb.ModelStreamInferResponse.FromString(answer).infer_response
     else:
         response = pb.ModelInferResponse.FromString(answer)
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
         if tensor.name == "META":
-            return _read_meta(raw[4:]).template_id
-    return ""
+            return _read_meta(raw[4:])
+    return _Meta()

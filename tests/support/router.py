@@ -31,6 +31,8 @@ class Faulty(EmulatedWorker):
         self.fails = 0
         self.status = grpc.StatusCode.INTERNAL
         self.text = "[ENGINE_FAILED] the process of its denoiser has died"
+        self.lacks: str | None = None
+        """A template that it does not have."""
         self.instead: bytes | None = None
         """What it answers edits with in place of a picture."""
         self.silent = False
@@ -104,6 +106,10 @@ class Faulty(EmulatedWorker):
             self.headers.append(dict(context.invocation_metadata()))
             self.seen.append(json.loads(message.raw_input_contents[3][4:]))
             await self._working.wait()
+            asked = self.seen[-1].get("template_id")
+            if self.lacks is not None and asked == self.lacks:
+                text = "[TEMPLATE_NOT_FOUND] it is not here"
+                await context.abort(grpc.StatusCode.NOT_FOUND, text)
             if self.fails:
                 self.fails -= 1
                 await context.abort(self.status, self.text)

@@ -9,9 +9,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from maskserve_harness.cluster.emulated import KEPT
+from maskserve_harness.cluster.requests import edit_request, mask_of
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.control import cluster_status
-from tests.support.router import calling, cluster, control_request, edit, until
+from tests.support.router import SIDE, calling, cluster, control_request, edit, until
 
 
 async def test_an_edit_that_a_worker_fails_is_done_by_another_with_the_same_seed():
@@ -48,6 +50,66 @@ async def test_what_is_tried_again(status: grpc.StatusCode, text: str, tries: in
             await call(edit())
         assert failed.value.code() is status
         assert sum(len(worker.seen) for worker in workers) == tries
+
+
+def of_result() -> bytes:
+    """An edit of a kept result."""
+    return edit_request(b"", mask_of(100, SIDE), template_id=KEPT)
+
+
+async def test_edits_of_a_kept_result_go_to_the_worker_that_made_it():
+    async with cluster(models=("flux",) * 4) as (router, workers), calling(router) as call:
+        first = router.pool.workers[workers[0].address]
+        first.draining = True  # it would be taken otherwise, where all are idle
+        await call(edit(keep_result=True))
+        first.draining = False
+        (home,) = [worker for worker in workers if worker.seen]
+        for worker in workers:
+            worker.lacks = None if worker is home else KEPT
+        for _ in range(5):
+            await call(of_result())
+        assert [len(worker.seen) for worker in workers if worker is not home] == [0, 0, 0]
+
+
+async def test_a_result_that_is_registered_or_evicted_has_no_home():
+    async with cluster(models=("flux",) * 2) as (router, workers), calling(router) as call:
+        first = router.pool.workers[workers[0].address]
+        first.draining = True  # it would be taken otherwise, where all are idle
+        await call(edit(keep_result=True))
+        first.draining = False
+        (other,) = [worker for worker in workers if not worker.seen]
+        await call(control_request("evict", template_id=KEPT))
+        for worker in workers:
+            worker.hold()
+        calls = [asyncio.ensure_future(call(of_result())) for _ in range(4)]
+        await until("both workers have some", lambda: len(other.seen) > 0)
+        for worker in workers:
+            worker.let_go()
+        await asyncio.gather(*calls)
+
+
+async def test_a_router_that_did_not_see_it_made_finds_a_result_once():
+    async with cluster(models=("flux",) * 4) as (router, workers), calling(router) as call:
+        for worker in workers[:3]:
+            worker.lacks = KEPT
+        for _ in range(4):
+            await call(of_result())
+        assert len(workers[3].seen) == 4
+        assert max(len(worker.seen) for worker in workers[:3]) <= 1
+
+
+async def test_a_result_whose_worker_takes_no_edits_is_asked_of_the_others():
+    async with cluster() as (router, workers), calling(router) as call:
+        await call(edit(keep_result=True))
+        (home,) = [worker for worker in workers if worker.seen]
+        (other,) = [worker for worker in workers if worker is not home]
+        router.pool.workers[home.address].draining = True
+        await call(of_result())
+        assert len(other.seen) == 1
+        router.pool.workers[home.address].draining = False
+        home.lacks = KEPT  # it has expired there
+        await call(of_result())
+        assert len(other.seen) == 2
 
 
 async def test_retries_stop_at_their_budget():

@@ -37,6 +37,10 @@ class _Edit:
     done: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
 
+KEPT = "a" * 32
+"""What a result is kept as, if that is asked for."""
+
+
 class EmulatedWorker:
     """One worker; use `start` and `stop`.
 
@@ -129,6 +133,7 @@ class EmulatedWorker:
             "event": "final",
             "template_id": settings.template_id or "0" * 32,
             "seed": settings.seed,
+            **({"result_template_id": KEPT} if settings.keep_result else {}),
         }
         return _answer({"IMAGE": self._answer, "META": msgspec.json.encode(meta)})
 
