@@ -59,7 +59,7 @@ def _scope(name: str) -> str:
     return hashlib.blake2b(name.encode(), digest_size=8, person=b"maskserve.scope").hexdigest()
 
 
-class Keys:
+class KeyRing:
     """Who a caller is, by the key that it sends."""
 
     def __init__(self, keys: tuple[Key, ...], max_edits: int) -> None:

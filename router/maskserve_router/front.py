@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.errors import Cancelled, MaskserveError
 from maskserve_core.worker.logs import about
-from maskserve_router.admission import EditCounts, KeyHolder, Keys
+from maskserve_router.admission import EditCounts, KeyHolder, KeyRing
 from maskserve_router.control import ClusterControl
 from maskserve_router.dispatch import Dispatcher
 from maskserve_router.edit_call import EditCall, make_edit_call
@@ -28,7 +28,7 @@ class Front:
 
     def __init__(
         self,
-        keys: Keys,
+        keys: KeyRing,
         dispatcher: Dispatcher,
         control: ClusterControl,
         metrics: Metrics,
@@ -38,7 +38,7 @@ class Front:
         self._metrics, self._tracing = metrics, tracing
 
     def client(self, headers: Mapping[str, str]) -> KeyHolder:
-        """Who calls; see `Keys.client`."""
+        """Who calls; see `KeyRing.client`."""
         return self._keys.client(headers)
 
     async def infer(

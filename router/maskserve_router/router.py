@@ -10,7 +10,7 @@ from types import TracebackType
 
 from maskserve_core.routing import make_policy
 from maskserve_router.admin import Admin
-from maskserve_router.admission import Admission, Keys
+from maskserve_router.admission import Admission, KeyRing
 from maskserve_router.config import RouterConfig
 from maskserve_router.control import ClusterControl
 from maskserve_router.dispatch import Dispatcher
@@ -59,7 +59,7 @@ class Router:
         self._control = control = ClusterControl(
             config.name, self.pool, self._dispatcher, self.metrics.predictions
         )
-        keys = Keys(config.keys, config.admission.max_edits)
+        keys = KeyRing(config.keys, config.admission.max_edits)
         front = Front(keys, self._dispatcher, control, self.metrics, self._tracing)
         calls = ServerCalls(self.pool)
         listen = config.listen

@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from maskserve_core.config import ConfigError
 from maskserve_core.errors import InvalidRequest
-from maskserve_router.admission import Admission, Keys
+from maskserve_router.admission import Admission, KeyRing
 from maskserve_router.answer_times import AnswerTimes
 from maskserve_router.breaker import Breaker
 from maskserve_router.config import (
@@ -117,7 +117,7 @@ def test_retries_are_a_share_of_edits_with_a_floor():
 
 def test_keys_name_their_client_and_bound_it():
     digest = hashlib.sha256(b"secret").hexdigest()
-    keys = Keys((Key(name="a", sha256=digest, max_edits=1),), 99)
+    keys = KeyRing((Key(name="a", sha256=digest, max_edits=1),), 99)
     for headers in ({"x-api-key": "secret"}, {"authorization": "Bearer secret"}):
         assert keys.client(headers).name == "a"
     for headers in ({}, {"x-api-key": "Secret"}, {"authorization": "Basic secret"}):
@@ -131,12 +131,12 @@ def test_keys_name_their_client_and_bound_it():
             pass
         assert admission.bytes == 10
     assert (admission.edits, admission.bytes, client.edits) == (0, 0, 0)
-    assert Keys((), 7).client({}).admin
+    assert KeyRing((), 7).client({}).admin
 
 
 def test_edits_and_bytes_are_bounded():
     admission = Admission(AdmissionBounds(max_edits=2, max_bytes=100), Metrics())
-    client = Keys((), 99).client({})
+    client = KeyRing((), 99).client({})
     with admission.edit(client, 60):
         with pytest.raises(RetryLater, match="60 bytes"), admission.edit(client, 60):
             pass

@@ -13,7 +13,7 @@ DEGREES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ExchangeCosts:
     """What an all-to-all costs."""
 
     bytes_per_second: float = 450e9
@@ -48,7 +48,7 @@ def seconds_by_degree(
     row: RowTokens,
     kind: str,
     compute: Line,
-    exchange: Exchange,
+    exchange: ExchangeCosts,
     degrees: tuple[int, ...] = DEGREES,
 ) -> tuple[float, ...]:
     """Seconds of a step of `row` by itself at each of `degrees`.

@@ -111,7 +111,7 @@ def share_of(length: int, rank: int, count: int) -> Span:
 
 
 @dataclass(frozen=True)
-class Route:
+class RankRoute:
     """How tokens lie: by rank, as they travel, or in the order that the packing of all has."""
 
     counts: tuple[int, ...]
@@ -123,7 +123,7 @@ class Route:
     """[N] the way back."""
 
 
-def _route(rows: Sequence[Sequence[int]], count: int, *, one_will_do: bool) -> Route:
+def _route(rows: Sequence[Sequence[int]], count: int, *, one_will_do: bool) -> RankRoute:
     """For rows that are so many sections of so many tokens, of which each rank has its shares.
 
     Args:
@@ -140,9 +140,9 @@ def _route(rows: Sequence[Sequence[int]], count: int, *, one_will_do: bool) -> R
     ]  # fmt: skip
     counts = tuple(len(each) for each in of_ranks)
     if len(rows) == 1 and one_will_do:
-        return Route(counts, None, None)
+        return RankRoute(counts, None, None)
     travelling = np.concatenate(of_ranks)
-    return Route(counts, torch.from_numpy(np.argsort(travelling)), torch.from_numpy(travelling))
+    return RankRoute(counts, torch.from_numpy(np.argsort(travelling)), torch.from_numpy(travelling))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class _RestShare:
         return coded.columns(*self.heads, self.all_heads)
 
 
-class Share:
+class RankShare:
     """What one rank computes of a batch; kept for as long as the batch is.
 
     Args:
@@ -219,7 +219,7 @@ class Share:
             "wide image": _route(list(zip(image, rest, strict=True)), count, one_will_do=False),
         }
         device = whole.tokens.device
-        self.routes: dict[str, Route] = moved(routes, device)
+        self.routes: dict[str, RankRoute] = moved(routes, device)
         own = [
             begin + np.arange(*share_of(length, exchange.rank, count))
             for (begin, _), length in zip(spans(image), image, strict=True)
@@ -243,7 +243,7 @@ class Share:
         """Take the rank's tokens from the batch as it is now."""
         self.packed.tokens = self.whole.tokens.index_select(0, self._own)
 
-    def to_heads(self, tensors: Sequence[Tensor], route: Route) -> Tensor:
+    def to_heads(self, tensors: Sequence[Tensor], route: RankRoute) -> Tensor:
         """The first exchange.
 
         Args:
@@ -264,7 +264,7 @@ class Share:
         by_rank = came.view(sum(route.counts), planes, own[1] - own[0], head_dim)
         return by_rank if route.ordered is None else by_rank.index_select(0, route.ordered)
 
-    def to_tokens(self, found: Tensor, route: Route) -> Tensor:
+    def to_tokens(self, found: Tensor, route: RankRoute) -> Tensor:
         """The second exchange: [n, width] of the rank's tokens, from [N, own heads · head_dim]."""
         own = self.heads[self.exchange.rank]
         head_dim = found.shape[1] // (own[1] - own[0])
@@ -276,7 +276,7 @@ class Share:
         each = came.split([n * width for width in widths])
         return torch.cat([x.view(n, w) for x, w in zip(each, widths, strict=True)], dim=1)
 
-    def gather(self, x: Tensor, route: Route) -> Tensor:
+    def gather(self, x: Tensor, route: RankRoute) -> Tensor:
         """[N, c] of all tokens, in the order of their packing, from [n, c] of each rank's own."""
         wide = x.shape[1]
         came = self.exchange.all_to_all(
@@ -285,7 +285,7 @@ class Share:
         return came if route.ordered is None else came.index_select(0, route.ordered)
 
 
-def forward_shared(model: Transformer, share: Share, kinds: Sequence[str] = ()) -> Tensor:
+def forward_shared(model: Transformer, share: RankShare, kinds: Sequence[str] = ()) -> Tensor:
     """`forward` by several ranks, each of which calls it.
 
     Args:
@@ -306,7 +306,7 @@ def forward_shared(model: Transformer, share: Share, kinds: Sequence[str] = ()) 
 class _SharedState(State):
     """`State` of a rank's share."""
 
-    def __init__(self, model: Transformer, share: Share, kinds: Sequence[str]) -> None:
+    def __init__(self, model: Transformer, share: RankShare, kinds: Sequence[str]) -> None:
         self.share = share
         super().__init__(model, share.packed, kinds)
 

@@ -13,7 +13,7 @@ import numpy as np
 from maskserve_core.config import ModelConfig
 from maskserve_core.models.registry import counted_work
 from maskserve_core.planning.cost_model import Line
-from maskserve_core.planning.degree_costs import DEGREES, Exchange, seconds_by_degree
+from maskserve_core.planning.degree_costs import DEGREES, ExchangeCosts, seconds_by_degree
 from maskserve_core.worker.gangs.work import GangPlan, GangPolicy, Work, choose_block, devices_of
 from maskserve_core.worker.step_scheduler import Run, Ticket
 from maskserve_harness.benchmarks.models import FLUX_DEV_FACTS
@@ -31,7 +31,7 @@ class GangCosts:
     tflops: float = 650.0
     """TFLOP/s that a step reaches."""
     fixed: float = 5e-3
-    exchange: Exchange = field(default_factory=Exchange)
+    exchange: ExchangeCosts = field(default_factory=ExchangeCosts)
 
     @property
     def compute(self) -> Line:

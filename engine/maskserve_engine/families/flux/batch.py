@@ -15,7 +15,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.inputs import Packed
-from maskserve_engine.batch.sequence_parallel import Exchange, Share, forward_shared
+from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
 from maskserve_engine.batch.skipping import Skipper, forward_skipping
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
@@ -64,7 +64,7 @@ class FluxBatch(KeptBatch[Row, FluxWeights]):
         """The model's, with what the rows' adapters add to them."""
         self._vectors: tuple[Vectors, ...] = ()
         """Of `AHEAD` steps, the present one among them."""
-        self._share: Share | None = None
+        self._share: RankShare | None = None
         """Of the ranks that took the last step with this one."""
         self._lay_out()
 
@@ -96,11 +96,11 @@ class FluxBatch(KeptBatch[Row, FluxWeights]):
         for row in self.rows:
             row.advance(velocity)  # by now the sampler's move
 
-    def _share_with(self, exchange: Exchange, weights: FluxWeights) -> Share:
+    def _share_with(self, exchange: Exchange, weights: FluxWeights) -> RankShare:
         if self._skippers:
             raise ValueError("rows that may skip blocks take their steps on one device")
         if self._share is None or self._share.exchange is not exchange:
-            self._share = Share(self.packed, exchange, weights.width // weights.head_dim)
+            self._share = RankShare(self.packed, exchange, weights.width // weights.head_dim)
         return self._share
 
     def _lay_out(self) -> None:
