@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from maskserve_core.worker.gangs.few_edits import FewEdits
 from maskserve_core.worker.gangs.work import (
@@ -72,18 +72,23 @@ class Deadline:
         return GangPlan(tuple(self._place(self._scale_up(wanted), busy)))
 
     def _listed(self, now: float, works: Sequence[Work]) -> list[tuple[Work, int]]:
-        """What steps now, and its degree: the list's edits, as many as can, then others."""
+        """What steps now, and its degree: what of the list begins, then others."""
         few = FewEdits(now, works, self.devices)
-        first: dict[int, int] = {}
-        idle, planned = few.idle, few.starts({})
-        assert planned is not None
-        for number, (job, degree) in enumerate(few.chosen):
-            if job.work.until is None and planned[number] <= now:
-                first[number], idle = degree, idle - degree
+        first = few.begin()
+        rest = [w for w in works if w.until is None and w not in [j.work for j, _ in few.chosen]]
+        others = self._behind(now, few, first, rest)
+        self._widen(few, first, others)
+        return [(few.chosen[number][0].work, degree) for number, degree in first.items()] + others
+
+    def _behind(
+        self, now: float, few: FewEdits, first: Mapping[int, int], rest: Sequence[Work]
+    ) -> list[tuple[Work, int]]:
+        """Edits that are not in the list, on devices that delay none of it; the starved one on any
+        that are idle.
+        """
         others: list[tuple[Work, int]] = []
-        listed = {job.work.ticket.request_id for job, _ in few.chosen}
-        rest = [w for w in works if w.until is None and w.ticket.request_id not in listed]
-        starved, planned = self._starved(now, rest), few.starts(first) or planned
+        idle, planned = few.idle - sum(first.values()), few.starts(first) or few.starts({})
+        starved = self._starved(now, rest)
         for work in sorted(rest, key=lambda work: (work is not starved, _cheapest(work))):
             degree = self._short(work)
             while degree > idle:
@@ -91,24 +96,27 @@ class Deadline:
             if not degree:
                 break
             begun = few.starts(first, [*others, (work, degree)])
-            if work is starved or (begun is not None and _none_later(begun, planned, first)):
+            if work is starved or _none_later(begun, planned, first):
                 others.append((work, degree))
                 idle -= degree
-        while idle:
+        return others
+
+    def _widen(
+        self, few: FewEdits, first: dict[int, int], others: Sequence[tuple[Work, int]]
+    ) -> None:
+        """Idle devices to those of the list that save most time by twice theirs."""
+        while True:
+            idle = few.idle - sum(first.values()) - sum(degree for _, degree in others)
             gains = {}
             for number, degree in first.items():
-                job = few.chosen[number][0]
-                if degree <= idle and 2 * degree <= self.devices:
-                    seconds, at = job.work.ticket.seconds, degree.bit_length() - 1
-                    more = few.starts({**first, number: 2 * degree}, others)
-                    if more is not None:
-                        gains[number] = job.steps * (seconds[at] - seconds[at + 1])
+                if degree <= idle and few.starts({**first, number: 2 * degree}, others) is not None:
+                    job, at = few.chosen[number][0], degree.bit_length() - 1
+                    saved = job.work.ticket.seconds[at] - job.work.ticket.seconds[at + 1]
+                    gains[number] = job.steps * saved
             best = max(gains, key=lambda number: gains[number], default=-1)
             if best < 0 or gains[best] <= 0.0:
-                break
-            idle -= first[best]
+                return
             first[best] *= 2
-        return [(few.chosen[number][0].work, degree) for number, degree in first.items()] + others
 
     def _starved(self, now: float, rest: Sequence[Work]) -> Work | None:
         """The one that has waited longest, if that is too long and none was helped just now."""
@@ -205,8 +213,12 @@ class Deadline:
         return runs
 
 
-def _none_later(begun: Sequence[float], planned: Sequence[float], first: Container[int]) -> bool:
-    """Whether all that wait for devices still get them when they were to."""
+def _none_later(
+    begun: Sequence[float] | None, planned: Sequence[float] | None, first: Container[int]
+) -> bool:
+    """Whether all that wait for devices still get them when they were to, and none is late."""
+    if begun is None or planned is None:
+        return False
     both = enumerate(zip(begun, planned, strict=True))
     return all(now <= then for number, (now, then) in both if number not in first)
 

@@ -60,6 +60,17 @@ class FewEdits:
         hopeful = [job for job in jobs if job.steps and job.slack >= 0.0]
         self.chosen = _search(sorted(hopeful, key=lambda job: job.slack), self._free)
 
+    def begin(self) -> dict[int, int]:
+        """Edits of the list that begin now, by number, and their degrees."""
+        planned = self.starts({})
+        assert planned is not None
+        both = enumerate(zip(self.chosen, planned, strict=True))
+        return {
+            number: degree
+            for number, ((job, degree), begun) in both
+            if job.work.until is None and begun <= self.now
+        }
+
     def starts(
         self, first: Mapping[int, int], others: Sequence[tuple[Work, int]] = ()
     ) -> list[float] | None:
