@@ -172,8 +172,8 @@ def test_a_flux_step_holds_no_more_than_was_counted(
     counted = 2 * memory.peak_values(bench.work, passes, bench.text) + entry
     assert live.peak <= counted
     if case.ratios[0] is None:
-        # What is counted is what plain operations hold.
-        least = 0.45 if with_kernels else 0.65
+        # What is counted is what plain operations hold, the activation apart from its product.
+        least = 0.45 if with_kernels else 0.6
         assert live.peak >= least * counted, "counted far too much"
 
 
