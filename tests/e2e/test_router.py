@@ -58,7 +58,7 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supe
     """Two workers."""
     logs = tmp_path_factory.mktemp("logs")
     options = ServeOptions(
-        model=str(model), workers=2, base_port=free_base_port(2), log_dir=logs, say=lambda _: None
+        model=str(model), workers=2, base_port=free_base_port(2), log_dir=logs, say=print
     )
     with Supervisor(options) as running:
         yield running
@@ -79,6 +79,22 @@ def router(
         both = "both workers serve"
         eventually(both, lambda: all(w["state"] == "ready" for w in told(site).values()))
         yield site
+
+
+@pytest.fixture(autouse=True)
+def both_serve(router: RouterSite, workers: list[WorkerProcess]) -> None:
+    """What the test before left is undone. A worker that the supervisor starts again (it prints
+    why) is waited for, so that one failure is one failed test.
+    """
+    router.write_config(workers={"addresses": [worker.grpc_url for worker in workers]})
+    router.reload()
+    for name in told(router):
+        router.read(f"/workers/{name}/resume", post=True)
+    eventually(
+        "both workers serve",
+        lambda: all(w["state"] == "ready" for w in told(router).values()),
+        timeout_s=60.0,
+    )
 
 
 @pytest.fixture
