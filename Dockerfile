@@ -37,7 +37,7 @@ ENV XDG_CACHE_HOME=/opt/cache
 RUN python3 -c "from pathlib import Path; from maskserve_serving.runtime import pip_runtime; pip_runtime(Path('/opt/cache/maskserve'))" \
     && useradd --uid 10001 --create-home maskserve \
     && install -d -o maskserve /models /var/lib/maskserve /var/log/maskserve /host-tier \
-    && install -d -o maskserve /opt/cache/maskserve/inductor
+    && install -d -o maskserve /opt/cache/maskserve /opt/cache/maskserve/inductor
 USER maskserve
 WORKDIR /var/lib/maskserve
 CMD ["maskserve", "serve", "--model", "/opt/models/demo", "--host", "0.0.0.0", "--log-dir", "/var/log/maskserve"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maskserve_core.config import Config
+from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.facts import anchor_stride
 from maskserve_core.planning.cost_model import CostModel, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat
@@ -62,7 +62,7 @@ def open_store(config: Config, size: TemplateSize, costs: CostModel, budget: int
         budget: bytes of the device.
 
     Raises:
-        ConfigError: a budget cannot hold one template.
+        ConfigError: a budget cannot hold one template, or a folder cannot be written to.
     """
     cache, device = config.cache, device_of(config)
     budgets = [("device", budget)]
@@ -77,7 +77,11 @@ def open_store(config: Config, size: TemplateSize, costs: CostModel, budget: int
         remote = RemoteTier(cache.remote_url, cache.remote_bytes)
     for name, folder, configured in reversed(places):
         if cache.enabled and folder:
-            tier = FolderTier(name, folder, folder_budget(configured, folder), below)
+            try:
+                tier = FolderTier(name, folder, folder_budget(configured, folder), below)
+            except OSError as error:
+                why = f"{folder} cannot be used: {error.strerror}"
+                raise ConfigError(f"[cache] {name}_dir: {why}") from error
             below = fetched_from(tier, costs, below)
             folders.insert(0, tier)
             budgets.insert(1, (name, tier.budget_bytes))

@@ -12,8 +12,11 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +100,7 @@ def test_a_worker_that_dies_under_load_costs_nobody_an_edit(compose: Compose, ro
         compose.run("kill", "cpu-0")
         edited = [pixels(answer.result()[0]) for answer in answers]
     assert all(np.array_equal(a, b) for a, b in zip(edited, expected, strict=True))
-    compose.run("up", "--no-build", "--detach", "--no-recreate")
+    compose.run("up", "--no-build", "--detach", "--no-recreate", *SERVICES)
     eventually("cpu-0 is back", lambda: compose.healthy("cpu-0"), 300)
 
 
@@ -124,3 +127,73 @@ def test_prometheus_has_workers_and_router(compose: Compose) -> None:
     eventually("both workers scraped", lambda: value('sum(up{job="workers"})') == 2, 60)
     eventually("the router scraped", lambda: value('sum(up{job="routers"})') == 1, 60)
     eventually("edits counted", lambda: value("sum(maskserve_requests_total)") > 0, 60)
+
+
+GPUS = ("gpu-0", "gpu-1")
+
+
+@pytest.fixture
+def gpu_profile(compose: Compose, tmp_path: Path) -> Iterator[Callable[..., Compose]]:
+    """Makes the profile gpu-2 on an engine without GPUs.
+
+    Each worker is told of one device that is not there; the image is the profile cpu's, since the
+    other's base is not at hand. Commands, ports, folders, user and health checks are the profile's.
+    """
+    started: list[Compose] = []
+
+    def make(config: str) -> Compose:
+        (tmp_path / "worker.toml").write_text(config, encoding="utf-8")
+        project = f"maskserve-test-gpu-{os.getpid()}-{len(started)}"
+        system = Compose(project, "gpu-2", {"MASKSERVE_MODEL": "/opt/models/demo"})
+
+        def without_gpus(services: dict[str, Any]) -> None:
+            for name in (*GPUS, "router"):
+                services[name]["image"] = "maskserve:cpu"
+                services[name].pop("build", None)
+            for name in GPUS:
+                [devices] = services[name].pop("deploy")["resources"]["reservations"]["devices"]
+                given = ",".join(devices["device_ids"])
+                services[name]["environment"]["CUDA_VISIBLE_DEVICES"] = given
+                services[name]["restart"] = "no"
+                del services[name]["ulimits"]  # an engine without privileges may not raise them
+                services[name]["volumes"] = [
+                    f"{tmp_path}/worker.toml:/etc/maskserve.toml:ro"
+                    if str(volume).endswith(":/etc/maskserve.toml:ro")
+                    else volume
+                    for volume in services[name]["volumes"]
+                ]
+
+        system.change(tmp_path / "compose.yml", without_gpus)
+        started.append(system)
+        return system
+
+    yield make
+    for system in started:
+        system.run("down", "--volumes", "--timeout", "90")
+
+
+def test_a_gpu_s_container_whose_gpu_cannot_be_used_says_so(
+    gpu_profile: Callable[..., Compose],
+) -> None:
+    system = gpu_profile("")
+    system.run("up", "--no-build", "--detach", "gpu-1")
+    eventually("it has ended", lambda: not system.container("gpu-1")["State"]["Running"], 300)
+    said = system.run("logs", "gpu-1")
+    assert "CUDA_VISIBLE_DEVICES=1 names GPUs that cannot be used" in said
+    assert "[model] device: " in said
+    assert "to do without" in said
+    assert "Traceback" not in said
+    assert system.container("gpu-1")["State"]["ExitCode"] != 0
+
+
+def test_the_profile_gpu_serves_where_it_is_told_to_do_without(
+    gpu_profile: Callable[..., Compose],
+) -> None:
+    system = gpu_profile('[model]\ndevice = "cpu"\n')
+    system.run("up", "--no-build", "--detach", *GPUS, "router")
+    for service in (*GPUS, "router"):
+        eventually(f"{service} healthy", lambda s=service: system.healthy(s), 600)
+    source, mask = scene(64, 64), blob_mask(64, 64)
+    with closing(Grpc(f"127.0.0.1:{system.grpc}")) as client:
+        image, _ = client.edit(edit_inputs(source, mask, num_inference_steps=2))
+    assert (pixels(image)[mask == 0] == source[mask == 0]).all()

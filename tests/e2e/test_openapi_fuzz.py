@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -45,6 +46,8 @@ CHECKS = (
     response_schema_conformance,
 )
 SLOWEST_S = 20.0
+EXAMPLES, SLOW_EXAMPLES = 8, 300
+"""Of each operation and mode; the second where slow tests run."""
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +57,26 @@ def site(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Ite
         assert requests.get(f"http://{made.http_url}/readyz", timeout=10).status_code == 200
 
 
+@pytest.fixture
+def examples(pytestconfig: pytest.Config) -> int:
+    slow = pytestconfig.getoption("--slow") or os.environ.get("MASKSERVE_FULL") == "1"
+    return SLOW_EXAMPLES if slow else EXAMPLES
+
+
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("path", "method", "mode"), OPERATIONS)
-def test_nothing_breaks(site: RouterSite, path: str, method: str, mode: GenerationMode) -> None:
+def test_nothing_breaks(
+    site: RouterSite, path: str, method: str, mode: GenerationMode, examples: int
+) -> None:
     operation = schemathesis.openapi.from_dict(document())[path][method]
     url = f"http://{site.http_url}"
 
-    @settings(max_examples=8, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(case=operation.as_strategy(generation_mode=mode))
     def call(case: Any) -> None:
         begin = time.monotonic()

@@ -7,8 +7,11 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,26 +32,48 @@ def free_port() -> int:
 
 
 class Compose:
-    """The profile cpu of docker-compose.yml, brought up beside whatever else runs here."""
+    """A profile of docker-compose.yml, brought up beside whatever else runs here.
 
-    def __init__(self, project: str) -> None:
+    Args:
+        project: the name of all that is made.
+        profile: of docker-compose.yml.
+        env: variables for it, before those of `.env`.
+    """
+
+    def __init__(
+        self, project: str, profile: str = "cpu", env: dict[str, str] | None = None
+    ) -> None:
         self.http, self.grpc, self.prometheus = free_port(), free_port(), free_port()
         plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
         program = ["docker", "compose"] if plugin.returncode == 0 else ["docker-compose"]
-        self._command = [*program, "--project-name", project, "--profile", "cpu"]
+        self._command = [*program, "--project-name", project, "--profile", profile]
+        self._file: list[str] = []
         self._env = {
             **os.environ,
-            "COMPOSE_PROFILES": "cpu",
+            "COMPOSE_PROFILES": profile,
             "MASKSERVE_HTTP_PORT": str(self.http),
             "MASKSERVE_GRPC_PORT": str(self.grpc),
             "MASKSERVE_PROMETHEUS_PORT": str(self.prometheus),
             "MASKSERVE_HOST_TIER": "256m",
+            **(env or {}),
         }
+
+    def change(self, file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+        """Run what the profile is rendered to, with a change, from here on.
+
+        Args:
+            file: where it is written.
+            change: made to its services, by name.
+        """
+        rendered = yaml.safe_load(self.run("config"))
+        change(rendered["services"])
+        file.write_text(yaml.safe_dump(rendered), encoding="utf-8")
+        self._file = ["--file", str(file)]
 
     def run(self, *arguments: str, timeout_s: float = 600) -> str:
         """A compose command's output; AssertionError with both streams if it fails."""
         done = subprocess.run(
-            [*self._command, *arguments],
+            [*self._command, *self._file, *arguments],
             cwd=ROOT,
             env=self._env,
             capture_output=True,

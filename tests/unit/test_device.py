@@ -38,6 +38,16 @@ def test_gpus_that_torch_cannot_use_are_an_error(config: Config) -> None:
         loader.device_of(config)
 
 
+def test_gpus_that_are_named_and_not_there_are_an_error(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_GPUS", tmp_path / "no driver")
+    monkeypatch.setattr(loader.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES=1 names GPUs .+ say device"):
+        loader.device_of(config)
+
+
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("visible", ["", "-1"])
 def test_gpus_that_are_hidden_are_not_missed(

@@ -47,8 +47,9 @@ def device_of(config: Config) -> torch.device:
 
 def unusable_gpus() -> str | None:
     """Why the GPUs of this host cannot be used; None if it has none that this process may see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     cards = len(list(_GPUS.glob("*")))
-    if not cards or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if visible in ("", "-1") or (not cards and visible is None):
         return None
     if torch.version.cuda is None:
         why = f"torch {torch.__version__} is built without CUDA"
@@ -58,6 +59,8 @@ def unusable_gpus() -> str | None:
             why = "torch.cuda.is_available() is false"
         except (RuntimeError, AssertionError) as error:
             why = _first_line(error)
+    if not cards:
+        return f"CUDA_VISIBLE_DEVICES={visible} names GPUs that cannot be used: {why}"
     return f"this host has {cards} NVIDIA GPU(s) that cannot be used: {why}"
 
 

@@ -10,6 +10,8 @@ ahead are among them as often as in an edit.
 `lora_edits_ratio`: edits per second of the demo model with LoRAs over those without, and
 `lora_vs_one_per_batch` over those of a server that has one LoRA in a batch (`lora_edits`).
 
+`lora_fast_added_ms`: what a LoRA on storage that takes a second adds to an edit (`lora_loading`).
+
 `control_flux`: a cached row of FLUX's width at mask ratio .11 with a ControlNet, 11 blocks beside 3
 (FLUX.1: 57 beside 15), all with the weights of one double and one single block; over the steps that
 `[controls] refresh` is, and `dense_control_flux` with all of the ControlNet's tokens at every
@@ -46,6 +48,7 @@ from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.linear import linear
 from maskserve_harness.benchmarks.lora_edits import lora_edits
+from maskserve_harness.benchmarks.lora_loading import lora_loading
 from maskserve_harness.benchmarks.models import FLUX_DEV
 from maskserve_harness.benchmarks.step import kept
 from maskserve_harness.benchmarks.step_rig import Bench
@@ -184,7 +187,7 @@ def _control_count(
     return 1.0 + mean / work.step_flops([row], "kv")
 
 
-PARTS = {"lora": (lora_step, lora_edits), "control": (control_step,)}
+PARTS = {"lora": (lora_step, lora_edits, lora_loading), "control": (control_step,)}
 """What is measured, by the name that `--only` takes."""
 
 

@@ -45,7 +45,7 @@ def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
         worker = Direct(config)
         try:
             worker.engine.cache.prompt = lambda: worker.encoder.encode_prompt("")
-            edits = _edits()
+            edits = demo_edits(EDITS)
             plain = [_job(worker, n, edit, None) for n, edit in enumerate(edits)]
             mixed = [_job(worker, n, edit, names[n % LORAS]) for n, edit in enumerate(edits)]
             ways = {
@@ -86,7 +86,7 @@ def _write_loras(folder: Path) -> list[str]:
     return names
 
 
-def _edits() -> list[Edit]:
+def demo_edits(count: int) -> list[Edit]:
     """Of as many pictures."""
     return [
         (
@@ -94,7 +94,7 @@ def _edits() -> list[Edit]:
             encode_png(np.where(own.mask, np.uint8(255), np.uint8(0))),
             own.prompt,
         )
-        for own in held_out_edits(EDITS)
+        for own in held_out_edits(count)
     ]
 
 

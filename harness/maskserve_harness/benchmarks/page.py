@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -67,8 +67,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--edits", type=int, default=20, help="of each way (20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="save the page as a picture")
     options = parser.parse_args()
-    figures = measure(options.edits)
+    figures = measure(options.edits, options.picture)
     figures |= {
         "command": " ".join(["python", *sys.argv]),
         "hardware": machine(),
@@ -86,8 +87,8 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def measure(edits: int) -> dict[str, Any]:
-    """Medians, milliseconds."""
+def measure(edits: int, picture: Path | None = None) -> dict[str, Any]:
+    """Medians, milliseconds; `picture` is where the page is saved as it looks after an edit."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -110,6 +111,15 @@ def measure(edits: int) -> dict[str, Any]:
                 paints.append(_first_paint_ms(tab))
             mask = _painted(tab)
             by_page, by_api = _edits(tab, client, mask, edits)
+            if picture is not None:
+                tab.get_by_label("Steps (0: the model's own)").fill("0")
+                tab.get_by_role("button", name="More").click()
+                tab.locator("#pictures .thumbnail-item").last.click()
+                tab.wait_for_timeout(2000)
+                _stroke(tab, [(x, y) for y in (-90, -60, -30, 0, 30) for x in (-190, -90)])
+                tab.evaluate(_EDIT)
+                tab.evaluate("scrollTo(0, 0)")
+                tab.screenshot(path=picture)
             browser.close()
     page_ms, api_ms = statistics.median(by_page), statistics.median(by_api)
     return {
@@ -158,16 +168,7 @@ def _painted(tab: Page) -> Image.Image:
     """Pick the first photograph and paint on it; the mask."""
     tab.locator("#pictures .thumbnail-item").first.click()
     tab.wait_for_selector("#editor .painter.ready")
-    canvas = tab.locator("#editor .paint")
-    canvas.scroll_into_view_if_needed()
-    box = canvas.bounding_box()
-    if box is None:
-        raise RuntimeError("there is no canvas")
-    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    tab.mouse.move(x - 40, y)
-    tab.mouse.down()
-    tab.mouse.move(x + 40, y, steps=8)
-    tab.mouse.up()
+    _stroke(tab, [(-40, 0), (40, 0)])
     tab.get_by_label("What is to be there").fill("a red star")
     tab.get_by_role("button", name="More").click()
     tab.get_by_label("Steps (0: the model's own)").fill(str(_STEPS))
@@ -179,6 +180,21 @@ def _painted(tab: Page) -> Image.Image:
     )
     painted = np.array(alpha).reshape(height, width) > 0
     return Image.fromarray(np.where(painted, 255, 0).astype(np.uint8))
+
+
+def _stroke(tab: Page, points: Sequence[tuple[int, int]]) -> None:
+    """Paint through points that are told from the picture's middle."""
+    canvas = tab.locator("#editor .paint")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    if box is None:
+        raise RuntimeError("there is no canvas")
+    middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    for number, (x, y) in enumerate(points):
+        tab.mouse.move(middle[0] + x, middle[1] + y, steps=8)
+        if not number:
+            tab.mouse.down()
+    tab.mouse.up()
 
 
 def _first_paint_ms(tab: Page) -> float:
