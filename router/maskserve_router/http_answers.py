@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 from google.protobuf.message import Message
@@ -34,12 +35,21 @@ def answering(handler: Handler) -> Handler:
     return answer
 
 
+_PATH = ("not_found_error", "not_found")
+_METHOD = ("invalid_request_error", "method_not_allowed")
+"""OpenAI's type and code of what is not there."""
+
+
 async def refused(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (no such path, no such method) as JSON, like all others."""
+    """Starlette's own refusals (no such path, no such method) as JSON, like all others: below
+    `/v1` in OpenAI's form, else in KServe's.
+    """
     assert isinstance(error, HTTPException)
-    told = f"{error.detail}: {request.method} {request.url.path}"
-    body = msgspec.json.encode({"error": told[:300]})
-    return Response(body, error.status_code, error.headers, JSON)
+    told: Any = f"{error.detail}: {request.method} {request.url.path}"[:300]
+    if request.url.path.startswith("/v1/"):
+        kind, code = _PATH if error.status_code == 404 else _METHOD
+        told = {"message": told, "type": kind, "param": None, "code": code}
+    return Response(msgspec.json.encode({"error": told}), error.status_code, error.headers, JSON)
 
 
 def error_response(error: MaskserveError | Failure) -> Response:

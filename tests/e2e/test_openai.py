@@ -196,6 +196,17 @@ def test_models_are_those_that_workers_serve(client: openai.OpenAI, files: dict[
         client.models.retrieve("no/such")
 
 
+def test_what_is_not_there_is_refused_in_openais_form(router: RouterSite) -> None:
+    for method, path, code in (
+        ("GET", "/v1/nothing", "not_found"),
+        ("GET", "/v1/models/a%0Ab", "not_found"),
+        ("PUT", "/v1/models", "method_not_allowed"),
+    ):
+        answer = requests.request(method, f"http://{router.http_url}{path}", timeout=10)
+        assert answer.json()["error"]["code"] == code
+        assert answer.json()["error"]["param"] is None
+
+
 def test_a_wrong_key_is_told_before_the_body_is_read(router: RouterSite, files: dict[str, Any]):
     url = f"http://{router.http_url}/v1"
     with openai.OpenAI(base_url=url, api_key="no", max_retries=0) as client:
