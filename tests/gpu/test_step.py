@@ -10,7 +10,7 @@ from maskserve_engine.layers.add_norm import add_norm
 from maskserve_engine.layers.attention import Segments, attention, ends, spans, uniform
 from maskserve_engine.layers.geglu import geglu
 from maskserve_engine.layers.linear import PlainLinear, gelu_of, sum_of_parts, write_product
-from maskserve_engine.layers.modulation import PerRow, add_gated, modulate
+from maskserve_engine.layers.modulation import PerRow, add_gated, add_gated_modulate, modulate
 from maskserve_engine.layers.qk_norm_rope import fused as fused_heads
 from maskserve_engine.layers.qk_norm_rope import norm_heads, rotate
 from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, fused, scatter_kv
@@ -115,5 +115,10 @@ def test_the_kernels_that_modulate_agree_with_the_plain_path() -> None:
     for result, plain in (
         (modulate(x, shift, scale), modulate(x, shift.spread(), scale.spread())),
         (add_gated(x, gate, y), add_gated(x, gate.spread(), y)),
+        (add_gated_modulate(x, gate, y, shift, scale)[0], add_gated(x, gate.spread(), y)),
+        (
+            add_gated_modulate(x, gate, y, shift, scale)[1],
+            modulate(add_gated(x, gate.spread(), y), shift.spread(), scale.spread()),
+        ),
     ):
         torch.testing.assert_close(result, plain, rtol=2**-7, atol=2**-5)

@@ -9,7 +9,7 @@ from tests.support.interpreted import run_interpreted
 PROGRAM = """
 import torch
 from maskserve_engine.layers import modulation
-from maskserve_engine.layers.modulation import PerRow, add_gated, modulate
+from maskserve_engine.layers.modulation import PerRow, add_gated, add_gated_modulate, modulate
 
 modulation.has_kernels = lambda x: True
 
@@ -32,6 +32,7 @@ for seed in range(9):
     parts = torch.randn(rows, 3 * width).to(dtype).chunk(3, dim=1)
     looked_up = [PerRow(part, row_of) for part in parts]
     shift, scale, gate = (part[row_of] for part in parts)
+    one = [part[0] for part in parts]  # of all tokens, as a single row has them
     # The interpreter cuts bfloat16 off where hardware and torch round, twice.
     ulps = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-10}[dtype]
     for result, expected in (
@@ -46,6 +47,19 @@ for seed in range(9):
         (add_gated(x.t().clone().t(), looked_up[2], y), add_gated(x, gate, y)),
     ):
         torch.testing.assert_close(result, expected, rtol=ulps, atol=8 * ulps)
+    for tokens, added, (shift, scale, gate) in (
+        (x, y, looked_up),
+        (spread(x), x.t().clone().t(), [turned(each) for each in looked_up]),
+        (x, y, one),
+    ):
+        both = add_gated_modulate(tokens, gate, added, shift, scale)
+        modulation.has_kernels = lambda x: False
+        expected = add_gated(tokens, gate, added)
+        torch.testing.assert_close(both[0], expected, rtol=ulps, atol=8 * ulps)
+        # What the kernel norms is the sum that it answers.
+        expected = modulate(both[0], shift, scale)
+        torch.testing.assert_close(both[1], expected, rtol=ulps, atol=8 * ulps)
+        modulation.has_kernels = lambda x: True
 """
 
 

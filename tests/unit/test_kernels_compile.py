@@ -18,6 +18,7 @@ from maskserve_engine.layers.add_norm_kernel import add_norm_kernel  # noqa: E40
 from maskserve_engine.layers.geglu_kernel import BLOCK, geglu_kernel  # noqa: E402
 from maskserve_engine.layers.modulation_kernels import (  # noqa: E402
     add_gated_kernel,
+    add_gated_modulate_kernel,
     modulate_kernel,
 )
 from maskserve_engine.layers.qk_norm_rope_kernel import qk_norm_rope_kernel  # noqa: E402
@@ -103,6 +104,10 @@ def test_modulating(target: int) -> None:
     gate = {"y": "*bf16", "gates": "*bf16", "gates_stride": "i64"}
     for kernel, own in ((modulate_kernel, norm), (add_gated_kernel, gate)):
         assert machine_code(kernel, streams | own, sizes, target).startswith(b"\x7fELF")
+    both = streams | norm | gate | {"added": "*bf16"}
+    for one_row in (False, True):
+        made = machine_code(add_gated_modulate_kernel, both, {**sizes, "one_row": one_row}, target)
+        assert made.startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("target", [AMPERE, ADA, HOPPER, BLACKWELL])

@@ -59,9 +59,9 @@ widths of half precision) and turned (4), and what they become; one that a dense
 the next ones that are not; and what a row that may skip steps remembers (5).
 """
 
-_LAUNCHES = {"double": (20.2, 29.2, 24.2), "single": (8.4, 17.4, 12.4)}
+_LAUNCHES = {"double": (16.2, 25.2, 20.2), "single": (7.4, 16.4, 11.4)}
 """Kernels of a block, as they are counted on a device without memory (`bench kernel_table`)."""
-_LAUNCHES_OUTSIDE = 12.0
+_LAUNCHES_OUTSIDE = 14.0
 
 
 def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:

@@ -50,7 +50,13 @@ class Transformer(Protocol):
         ...
 
     def pre(
-        self, number: int, text: Tensor, image: Tensor, packing: Packing, cis: Tensor
+        self,
+        number: int,
+        text: Tensor,
+        image: Tensor,
+        packing: Packing,
+        cis: Tensor,
+        ahead: Any,
     ) -> tuple[Tensor, Tensor, Any]:
         """What of a block is before attention.
 
@@ -60,6 +66,7 @@ class Transformer(Protocol):
             image: [N_image, width], image stream; or [N, width] in row order.
             packing: where the rows lie.
             cis: [N, head_dim / 2] complex rotary factors in row order.
+            ahead: what `post` of the block before has left for this one; None: nothing.
 
         Returns:
             queries and keys, rotated, [N, 2, heads, head_dim]; values [N, heads, head_dim], which
@@ -75,8 +82,11 @@ class Transformer(Protocol):
         attended: Tensor,
         kept: Any,
         packing: Packing,
-    ) -> tuple[Tensor, Tensor]:
-        """What is after attention: the streams behind the block.
+        *,
+        goes_on: bool,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """What is after attention: the streams behind the block, and what `pre` of the next one is
+        given beside them.
 
         Args:
             number: of the block.
@@ -85,6 +95,7 @@ class Transformer(Protocol):
             attended: [N, width] what attention has found, in row order.
             kept: what `pre` has left.
             packing: where the rows lie.
+            goes_on: whether the next block is given just these streams.
         """
         ...
 
@@ -179,6 +190,7 @@ class State:
         self.cis = packed.cis
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # one stream in row order, no longer two
+        self.ahead: Any = None  # what the last block has left for the next one
         packed.resident_kv.keep_for([rest.entry for rest in packed.rests if rest is not None])
         self.text, self.image = streams or (
             packed.text,
@@ -195,17 +207,32 @@ class State:
         for number in range(begin, end):
             if number >= self.model.two_streams and not self.joined:
                 self.join_streams()
-            self.text, self.image = self._block(number)
+            goes_on = number + 1 < end and self._same_tokens(number + 1)
+            self.text, self.image = self._block(number, goes_on=goes_on)
             if self.packed.residuals:
                 self._add_residuals(number)
 
-    def _block(self, number: int) -> tuple[Tensor, Tensor]:
+    def _same_tokens(self, number: int) -> bool:
+        """Whether a block is given what the one before it leaves, as it is."""
+        if self.packed.residuals or number == self.model.two_streams:
+            return False
+        return not self.cached or (self.kinds[number] == "dense") == (
+            self.kinds[number - 1] == "dense"
+        )
+
+    def _block(self, number: int, *, goes_on: bool) -> tuple[Tensor, Tensor]:
         """The streams behind a block; what it had between is let go."""
         fill, capture = self.enter(number)
-        qk, v, kept = self.model.pre(number, self.text, self.image, self.packing, self.cis)
+        streams, ahead = (self.text, self.image), self.ahead
+        self.ahead = None
+        qk, v, kept = self.model.pre(number, *streams, self.packing, self.cis, ahead)
+        del ahead
         attended = self.attend(qk, v, fill, capture)
         del qk, v  # the values may hold all that their product made, seven widths of each token
-        return self.model.post(number, self.text, self.image, attended, kept, self.packing)
+        *behind, self.ahead = self.model.post(
+            number, *streams, attended, kept, self.packing, goes_on=goes_on
+        )
+        return behind[0], behind[1]
 
     def attend(
         self, qk: Tensor, v: Tensor, fill: FillRest | None, capture: CaptureKeys | None

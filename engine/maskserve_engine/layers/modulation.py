@@ -54,6 +54,27 @@ def add_gated(x: Tensor, gate: Vector, y: Tensor) -> Tensor:
     return torch.addcmul(x, gate, y.view_as(x))
 
 
+def add_gated_modulate(
+    x: Tensor, gate: Vector, y: Tensor, shift: Vector, scale: Vector
+) -> tuple[Tensor, Tensor]:
+    """`add_gated`, and what `modulate` makes of the sum. As one kernel, where there are any: the
+    sum is not read again for its norm.
+    """
+    if has_kernels(x) and x.dim() == 2 and not torch.compiler.is_compiling():
+        vectors, row_of = zip(*map(_looked_up, (gate, shift, scale)), strict=True)
+        both: tuple[Tensor, Tensor] = torch.ops.maskserve.add_gated_modulate(
+            x, y.view_as(x), *vectors, row_of[0]
+        )
+        return both
+    added = add_gated(x, gate, y)
+    return added, modulate(added, shift, scale)
+
+
+def _looked_up(vector: Vector) -> tuple[Tensor, Tensor | None]:
+    """[R, D] and the row of each token; None: all have the first."""
+    return vector if isinstance(vector, PerRow) else (vector.view(1, -1), None)
+
+
 @torch.library.custom_op("maskserve::modulate", mutates_args=())
 def _modulate(x: Tensor, shifts: Tensor, scales: Tensor, row_of: Tensor) -> Tensor:
     import triton
@@ -81,6 +102,33 @@ def _add_gated(x: Tensor, y: Tensor, gates: Tensor, row_of: Tensor) -> Tensor:
     block = triton.next_power_of_2(width)
     add_gated_kernel[(tokens,)](x, y, gates, row_of, out, gates.stride(0), width, block)
     return out
+
+
+@torch.library.custom_op("maskserve::add_gated_modulate", mutates_args=())
+def _add_gated_modulate(
+    x: Tensor, y: Tensor, gates: Tensor, shifts: Tensor, scales: Tensor, row_of: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    import triton
+
+    from maskserve_engine.layers.modulation_kernels import add_gated_modulate_kernel
+
+    x, y = x.contiguous(), y.contiguous()
+    gates, shifts, scales = map(_by_row, (gates, shifts, scales))
+    one_row = row_of is None
+    row_of = x if row_of is None else row_of.contiguous()
+    tokens, width = x.shape
+    added, out = torch.empty_like(x), torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    strides = gates.stride(0), shifts.stride(0), scales.stride(0)
+    add_gated_modulate_kernel[(tokens,)](
+        x, y, gates, shifts, scales, row_of, added, out, *strides, EPS, width, block, one_row
+    )
+    return added, out
+
+
+@_add_gated_modulate.register_fake
+def _(x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
 @_modulate.register_fake

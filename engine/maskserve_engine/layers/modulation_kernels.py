@@ -17,6 +17,14 @@ def _wide(at, inside):
 
 
 @triton.jit
+def _normed(wide, inside, eps, width: tl.constexpr):
+    """A token [block], 0 outside, through its norm."""
+    centred = tl.where(inside, wide - tl.sum(wide, axis=0) / width, 0.0)
+    variance = tl.sum(centred * centred, axis=0) / width
+    return centred * (1.0 / tl.sqrt(variance + eps))
+
+
+@triton.jit
 def modulate_kernel(
     x,
     shifts,
@@ -34,10 +42,8 @@ def modulate_kernel(
     row = tl.load(row_of + token)
     at = tl.arange(0, block)
     inside = at < width
-    wide = _wide(x + token * width + at, inside)
-    centred = tl.where(inside, wide - tl.sum(wide, axis=0) / width, 0.0)
-    variance = tl.sum(centred * centred, axis=0) / width
-    normed = (centred * (1.0 / tl.sqrt(variance + eps))).to(x.dtype.element_ty).to(tl.float32)
+    normed = _normed(_wide(x + token * width + at, inside), inside, eps, width)
+    normed = normed.to(x.dtype.element_ty).to(tl.float32)
     shift = _wide(shifts + row * shifts_stride + at, inside)
     scale = _wide(scales + row * scales_stride + at, inside)
     tl.store(out + token * width + at, shift + normed * scale, mask=inside)
@@ -63,3 +69,40 @@ def add_gated_kernel(
     added = _wide(y + token * width + at, inside)
     gate = _wide(gates + row * gates_stride + at, inside)
     tl.store(out + token * width + at, own + gate * added, mask=inside)
+
+
+@triton.jit
+def add_gated_modulate_kernel(
+    x,
+    y,
+    gates,
+    shifts,
+    scales,
+    row_of,
+    added,
+    out,
+    gates_stride,
+    shifts_stride,
+    scales_stride,
+    eps,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    one_row: tl.constexpr,
+):
+    """Grid: (tokens,). `one_row`: all tokens have the first vectors, and `row_of` is not read."""
+    token = tl.program_id(0).to(tl.int64)
+    row = token * 0
+    if not one_row:
+        row = tl.load(row_of + token)
+    at = tl.arange(0, block)
+    inside = at < width
+    gate = _wide(gates + row * gates_stride + at, inside)
+    y_own = _wide(y + token * width + at, inside)
+    summed = _wide(x + token * width + at, inside) + gate * y_own
+    summed = summed.to(x.dtype.element_ty)
+    tl.store(added + token * width + at, summed, mask=inside)
+    normed = _normed(summed.to(tl.float32), inside, eps, width)
+    normed = normed.to(x.dtype.element_ty).to(tl.float32)
+    shift = _wide(shifts + row * shifts_stride + at, inside)
+    scale = _wide(scales + row * scales_stride + at, inside)
+    tl.store(out + token * width + at, shift + normed * scale, mask=inside)

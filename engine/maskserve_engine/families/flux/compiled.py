@@ -30,6 +30,7 @@ from maskserve_engine.families.flux.blocks import (
     stream_pre,
 )
 from maskserve_engine.families.flux.weights import Double, FluxWeights, Single
+from maskserve_engine.layers.modulation import modulate
 from maskserve_engine.layers.qk_norm_rope import norm_heads
 
 _log = logging.getLogger(__name__)
@@ -94,8 +95,8 @@ def _before_double(
     stream_of: Tensor,
     cis: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    texts = stream_pre(block.text, c, *_spread(of_c, row_of_c, 6)[:2])
-    ours = stream_pre(block.image, x, *_spread(of_x, row_of_x, 6)[:2])
+    texts = stream_pre(block.text, modulate(c, *_spread(of_c, row_of_c, 6)[:2]))
+    ours = stream_pre(block.image, modulate(x, *_spread(of_x, row_of_x, 6)[:2]))
     qkv = torch.cat((texts, ours)).index_select(0, to_rows)
     norms = block.norms.index_select(0, stream_of)
     qk, v = split(qkv, norms.shape[-1])
@@ -114,15 +115,15 @@ def _after_double(
     from_rows: Tensor,
 ) -> tuple[Tensor, Tensor]:
     both = attended.index_select(0, from_rows)
-    text = stream_post(block.text, c, both[: c.shape[0]], _spread(of_c, row_of_c, 6))
-    image = stream_post(block.image, x, both[c.shape[0] :], _spread(of_x, row_of_x, 6))
+    text, _ = stream_post(block.text, c, both[: c.shape[0]], _spread(of_c, row_of_c, 6))
+    image, _ = stream_post(block.image, x, both[c.shape[0] :], _spread(of_x, row_of_x, 6))
     return clip(text), image
 
 
 def _before_single(
     block: Single, x: Tensor, vectors: Tensor, row_of: Tensor, cis: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    qk, v, joined = before_single(block, x, *_spread(vectors, row_of, 3)[:2])
+    qk, v, joined = before_single(block, modulate(x, *_spread(vectors, row_of, 3)[:2]))
     up = F.gelu(joined[:, x.shape[1] :], approximate="tanh")
     return _rotated(qk, block.norms, cis), v, up
 
@@ -131,7 +132,7 @@ def _after_single(
     block: Single, x: Tensor, attended: Tensor, up: Tensor, vectors: Tensor, row_of: Tensor
 ) -> Tensor:
     joined = torch.cat((attended, up), dim=-1)
-    return after_single(block, x, joined, _spread(vectors, row_of, 3)[2])
+    return after_single(block, x, joined, _spread(vectors, row_of, 3)[2])[0]
 
 
 class CompiledSegments:
