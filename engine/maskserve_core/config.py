@@ -102,6 +102,9 @@ class EngineConfig(Table, frozen=True):
 
     max_rows: Annotated[int, Meta(ge=1, le=256)] = 8
     """Rows of the running batch."""
+    devices: Literal[1, 2, 4, 8] = 1
+    """Devices of this worker, each with the whole model and a batch of its own; with more than one
+    the denoiser's steps are taken by a process for each. Not with `[adapters]` or `[controls]`."""
     max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
     """Edits waiting for a row; one more is refused."""
     drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0
@@ -363,4 +366,5 @@ def gpus_wanted(config: Config) -> int:
     """GPUs that one worker of this configuration is to see: as many as its devices count up to."""
     model = config.model
     named = (model.device, model.encoder_device, model.decoder_device)
-    return 1 + max(int(number) for number in (name.partition(":")[2] or 0 for name in named))
+    counted = 1 + max(int(number) for number in (name.partition(":")[2] or 0 for name in named))
+    return max(counted, config.engine.devices)

@@ -20,7 +20,8 @@ from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, guarded
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.step_scheduler import MakePolicy, StepScheduler
+from maskserve_core.worker.spread import Spread
+from maskserve_core.worker.step_scheduler import ALL_FREE, MakePolicy, StepScheduler
 from maskserve_engine.adapters.control_net_loader import Bring as BringNet
 from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
 from maskserve_engine.adapters.lora_loader import Bring, LoadedLora, LoraLoader
@@ -31,6 +32,9 @@ from maskserve_engine.entry_store import estimated_costs, open_store, sized
 from maskserve_engine.executor import Executor
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.gangs.executor import GangExecutor
+from maskserve_engine.gangs.messages import DeviceFacts
+from maskserve_engine.gangs.processes import RankProcesses
 from maskserve_engine.inbox import Inbox
 from maskserve_engine.job import Conditioning, EditJob, Failed, Sink
 from maskserve_engine.local_executor import LocalExecutor
@@ -71,6 +75,9 @@ class Engine:
         policy: makes what decides which rows run.
         lora_loader: makes what brings LoRAs to the executor, where edits may have any.
         net_loader: the same of ControlNets.
+        elsewhere: of the devices where rows are, if other processes hold them; entries are then in
+            files, which all of them read.
+        inbox: of the engine's commands, where others are to have it too.
     """
 
     def __init__(
@@ -83,19 +90,21 @@ class Engine:
         policy: MakePolicy = StepScheduler,
         lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader,
         net_loader: Callable[[Config, ModelFacts, BringNet], ControlNetSource] = ControlNetLoader,
+        elsewhere: DeviceFacts | None = None,
+        inbox: Inbox | None = None,
     ) -> None:
         self.config, self.adapter = config, adapter
         runtime = Path(config.runtime_dir) if config.runtime_dir else None
-        costs = MeasuredCosts(estimated_costs(config))
+        costs = MeasuredCosts(estimated_costs(config) if elsewhere is None else elsewhere.costs)
         kinds, size = sized(config, adapter, costs.model)
-        self.memory = memory_table(config, adapter, size)
+        self.memory = memory_table(config, adapter, size) if elsewhere is None else elsewhere.memory
         _log.info("%s", self.memory.text())
         if self.memory.left < 0:
             _log.warning("more memory is promised than there is: make [cache] budget_bytes smaller")
         self.cache = TemplateCache(
             config,
             adapter,
-            open_store(config, size, costs.model, self.memory.cache),
+            open_store(config, size, costs.model, 0 if elsewhere else self.memory.cache),
             kinds,
             revision,
             str(dtype_of(config)),
@@ -135,7 +144,6 @@ class Engine:
             self.counters,
             self.memory,
         )
-        loader = self.cache.store.loader
         self._step_runner = StepRunner(
             config,
             adapter,
@@ -143,11 +151,11 @@ class Engine:
             self.manager,
             StepPlanner(costs),
             self._output,
-            StepTimes(costs, loader, self.counters, self.observations),
+            StepTimes(costs, self.executor.take_moves, self.counters, self.observations),
             self.counters,
             self.observations,
         )
-        self._inbox = Inbox()
+        self._inbox = inbox or Inbox()
         self._state: State = "loading"
         self._stop = False
         self._checked = 0.0
@@ -163,6 +171,8 @@ class Engine:
         Raises:
             ConfigError: the model cannot be served.
         """
+        if config.engine.devices > 1:
+            return cls._of_ranks(config)
         _log.info("the denoiser's device: %s", device_in_words(config))
         device = device_of(config)
         if device.type == "cuda":
@@ -171,6 +181,26 @@ class Engine:
             adapter = load_adapter(config)
         revision = model_revision(config.model.path, form_in_words(config))
         return cls(config, adapter, revision=revision, lora_loader=lora_loader)
+
+    @classmethod
+    def _of_ranks(cls, config: Config) -> Engine:
+        """With a process for each device. This one holds the model's shape and no weights.
+
+        Raises:
+            ConfigError: a rank could not be started.
+        """
+        ranks = RankProcesses(config)
+        own = ranks.scheduling_config
+        inbox = Inbox()
+        return cls(
+            own,
+            load_adapter(own),
+            revision=ranks.hello.revision,
+            executor=lambda adapter, store: GangExecutor(ranks, store, inbox.put),
+            policy=lambda *limits: Spread(config.engine.devices, *limits),
+            elsewhere=ranks.hello.device,
+            inbox=inbox,
+        )
 
     # Called from any thread.
 
@@ -270,6 +300,7 @@ class Engine:
         self._inbox.put(self._halt)
         if self._thread.is_alive():
             self._thread.join(grace_s + 30.0)
+        self.executor.close()
         self._output.close(5.0)
         if self.lora_loader is not None:
             self.lora_loader.close()
@@ -340,9 +371,10 @@ class Engine:
             self.executor.idle()
             self._step_runner.times.book()
             self._publisher.publish(self.state)
-        elif self._inbox.empty():
+        waits = idle or self.executor.devices != ALL_FREE  # what can begin has begun
+        if not waits and self._inbox.empty():
             return
-        self._inbox.run(self.config.engine.heartbeat_s if idle else 0.0)
+        self._inbox.run(self.config.engine.heartbeat_s if waits else 0.0)
         self._check_cache()
 
     def _check_cache(self) -> None:

@@ -59,13 +59,13 @@ def open_store(config: Config, size: TemplateSize, costs: CostModel, budget: int
         config: of the worker.
         size: of a template.
         costs: of the worker.
-        budget: bytes of the device.
+        budget: bytes of the device; 0: entries are in files only.
 
     Raises:
         ConfigError: a budget cannot hold one template, or a folder cannot be written to.
     """
     cache, device = config.cache, device_of(config)
-    budgets = [("device", budget)]
+    budgets = [("device", budget)] if budget else []
     places = [
         ("host", cache.host_dir, cache.host_bytes),
         ("disk", cache.disk_dir, cache.disk_bytes),
@@ -84,12 +84,12 @@ def open_store(config: Config, size: TemplateSize, costs: CostModel, budget: int
                 raise ConfigError(f"[cache] {name}_dir: {why}") from error
             below = fetched_from(tier, costs, below)
             folders.insert(0, tier)
-            budgets.insert(1, (name, tier.budget_bytes))
+            budgets.insert(1 if budget else 0, (name, tier.budget_bytes))
     if cache.enabled:
         check_sizes(cache, size, budgets)
     mover: Mover = CudaMover(device, _BUFFER) if device.type == "cuda" else HostMover()
     return Store(
-        MemoryTier(budgets[0][1], below),
+        MemoryTier(budget, below),
         folders,
         remote,
         Loader(mover),

@@ -6,7 +6,7 @@ runs rows in the engine's own process; another may run them elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -14,8 +14,9 @@ from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.planning.flops import Floats, ModelWork
 from maskserve_core.planning.two_stream import Plan
+from maskserve_core.worker.step_scheduler import Devices
 from maskserve_engine.batch.transfer import HostCopy
-from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.tier import Note
 from maskserve_engine.device_clock import Span
 from maskserve_engine.job import Conditioning, EditJob
 from maskserve_engine.layers.low_rank import Factors
@@ -155,8 +156,17 @@ class StepResult:
     failed: Mapping[str, EngineFailed] = field(default_factory=dict)
 
 
+StepDone = Callable[[StepResult], None]
+"""Takes what became of a step, on the engine's thread."""
+
+
 class Executor(Protocol):
     """Holds rows by id and steps them; called from the engine's thread alone."""
+
+    @property
+    def devices(self) -> Devices:
+        """Of the worker, those that can begin no step now."""
+        ...
 
     def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
         """Bring an adapter to the rows' devices, under a name that no other has; from any thread.
@@ -210,14 +220,21 @@ class Executor(Protocol):
         """
         ...
 
-    def load(self, reads: Sequence[Read]) -> dict[str, LoadState]:
-        """Have each row turn to what its next step reads. Rows that are not in the answer compute
-        all tokens in that step.
+    def load(
+        self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)
+    ) -> Mapping[str, LoadState]:
+        """Have each row turn to what its next step reads, on the devices that will take it. Rows
+        that are not in the answer compute all tokens in that step.
         """
         ...
 
-    def step(self, step: StepInput) -> StepResult:
+    def step(self, step: StepInput, done: StepDone) -> None:
         """One model call for all rows; what goes wrong with one row costs nobody else.
+
+        Args:
+            step: on devices that are free.
+            done: told at once, or as a command of the engine's later. Never told of a step that
+                was lost with its device: its rows are as they were before it.
 
         Raises:
             RuntimeError: nothing but failures for several steps.
@@ -232,8 +249,10 @@ class Executor(Protocol):
         """[C, h, w] latents as they would end, judged by the last step."""
         ...
 
-    def take_entry(self, row: str) -> AnchorEntry:
-        """What the last step of a priming row has recorded; once per step."""
+    def keep_entry(self, row: str, key: str, note: Note) -> bool:
+        """Put what the last step of a priming row has recorded into the store, once per step;
+        False when no tier keeps it.
+        """
         ...
 
     def release(self, row: str) -> RowLoads | None:
@@ -242,4 +261,12 @@ class Executor(Protocol):
 
     def idle(self) -> None:
         """There is nothing to step: keep nothing of the last step's rows."""
+        ...
+
+    def take_moves(self) -> list[tuple[str, float, float]]:
+        """(tier, bytes, seconds) of what has travelled to the rows since this was asked last."""
+        ...
+
+    def close(self) -> None:
+        """There will be no more steps."""
         ...

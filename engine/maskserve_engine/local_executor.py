@@ -6,15 +6,19 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.worker.logs import about
+from maskserve_core.worker.step_scheduler import ALL_FREE, Devices
+from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.transfer import HostCopy, beside
-from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.loader import EntryLost
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.cache.store import Store
+from maskserve_engine.cache.tier import Note
 from maskserve_engine.device_clock import Span, mark
 from maskserve_engine.executor import (
     CachedRowSpec,
@@ -25,6 +29,7 @@ from maskserve_engine.executor import (
     RowMade,
     RowSpec,
     RowStep,
+    StepDone,
     StepInput,
     StepResult,
 )
@@ -60,6 +65,11 @@ class LocalExecutor:
         self._adapters: dict[str, LowRankSet] = {}
         self._nets: dict[str, Any] = {}
         self._failed_steps = 0
+
+    @property
+    def devices(self) -> Devices:
+        """A step has ended when `step` returns."""
+        return ALL_FREE
 
     def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
         with beside(self._adapter.device):
@@ -105,7 +115,7 @@ class LocalExecutor:
         self._rows[row], self._readers[row] = made, reader
         return RowMade(reader.complete, selection.digest)
 
-    def load(self, reads: Sequence[Read]) -> dict[str, LoadState]:
+    def load(self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)) -> dict[str, LoadState]:
         loads: dict[str, LoadState] = {}
         for read in reads:
             step = self._rows[read.row].step
@@ -114,7 +124,17 @@ class LocalExecutor:
                 loads[read.row] = handle.load
         return loads
 
-    def step(self, step: StepInput) -> StepResult:
+    def step(self, step: StepInput, done: StepDone) -> None:
+        done(self.run(step))
+
+    def run(self, step: StepInput, exchange: Exchange | None = None) -> StepResult:
+        """As `step`.
+
+        Args:
+            step: its `devices` are this one, or those of `exchange`.
+            exchange: with the ranks that take the same step; None: there are none. What goes wrong
+                is then raised: these ranks must not part.
+        """
         running = list(step.rows)
         entries: dict[str, Handle] = {}
         for read in step.reads:
@@ -128,16 +148,18 @@ class LocalExecutor:
         lost: list[str] = []
         begin = mark(self._adapter.device)
         try:
-            self._step_all(running, step, entries, lost, failed)
+            self._step_all(running, step, entries, lost, failed, exchange)
             whole, self._failed_steps = True, 0
         except Exception:
+            if exchange is not None:
+                raise
             _log.exception("a step of %d rows failed; trying its rows one by one", len(running))
             whole = False
         if not whole:  # outside of `except`, whose error keeps the tensors of the failed step
             self._step_alone(running, step, entries, failed)
         span = Span(begin, mark(self._adapter.device))
         return StepResult(
-            tuple([self._taken(row, row in entries) for row in running]),
+            tuple([self._taken(row, read=row in entries) for row in running]),
             span,
             tuple([s for h, n in zip(handles, earlier, strict=True) for s in h.stalls[n:]]),
             tuple(lost),
@@ -152,9 +174,8 @@ class LocalExecutor:
         latents: HostCopy = self._rows[row].estimate()
         return latents
 
-    def take_entry(self, row: str) -> AnchorEntry:
-        entry: AnchorEntry = self._rows[row].take_entry()
-        return entry
+    def keep_entry(self, row: str, key: str, note: Note) -> bool:
+        return self._store.put(key, self._rows[row].take_entry(), note)
 
     def release(self, row: str) -> RowLoads | None:
         self._rows.pop(row, None)
@@ -166,6 +187,28 @@ class LocalExecutor:
 
     def idle(self) -> None:
         self._adapter.release()
+
+    def take_moves(self) -> list[tuple[str, float, float]]:
+        return self._store.loader.take_moves()
+
+    def close(self) -> None:
+        """It runs nothing of its own."""
+
+    # For who carries rows from one executor to another.
+
+    def position(self, row: str) -> tuple[int, Tensor | None]:
+        """(steps taken, what else to give `place`): see `Adapter.carried`."""
+        made = self._rows[row]
+        return made.step, self._adapter.carried(made)
+
+    def is_done(self, row: str) -> bool:
+        """Whether it has taken its last step."""
+        made = self._rows[row]
+        return bool(made.step == made.steps)
+
+    def place(self, row: str, steps: int, carried: Tensor) -> None:
+        """Have a row where another executor has brought it."""
+        self._adapter.follow(self._rows[row], carried, steps)
 
     def _ask(self, step: StepInput, entries: dict[str, Handle]) -> None:
         """Have brought in what the plan reads, and behind it what later steps will read."""
@@ -189,14 +232,18 @@ class LocalExecutor:
         entries: dict[str, Handle],
         lost: list[str],
         failed: dict[str, EngineFailed],
+        exchange: Exchange | None,
     ) -> None:
         """The step; again without the entries that turned out to be lost, as often as some do."""
         while running:
             try:
                 rows = [self._rows[row] for row in running]
-                self._adapter.step(rows, step.plan, [entries.get(row) for row in running])
+                reads = [entries.get(row) for row in running]
+                self._adapter.step(rows, step.plan, reads, exchange)
                 return
             except EntryLost as error:
+                if exchange is not None:
+                    raise
                 gone = [read for read in step.reads if _is_lost(entries.get(read.row))]
                 if not gone:
                     raise
@@ -229,7 +276,7 @@ class LocalExecutor:
         if self._failed_steps >= _FAILED_STEPS:
             raise RuntimeError(f"{_FAILED_STEPS} steps in a row failed for every row")
 
-    def _taken(self, row: str, read: bool) -> RowStep:
+    def _taken(self, row: str, *, read: bool) -> RowStep:
         made = self._rows[row]
         return RowStep(row, made.step, getattr(made, "skipped", 0), read)
 

@@ -6,7 +6,7 @@ What a step took is booked when the device has done it: no step waits for the on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ import numpy as np
 
 from maskserve_core.planning.cost_model import CostModel, Line, fit
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.cache.loader import Loader
 from maskserve_engine.device_clock import Span
 from maskserve_engine.requests.templates import Priming
 
@@ -122,7 +121,7 @@ class StepTimes:
 
     Args:
         costs: follow what is measured.
-        loader: whose moves they follow, too; None: nothing is loaded.
+        moves: what has travelled since this was asked last, which they follow, too.
         counters: of the worker.
         observations: of the worker.
     """
@@ -130,11 +129,11 @@ class StepTimes:
     def __init__(
         self,
         costs: MeasuredCosts,
-        loader: Loader | None,
+        moves: Callable[[], Iterable[tuple[str, float, float]]],
         counters: dict[str, float],
         observations: Observations,
     ) -> None:
-        self._costs, self._loader = costs, loader
+        self._costs, self._moves = costs, moves
         self._counters, self._observations = counters, observations
         self._open: deque[TakenStep] = deque()
 
@@ -164,8 +163,7 @@ class StepTimes:
         if step.flops is None:
             return
         self._costs.step(step.flops, seconds - stall, step.host)
-        if self._loader is not None:
-            self._costs.moves(self._loader.take_moves())
+        self._costs.moves(self._moves())
         if step.predicted is not None:
             error = abs(seconds - step.predicted) / max(seconds, 1e-9)
             self._observations.add("step_prediction_error", error)

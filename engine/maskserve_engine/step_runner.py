@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from itertools import count
 
 from maskserve_core.config import Config
@@ -74,12 +75,21 @@ class StepRunner:
         Raises:
             RuntimeError: nothing but failures for several steps.
         """
-        reads, loads = self._load(running)
+        reads, loads = self._load(running, devices)
         planned = self._plan(running, loads)
-        result = self._run(running, devices, reads, planned)
-        self._update(running, result, self._dense if planned is None else planned.plan.kinds)
+        step = self._input(running, devices, reads, planned)
 
-    def _load(self, running: Running) -> tuple[list[Read], dict[str, LoadState]]:
+        def done(result: StepResult) -> None:
+            # Who was cancelled meanwhile has been answered.
+            still = [edit for edit in running if self.manager.holds(edit)]
+            self._book(still, len(running), result, planned)
+            self._update(still, result, self._dense if planned is None else planned.plan.kinds)
+
+        self.executor.step(step, done)
+
+    def _load(
+        self, running: Running, devices: tuple[int, ...]
+    ) -> tuple[list[Read], Mapping[str, LoadState]]:
         """Have each cached row turn to what its step reads, as far as that can be read now."""
         cached = [(edit, edit.reads) for edit in running if isinstance(edit, RequestState)]
         readers = [(edit, reads) for edit, reads in cached if reads is not None]
@@ -94,10 +104,10 @@ class StepRunner:
             )
             for edit, reads in readers
         ]
-        loads = self.executor.load(asked)
+        loads = self.executor.load(asked, devices)
         return [read for read in asked if read.row in loads], loads
 
-    def _plan(self, running: Running, loads: dict[str, LoadState]) -> StepPlan | None:
+    def _plan(self, running: Running, loads: Mapping[str, LoadState]) -> StepPlan | None:
         """Decide how the rows that read entries run."""
         if not loads:
             return None
@@ -115,27 +125,38 @@ class StepRunner:
         self.counters[f"plans_total.{planned.choice}"] += 1
         return planned
 
-    def _run(
+    def _input(
         self,
         running: Running,
         devices: tuple[int, ...],
         reads: list[Read],
         planned: StepPlan | None,
-    ) -> StepResult:
+    ) -> StepInput:
         self.counters["step_tokens_total"] += sum(edit.step_tokens for edit in running)
         rows = tuple([edit.request_id for edit in running])
         number = next(self._numbers)
         if planned is None:
-            step = StepInput(number, rows, devices)
-        else:
-            work = self._work(running)
-            step = StepInput(number, rows, devices, tuple(reads), work, planned.plan, planned.ahead)
-        result = self.executor.step(step)
+            return StepInput(number, rows, devices)
+        work = self._work(running)
+        return StepInput(number, rows, devices, tuple(reads), work, planned.plan, planned.ahead)
+
+    def _book(
+        self, running: Running, count: int, result: StepResult, planned: StepPlan | None
+    ) -> None:
+        """Book what a step took.
+
+        Args:
+            running: its rows that are still held.
+            count: of all its rows.
+            result: of the step.
+            planned: how it ran.
+        """
+        whole = len(running) == count
         self.times.add(
             TakenStep(
                 result.span,
                 result.stalls,
-                self._flops(running, result, planned),
+                self._flops(running, result, planned) if whole else None,
                 None if planned is None else planned.plan.latency,
                 len(result.rows),
                 tuple(
@@ -145,10 +166,9 @@ class StepRunner:
                         if isinstance(edit, PrimingState) and edit.request_id not in result.failed
                     ]
                 ),
-                self._host_seconds(running, planned),
+                self._host_seconds(running, planned) if running else 0.0,
             )
         )
-        return result
 
     def _flops(
         self, running: Running, result: StepResult, planned: StepPlan | None

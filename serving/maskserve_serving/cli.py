@@ -45,6 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, help="folder in diffusers format, or a hub id")
     add("--workers", type=int, default=1, metavar="N", help="Triton servers (default %(default)s)")
+    add(
+        "--devices-per-worker",
+        type=int,
+        default=0,
+        choices=(1, 2, 4, 8),
+        metavar="N",
+        help="devices of each worker, 1, 2, 4 or 8 (default: the configuration's, or 1)",
+    )
     add("--share-gpus", action="store_true", help="allow more workers than there are GPUs")
     add(
         "--name",
@@ -185,6 +193,7 @@ def _options(given: argparse.Namespace) -> ServeOptions:
     return ServeOptions(
         model=given.model,
         workers=given.workers,
+        devices_per_worker=given.devices_per_worker,
         share_gpus=given.share_gpus,
         name=given.name,
         host=given.host,

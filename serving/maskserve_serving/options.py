@@ -40,6 +40,8 @@ class ServeOptions:
     model: str
     """Folder in diffusers format, or a hub id."""
     workers: int = 1
+    devices_per_worker: int = 0
+    """Laid over `[engine] devices`; 0: what the configuration says."""
     share_gpus: bool = False
     """Whether there may be more workers than GPUs."""
     name: str = "worker"

@@ -47,6 +47,11 @@ class Spec:
         """`tables`, with what the command line says of the model laid over them."""
         return with_values(tables, "model", **self.options.of_model)
 
+    def with_devices(self, tables: dict[str, Any]) -> dict[str, Any]:
+        """`tables`, with as many devices as the command line says."""
+        given = self.options.devices_per_worker
+        return with_values(tables, "engine", devices=given) if given else tables
+
     def with_entries(self, tables: dict[str, Any]) -> dict[str, Any]:
         """`tables`, with folders for cached activations unless they name their own."""
         if self.options.entries is None:

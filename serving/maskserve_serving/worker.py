@@ -79,7 +79,7 @@ class WorkerProcess(Process):
         }
         tables = spec.with_adapters(spec.with_entries(spec.with_log(spec.tables)))
         tables = spec.with_controlnets(tables)
-        tables = spec.with_model(tables)
+        tables = spec.with_devices(spec.with_model(tables))
         tables = with_values(tables, "", worker=self.name, **folders)
         self.config = spec.files.prepare(tables)
         if self.config.model.torch_threads == 0:

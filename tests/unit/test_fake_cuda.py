@@ -199,17 +199,17 @@ def test_what_a_step_took_is_known_without_waiting_for_it() -> None:
         parts: Any = SimpleNamespace(
             device=DEVICE,
             blocks=2,
-            step=lambda rows, plan, reads: bench.step(rows, plan.kinds),
+            step=lambda rows, plan, reads, exchange: bench.step(rows, plan.kinds),
         )
         executor = LocalExecutor(parts, parts)
         executor._rows["edit"] = row
         executor._readers["edit"] = cast(EntryReader, SimpleNamespace(now=handle))
         reads, plan = (Read("edit", whole=False, required=False),), plan_of_kinds(("kv", "kv"))
         costs = MeasuredCosts(estimate(H100))
-        times = StepTimes(costs, handle._loader, counters, observed)
+        times = StepTimes(costs, handle._loader.take_moves, counters, observed)
         with cuda.watch() as log:
             for number in range(3):
-                took = executor.step(StepInput(number, ("edit",), reads=reads, plan=plan))
+                took = executor.run(StepInput(number, ("edit",), reads=reads, plan=plan))
                 times.add(TakenStep(took.span, took.stalls, None, plan.latency, 1, ()))
             times.book()
             assert (counters["steps_total"], counters["step_seconds_total"]) == (3, 0.0)

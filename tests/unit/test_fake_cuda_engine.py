@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.store import Store
 from maskserve_engine.engine import Engine
 from maskserve_engine.executor import StepInput, StepResult
@@ -56,8 +57,8 @@ class Watched(LocalExecutor):
         super().__init__(adapter, store)
         self._loop = loop
 
-    def step(self, step: StepInput) -> StepResult:
-        result = super().step(step)
+    def run(self, step: StepInput, exchange: Exchange | None = None) -> StepResult:
+        result = super().run(step, exchange)
         self._loop.primed = any(row.startswith("prime:") for row in step.rows)
         self._loop.ran = [(each.row, each.read) for each in result.rows]
         return result

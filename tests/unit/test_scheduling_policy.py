@@ -10,7 +10,9 @@ import pytest
 
 from maskserve_core.errors import InvalidRequest
 from maskserve_core.worker.step_scheduler import (
+    ALL_FREE,
     Decision,
+    Devices,
     MakePolicy,
     Run,
     SchedulingPolicy,
@@ -71,7 +73,7 @@ class OneByOne:
     def drain(self) -> None:
         """Nothing is refused."""
 
-    def schedule(self, now: float) -> Decision:
+    def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
         if not self._held:
             return Decision((), (), ())
         admitted = () if self._runs else (self._held[0],)

@@ -30,7 +30,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from maskserve_core.contracts.keys import name_of
 from maskserve_core.errors import InvalidRequest, Overloaded
@@ -102,6 +102,18 @@ class Decision:
         return tuple(ticket for run in self.runs for ticket in run.rows)
 
 
+class Devices(NamedTuple):
+    """Of a worker, those on which nothing can begin now."""
+
+    busy: frozenset[int] = frozenset()
+    """A step runs there."""
+    lost: frozenset[int] = frozenset()
+    """Nobody runs them, for now."""
+
+
+ALL_FREE = Devices()
+
+
 class SchedulingPolicy(Protocol):
     """Decides which rows run, where and for how long; the engine and the simulator run the same.
 
@@ -148,8 +160,13 @@ class SchedulingPolicy(Protocol):
         """Refuse new tickets from now on; those held go on."""
         ...
 
-    def schedule(self, now: float) -> Decision:
-        """Decide what runs until the next decision; the caller then runs it."""
+    def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
+        """Decide what runs until the next decision; the caller then runs it.
+
+        Args:
+            now: seconds of the caller's clock.
+            devices: that no run may have.
+        """
         ...
 
     def check_integrity(self) -> None:
@@ -239,18 +256,24 @@ class StepScheduler:
                 f"{name_of(ticket.request_id)!r} is still being served",
                 "a new id",
             )
-        queue = self._background_waiting if ticket.background else self._live_waiting
-        if len(queue) >= self.max_waiting:
+        if len(self._queue_of(ticket)) >= self.max_waiting:
             raise Overloaded(f"{self.max_waiting} edits are waiting already; try again later")
+        self.take(ticket)
+
+    def take(self, ticket: Ticket) -> None:
+        """Queue a ticket that has been taken on already, however many wait."""
         deadline = math.inf if ticket.deadline is None else ticket.deadline
         due = deadline if ticket.due is None else ticket.due
         place = _Place(-ticket.priority, due, ticket.arrival, self._number)
         self._number += 1
-        insort(queue, place)
+        insort(self._queue_of(ticket), place)
         self._held[ticket.request_id] = (place, ticket)
         self._ids[place.number] = ticket.request_id
         if deadline < math.inf:
             heapq.heappush(self._deadlines, (deadline, place.number))
+
+    def _queue_of(self, ticket: Ticket) -> list[_Place]:
+        return self._background_waiting if ticket.background else self._live_waiting
 
     def cancel(self, request_id: str) -> Ticket | None:
         """Remove a ticket wherever it is; `None` if it is not held (it may have just ended)."""
@@ -272,7 +295,7 @@ class StepScheduler:
         """Refuse new tickets from now on; those held go on."""
         self.draining = True
 
-    def schedule(self, now: float) -> Decision:
+    def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
         """Decide the next step: expire, admit, and choose the rows. The caller then runs them."""
         expired = self._expire(now)
         turn = self._background_turn()

@@ -51,6 +51,8 @@ class Store:
         self.lower = LowerTiers(folders, remote, on_change, patience_s)
         self._loads = SharedLoads(memory, loader)
         self._changes = 0
+        self.on_evict: Callable[[str], None] = lambda key: None
+        """Told the key of each template that is dropped from every tier."""
 
     @property
     def version(self) -> int:
@@ -139,6 +141,7 @@ class Store:
     def evict(self, key: str) -> int:
         """Drop a template from every tier; returns bytes. Rows that run keep what they hold."""
         self._changes += 1
+        self.on_evict(key)
         return self.memory.evict(key) + self.lower.evict(key)
 
     def held(self) -> dict[str, Mapping[str, Held]]:

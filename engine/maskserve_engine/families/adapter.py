@@ -214,6 +214,22 @@ class Adapter(Protocol):
         """
         ...
 
+    def carried(self, row: Any) -> torch.Tensor | None:
+        """What `follow` needs of a row between two steps, on its device; None: the row cannot be
+        brought to another process, which has to begin it anew.
+        """
+        ...
+
+    def follow(self, row: Any, carried: torch.Tensor, steps: int) -> None:
+        """Have a row where it was brought elsewhere.
+
+        Args:
+            row: of the same edit.
+            carried: of the row there; on this device, kept.
+            steps: that it has taken there.
+        """
+        ...
+
     def session(self) -> AbstractContextManager[object]:
         """What a thread that makes rows and steps them is inside of all the while."""
         ...

@@ -96,6 +96,11 @@ class RequestManager:
                 self._let_go(edit.request_id)
             self.output.send(edit.sink, Failed(guarded(edit.request_id, error)))
 
+    def holds(self, edit: RequestState | PrimingState) -> bool:
+        """Whether it has not ended."""
+        held = self.edits if isinstance(edit, RequestState) else self.primings.held
+        return held.get(edit.request_id) is edit
+
     def schedule(self) -> tuple[Run, ...]:
         """Decide the next step: tell the expired, make rows for the admitted."""
         now = time.monotonic()
@@ -108,7 +113,7 @@ class RequestManager:
                 self._park(edit)
         if not len(self.scheduler) and not self.draining:
             self._audit()
-        decision = self.scheduler.schedule(now)
+        decision = self.scheduler.schedule(now, self.executor.devices)
         for ticket in decision.expired:
             self.end(
                 ticket.request_id, DeadlineExceeded("its deadline passed before the edit was done")
@@ -304,7 +309,11 @@ class RequestManager:
         def edits(tickets: Sequence[Ticket]) -> list[RequestState]:
             return [self.edits[t.request_id] for t in tickets if t.request_id in self.edits]
 
-        running, waiting = edits(self.scheduler.running), edits(self.scheduler.waiting)
+        each = self.config.engine.devices  # an edit shares one of them with as many as others do
+        running, waiting = (
+            edits(self.scheduler.running)[::each],
+            edits(self.scheduler.waiting)[::each],
+        )
         self.in_time.check(edit, running, waiting, time.monotonic())
 
     def _prime(self, job: EditJob, *, urgent: bool) -> None:

@@ -80,6 +80,8 @@ class Primings:
     def admit(self, row_id: str) -> None:
         """Make the row, or end the priming if that cannot be done."""
         state = self.held[row_id]
+        if state.running:
+            return  # its row goes on elsewhere
         prompt = self._cache.prompt()
         assert prompt is not None, "priming began without its prompt"
         try:
@@ -103,7 +105,8 @@ class Primings:
     def keep_anchor(self, state: PrimingState, step: RowStep) -> None:
         """The row has taken a step: store what it recorded."""
         state.done = step.done
-        if not self._cache.keep(state.priming, self._executor.take_entry(step.row), step.done):
+        priming = state.priming
+        if not self._executor.keep_entry(step.row, priming.key, priming.note(step.done)):
             self.end(state, complete=False, unfit=True)
         elif step.done == state.ticket.steps:
             self.end(state, complete=True)

@@ -14,7 +14,6 @@ from typing import Literal
 from maskserve_core.config import Config
 from maskserve_core.contracts.keys import Anchor, TemplateKey, nearest_anchor
 from maskserve_core.models.facts import anchor_stride, dense_steps
-from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
@@ -66,6 +65,11 @@ class Priming:
     noise_seed: int
     seconds: float = 0.0
     """Of its steps so far."""
+
+    def note(self, done: int) -> Note:
+        """What is kept beside the `done`-th of its anchors."""
+        whole_s = self.seconds / done * len(self.anchors)
+        return Note(self.template_id, len(self.anchors), whole_s)
 
 
 class ReuseCounter:
@@ -283,12 +287,6 @@ class TemplateCache:
         # What is half primed serves nobody and must not be evicted by its own second half.
         self.store.memory.pin(key, pinned=True)
         return priming
-
-    def keep(self, priming: Priming, entry: AnchorEntry, done: int) -> bool:
-        """Store one anchor, the `done`-th; False when no tier has room, which ends the priming."""
-        whole_s = priming.seconds / done * len(priming.anchors)
-        note = Note(priming.template_id, len(priming.anchors), whole_s)
-        return self.store.put(priming.key, entry, note)
 
     def wants(self, job: EditJob) -> str:
         """State of the job's template: `primed`, `priming` or `absent`."""

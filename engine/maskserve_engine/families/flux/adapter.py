@@ -215,17 +215,15 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
                 format=format,
             )
 
-    def follow(self, row: Row, latents: Tensor, steps: int) -> None:
-        """Have a row where other ranks have brought it meanwhile.
+    def carried(self, row: Row) -> Tensor | None:
+        """[n, 4C] the latents of its computed tokens; nothing ([0]) of a priming row."""
+        return row.latents if isinstance(row, FluxRow) else torch.empty(0)
 
-        Args:
-            row: of an edit.
-            latents: [n, 4C] of its computed tokens, on the device; kept.
-            steps: that they have taken of it.
-        """
-        assert isinstance(row, FluxRow)
+    def follow(self, row: Row, carried: Tensor, steps: int) -> None:
         self.release()  # the row's batch holds for where it was
-        row.latents, row.step, row.moves = latents, steps, None
+        row.step = steps
+        if isinstance(row, FluxRow):
+            row.latents, row.moves = carried, None
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():

@@ -206,6 +206,17 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
                 maps=self._maps,
             )
 
+    def carried(self, row: UnetRow | UnetPrimingRow) -> Tensor | None:
+        """Of an edit's row none: its sampler remembers earlier steps. Nothing ([0]) of a priming
+        row.
+        """
+        return torch.empty(0) if isinstance(row, UnetPrimingRow) else None
+
+    def follow(self, row: UnetRow | UnetPrimingRow, carried: Tensor, steps: int) -> None:
+        assert isinstance(row, UnetPrimingRow), "an edit's row is begun anew"
+        self.release()  # the row's batch holds for where it was
+        row.step = steps
+
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():
             return low_rank_set(factors, self._places, self.device, self.dtype)

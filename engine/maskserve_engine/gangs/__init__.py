@@ -1,0 +1,1 @@
+"""Rows in other processes: one for each device of the worker."""

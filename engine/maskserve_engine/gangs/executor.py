@@ -1,0 +1,365 @@
+"""Rows in the processes of several devices (`Executor`).
+
+Rows are made where they are to step, when they are. With each step their state comes back (latents
+of 0.5 MiB at 1024 x 1024), so that any rank can go on with them: when a policy moves them, and when
+theirs is lost. Entries stay: ranks find them in files that all read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+from torch import Tensor, distributed
+
+from maskserve_core.contracts.keys import Anchor
+from maskserve_core.errors import EngineFailed
+from maskserve_core.worker.step_scheduler import Devices
+from maskserve_engine.batch.transfer import HostCopy
+from maskserve_engine.cache.store import Store
+from maskserve_engine.cache.tier import Note
+from maskserve_engine.device_clock import Span
+from maskserve_engine.executor import (
+    LoadState,
+    Read,
+    RowLoads,
+    RowMade,
+    RowSpec,
+    StepDone,
+    StepInput,
+    StepResult,
+)
+from maskserve_engine.gangs.messages import RankLostError, RowAfter, RowPlace, StepAnswer
+from maskserve_engine.gangs.processes import RankProcess, RankProcesses
+from maskserve_engine.layers.low_rank import Factors
+
+_log = logging.getLogger(__name__)
+_LOSSES = 3
+"""RankProcesses that a row may lose: after that it is held to be what ended them."""
+_STARTS = 3
+"""Starts in a row that may fail of each rank while none is left."""
+_AGAIN_S = 2.0
+"""After which a rank that could not be started is started again."""
+_ALONE = "a worker of several devices has none"
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    name: str
+    """On the ranks; no other row ever has it."""
+    spec: RowSpec
+    steps: int = 0
+    carried: Tensor | None = None
+    """What a rank needs to go on behind `steps`."""
+    there: dict[RankProcess, int] = field(default_factory=dict)
+    """Who has it, and after how many steps; -1: not known."""
+    after: RowAfter | None = None
+    """Of its last step."""
+    losses: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _UnderWay:
+    step: StepInput
+    rows: tuple[_Row, ...]
+    gang: tuple[RankProcess, ...]
+    done: StepDone
+    answers: dict[RankProcess, StepAnswer | Exception] = field(default_factory=dict)
+
+
+class GangExecutor:
+    """See `Executor`.
+
+    Args:
+        ranks: that hold the rows.
+        store: of the process that schedules; the ranks have stores of their own over its files.
+        post: has the engine's thread run a command.
+    """
+
+    def __init__(
+        self, ranks: RankProcesses, store: Store, post: Callable[[Callable[[], None]], object]
+    ) -> None:
+        self._ranks, self._post = ranks, post
+        self._living: dict[int, RankProcess] = {each.device: each for each in ranks.processes}
+        self._rows: dict[str, _Row] = {}
+        self._under_way: list[_UnderWay] = []
+        self._names = count()
+        self._moves: list[tuple[str, float, float]] = []
+        self._starts: dict[int, int] = {}
+        """Of ranks that are lost, how often they were started since."""
+        self._idle = True
+        self._meeting: Any = distributed.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
+        self._gangs: dict[tuple[RankProcess, ...], str] = {}
+
+        def tell_lost(process: RankProcess) -> None:
+            self._post(partial(self._lost, process))
+
+        ranks.on_lost = tell_lost
+        store.on_evict = self._evict
+
+    @property
+    def devices(self) -> Devices:
+        busy = [each.device for step in self._under_way for each in step.gang]
+        lost = set(range(len(self._ranks.processes))).difference(self._living)
+        return Devices(frozenset(busy), frozenset(lost))
+
+    def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
+        raise ValueError(f"{_ALONE}: LoRAs")
+
+    def drop(self, adapter: str) -> None:
+        """There is none."""
+
+    def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
+        raise ValueError(f"{_ALONE}: LoRAs")
+
+    def bring_net(self, net: str, model: Any) -> None:
+        raise ValueError(f"{_ALONE}: ControlNets")
+
+    def drop_net(self, net: str) -> None:
+        """There is none."""
+
+    def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
+        raise ValueError(f"{_ALONE}: LoRAs, with which entries change")
+
+    def make(self, row: str, spec: RowSpec) -> RowMade:
+        """A rank makes it with its first step there; what goes wrong then fails the row."""
+        assert row not in self._rows, f"there is a row {row}"
+        self._rows[row] = _Row(f"{row}#{next(self._names)}", spec)
+        # Rows of one mask read the same tokens; which these are, ranks know.
+        return RowMade(True, spec.job.edit_mask.tobytes())
+
+    def load(
+        self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)
+    ) -> Mapping[str, LoadState]:
+        rows = {self._rows[read.row].name: read.row for read in reads}
+        asked = [read._replace(row=self._rows[read.row].name) for read in reads]
+        gang = [self._living[device] for device in devices]
+        for process in gang:
+            self._bring([self._rows[read.row] for read in reads], process)
+        answers = [process.call("load", asked) for process in gang]
+        try:
+            found = [answer.result() for answer in answers]
+        except (RankLostError, RuntimeError):
+            return {}  # nor will it take the step
+        first, *others = found
+        # What one of them has to do without, all do.
+        return {
+            rows[name]: load for name, load in first.items() if all(name in each for each in others)
+        }
+
+    def step(self, step: StepInput, done: StepDone) -> None:
+        gang = tuple([self._living[device] for device in step.devices])
+        rows = tuple([self._rows[row] for row in step.rows])
+        self._begin(_UnderWay(step, rows, gang, done))
+
+    def result(self, row: str) -> HostCopy:
+        after = self._rows[row].after
+        latents = None if after is None else after.result
+        assert latents is not None, "it has taken its last step"
+        return HostCopy(latents)
+
+    def estimate(self, row: str) -> HostCopy:
+        after = self._rows[row].after
+        latents = None if after is None else after.estimate
+        assert latents is not None, "its client is shown this step"
+        return HostCopy(latents)
+
+    def keep_entry(self, row: str, key: str, note: Note) -> bool:
+        made = self._rows[row]
+        (process,) = [each for each, steps in made.there.items() if steps == made.steps]
+        try:
+            return bool(process.call("keep_entry", made.name, key, note).result())
+        except (RankLostError, RuntimeError):
+            return False
+
+    def release(self, row: str) -> RowLoads | None:
+        made = self._rows.pop(row, None)
+        if made is None:
+            return None
+        for process in made.there:
+            process.call("release", made.name)
+        return None if made.after is None else made.after.loads
+
+    def idle(self) -> None:
+        if not self._idle:
+            self._idle = True
+            for process in self._living.values():
+                process.call("idle")
+
+    def take_moves(self) -> list[tuple[str, float, float]]:
+        moves, self._moves = self._moves, []
+        return moves
+
+    def close(self) -> None:
+        self._ranks.close()
+
+    # A step's way.
+
+    def _bring(self, rows: Sequence[_Row], process: RankProcess) -> None:
+        """Have rows on a rank, and where they are."""
+        places = []
+        for row in rows:
+            if process in row.there and row.there[process] == row.steps:
+                continue
+            if row.carried is None and (row.steps or process in row.there):
+                self._begin_anew(row)
+            if process not in row.there:
+                process.call("make", row.name, row.spec)
+            if row.steps and row.carried is not None:
+                places.append(RowPlace(row.name, row.steps, row.carried))
+            row.there[process] = row.steps
+        if places:
+            process.call("place", places)
+
+    def _begin_anew(self, row: _Row) -> None:
+        """Where its state is lost with its rank."""
+        for process in row.there:
+            process.call("release", row.name)
+        row.name, row.steps = f"{row.name.partition('#')[0]}#{next(self._names)}", 0
+        row.there.clear()
+
+    def _begin(self, step: _UnderWay) -> None:
+        self._under_way.append(step)
+        self._idle = False
+        for process in step.gang:
+            self._bring(step.rows, process)
+        names = dict(zip(step.step.rows, [row.name for row in step.rows], strict=True))
+        told = replace(
+            step.step,
+            rows=tuple(names.values()),
+            reads=tuple([read._replace(row=names[read.row]) for read in step.step.reads]),
+        )
+        gang = self._joined(step.gang)
+        for process in step.gang:
+            self._when_done(
+                process.call("step", told, gang), partial(self._answered, step, process)
+            )
+
+    def _answered(self, step: _UnderWay, process: RankProcess, answer: Future[StepAnswer]) -> None:
+        error = answer.exception()
+        if isinstance(error, RankLostError):
+            self._lost(process)
+        step.answers[process] = answer.result() if error is None else Exception(str(error))
+        if len(step.answers) < len(step.gang):
+            return
+        self._under_way.remove(step)
+        answers = [each for each in step.answers.values() if isinstance(each, StepAnswer)]
+        if len(answers) == len(step.gang):
+            self._end(step, step.answers[step.gang[0]])
+        else:
+            self._try_again(step)
+
+    def _end(self, step: _UnderWay, said: StepAnswer | Exception) -> None:
+        """All its ranks have taken the step."""
+        assert isinstance(said, StepAnswer)
+        for each in step.answers.values():
+            assert isinstance(each, StepAnswer)
+            self._moves += each.moves
+        for row in step.rows:
+            after = said.rows.get(row.name)
+            if after is None:
+                continue
+            row.after, row.steps, row.carried = after, after.step.done, after.carried
+            row.there = {} if after.result is not None else dict.fromkeys(step.gang, row.steps)
+        ids = {row.name: asked for row, asked in zip(step.rows, step.step.rows, strict=True)}
+        result = said.result
+        step.done(
+            replace(
+                result,
+                rows=tuple([each._replace(row=ids[each.row]) for each in result.rows]),
+                lost=tuple([ids[row] for row in result.lost]),
+                failed={ids[row]: error for row, error in result.failed.items()},
+            )
+        )
+
+    def _try_again(self, step: _UnderWay) -> None:
+        """A rank was lost, or ranks have parted: where rows are is not known. Of several, one that
+        is left takes the step alone; else rows wait until they are given another.
+        """
+        for process in step.gang:
+            for row in step.rows:
+                if process in row.there:
+                    row.there[process] = -1
+        rows = [(name, row) for name, row in zip(step.step.rows, step.rows, strict=True)
+                if self._rows.get(name) is row]  # fmt: skip
+        if len(step.gang) > 1:
+            self._part(step.gang)
+            left = [each for each in step.gang if self._living.get(each.device) is each]
+            if left and rows:
+                names, held = zip(*rows, strict=True)
+                reads = tuple([read for read in step.step.reads if read.row in names])
+                alone = replace(step.step, rows=names, reads=reads, devices=(left[0].device,))
+                self._begin(_UnderWay(alone, held, (left[0],), step.done))
+            return
+        failed = {}
+        for name, row in rows:
+            row.losses += 1
+            if row.losses == _LOSSES:
+                failed[name] = EngineFailed(f"{_LOSSES} devices were lost while it ran")
+        if failed:
+            step.done(StepResult((), Span(0.0, 0.0), failed=failed))
+
+    # Gangs.
+
+    def _joined(self, gang: tuple[RankProcess, ...]) -> str:
+        """The name under which ranks know their gang; empty: it is one rank."""
+        if len(gang) == 1:
+            return ""
+        if gang not in self._gangs:
+            name = self._gangs[gang] = f"gang {next(self._names)}"
+            for number, process in enumerate(gang):
+                process.call("join", name, number, len(gang), self._meeting.port)
+        return self._gangs[gang]
+
+    def _part(self, gang: tuple[RankProcess, ...]) -> None:
+        name = self._gangs.pop(gang, None)
+        for process in gang if name is not None else ():
+            process.call("leave", name)
+
+    # RankProcesses that come and go.
+
+    def _lost(self, process: RankProcess) -> None:
+        if self._living.get(process.device) is not process:
+            return  # it is known, or has never come
+        _log.error("rank %d has ended; it is started again", process.device)
+        del self._living[process.device]
+        for row in self._rows.values():
+            row.there.pop(process, None)
+        for gang in [gang for gang in self._gangs if process in gang]:
+            self._part(gang)
+        self._start(process.device)
+
+    def _start(self, device: int) -> None:
+        process = self._ranks.processes[device] = self._ranks.start(device)
+        self._when_done(process.hello, partial(self._came, process))
+
+    def _came(self, process: RankProcess, hello: Future[Any]) -> None:
+        device, error = process.device, hello.exception()
+        if error is None:
+            _log.info("rank %d is back", device)
+            self._starts.pop(device, None)
+            self._living[device] = process
+            return
+        self._starts[device] = self._starts.get(device, 0) + 1
+        _log.error("rank %d could not be started: %s", device, error)
+        if not self._living and min(self._starts.values()) >= _STARTS:
+            raise RuntimeError("no rank is left, and none can be started")
+        again = threading.Timer(_AGAIN_S, self._post, (partial(self._start, device),))
+        again.daemon = True
+        again.start()
+
+    def _evict(self, key: str) -> None:
+        for process in self._living.values():
+            process.call("evict", key)
+
+    def _when_done(self, future: Future[Any], command: Callable[[Future[Any]], None]) -> None:
+        """Run a command on the engine's thread once a future is there."""
+        future.add_done_callback(lambda done: self._post(partial(command, done)))

@@ -1,0 +1,116 @@
+"""What goes through the pipe between the engine's process and a rank's."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from maskserve_core.contracts.memory_table import MemoryTable
+from maskserve_core.planning.cost_model import CostModel
+from maskserve_core.planning.flops import Floats
+from maskserve_engine.executor import RowStep, StepResult
+
+
+class DeviceFacts(NamedTuple):
+    """What a rank says of its device."""
+
+    costs: CostModel
+    memory: MemoryTable
+
+
+class Hello(NamedTuple):
+    """A rank's first message: it can take steps."""
+
+    device: DeviceFacts
+    dtype: str
+    """Of the model, as `[model] dtype` names it."""
+    revision: str
+    """Digest of the served weights."""
+
+
+class RankCall(NamedTuple):
+    """What a rank is to do."""
+
+    number: int
+    """One more than that of the call before."""
+    verb: str
+    """Name of a method of `rank.Rank`."""
+    arguments: tuple[Any, ...]
+
+
+class RankAnswer(NamedTuple):
+    """To the call of the same number."""
+
+    number: int
+    value: Any
+    error: str = ""
+    """In one sentence; empty: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryLoad:
+    """`LoadState` at the time of asking."""
+
+    tier: str
+    sizes: Floats
+    missing: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class EntryLoads:
+    """`RowLoads` of a row that has ended."""
+
+    loaded: dict[str, int]
+    stalled: float
+
+
+class RowPlace(NamedTuple):
+    """Where a row is, for a rank that has it elsewhere."""
+
+    row: str
+    steps: int
+    carried: Tensor
+    """See `Adapter.carried`."""
+
+
+class RowAfter(NamedTuple):
+    """A row that has taken a step. Tensors are in host memory."""
+
+    step: RowStep
+    carried: Tensor | None
+    """See `Adapter.carried`."""
+    result: Tensor | None = None
+    """[C, h, w] of one that has taken its last step, and is let go."""
+    loads: EntryLoads | None = None
+    """Of the same, where it read entries."""
+    estimate: Tensor | None = None
+    """[C, h, w] where its client is shown one after this step."""
+
+
+class StepAnswer(NamedTuple):
+    """What a rank says of a step."""
+
+    result: StepResult
+    rows: dict[str, RowAfter]
+    """By name; of a gang's ranks only the first tells them."""
+    moves: list[tuple[str, float, float]]
+    """See `Executor.take_moves`."""
+
+
+class RankLostError(Exception):
+    """The rank has ended."""
+
+
+def send(pipe: Connection, message: object) -> None:
+    """Raises OSError when nobody is at the other end."""
+    # Not `pipe.send`: torch would have it share tensors' memory by files that stay open.
+    pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def receive(pipe: Connection) -> Any:
+    """Raises EOFError or OSError when nobody is at the other end."""
+    return pickle.loads(pipe.recv_bytes())

@@ -1,0 +1,218 @@
+"""The ranks' processes: how they are started, called, watched and replaced."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from maskserve_core.config import Config, ConfigError, cores
+from maskserve_core.worker.liveness import process_unwell
+from maskserve_engine.gangs.messages import (
+    Hello,
+    RankAnswer,
+    RankCall,
+    RankLostError,
+    receive,
+    send,
+)
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 0.2
+_LOAD_S = 900.0
+"""In which a rank loads the model."""
+
+
+class RankProcess:
+    """One rank. Calls are answered in their order.
+
+    Args:
+        config: of the worker.
+        device: of the worker's, the one that it has.
+        on_lost: told once, on another thread, when the process has ended.
+    """
+
+    def __init__(self, config: Config, device: int, on_lost: Callable[[], None]) -> None:
+        self.device, self._on_lost = device, on_lost
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [_python(), "-m", "maskserve_engine.gangs.rank", str(theirs.fileno())],
+                env={**os.environ, **_visible(device)},
+                pass_fds=[theirs.fileno()],
+            )
+        self._pipe = Connection(ours.detach())
+        self._door = threading.Lock()
+        self._numbers = itertools.count(1)
+        self.hello: Future[Hello] = Future()
+        self._open: dict[int, Future[Any]] = {0: self.hello}
+        """Calls that were not answered."""
+        self.ended = False
+        send(self._pipe, _rank_config(config))
+        threading.Thread(target=self._read, name=f"rank {device}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, verb: str, *arguments: object) -> Future[Any]:
+        """Have a method of `rank.Rank` run; RankLostError when the process ends before it has."""
+        future: Future[Any] = Future()
+        with self._door:
+            number = next(self._numbers)
+            self._open[number] = future
+            try:
+                if self.ended:
+                    raise BrokenPipeError
+                send(self._pipe, RankCall(number, verb, arguments))
+            except OSError:
+                del self._open[number]
+                future.set_exception(RankLostError(f"rank {self.device} has ended"))
+        return future
+
+    def kill(self) -> None:
+        """At once; `on_lost` is told."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    def close(self) -> None:
+        """Have it end, and wait for that."""
+        self.kill()
+        self._process.wait()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                answer: RankAnswer = receive(self._pipe)
+                future = self._open.pop(answer.number)
+                if answer.error:
+                    future.set_exception(RuntimeError(answer.error))
+                else:
+                    future.set_result(answer.value)
+        except (EOFError, OSError):
+            pass
+        self._process.kill()  # what no longer listens is of no use
+        self._process.wait()
+        with self._door:
+            self.ended = True
+            left, self._open = list(self._open.values()), {}
+        for future in left:
+            with suppress(InvalidStateError):
+                future.set_exception(RankLostError(f"rank {self.device} has ended"))
+        self._on_lost()
+
+
+class RankProcesses:
+    """All ranks of a worker, each of which has said hello.
+
+    Args:
+        config: of the worker.
+
+    Raises:
+        ConfigError: one of them could not be started.
+    """
+
+    def __init__(self, config: Config) -> None:
+        _check(config)
+        self._folder = ""
+        if config.cache.enabled and not (config.cache.host_dir or config.cache.disk_dir):
+            # Entries travel between ranks by files.
+            memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            self._folder = tempfile.mkdtemp(prefix="maskserve-entries-", dir=memory)
+            config = replace(config, cache=replace(config.cache, host_dir=self._folder))
+        self._config = config
+        self.on_lost: Callable[[RankProcess], None] = lambda process: None
+        """Told on another thread of a process that has ended."""
+        self._closed = threading.Event()
+        self.processes = [self.start(device) for device in range(config.engine.devices)]
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        try:
+            hellos = [each.hello.result(_LOAD_S) for each in self.processes]
+        except Exception as error:
+            self.close()
+            raise ConfigError(f"[engine] devices: a rank did not start: {error}") from error
+        self.hello = hellos[0]
+
+    @property
+    def scheduling_config(self) -> Config:
+        """Of the process that only schedules: the model's shape without weights."""
+        model = self._config.model
+        shape = replace(model, device="meta", dtype=self.hello.dtype, weights="bf16", compile=False)
+        engine = replace(self._config.engine, warm_up=False)
+        return replace(self._config, model=shape, engine=engine)
+
+    def start(self, device: int) -> RankProcess:
+        """A process for a device; it says hello later."""
+        process = RankProcess(self._config, device, lambda: self._lost(process))
+        return process
+
+    def close(self) -> None:
+        self._closed.set()
+        for process in self.processes:
+            process.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _lost(self, process: RankProcess) -> None:
+        if not self._closed.is_set():
+            self.on_lost(process)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            for process in self.processes:
+                wrong = None if process.ended else process_unwell(process.pid)
+                if wrong is not None:
+                    _log.error("rank %d %s; it is replaced", process.device, wrong)
+                    process.kill()
+
+
+def _check(config: Config) -> None:
+    for section, given in (
+        ("adapters", config.adapters.store),
+        ("controls", config.controls.folder),
+    ):
+        if given:
+            raise ConfigError(
+                f"[engine] devices: {config.engine.devices} devices per worker do not go with "
+                f"[{section}]; use one device"
+            )
+
+
+def _rank_config(config: Config) -> Config:
+    """As a rank has it: the only device that it sees is the first, and it has a share of the
+    threads.
+    """
+    model = config.model
+    threads = max(1, (model.torch_threads or cores()) // config.engine.devices)
+    return replace(
+        config, model=replace(model, device=model.device.partition(":")[0], torch_threads=threads)
+    )
+
+
+def _visible(device: int) -> dict[str, str]:
+    """The environment in which a process sees one GPU of this one's."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if seen is None:
+        return {"CUDA_VISIBLE_DEVICES": str(device)}
+    listed = [name for name in seen.split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": listed[device] if device < len(listed) else seen}
+
+
+def _python() -> str:
+    """The interpreter; inside of Triton's stub `sys.executable` may name none."""
+    given = Path(sys.executable or "")
+    return str(given) if given.name.startswith("python") else shutil.which("python3") or "python3"

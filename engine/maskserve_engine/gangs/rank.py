@@ -1,0 +1,292 @@
+"""`python -m maskserve_engine.gangs.rank FD`: a process that holds the model and some rows on one
+device, and does what comes through its pipe, one call after the other.
+
+It ends when the pipe does, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import distributed
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.keys import Anchor
+from maskserve_core.errors import EngineFailed
+from maskserve_core.worker.logs import about, start_log
+from maskserve_engine.batch.sequence_parallel import Ranks as Exchanges
+from maskserve_engine.cache.tier import Note
+from maskserve_engine.card_table import check_fits
+from maskserve_engine.device_clock import Span
+from maskserve_engine.entry_store import estimated_costs, open_store, sized
+from maskserve_engine.executor import (
+    CachedRowSpec,
+    PrimingRowSpec,
+    Read,
+    RowSpec,
+    RowStep,
+    StepInput,
+    StepResult,
+)
+from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.gangs.messages import (
+    DeviceFacts,
+    EntryLoad,
+    EntryLoads,
+    Hello,
+    RankAnswer,
+    RankCall,
+    RowAfter,
+    RowPlace,
+    StepAnswer,
+    receive,
+    send,
+)
+from maskserve_engine.local_executor import LocalExecutor
+from maskserve_engine.measured_costs import MeasuredCosts
+from maskserve_engine.memory import device_memory, memory_table
+from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
+from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
+from maskserve_engine.stages.quantise import form_in_words
+from maskserve_engine.stages.revision import model_revision
+from maskserve_engine.step_planner import StepPlanner
+from maskserve_engine.warm_up import warm_up
+
+_log = logging.getLogger(__name__)
+_EXCHANGE_S = 20.0
+"""After which an exchange with other ranks has failed."""
+_OPEN_S = 10.0
+"""In which a template's files are open, or the row does without."""
+
+
+class Rank:
+    """The calls; each is one of `GangExecutor`'s.
+
+    Args:
+        config: of the worker, as this rank's process has it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        _log.info("a rank's device: %s", device_in_words(config))
+        self.device = device_of(config)
+        if self.device.type == "cuda":
+            check_fits(config, device_memory(self.device)[1])
+        with one_cpu_thread():
+            adapter = load_adapter(config)
+        costs = estimated_costs(config)
+        kinds, size = sized(config, adapter, costs)
+        memory = memory_table(config, adapter, size)
+        share = 1 if self.device.type == "cuda" else config.engine.devices  # all in one memory
+        self._store = open_store(config, size, costs, memory.cache // share)
+        self._local = LocalExecutor(adapter, self._store)
+        self.adapter = adapter
+        if config.engine.warm_up:
+            planner = StepPlanner(MeasuredCosts(costs))
+            warm_up(config, adapter, self._store, kinds, planner)
+        self._specs: dict[str, RowSpec] = {}
+        self._unmade: dict[str, EngineFailed] = {}
+        """Rows that could not be made."""
+        self._pinned: dict[str, str] = {}
+        """Of priming rows, the keys that stay until their rows end."""
+        self._gangs: dict[str, Exchanges] = {}
+        revision = model_revision(config.model.path, form_in_words(config))
+        dtype = str(dtype_of(config)).removeprefix("torch.")
+        self.hello = Hello(DeviceFacts(costs, memory), dtype, revision)
+
+    def join(self, gang: str, rank: int, count: int, port: int) -> None:
+        """Meet the other ranks of a gang.
+
+        Args:
+            gang: a name that no other gang has had.
+            rank: of this one in it.
+            count: of all.
+            port: of the store where ranks meet.
+        """
+        stores: Any = distributed  # of which torch's stubs know little
+        store = stores.PrefixStore(gang, stores.TCPStore("127.0.0.1", port))
+        exchange = Exchanges(store, rank, count, self.device, _EXCHANGE_S)
+        self._agree(exchange, 0)
+        self._gangs[gang] = exchange
+
+    def leave(self, gang: str) -> None:
+        self._gangs.pop(gang, None)
+
+    def make(self, row: str, spec: RowSpec) -> None:
+        self._specs[row] = spec
+        try:
+            if isinstance(spec, CachedRowSpec):
+                self._open(spec.key, spec.anchors)
+            elif isinstance(spec, PrimingRowSpec):
+                self._pinned[row] = ""
+            made = self._local.make(row, spec)
+            if isinstance(spec, CachedRowSpec) and spec.sure and not made.complete:
+                raise EngineFailed("the template's cached activations were lost; send it again")
+        except Exception as error:
+            _log.exception("a row could not be made", extra=about(row))
+            said = error if isinstance(error, EngineFailed) else None
+            self._unmade[row] = said or EngineFailed(f"its row failed ({type(error).__name__})")
+
+    def place(self, places: Sequence[RowPlace]) -> None:
+        """Have rows where other ranks have brought them."""
+        for row, steps, carried in places:
+            try:
+                if row not in self._unmade:
+                    self._local.place(row, steps, carried.to(self.device))
+            except Exception as error:
+                _log.exception("a row could not be brought here", extra=about(row))
+                self._unmade[row] = EngineFailed(f"its row failed ({type(error).__name__})")
+
+    def load(self, reads: Sequence[Read]) -> dict[str, EntryLoad]:
+        found = self._local.load([read for read in reads if read.row not in self._unmade])
+        seen: dict[int, EntryLoad] = {}
+        for load in found.values():  # rows that share one share it on the other side, too
+            seen.setdefault(id(load), EntryLoad(load.tier, load.sizes, load.missing))
+        return {row: seen[id(load)] for row, load in found.items()}
+
+    def step(self, step: StepInput, gang: str) -> StepAnswer:
+        """One step.
+
+        Args:
+            step: by the names that rows have here.
+            gang: that takes it; empty: this rank alone.
+        """
+        unmade = {row: self._unmade[row] for row in step.rows if row in self._unmade}
+        if gang:
+            exchange = self._gangs[gang]
+            reading = [read.row for read in step.reads]
+            self._agree(
+                exchange, zlib.crc32(repr((step.number, step.rows, reading, unmade)).encode())
+            )
+            if unmade:
+                raise EngineFailed("rows of the step could not be made")
+            result = self._local.run(step, exchange)
+            tells = exchange.rank == 0
+        else:
+            rows = tuple([row for row in step.rows if row not in unmade])
+            reads = tuple([read for read in step.reads if read.row not in unmade])
+            result, tells = self._local.run(replace(step, rows=rows, reads=reads)), True
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        said = StepResult(
+            result.rows,
+            Span(0.0, result.span.seconds() or 0.0),
+            tuple([Span(0.0, stall.seconds() or 0.0) for stall in result.stalls]),
+            result.lost,
+            {**result.failed, **unmade},
+        )
+        after = [self._after(step, tells=tells) for step in result.rows]
+        rows_after = {each.step.row: each for each in after}
+        return StepAnswer(said, rows_after if tells else {}, self._local.take_moves())
+
+    def keep_entry(self, row: str, key: str, note: Note) -> bool:
+        """The files are written when this returns: other ranks read them."""
+        if not self._pinned[row]:
+            self._pinned[row] = key
+            self._store.memory.pin(key, pinned=True)
+        kept = self._local.keep_entry(row, key, note)
+        self._store.settle()
+        spec = self._specs[row]
+        assert isinstance(spec, PrimingRowSpec)
+        anchor = spec.anchors[self._local.position(row)[0] - 1]
+        return kept and self._store.lower.locate(key, [anchor]) is not None
+
+    def release(self, row: str) -> None:
+        self._local.release(row)
+        self._specs.pop(row, None)
+        self._unmade.pop(row, None)
+        key = self._pinned.pop(row, "")
+        if key and key not in self._pinned.values():
+            self._store.memory.pin(key, pinned=False)
+
+    def evict(self, key: str) -> None:
+        self._store.memory.evict(key)
+
+    def idle(self) -> None:
+        self._local.idle()
+
+    def _after(self, step: RowStep, *, tells: bool) -> RowAfter:
+        """What the others need of a row that has taken a step; one that is done is let go."""
+        row, spec = step.row, self._specs[step.row]
+        if isinstance(spec, PrimingRowSpec):
+            return RowAfter(step, torch.empty(0))
+        if self._local.is_done(row):
+            result = torch.from_numpy(self._local.result(row).array()) if tells else None
+            loads = self._local.release(row)
+            self.release(row)
+            told = None if loads is None else EntryLoads(dict(loads.loaded), loads.stalled)
+            return RowAfter(step, None, result, told)
+        carried = self._local.position(row)[1] if tells else None
+        every = spec.job.request.settings.preview_every
+        shown = None
+        if tells and every and step.done % every == 0:
+            shown = torch.from_numpy(self._local.estimate(row).array())
+        # A copy: of a view the whole batch that it looks at would be sent.
+        copied = None if carried is None else carried.to("cpu", copy=True)
+        return RowAfter(step, copied, None, None, shown)
+
+    def _open(self, key: str, anchors: Sequence[Anchor | None]) -> None:
+        """Have a template's files open before its row is made, which then holds them."""
+        if not self._store.fetch(key, [a for a in dict.fromkeys(anchors) if a is not None]):
+            self._store.settle(_OPEN_S)
+
+    def _agree(self, exchange: Exchanges, number: int) -> None:
+        """See that all ranks of a gang begin the same."""
+        own = torch.full((exchange.count,), number, dtype=torch.int64, device=self.device)
+        came = exchange.all_to_all(list(own.split(1)), [1] * exchange.count)
+        if not bool((came == number).all()):
+            raise EngineFailed(f"ranks are out of step: {came.tolist()}")
+
+
+def main(pipe: Connection) -> None:
+    """Serve the pipe until it ends."""
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            while True:
+                calls.put(receive(pipe))
+        except (EOFError, OSError):
+            os._exit(0)  # nobody is there who could want anything of this process
+
+    threading.Thread(target=read, name="calls", daemon=True).start()
+    config = calls.get()
+    start_log(config, "denoiser")
+    try:
+        rank = Rank(config)
+    except Exception as error:
+        _log.exception("a rank could not start")
+        send(pipe, RankAnswer(0, None, f"{error}"))
+        return
+    send(pipe, RankAnswer(0, rank.hello))
+    limit_threads(config)
+    with rank.adapter.session():
+        expected = 1
+        while True:
+            call: RankCall = calls.get()
+            assert call.number == expected, f"call {call.number} came in place of {expected}"
+            expected += 1
+            send(pipe, _answer(rank, call))
+
+
+def _answer(rank: Rank, call: RankCall) -> RankAnswer:
+    try:
+        return RankAnswer(call.number, getattr(rank, call.verb)(*call.arguments))
+    except Exception as error:
+        if call.verb == "step" and not call.arguments[1]:
+            raise  # it could step no row by itself: this process is broken
+        _log.exception("%s failed", call.verb)
+        return RankAnswer(call.number, None, f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))

@@ -1,0 +1,92 @@
+"""A worker of two devices behind a real Triton; on a CPU a device is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+from tests.support.calls import Grpc, pixels, plain_edit
+from tests.support.eventually import eventually
+
+RANK = "maskserve_engine.gangs.rank"
+
+
+@pytest.fixture(scope="module")
+def devices(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+    options = ServeOptions(
+        model=str(model),
+        devices_per_worker=2,
+        base_port=free_base_port(),
+        log_dir=tmp_path_factory.mktemp("logs"),
+        entries=tmp_path_factory.mktemp("entries"),
+    )
+    with Supervisor(options) as supervisor:
+        yield supervisor
+
+
+@pytest.fixture
+def edits(devices: Supervisor) -> Iterator[Grpc]:
+    client = Grpc(devices.workers[0].grpc_url)
+    yield client
+    client.close()
+
+
+def ranks(devices: Supervisor) -> list[psutil.Process]:
+    """The oldest first."""
+    pid = devices.workers[0].pid
+    assert pid is not None
+    below = psutil.Process(pid).children(recursive=True)
+    found = [each for each in below if each.is_running() and RANK in each.cmdline()]
+    return sorted(found, key=lambda each: each.create_time())
+
+
+def test_pictures_are_those_of_one_device(edits: Grpc, grpc: Grpc) -> None:
+    for seed in range(4):
+        ours, meta = edits.edit(plain_edit(seed=seed))
+        theirs, _ = grpc.edit(plain_edit(seed=seed))
+        apart = pixels(ours).astype(int) - pixels(theirs).astype(int)
+        assert np.abs(apart).max() <= 1
+        assert meta["event"] == "final"
+
+
+def test_a_template_is_primed_once_and_read_by_both(edits: Grpc) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        asked = [plain_edit(seed=1, cache="require") for _ in range(8)]
+        metas = [meta for _, meta in pool.map(edits.edit, asked)]
+    assert {meta["cache"] for meta in metas} == {"hit"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_no_edit_is_lost_with_a_rank(
+    devices: Supervisor, edits: Grpc, number: signal.Signals
+) -> None:
+    eventually("two ranks", lambda: len(ranks(devices)) == 2, 60.0)
+    inputs = plain_edit(seed=3, num_inference_steps=100)
+    expected = pixels(edits.edit(inputs)[0]).astype(int)
+    with ThreadPoolExecutor(6) as pool:
+        begun = [pool.submit(edits.edit, inputs) for _ in range(6)]
+        gone = ranks(devices)[-1]
+        gone.send_signal(number)
+        eventually("it is replaced", lambda: not gone.is_running(), 2.0)
+        for each in begun:
+            assert np.abs(pixels(each.result()[0]).astype(int) - expected).max() <= 1
+    eventually("it is back", lambda: len(ranks(devices)) == 2, 60.0)
+    assert devices.workers[0].restarts == 0
+
+
+def test_ranks_end_with_the_process_that_schedules(devices: Supervisor) -> None:
+    eventually("two ranks", lambda: len(ranks(devices)) == 2, 60.0)
+    old = ranks(devices)
+    (parent,) = {each.ppid() for each in old}
+    os.kill(parent, signal.SIGKILL)
+    eventually("they end", lambda: not any(each.is_running() for each in old), 5.0)

@@ -1,0 +1,169 @@
+"""A worker of two devices: edits equal those of one, and outlive the processes that step them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from maskserve_core.config import Config, ConfigError
+from maskserve_core.errors import Cancelled
+from maskserve_engine.engine import Engine
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.gangs.executor import GangExecutor
+from maskserve_engine.job import EditJob, PreviewEvent
+from tests.fakes.jobs import config_of, tolerance
+from tests.support.engines import job
+from tests.support.eventually import eventually
+from tests.support.sink import Sink
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_fill: Path) -> Encoder:
+    return load_encoder(config_of(tiny_fill))
+
+
+def config_for(folder: Path, devices: int) -> Config:
+    return config_of(
+        folder,
+        model={"torch_threads": 1},
+        engine={"devices": devices, "warm_up": False},
+        cache={
+            "entry_format": "model",
+            "stride": 1,
+            "dense_above_ratio": 1.0,
+            "plan": "fixed",
+            "budget_bytes": 2**28,
+        },
+    )
+
+
+def started(config: Config, encoder: Encoder) -> Engine:
+    engine = Engine.load(config)
+    engine.cache.prompt = lambda: encoder.encode_prompt("")
+    engine.start()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def two(tiny_fill: Path, encoder: Encoder) -> Iterator[Engine]:
+    engine = started(config_for(tiny_fill, 2), encoder)
+    yield engine
+    engine.close(5.0)
+    engine.manager.scheduler.check_integrity()
+    assert len(engine.manager.scheduler) == 0
+
+
+@pytest.fixture(scope="module")
+def one(tiny_fill: Path, encoder: Encoder) -> Iterator[Engine]:
+    engine = started(config_for(tiny_fill, 1), encoder)
+    yield engine
+    engine.close(5.0)
+
+
+def ranks(engine: Engine) -> GangExecutor:
+    assert isinstance(engine.executor, GangExecutor)
+    return engine.executor
+
+
+def both_back(engine: Engine) -> None:
+    eventually("all ranks are back", lambda: not ranks(engine).devices.lost, 60.0)
+
+
+def run(engine: Engine, jobs: list[EditJob]) -> list[np.ndarray]:
+    sinks = [Sink() for _ in jobs]
+    for each, sink in zip(jobs, sinks, strict=True):
+        engine.submit(each, sink)
+    return [sink.final().latents for sink in sinks]
+
+
+def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.abs(ours - theirs).max() <= tolerance(theirs)
+
+
+def test_edits_equal_those_of_one_device(one: Engine, two: Engine, encoder: Encoder) -> None:
+    jobs = [job(encoder, seed, f"edit-{seed}", cache="off") for seed in range(8)]
+    assert_same(run(two, jobs), run(one, jobs))
+
+
+def test_cached_edits_read_on_both_devices_what_one_of_them_made(
+    one: Engine, two: Engine, encoder: Encoder
+) -> None:
+    first = job(encoder, 3, "first", cache="require", num_inference_steps=4)
+    assert_same(run(two, [first]), run(one, [first]))
+    again = [
+        job(encoder, 3, f"again-{n}", cache="require", num_inference_steps=4) for n in range(4)
+    ]
+    sinks = [Sink() for _ in again]
+    for each, sink in zip(again, sinks, strict=True):
+        two.submit(each, sink)
+    finals = [sink.final() for sink in sinks]
+    assert_same([final.latents for final in finals], run(one, again))
+    assert {final.meta["cache"] for final in finals} == {"hit"}
+
+
+def test_previews_come_from_the_ranks(two: Engine, encoder: Encoder) -> None:
+    sink = Sink()
+    two.submit(job(encoder, 1, "shown", num_inference_steps=4, preview_every=2, cache="off"), sink)
+    final = sink.final()
+    shown = [event for event in sink.events if isinstance(event, PreviewEvent)]
+    assert all(event.latents.shape == final.latents.shape for event in shown)
+
+
+def test_a_cancelled_edit_is_answered_while_its_step_runs(two: Engine, encoder: Encoder) -> None:
+    sink = Sink()
+    two.submit(job(encoder, 5, "cancelled", num_inference_steps=200, cache="off"), sink)
+    eventually("a step", lambda: two.counters["steps_total"] > 0)
+    two.cancel("cancelled")
+    assert isinstance(sink.error(), Cancelled)
+    assert len(run(two, [job(encoder, 6, "cancelled", num_inference_steps=2, cache="off")])) == 1
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+def test_edits_go_on_where_a_rank_is_lost(
+    one: Engine, two: Engine, encoder: Encoder, number: signal.Signals
+) -> None:
+    jobs = [
+        job(encoder, seed, f"lost-{seed}", num_inference_steps=60, strength=1.0, cache="off")
+        for seed in range(4)
+    ]
+    expected = run(one, jobs)
+    both_back(two)
+    sinks = [Sink() for _ in jobs]
+    for each, sink in zip(jobs, sinks, strict=True):
+        two.submit(each, sink)
+    process = ranks(two)._ranks.processes[1]
+    eventually(
+        "a row is there",
+        lambda: process in [p for row in ranks(two)._rows.values() for p in row.there],
+    )
+    os.kill(process.pid, number)
+    eventually("it is noticed", lambda: 1 in ranks(two).devices.lost, 2.0)
+    finals = [sink.final() for sink in sinks]
+    assert_same([final.latents for final in finals], expected)
+    assert all(final.meta["steps"] == 60 for final in finals)
+    both_back(two)
+    assert_same(run(two, jobs), expected)
+
+
+def test_what_devices_do_not_go_with_is_refused_in_a_sentence(tiny_fill: Path) -> None:
+    config = config_for(tiny_fill, 2)
+    with_loras = structs.replace(config, adapters=structs.replace(config.adapters, store="/loras"))
+    with pytest.raises(ConfigError, match=r"2 devices per worker do not go with \[adapters\]"):
+        Engine.load(with_loras)
+
+
+def test_a_model_that_ranks_cannot_load_is_a_sentence(tiny_fill: Path, tmp_path: Path) -> None:
+    config = config_for(tiny_fill, 2)
+    absent = structs.replace(config, model=structs.replace(config.model, path=str(tmp_path)))
+    with pytest.raises(ConfigError, match="a rank did not start"):
+        Engine.load(absent)
