@@ -20,8 +20,8 @@ class Spread:
     """A `StepScheduler` per device (`SchedulingPolicy`).
 
     A ticket goes to the device that has the least to compute; ties go to the lowest number. When a
-    device is lost its tickets go to the others in the same way, rows before those that wait; while
-    none is left they stay where they are.
+    device is lost its tickets go to the others in the same way, and queue there as what came when they did;
+    while none is left they stay where they are.
 
     Args:
         devices: of the worker.

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 
 from maskserve_core.config import Config, ConfigError, cores
@@ -206,8 +207,8 @@ def _rank_config(config: Config) -> Config:
 def _visible(device: int) -> dict[str, str]:
     """The environment in which a process sees one GPU of this one's."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if seen is None:
-        return {"CUDA_VISIBLE_DEVICES": str(device)}
+    if seen is None:  # all, if there are any: naming one that is not there is an error
+        return {"CUDA_VISIBLE_DEVICES": str(device)} if torch.cuda.device_count() else {}
     listed = [name for name in seen.split(",") if name]
     return {"CUDA_VISIBLE_DEVICES": listed[device] if device < len(listed) else seen}
 

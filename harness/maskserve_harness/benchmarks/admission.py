@@ -96,7 +96,7 @@ def _prime(engine: Engine, job: EditJob) -> None:
     priming = engine.cache.begin(job)
     assert priming is not None
     for done, anchor in enumerate(priming.anchors, 1):
-        assert engine.cache.keep(priming, AnchorEntry(anchor, ()), done)
+        assert engine.cache.store.put(priming.key, AnchorEntry(anchor, ()), priming.note(done))
     engine.cache.end(priming, complete=True)
 
 
