@@ -19,9 +19,9 @@ from maskserve_core.worker.step_scheduler import (
 class Spread:
     """A `StepScheduler` per device (`SchedulingPolicy`).
 
-    A ticket goes to the device that has the least to compute; ties go to the lowest number. When a
-    device is lost its tickets go to the others in the same way, and queue there as what came when they did;
-    while none is left they stay where they are.
+    A ticket goes to the device that has the least to compute; ties go to the lowest number. One
+    that waits for a row goes to a device that has a free one. When a device is lost its tickets go
+    to the others as new ones do, but queue by when they came; while none is left they stay.
 
     Args:
         devices: of the worker.
@@ -80,6 +80,7 @@ class Spread:
         for device, each in enumerate(self._each):
             if device in devices.busy or device in devices.lost:
                 continue
+            self._fill(device)
             decision = each.schedule(now)
             admitted += decision.admitted
             expired += decision.expired
@@ -105,12 +106,23 @@ class Spread:
         each = self._each[device]
         return sum(t.steps * t.active_tokens for t in (*each.running, *each.waiting))
 
+    def _fill(self, device: int) -> None:
+        """Give its free rows to tickets that have none elsewhere."""
+        each = self._each[device]
+        while len(each) < each.max_rows:
+            longest = max(self._each, key=len)
+            if len(longest) <= longest.max_rows or not longest.waiting:
+                return
+            self._move(longest, longest.waiting[0], device)
+
+    def _move(self, source: StepScheduler, ticket: Ticket, device: int) -> None:
+        source.cancel(ticket.request_id)
+        self._each[device].take(ticket)
+        self._device[ticket.request_id] = device
+
     def _move_from(self, device: int) -> None:
         each, left = self._each[device], self._left()
         if not left:
             return
         for ticket in (*each.running, *each.waiting):
-            each.cancel(ticket.request_id)
-            there = min(left, key=self._load)
-            self._each[there].take(ticket)
-            self._device[ticket.request_id] = there
+            self._move(each, ticket, min(left, key=self._load))
