@@ -122,6 +122,10 @@ class EngineConfig(Table, frozen=True):
     warm_up: bool = True
     """Whether encoder, denoiser and decoder run once before the worker is ready: on a GPU at the
     model's native size, dense and cached, on a CPU at a small one."""
+    cuda_graphs: bool = True
+    """Whether steps of a UNet are recorded as CUDA graphs, on GPUs. What is recorded takes as much
+    of the device's memory as a step does, beside it. One that answers otherwise than the step that
+    it was recorded of turns them off."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
     """Edits one front serves at once."""
 

@@ -90,7 +90,10 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
     side = facts.native_resolution // facts.vae_scale_factor
     passes = config.engine.max_rows * (2 if facts.two_passes else 1)
     text = facts.text_tokens(config.model.max_sequence_length)
-    return peak_values(adapter.work(side, side), passes, text) * dtype_of(config).itemsize
+    once = peak_values(adapter.work(side, side), passes, text) * dtype_of(config).itemsize
+    # What is recorded keeps its memory beside that of steps that are not.
+    recorded = facts.family == "unet" and config.engine.cuda_graphs
+    return 2 * once if recorded and device_of(config).type != "cpu" else once
 
 
 def peak_values(work: ModelWork, passes: int, text: int) -> int:

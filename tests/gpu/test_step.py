@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from maskserve_engine.cache.entries import encode
+from maskserve_engine.families.unet.graphs import Graphs
 from maskserve_engine.layers.add_norm import add_norm
 from maskserve_engine.layers.attention import Segments, attention, ends, spans, uniform
 from maskserve_engine.layers.geglu import geglu
@@ -15,6 +18,7 @@ from maskserve_engine.layers.qk_norm_rope import fused as fused_heads
 from maskserve_engine.layers.qk_norm_rope import norm_heads, rotate
 from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, fused, scatter_kv
 from maskserve_harness.benchmarks.step_rig import Bench
+from maskserve_harness.benchmarks.unet_rig import UnetBench
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.usefixtures("cuda")
@@ -122,3 +126,27 @@ def test_the_kernels_that_modulate_agree_with_the_plain_path() -> None:
         ),
     ):
         torch.testing.assert_close(result, plain, rtol=2**-7, atol=2**-5)
+
+
+@pytest.mark.parametrize("ratios", [(0.1,), (0.3, None)])
+def test_a_recorded_unet_step_answers_what_one_that_is_not_does(
+    ratios: tuple[float | None, ...],
+) -> None:
+    pytest.importorskip("triton")
+    torch.manual_seed(3)
+    bench = UnetBench("sd21-768", torch.bfloat16, CUDA, "int8")
+    bench.fill_entry("kv")
+    plain, answers = bench.weights, []
+    recorder = Graphs.on(CUDA, torch.bfloat16)
+    assert recorder is not None
+    for graphs in (None, recorder):
+        bench.weights, bench.batch = replace(plain, graphs=graphs), None
+        torch.manual_seed(4)
+        rows = [bench.row(ratio, seed) for seed, ratio in enumerate(ratios)]
+        for _ in range(5):
+            bench.step(rows, "kv")
+        answers.append([row.latents.float().cpu() for row in rows])
+    assert recorder._capture is not None, "recording was turned off"
+    assert any(recorder._seen.values())
+    for one, other in zip(*answers, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)

@@ -166,8 +166,8 @@ def test_unets_with_uncounted_parts_are_refused(key: str, value: Any) -> None:
     ("name", "work"),
     [
         ("", flux_work(FLUX_DEV, 128, 128)),
-        ("SD 2.1, ", unet_work(SD21, 96, 96, guidance=False)),
-        ("SDXL, ", unet_work(SDXL, 128, 128, guidance=False)),
+        ("SD 2.1, ", unet_work(SD21, 96, 96, guidance=False, recorded=True)),
+        ("SDXL, ", unet_work(SDXL, 128, 128, guidance=False, recorded=True)),
     ],
 )
 def test_launches_are_within_a_tenth_of_those_counted_on_a_fake_device(
@@ -179,3 +179,11 @@ def test_launches_are_within_a_tenth_of_those_counted_on_a_fake_device(
         if counted_there is not None:
             launches = work.batch_launches((kind,) * len(work.blocks))
             assert launches == pytest.approx(counted_there["step"], rel=0.1)
+
+
+def test_launches_of_steps_that_are_not_recorded_are_counted_too() -> None:
+    table = json.loads(Path("docs/benchmarks/kernels.json").read_text(encoding="utf-8"))
+    work = unet_work(SDXL, 128, 128, guidance=False)
+    launches = work.batch_launches(("kv",) * len(work.blocks))
+    counted_there = table["SDXL, kv int8, 1 guided row, no graphs"]["step"]
+    assert launches == pytest.approx(counted_there, rel=0.1)

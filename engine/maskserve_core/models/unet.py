@@ -54,6 +54,9 @@ _BLOCK_LAUNCHES = (14.0, 20.0, 17.0)
 (`bench kernel_table`)."""
 _END_LAUNCHES = (0.0, 5.0, 5.0)
 """Beside these, of a stack's last block: its tokens are taken apart and put together again."""
+_RECORDED_LAUNCHES, _RECORDED_ENDS, _RECORDED_SAMPLING = (0.0, 40.0, 2.0), (0.0, 5.0, 2.0), 12.0
+"""The same where steps are CUDA graphs: what places cached activations, and the piece behind it.
+Steps with projected blocks are not; these stand for what is outside the blocks, too."""
 _RESNET_LAUNCHES, _STACK_LAUNCHES, _SAMPLING_LAUNCHES = 11.0, 6.0, 30.0
 """Of a ResNet, of a stack outside its blocks, and of a step's input, embeddings and sampler."""
 
@@ -112,6 +115,7 @@ class _Walk:
     groups: int = 32
     fixed: float = 0.0
     launches: float = _SAMPLING_LAUNCHES
+    recorded: bool = False
     positions: list[float] = field(default_factory=list)
     """FLOPs per position of each level, since the last stack began."""
     maps: list[FeatureMap] = field(default_factory=list)
@@ -154,7 +158,7 @@ class _Walk:
         self.conv(level, outputs, outputs)
         if inputs != outputs:
             self.conv(level, inputs, outputs, side=1)
-        self.launches += _RESNET_LAUNCHES
+        self.launches += 0.0 if self.recorded else _RESNET_LAUNCHES
 
     def stack(self, name: str, level: int, h: int, depth: int) -> None:
         """A Transformer2DModel: its blocks are counted per token, its ends as fixed work."""
@@ -173,10 +177,12 @@ class _Walk:
             "cross": 4.0 * h,
         }
         index = len(self.before) - 1
-        self.launches += _STACK_LAUNCHES
+        self.launches += 0.0 if self.recorded else _STACK_LAUNCHES
+        of_block = _RECORDED_LAUNCHES if self.recorded else _BLOCK_LAUNCHES
+        of_last = _RECORDED_ENDS if self.recorded else _END_LAUNCHES
         for i in range(depth):
-            ends = _END_LAUNCHES if i == depth - 1 else (0.0, 0.0, 0.0)
-            dense, project, cached = map(sum, zip(_BLOCK_LAUNCHES, ends, strict=True))
+            ends = of_last if i == depth - 1 else (0.0, 0.0, 0.0)
+            dense, project, cached = map(sum, zip(of_block, ends, strict=True))
             launches = dense, project, cached
             self.blocks.append(
                 BlockWork(f"{name}.{i}", index, level, h, **terms, launches=launches)
@@ -193,7 +199,13 @@ def level_sizes(height: int, width: int, levels: int) -> list[tuple[int, int]]:
 
 
 def unet_work(
-    config: dict[str, Any], height: int, width: int, *, guidance: bool = True, halo: int = 0
+    config: dict[str, Any],
+    height: int,
+    width: int,
+    *,
+    guidance: bool = True,
+    halo: int = 0,
+    recorded: bool = False,
 ) -> ModelWork:
     """Work of a UNet2DConditionModel.
 
@@ -203,6 +215,7 @@ def unet_work(
         width: latent columns.
         guidance: classifier-free guidance: every row is two evaluations.
         halo: as `ModelWork.halo`.
+        recorded: whether steps are CUDA graphs.
 
     Raises:
         ValueError: the config uses a part that is not served.
@@ -215,6 +228,8 @@ def unet_work(
     sizes = level_sizes(height, width, levels)
     cross = [int(c) for c in _per_level(config["cross_attention_dim"], levels)]
     walk = _Walk(cross, int(config.get("time_embedding_dim") or channels[0] * 4), [])
+    walk.recorded = recorded
+    walk.launches = _RECORDED_SAMPLING if recorded else _SAMPLING_LAUNCHES
     walk.areas = [rows * columns for rows, columns in sizes]
     walk.groups = int(config.get("norm_num_groups") or 32)
 

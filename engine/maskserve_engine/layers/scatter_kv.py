@@ -35,7 +35,7 @@ class KvSlots:
     """Where all rows' inactive tokens go; made once per packing, on the device."""
 
     spans: tuple[Span, ...]
-    """Per row, [begin, end) in the buffer."""
+    """Per row, [begin, end) in the buffer; or, with `apart`, in `to`."""
     row_of: Tensor
     """[M] row of each token."""
     local: Tensor
@@ -44,6 +44,8 @@ class KvSlots:
     """[M] its place in the buffer."""
     numbers: Tensor
     """[M] 0, 1, …"""
+    apart: bool = False
+    """Whether the places of a row do not follow one another."""
 
 
 def slots_of(spans: Sequence[Span]) -> KvSlots:
@@ -77,7 +79,12 @@ def scatter_kv(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots
         if source is not None:
             for coded, out in zip(source.parts, outs, strict=True):
                 own = coded if source.ids is None else coded.take(source.ids)
-                own.into(out[begin:end].flatten(1))
+                if slots.apart:
+                    decoded = out.new_empty(end - begin, *out.shape[1:])
+                    own.into(decoded.flatten(1))
+                    out.index_copy_(0, slots.to[begin:end], decoded)
+                else:
+                    own.into(out[begin:end].flatten(1))
 
 
 @cache

@@ -12,7 +12,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from maskserve_engine.families.unet.graphs import CudaCapture
 from maskserve_engine.layers import kernels
 from maskserve_engine.stages import device_probe
 from maskserve_harness.benchmarks.launch_log import Log, Recorder, place_of
@@ -90,10 +91,32 @@ class FakeEvent:
 
 class _FakeStream:
     def __init__(self, device: object = None) -> None:
+        self.device = device
         """All streams are one."""
 
     def wait_event(self, event: FakeEvent) -> None:
         """The device waits, not the host."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Likewise."""
+
+
+class _FakeGraph:
+    """What is captured is not logged; to launch it is one kernel."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        self._captured = self._cuda.watch()
+        self._captured.__enter__()
+
+    def capture_end(self) -> None:
+        self._captured.__exit__(None, None, None)
+
+    def replay(self) -> None:
+        self._cuda.log.kernels["a graph"] += 1
+        self._cuda.log.places[place_of(sys._getframe(1))] += 1
 
 
 class FakeCuda:
@@ -119,9 +142,14 @@ class FakeCuda:
             "mem_get_info": lambda _=None: (_MEMORY, _MEMORY),
             "current_stream": lambda _=None: _FakeStream(),
             "Stream": _FakeStream,
+            "stream": lambda _: nullcontext(),
+            "CUDAGraph": lambda: _FakeGraph(self),
+            "graph_pool_handle": lambda: (0, 0),
             "Event": lambda enable_timing=False: FakeEvent(self),
         }
         self._facts = [patch.object(torch.cuda, name, value) for name, value in facts.items()]
+        # What computes nothing has no answers to compare.
+        self._facts.append(patch.object(CudaCapture, "checks", False))
         self._facts.append(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         self._facts.append(patch.object(Tensor, "numpy", _numpy))
         self._facts.append(patch.object(kernels, "missing_for_launches", lambda: None))

@@ -13,6 +13,7 @@ from maskserve_engine.batch.packing import sparse_layout
 from maskserve_engine.families.flux.compiled import CompiledSegments
 from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
 from maskserve_engine.families.flux.vectors import AHEAD
+from maskserve_engine.families.unet.graphs import Graphs
 from maskserve_engine.families.unet.rows import Guidance
 from maskserve_harness.benchmarks.fake_compiler import FakeCompiler
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
@@ -89,10 +90,15 @@ class UnetCase:
     halo: int = 0
     guided: bool = False
     """Two passes per row."""
+    recorded: bool = True
+    """Whether steps are CUDA graphs, as far as they may be."""
 
 
 SDXL_GUIDED = UnetCase("SDXL, kv int8, 1 guided row", "sdxl-1024", (0.11,), guided=True)
 UNET_CASES = (
+    replace(SDXL_GUIDED, name="SDXL, kv int8, 1 guided row, no graphs", recorded=False),
+    SDXL_GUIDED,
+    UnetCase("SDXL, kv int8, 4 guided rows, mixed", "sdxl-1024", MIXED[:4], guided=True),
     UnetCase("SD 2.1, dense, 1 row", "sd21-768", (None,)),
     UnetCase("SD 2.1, kv int8, 1 row", "sd21-768", (0.11,)),
     UnetCase("SD 2.1, kv int8, 4 rows, mixed", "sd21-768", MIXED[:4]),
@@ -225,12 +231,15 @@ def unet_step(case: UnetCase) -> tuple[Log, int]:
         model = fake_weights(build_unet(case.preset, torch.bfloat16, meta))
         args = case.preset, torch.bfloat16, DEVICE, case.format, case.halo
         bench = UnetBench(*args, model)
+        if case.recorded:
+            recorder = Graphs.on(DEVICE, torch.bfloat16)
+            bench.weights = replace(bench.weights, graphs=recorder)
         bench.fill_entry(case.kind)
         rows = [bench.row(ratio, seed) for seed, ratio in enumerate(case.ratios)]
         if case.guided:
             for row in rows:
                 row.guidance = Guidance(row.prompt, 7.5)
-        for _ in range(2):
+        for _ in range(3):  # the first asks for each kernel, the second records them
             with cuda.watch() as log:
                 bench.step(rows, case.kind)
     return log, bench.blocks

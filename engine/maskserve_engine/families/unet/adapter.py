@@ -27,6 +27,7 @@ from maskserve_engine.families.unet.control import (
     check_net,
 )
 from maskserve_engine.families.unet.forward import added_embedding
+from maskserve_engine.families.unet.graphs import Graphs
 from maskserve_engine.families.unet.preparation import UnetPreparation
 from maskserve_engine.families.unet.rows import (
     Guidance,
@@ -55,6 +56,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             would differ (`[cache] cfg_entries`).
         halo: `[cache] conv_halo`.
         outside_noise: `[model] outside_noise`.
+        graphs: `[engine] cuda_graphs`.
     """
 
     anchor_tolerance = 1.0
@@ -71,9 +73,11 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         own_entries: bool = False,
         halo: int = 0,
         outside_noise: str = "template",
+        graphs: bool = False,
     ) -> None:
         check_sampler(sampler)
-        self.weights = UnetWeights.of(model)
+        recorder = Graphs.on(model.device, model.dtype) if graphs else None
+        self.weights = replace(UnetWeights.of(model), graphs=recorder)
         super().__init__(UnetBatch, self.weights)
         self.facts, self.model, self.sampler = facts, model, sampler
         self.exact_vae = exact_vae
@@ -119,6 +123,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             own_entries=config.cache.cfg_entries == "own",
             halo=config.cache.conv_halo,
             outside_noise=config.model.outside_noise,
+            graphs=config.engine.cuda_graphs,
         )
 
     def steps(self, job: EditJob) -> int:
@@ -294,4 +299,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         return UnetPrompt(text, added_embedding(self.model, *micro) if micro else None)
 
     def _make_work(self, height: int, width: int) -> ModelWork:
-        return unet_work(self.facts.denoiser, height, width, guidance=False, halo=self._halo)
+        recorded = self.weights.graphs is not None and not self._halo
+        return unet_work(
+            self.facts.denoiser, height, width, guidance=False, halo=self._halo, recorded=recorded
+        )

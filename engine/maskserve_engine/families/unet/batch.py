@@ -53,17 +53,34 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         if self._packed is None:
             depth = len(model.down_blocks)
             height, width = sample.shape[2:]
-            self._packed = PackedPasses(self._inputs, (height, width), depth, sample.device)
+            self._packed = PackedPasses(
+                self._inputs, (height, width), depth, sample.device, buckets=self._recorded(model)
+            )
         if self._weights is None:
             rows = zip(self._order, self._passes, strict=True)
             self._weights = model.with_adapters([r.adapters for r, n in rows for _ in range(n)])
         self._run_nets(samples)
-        answers = forward(
-            self._weights, self._packed, sample, self._timesteps(sample.device), kinds,
-            self._captures(),
-        ).split(self._passes)  # fmt: skip
+        timesteps = self._timesteps(sample.device)
+        if self._recorded(model):
+            assert model.graphs is not None
+            answer = model.graphs.forward(model, self._packed, sample, timesteps, kinds)
+        else:
+            answer = forward(
+                self._weights, self._packed, sample, timesteps, kinds, self._captures()
+            )
+        answers = answer.split(self._passes)
         for row, answer in zip(self._order, answers, strict=True):
             row.advance(answer)
+
+    def _recorded(self, model: UnetWeights) -> bool:
+        """Whether the steps of these rows may be recorded."""
+        return model.graphs is not None and not any(
+            isinstance(row, UnetPrimingRow)
+            or row.adapters
+            or row.surroundings is not None
+            or row.control is not None
+            for row in self.rows
+        )
 
     def _run_nets(self, samples: Sequence[torch.Tensor]) -> None:
         """Have ControlNets say what they add to this step, of the rows' [in_channels, h, w]."""

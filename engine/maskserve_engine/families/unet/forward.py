@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -22,6 +23,7 @@ from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids
 from maskserve_engine.families.unet.weights import StackWeights, Stage, UnetWeights
 from maskserve_engine.layers.low_rank import LowRankConv
+from maskserve_engine.layers.scatter_kv import scatter_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class PackedPasses:
         shape: (height, width) of the latents.
         depth: levels of the UNet.
         device: of the model.
+        buckets: as of `make_level`.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class PackedPasses:
         shape: tuple[int, int],
         depth: int,
         device: torch.device,
+        *,
+        buckets: bool = False,
     ) -> None:
         self.rests = tuple(each.rest for each in passes)
         given = tuple(each.residuals for each in passes)
@@ -76,8 +81,61 @@ class PackedPasses:
                 None if each.surroundings is None else each.surroundings.tile[level].inside
                 for each in passes
             ]
-            levels.append(make_level(height * width, active, tiles, lengths))
+            levels.append(make_level(height * width, active, tiles, lengths, buckets=buckets))
         self.levels = moved(tuple(levels), device)
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing in them has a way of its own: tiles, or what a ControlNet adds."""
+        return not self.residuals and not any(level.tiled for level in self.levels)
+
+    @property
+    def shapes(self) -> Hashable:
+        """All that the shapes of a step's tensors follow from, beside those of its input."""
+        computed = tuple([(level.sparse or level).own.q_spans for level in self.levels])
+        return computed, self.text.spans
+
+    def copied(self) -> PackedPasses:
+        """The same in tensors of its own, which can take in what others have; without entries."""
+        own = copy(self)
+        own.rests = (None,) * len(self.rests)
+        own.text = self.text.copied()
+        own.added = None if self.added is None else self.added.clone()
+        own.levels = tuple([level.copied() for level in self.levels])
+        return own
+
+    def take(self, other: PackedPasses) -> None:
+        """Have what other passes of the same shapes have in the tensors of these."""
+        self.text.take(other.text)
+        if self.added is not None:
+            assert other.added is not None
+            self.added.copy_(other.added)
+        for own, level in zip(self.levels, other.levels, strict=True):
+            own.take(level)
+
+    def place(self, level: int, number: int, part: str, outs: Sequence[Tensor]) -> None:
+        """`stack.PlaceInactive` of a level."""
+        sparse = self.levels[level].sparse
+        assert sparse is not None
+        slots = {"kv": sparse.keys.slots, "h alone": sparse.keys.rest}.get(part, sparse.there.slots)
+        wanted = sparse.wanted if part == "end" else (None,) * len(self.rests)
+        sources = [
+            None if rest is None else rest.source(number, part.split()[0], own)
+            for rest, own in zip(self.rests, wanted, strict=True)
+        ]
+        scatter_kv(sources, outs, slots)
+
+
+class AtOnce:
+    """How kernels of a step are asked for: each as the walk comes to it."""
+
+    def between(self, action: Callable[[PackedPasses], None], packed: PackedPasses) -> None:
+        """Something that is done anew at each step with the passes that take it."""
+        action(packed)
+
+    def empty(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A tensor that is not written yet, and not read once the next one of its shape is."""
+        return like.new_empty(shape)
 
 
 def _canvases(passes: Sequence[PassInput]) -> list[Canvas]:
@@ -110,6 +168,7 @@ def forward(
     timesteps: Tensor,
     kinds: Sequence[str] = (),
     captures: Sequence[tuple[int, int, Recorder]] = (),
+    asking: AtOnce | None = None,
 ) -> Tensor:
     """The model's output for every pass.
 
@@ -121,6 +180,7 @@ def forward(
         kinds: `dense`, `project` or `kv` per block in the order they run, for all cached passes;
             not read when there are none.
         captures: (first pass, behind its last pass, capture) of each priming row.
+        asking: how kernels are asked for; None: at once.
 
     Returns:
         [P, out_channels, h, w]
@@ -129,7 +189,10 @@ def forward(
     embedding = model.time_embedding(model.time_proj(timesteps).to(sample.dtype))
     if packed.added is not None:
         embedding = embedding + packed.added
-    walk = _Walk(packed, kinds, captures, embedding, model.conv_norm_out.num_groups, weights.layers)
+    walk = _Walk(
+        packed, kinds, captures, embedding, model.conv_norm_out.num_groups, weights.layers,
+        asking or AtOnce(),
+    )  # fmt: skip
     x = walk.enter(model.conv_in, sample)
     skips = [walk.with_residuals(0, x)]
     for stage, stacks in zip(model.down_blocks, weights.down_blocks, strict=True):
@@ -174,11 +237,12 @@ class _Walk:
         embedding: Tensor,
         groups: int,
         layers: Mapping[Any, Callable[..., Tensor]],
+        asking: AtOnce,
     ) -> None:
         self.packed, self.kinds, self.captures = packed, kinds, captures
         self.canvases = packed.canvases
         self.embedding, self.groups = embedding, groups
-        self.layers = layers
+        self.layers, self.asking = layers, asking
         self.level = 0
         self.block = 0
         self.map = 0
@@ -204,8 +268,14 @@ class _Walk:
 
     def stack(self, weights: StackWeights, x: Maps) -> Maps:
         """A Transformer2DModel."""
-        packed, site = self.packed, self._site(x)
-        run = Stack(packed.levels[self.level], packed.text, packed.rests, self.captures, self.kinds)
+        packed, site, level = self.packed, self._site(x), self.level
+
+        def place(number: int, part: str, outs: Sequence[Tensor]) -> None:
+            self.asking.between(lambda now: now.place(level, number, part, outs), packed)
+
+        run = Stack(
+            packed.levels[level], packed.text, self.captures, self.kinds, place, self.asking.empty
+        )
         normed = (c.norm(site, weights.norm, own) for c, own in zip(self.canvases, x, strict=True))
         x = run.run(weights, self.block, x, normed, [canvas.passes for canvas in self.canvases])
         self.block += len(weights.transformer_blocks)

@@ -9,12 +9,16 @@ them are simply
 Computed tokens are packed in that order without padding. Keys are complete: every pass has N, the
 computed tokens' first and the others' behind them, since attention does not depend on their order.
 A pass whose convolutions run on a tile has features in its box alone.
+
+Where steps are recorded (`graphs`), a pass that leaves tokens out computes as many as its bucket
+has: so the shapes of all tensors follow from a few numbers. A token too many is one of those left
+out, and what is restored of that one is written over it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -46,21 +50,15 @@ class Partition:
 
     core: Tensor
     """[n] of the computed tokens."""
-    rest: Tensor
-    """[m] of the others."""
     slots: KvSlots
-    """Of the others among themselves, pass by pass; empty where a pass computes all."""
+    """Of the others, pass by pass; empty where a pass computes all."""
+    count: int
+    """Of all."""
 
-    def split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Computed and other tokens of [n + m, width]."""
-        return tokens.index_select(0, self.core), tokens.index_select(0, self.rest)
-
-    def join(self, core: Tensor, rest: Tensor) -> Tensor:
-        """[n + m, …] of what `split` gave."""
-        both = core.new_empty(len(core) + len(rest), *core.shape[1:])
-        both.index_copy_(0, self.core, core)
-        both.index_copy_(0, self.rest, rest)
-        return both
+    @property
+    def rest(self) -> Tensor:
+        """[m] of the others."""
+        return self.slots.to
 
 
 @dataclass(frozen=True)
@@ -91,12 +89,30 @@ class Level:
     tiled: bool
     """Whether some pass has a tile."""
 
+    def copied(self) -> Level:
+        """The same, with which tokens are computed in tensors of its own."""
+        if self.sparse is None:
+            return self
+        keys, there = self.sparse.keys, self.sparse.there
+        keys = replace(keys, core=keys.core.clone())
+        there = replace(there, core=there.core.clone())
+        return replace(self, sparse=replace(self.sparse, keys=keys, there=there))
+
+    def take(self, other: Level) -> None:
+        """Have what is computed of other passes, as many tokens, in the tensors of these."""
+        if self.sparse is not None:
+            assert other.sparse is not None
+            self.sparse.keys.core.copy_(other.sparse.keys.core)
+            self.sparse.there.core.copy_(other.sparse.there.core)
+
 
 def make_level(
     tokens: int,
     active: Sequence[Ids | None],
     tiles: Sequence[Ids | None],
     text: Sequence[int],
+    *,
+    buckets: bool = False,
 ) -> Level:
     """The level of a batch, in host memory as yet.
 
@@ -106,25 +122,34 @@ def make_level(
         tiles: per pass the ids in its tile's box, ascending, its computed tokens among them;
             None: it has no tile.
         text: text tokens per pass.
+        buckets: whether passes compute as many tokens as their buckets have; without tiles.
     """
     whole = [tokens] * len(active)
     sparse = None
     if any(ids is not None for ids in active):
         computed = [_marked(tokens, ids) for ids in active]
-        there = _partition(computed)
+        counts = [int(own.sum()) for own in computed]
+        padded = [bucket(count, tokens) for count in counts] if buckets else counts
+        there = _partition(computed, padded)
         wanted: tuple[Tensor | None, ...] = (None,) * len(active)
         if any(ids is not None for ids in tiles):
             inside = [_marked(tokens, ids) for ids in tiles]
-            there = _partition([own[box] for own, box in zip(computed, inside, strict=True)])
+            boxed = [own[box] for own, box in zip(computed, inside, strict=True)]
+            there = _partition(boxed, counts)
             wanted = tuple(
                 None if ids is None else torch.from_numpy(np.flatnonzero(box[~own]))
                 for ids, own, box in zip(tiles, computed, inside, strict=True)
             )
-        counts = [int(own.sum()) for own in computed]
-        keys = _keys(counts, tokens)
-        sparse = Sparse(keys, there, wanted, _segments(counts, whole), _segments(counts, text))
+        keys = _keys(counts, padded, tokens)
+        sparse = Sparse(keys, there, wanted, _segments(padded, whole), _segments(padded, text))
     tiled = any(ids is not None for ids in tiles)
     return Level(_segments(whole, whole), _segments(whole, text), sparse, tiled)
+
+
+def bucket(count: int, most: int) -> int:
+    """Of `most` tokens so many are computed for `count`: at most an eighth more."""
+    step = max(8, 1 << max(0, count.bit_length() - 4))
+    return min(most, -(-count // step) * step)
 
 
 def _marked(tokens: int, ids: Ids | None) -> NDArray[np.bool_]:
@@ -134,17 +159,30 @@ def _marked(tokens: int, ids: Ids | None) -> NDArray[np.bool_]:
     return marked
 
 
-def _partition(computed: Sequence[NDArray[np.bool_]]) -> Partition:
-    """Of tokens that are computed or not, per pass."""
-    whole = np.concatenate(computed)
-    core, rest = map(torch.from_numpy, (np.flatnonzero(whole), np.flatnonzero(~whole)))
-    return Partition(core, rest, slots_of(spans([int((~own).sum()) for own in computed])))
+def _partition(computed: Sequence[NDArray[np.bool_]], padded: Sequence[int]) -> Partition:
+    """Of tokens that are computed or not, per pass, which computes `padded`."""
+    core, others, begin = [], [], 0
+    for own, most in zip(computed, padded, strict=True):
+        core.append(begin + _padded(np.flatnonzero(own), most, int(np.argmin(own))))
+        others.append(begin + np.flatnonzero(~own))
+        begin += len(own)
+    slots = slots_of(spans([len(own) for own in others]))
+    slots = replace(slots, to=torch.from_numpy(np.concatenate(others)), apart=True)
+    return Partition(torch.from_numpy(np.concatenate(core)), slots, begin)
 
 
-def _keys(counts: Sequence[int], tokens: int) -> Keys:
-    """Of passes of `tokens` each, so many of which are computed."""
+def _padded(ids: Ids, most: int, other: int) -> Ids:
+    """`ids`, and one of those left out for each that is missing to `most`."""
+    return np.pad(ids, (0, most - len(ids)), constant_values=other)
+
+
+def _keys(counts: Sequence[int], padded: Sequence[int], tokens: int) -> Keys:
+    """Of passes of `tokens` each, so many of which are computed, and given to `padded`."""
     begins = [number * tokens for number in range(len(counts))]
-    core = [np.arange(at, at + count) for at, count in zip(begins, counts, strict=True)]
+    core = [
+        at + _padded(np.arange(count), most, count)
+        for at, count, most in zip(begins, counts, padded, strict=True)
+    ]
     others = [(at + count, at + tokens) for at, count in zip(begins, counts, strict=True)]
     rest = slots_of(spans([tokens - count for count in counts]))
     total = tokens * len(counts)

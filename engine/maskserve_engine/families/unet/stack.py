@@ -11,6 +11,7 @@ between them the blocks compute active tokens only (design §4, "Cached row"):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import partial
 from typing import Protocol
 
@@ -23,7 +24,22 @@ from maskserve_engine.families.unet.weights import BlockWeights, CrossAttention,
 from maskserve_engine.layers.add_norm import add_norm
 from maskserve_engine.layers.attention import Segments, Span, attention, spans
 from maskserve_engine.layers.geglu import geglu
-from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, scatter_kv
+from maskserve_engine.layers.scatter_kv import KvSource
+
+
+class PlaceInactive(Protocol):
+    """Has the inactive tokens of all passes placed."""
+
+    def __call__(self, number: int, part: str, outs: Sequence[Tensor]) -> None:
+        """Write what is kept of a block to where its tokens lie in `outs`.
+
+        Args:
+            number: of the block in the UNet.
+            part: `kv`, into keys and values; `h` or `end`, into hidden states of all tokens;
+                `h alone`, of the inactive ones.
+            outs: a buffer for each tensor of the part.
+        """
+        ...
 
 
 class InactivePassTokens(Protocol):
@@ -58,17 +74,35 @@ class Text:
         self.states = torch.cat(list(states))
         self.spans = spans([len(each) for each in states])
         """Of each pass."""
-        self._projected: dict[int, tuple[Tensor, Tensor]] = {}
+        self._projected: dict[int, Tensor] = {}
+        """By the number of the block: [T, 2, heads, head_dim]."""
+        self._layers: dict[int, CrossAttention] = {}
 
     def keys_values(self, number: int, attn: CrossAttention) -> tuple[Tensor, Tensor]:
         """[T, heads, head_dim] each, for block `number` and its cross-attention."""
         if number not in self._projected:
-            both = _heads(attn.keys_values(self.states, self.spans), 2, attn.head_count)
-            keys, values = both.unbind(1)
-            self._projected[number] = keys, values
-        return self._projected[number]
+            self._layers[number] = attn
+            self._projected[number] = self._project(number, self)
+        keys, values = self._projected[number].unbind(1)
+        return keys, values
+
+    def copied(self) -> Text:
+        """The same, projected into tensors of its own."""
+        own = copy(self)
+        own._projected = {number: each.clone() for number, each in self._projected.items()}
+        return own
+
+    def take(self, other: Text) -> None:
+        """Project other prompts of the same lengths into the tensors that these have."""
+        for number, both in self._projected.items():
+            both.copy_(self._project(number, other))
+
+    def _project(self, number: int, of: Text) -> Tensor:
+        attn = self._layers[number]
+        return _heads(attn.keys_values(of.states, of.spans), 2, attn.head_count)
 
 
+Empty = Callable[[Tensor, tuple[int, ...]], Tensor]
 Fill = Callable[[BlockWeights, Tensor], tuple[Tensor, Tensor]]
 """All keys and values of a self-attention, from the computed tokens' [n, 2, heads, head_dim]."""
 
@@ -125,21 +159,24 @@ class Stack:
     Args:
         level: of the stack.
         text: the passes' prompts.
-        rests: per pass; None where it computes all tokens.
         captures: (first pass, behind its last pass, capture) of each priming row.
         kinds: per block of the UNet, for passes with a rest.
+        place: of the level.
+        empty: a tensor like another, of a shape, that nobody has written.
     """
 
     def __init__(
         self,
         level: Level,
         text: Text,
-        rests: Sequence[InactivePassTokens | None],
         captures: Sequence[tuple[int, int, Recorder]],
         kinds: Sequence[str],
+        place: PlaceInactive,
+        empty: Empty,
     ) -> None:
-        self.level, self.text, self.rests = level, text, rests
+        self.level, self.text = level, text
         self.captures, self.kinds = captures, kinds
+        self.place, self.empty = place, empty
         self.sparse: Sparse | None = None  # while inactive tokens are left out
         self.left: Tensor | None = None  # the inactive tokens at the next block's input, at hand
 
@@ -177,7 +214,7 @@ class Stack:
 
     def _spans(self, x: Tensor, passes: slice) -> tuple[Span, ...]:
         """Of every pass, where it lies among the tokens of these alone; the others are empty."""
-        lengths = [0] * len(self.rests)
+        lengths = [0] * len(self.text.spans)
         lengths[passes] = [x.shape[2] * x.shape[3]] * len(x)
         return spans(lengths)
 
@@ -197,13 +234,15 @@ class Stack:
         dense = self.kinds[number] == "dense"
         assert not self.level.tiled or self.kinds[number] == "kv", "tiles go with `kv` alone"
         if dense and self.sparse is not None:
-            rest = self._inactive(number, tokens.shape[1], tokens)
-            tokens, self.sparse = self.sparse.there.join(tokens, rest), None
+            tokens, self.sparse = self._restored(number, "h", tokens), None
         elif not dense and self.sparse is None:
             self.sparse = self.level.sparse
             assert self.sparse is not None
             # What was computed is nearer to the edit than an entry, and loads nothing.
-            tokens, self.left = self.sparse.there.split(tokens)
+            there, all_tokens = self.sparse.there, tokens
+            tokens = all_tokens.index_select(0, there.core)
+            if self.kinds[number] == "project":
+                self.left = all_tokens.index_select(0, there.rest)
         return tokens
 
     def _inactive(self, number: int, width: int, like: Tensor) -> Tensor:
@@ -211,21 +250,18 @@ class Stack:
         if self.left is not None:
             return self.left
         assert self.sparse is not None
-        return self._restored(number, "h", self.sparse.keys.rest, like.new_empty(0, width))
-
-    def _restored(self, number: int, part: str, slots: KvSlots, like: Tensor) -> Tensor:
-        """[m, width] hidden states of inactive tokens."""
-        out = like.new_empty(slots.spans[-1][1], like.shape[1])
-        scatter_kv(self._sources(number, part), (out,), slots)
+        out = like.new_empty(len(self.sparse.keys.rest.to), width)
+        self.place(number, "h alone", (out,))
         return out
 
-    def _sources(self, number: int, part: str) -> list[KvSource | None]:
+    def _restored(self, number: int, part: str, core: Tensor) -> Tensor:
+        """[n + m, width] hidden states of all tokens, of which `core` were computed."""
         assert self.sparse is not None
-        wanted = self.sparse.wanted if part == "end" else (None,) * len(self.rests)
-        return [
-            None if rest is None else rest.source(number, part, own)
-            for rest, own in zip(self.rests, wanted, strict=True)
-        ]
+        there = self.sparse.there
+        both = self.empty(core, (there.count, core.shape[1]))
+        both.index_copy_(0, there.core, core)
+        self.place(number, part, (both,))
+        return both
 
     def _fill(self, number: int) -> Fill | None:
         if self.sparse is None:
@@ -235,8 +271,7 @@ class Stack:
     def _load(self, number: int, block: BlockWeights, computed: Tensor) -> tuple[Tensor, Tensor]:
         both = self._all_keys(computed)
         keys, values = both.unbind()
-        assert self.sparse is not None
-        scatter_kv(self._sources(number, "kv"), (keys, values), self.sparse.keys.slots)
+        self.place(number, "kv", (keys, values))
         return keys, values
 
     def _project(self, number: int, block: BlockWeights, computed: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,7 +287,7 @@ class Stack:
         """[2, keys, heads, head_dim] of all tokens; those that were computed are written."""
         assert self.sparse is not None
         keys = self.sparse.keys
-        both = computed.new_empty(2, keys.count, *computed.shape[2:])
+        both = self.empty(computed, (2, keys.count, *computed.shape[2:]))
         return both.index_copy_(1, keys.core, computed.transpose(0, 1))
 
     def _capture(self, number: int, tokens: Tensor) -> Callable[[Tensor, Tensor], None]:
@@ -281,5 +316,4 @@ class Stack:
             capture.end(number, tokens[at])
         if self.sparse is None:
             return tokens
-        there = self.sparse.there
-        return there.join(tokens, self._restored(number, "end", there.slots, tokens))
+        return self._restored(number, "end", tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,19 @@ Stage = tuple[StackWeights, ...]
 """Stacks of a stage in the order they run; none where the stage does not attend."""
 
 
+class StepRecorder(Protocol):
+    """Takes steps that it has recorded (`graphs.Graphs`)."""
+
+    def forward(
+        self,
+        weights: UnetWeights,
+        packed: Any,
+        sample: Tensor,
+        timesteps: Tensor,
+        kinds: Sequence[str],
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class UnetWeights:
     """All of a UNet2DConditionModel that a step needs."""
@@ -86,6 +99,8 @@ class UnetWeights:
     layers: Mapping[nn.Module, Callable[..., Tensor]] = field(default_factory=dict)
     """In place of the model's own convolutions and timestep projections, where passes change
     them."""
+    graphs: StepRecorder | None = None
+    """Of its steps; None: none is recorded."""
 
     @classmethod
     def of(cls, model: Any) -> UnetWeights:

@@ -1,0 +1,187 @@
+"""Recorded UNet steps against those that are not, with operations replayed on a CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maskserve_engine.cache.loader import EntryLost
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.unet import graphs
+from maskserve_engine.families.unet.adapter import UnetAdapter
+from maskserve_engine.families.unet.graphs import Graphs
+from maskserve_engine.families.unet.levels import bucket
+from maskserve_engine.families.unet.rows import CachedRest
+from maskserve_engine.job import EditJob
+from maskserve_harness.benchmarks.replay import Replay
+from tests.fakes.jobs import config_of, encode_case, unet_case
+from tests.support.cached_rows import Primed, assert_equal, cached
+from tests.support.replayed import Replayed
+
+SIDE = 96
+
+
+@pytest.fixture(scope="module", params=["sdxl-base", "sd-fill"])
+def folder(request: pytest.FixtureRequest, tiny_unets: dict[str, Path]) -> Path:
+    return tiny_unets[request.param]
+
+
+@pytest.fixture(scope="module")
+def encoder(folder: Path) -> Encoder:
+    return load_encoder(config_of(folder))
+
+
+def adapter_of(folder: Path, capture: Replayed | None) -> UnetAdapter:
+    adapter = load_adapter(config_of(folder))
+    assert isinstance(adapter, UnetAdapter)
+    if capture is not None:
+        adapter._stepped = replace(adapter.weights, graphs=Graphs(capture))
+    return adapter
+
+
+def job_of(encoder: Encoder, seed: int, **asked: Any) -> EditJob:
+    rng = np.random.default_rng(seed)
+    case = unet_case(rng, num_inference_steps=6, strength=1.0, **asked)
+    mask = np.zeros((SIDE, SIDE), np.uint8)
+    top, left = (int(each) for each in rng.integers(0, SIDE // 2, 2))
+    mask[top : top + int(rng.integers(8, 48)), left : left + int(rng.integers(8, 48))] = 255
+    pixels = rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    return encode_case(encoder, replace(case, pixels=pixels, mask=mask), f"edit-{seed}")
+
+
+def results(
+    adapter: UnetAdapter, encoder: Encoder, jobs: Sequence[EditJob], plans: Sequence[Any]
+) -> list[Any]:
+    """Latents of edits that join one after another, two steps apart; every third one is dense."""
+    replay = Replay(adapter)
+    rows = [
+        adapter.dense_row(job)
+        if number % 3 == 2
+        else cached(replay, job, Primed(adapter, encoder, job))
+        for number, job in enumerate(jobs)
+    ]
+    for at in range(2 * len(rows) + 6):
+        live = [row for row in rows[: 1 + at // 2] if row.step < row.steps]
+        if live:
+            replay.step(live, plans[at % len(plans)])
+    return [row.result().array() for row in rows]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_rows_that_join_and_leave_have_the_latents_that_they_have_without(
+    folder: Path, encoder: Encoder, mixed: bool
+) -> None:
+    seed = int(np.random.default_rng().integers(1 << 30))
+    rng = np.random.default_rng(seed)
+    guided = {"guidance_scale": 7.5, "negative_prompt": "blue"}
+    jobs = [job_of(encoder, seed + i, **(guided if i < 2 else {})) for i in range(5)]
+    capture = Replayed()
+    plain, own = adapter_of(folder, None), adapter_of(folder, capture)
+    plans: list[Any] = [("kv",) * plain.blocks]
+    if mixed:  # of dense blocks and others; projected ones are not recorded
+        drawn = [rng.choice(["dense", "kv", kind], plain.blocks) for kind in ("kv", "project")]
+        plans = [tuple(each) for each in drawn] + plans
+    expected = results(plain, encoder, jobs, plans)
+    for _ in range(2):  # in the second round nearly all steps were recorded in the first
+        for found, latents in zip(results(own, encoder, jobs, plans), expected, strict=True):
+            assert_equal(found, latents)
+    assert capture.recorded > 0, seed
+    recorder = own._stepped.graphs
+    assert isinstance(recorder, Graphs)
+    assert recorder._capture is capture, "recording was turned off"
+
+
+def test_a_recorded_step_runs_nothing_of_the_walk(
+    folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another edit of the same buckets is stepped by pieces alone."""
+    adapter = adapter_of(folder, Replayed())
+    walked: list[int] = []
+    walk = graphs.forward
+
+    def watched(*args: Any, **named: Any) -> Any:
+        walked.append(1)
+        return walk(*args, **named)
+
+    monkeypatch.setattr(graphs, "forward", watched)
+    replay, jobs = Replay(adapter), [job_of(encoder, 5), job_of(encoder, 5)]
+    for job in jobs:
+        row = cached(replay, job, Primed(adapter, encoder, job))
+        while row.step < row.steps:
+            replay.step([row], ("kv",) * adapter.blocks)
+        assert len(walked) == 3  # the first, and the second once more to be recorded
+
+
+def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
+    folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, plain = adapter_of(folder, Replayed()), adapter_of(folder, None)
+    job, kinds = job_of(encoder, 9), ("kv",) * plain.blocks
+    primed = Primed(plain, encoder, job)
+    expected = Replay(plain)
+    row = cached(expected, job, primed)
+    while row.step < row.steps:
+        expected.step([row], kinds)
+    replay = Replay(adapter)
+    own = cached(replay, job, primed)
+    for _ in range(3):
+        replay.step([own], kinds)
+    source = CachedRest.source
+
+    def lost(rest: CachedRest, block: int, *args: Any) -> Any:
+        if block == 1:
+            raise EntryLost("gone")
+        return source(rest, block, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CachedRest, "source", lost)
+        with pytest.raises(EntryLost):
+            replay.step([own], kinds)
+    while own.step < own.steps:
+        replay.step([own], kinds)
+    assert_equal(own.result().array(), row.result().array())
+
+
+def test_one_that_answers_otherwise_turns_them_off(
+    folder: Path, encoder: Encoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong(Replayed):
+        def end(self) -> Any:
+            piece = super().end()
+            piece.done = piece.done[: len(piece.done) // 2]
+            return piece
+
+    capture = Wrong()
+    jobs = [job_of(encoder, 3)]
+    plans = [("kv",) * adapter_of(folder, None).blocks]
+    expected = results(adapter_of(folder, None), encoder, jobs, plans)
+    adapter = adapter_of(folder, capture)
+    with caplog.at_level(logging.ERROR):
+        found = results(adapter, encoder, jobs, plans)
+    assert_equal(found[0], expected[0])
+    assert "not recorded as CUDA graphs" in caplog.text
+    before = capture.recorded
+    assert_equal(results(adapter, encoder, jobs, plans)[0], expected[0])
+    assert capture.recorded == before
+
+
+def test_a_bucket_holds_its_count_and_at_most_an_eighth_more() -> None:
+    for most in (1, 7, 100, 4096):
+        of = [bucket(count, most) for count in range(1, most + 1)]
+        assert of == sorted(of)
+        for count, held in enumerate(of, 1):
+            assert count <= held <= min(most, max(count + count // 8 + 1, count + 7))
+    assert len({bucket(count, 4096) for count in range(1, 4097)}) < 80
+
+
+def test_without_a_gpu_there_are_none(folder: Path) -> None:
+    assert adapter_of(folder, None).weights.graphs is None
+    assert Graphs.on(torch.device("cpu"), torch.float32) is None
