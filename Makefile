@@ -16,7 +16,7 @@ BY_TORCH := triton|cuda-[a-z-]+|nvidia-(cu|nccl|nv)[a-z0-9-]*
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo page test test-full compose-test check bench serve constraints clean
+.PHONY: help setup demo page test test-full compose-test check bench bench-full serve constraints clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 : /' \
@@ -67,8 +67,11 @@ check: $(STAMP) ## lint, format, types, imports, whether all extras install from
 	PYTHONPATH=engine:router:client:serving:harness $(VENV)/bin/lint-imports
 	$(PY) scripts/check_install.py
 
-bench: $(STAMP) ## what Triton adds to an edit
-	$(PY) scripts/bench overhead
+bench: $(STAMP) ## measured beside what people would use instead: a quarter of an hour
+	$(PY) scripts/bench end_to_end
+
+bench-full: $(STAMP) ## the same with more edits, rounds, rates and masks: hours
+	$(PY) scripts/bench end_to_end --full
 
 page: $(SERVING) ## serve MODEL and a page to paint masks on, until Ctrl-C
 	$(PY) -m pip install -q $(PIP_FLAGS) -c constraints.txt -e '.[web]'

@@ -27,6 +27,7 @@ COMMANDS = {
     "simulate_cluster": "simulator.command",
     "scale": "simulator.scale",
     # Load and harm.
+    "end_to_end": "rivals.end_to_end",
     "perf_analyzer": "perf.command",
     "soak": "soaking.command",
     "measure_faults": "faults.command",

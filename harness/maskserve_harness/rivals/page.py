@@ -1,0 +1,195 @@
+"""results.json as a page and its plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Figures = Mapping[str, Any]
+MODELS = {
+    "bench": "FLUX Fill of width 512 (2 + 4 blocks, random weights), 8 steps",
+    "demo": "The demo model (FLUX Fill of width 128, 2 + 4 blocks), 20 steps",
+}
+_COLOURS = {"diffusers": "0.45", "first_block": "0.6", "crop": "0.75", "dense": "tab:blue"}
+_OURS = "tab:orange"
+
+
+def write_page(report: Figures, folder: Path) -> None:
+    """README.md, throughput.png and latency.png in `folder`."""
+    (folder / "README.md").write_text(page(report), encoding="utf-8")
+    plot_throughput(report, folder / "throughput.png")
+    plot_latency(report, folder / "latency.png")
+
+
+def page(report: Figures) -> str:
+    about, summary = report["about"], report["summary"]
+    lines = [
+        "# Beside what people would use instead",
+        "",
+        f"Made by `{about['command']}` ({about['hardware']}, {about['date']}, commit "
+        f"{about['commit']}, {about['minutes']:g} minutes, {about['stolen_share']:.0%} of the "
+        "processor's time taken by others). Do not edit: the command writes it.",
+        "",
+        "Load by perf_analyzer over gRPC. Every system serves the same edits (production mask "
+        "ratios, mean 0.11; four pictures, whose templates are primed) in a Triton of the same "
+        "build on the same machine, in turn. *diffusers' pipeline* is FluxFillPipeline in a Triton "
+        "Python model with dynamic batching, tuned as below. What these numbers say about a GPU: "
+        "[below](#reading-these-numbers).",
+        "",
+        f"**At saturation {summary['throughput_vs_diffusers']:g} times the edits per second of "
+        "diffusers' pipeline with the larger model** (bar 3), "
+        f"{summary['throughput_vs_diffusers_demo']:g} times with the demo model; at the rate where "
+        f"the pipeline saturates, held for {summary['saturated_for_s']:.0f} s, the mean latency is "
+        f"{summary['mean_latency_vs_diffusers_at_saturation']:g} times lower (bar 14.7).",
+        "",
+        "![edits per second](throughput.png)",
+        "",
+        "![latencies](latency.png)",
+        "",
+    ]
+    for name, told in MODELS.items():
+        lines += _model(told, report[name])
+    limit = report["bench"]["flop_limit"]
+    lines += [READING.format(limit=f"1/{limit:g}", of_limit=summary["of_flop_limit"]), ""]
+    return "\n".join(lines)
+
+
+def _model(told: str, model: Figures) -> list[str]:
+    kinds = [kind for kind in model["systems"]["diffusers"] if kind.startswith("rate ")]
+    lines = [
+        f"## {told}",
+        "",
+        f"Pictures of {model['pictures']}, {model['edits_per_run']} edits a run, medians of "
+        f"{model['rounds']} rounds. *Good*: the share answered within {model['slo_ms']:.0f} ms, "
+        "twice what diffusers' pipeline takes alone. *Like it*: SSIM and dB in the mask against "
+        "the pipeline's own whole picture of the same seed.",
+        "",
+        "| system | edits/s, 16 in flight (rounds) | alone ms | like it |",
+        "|---|---|---|---|",
+    ]
+    for system in model["systems"].values():
+        full, like = system["saturated production"], system["likeness"]
+        low, high = full["spread"]
+        lines.append(
+            f"| {system['label']} | **{full['edits_per_s']:.2f}** ({low:.2f} to {high:.2f}) | "
+            f"{system['alone']['mean_ms']:.0f} | {like['ssim_in_mask']:.3f}, "
+            f"{like['psnr_in_mask']:.1f} dB |"
+        )
+    if "saturated public" in model["systems"]["diffusers"]:
+        each = (
+            f"{s['label']} {s['saturated public']['edits_per_s']:.2f}"
+            for s in model["systems"].values()
+        )
+        lines += [
+            "",
+            f"With the public distribution (mean ratio 0.19), edits/s: {', '.join(each)}.",
+        ]
+    for kind in kinds:
+        sent = model["systems"]["diffusers"][kind]
+        lines += [
+            "",
+            f"Poisson arrivals at {float(kind.split()[1]):g} of the pipeline's edits per second "
+            f"({sent['sent_per_s']:.2f}/s):",
+            "",
+            "| system | mean ms | P50 | P95 | P99 | good |",
+            "|---|---|---|---|---|---|",
+        ]
+        for system in model["systems"].values():
+            run = system[kind]
+            times = " | ".join(f"{run[name + '_ms']:.0f}" for name in ("mean", "p50", "p95", "p99"))
+            lines.append(f"| {system['label']} | {times} | {run['good_share']:.0%} |")
+    lines += ["", "How the pipeline was tuned, edits/s with 16 in flight:", ""]
+    lines += ["| batch | delay ms | instances | threads each | edits/s |", "|---|---|---|---|---|"]
+    for one in model["tuning"]:
+        lines.append(
+            f"| {one['batch']} | {one['delay_ms']} | {one['instances']} | {one['threads']} | "
+            f"{one['edits_per_s']:.2f} |"
+        )
+    return [*lines, ""]
+
+
+READING = """## Reading these numbers
+
+- **A CPU is bound by FLOPs.** Here a step of eight rows takes eight times as long as one of one, so
+  batching gains little and what a mask saves in FLOPs is what is gained. On a GPU a batch fills
+  what one cached row leaves idle, so batching gains more, and a single cached row less than its
+  FLOPs say: its launches and the reading of weights do not shrink with the mask. Counted for GPUs:
+  [gpu.md](../../gpu.md).
+- **The limit.** With these masks a cached step has {limit} of a dense one's FLOPs where no ring is
+  computed; the ring, text tokens and what surrounds the steps (encode, decode, pictures) take the
+  rest. maskserve reaches {of_limit:.0%} of that limit over its own dense rows.
+- **The larger model has random weights**: its pictures mean nothing, so *like it* says only how far
+  cached activations are from computed ones there, and nobody can judge a threshold for
+  FirstBlockCache. Judge pictures by the demo model's table, and by
+  [the page of benchmarks](../../benchmarks.md).
+- **Crops** compute less than the picture, too, and see less of it: what is painted does not know
+  what lies outside the crop. Crops of several sizes do not share a batch.
+- **Where we lose**: an edit of a picture that nobody has edited before is dense, and the next one
+  primes it; for pictures that are edited once, take the line *all tokens*. Masks of more than nine
+  tenths of a picture run dense by rule. With no concurrency and a small model, Triton's and our own
+  processes cost more than a script with the pipeline in it."""
+
+
+def plot_throughput(report: Figures, path: Path) -> None:
+    """Edits per second at saturation, a bar a system."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, len(MODELS), figsize=(11, 3.4))
+    for ax, (name, told) in zip(axes, MODELS.items(), strict=True):
+        systems = report[name]["systems"]
+        keys = list(systems)[::-1]
+        rates = [systems[key]["saturated production"]["edits_per_s"] for key in keys]
+        bars = ax.barh(
+            [systems[key]["label"] for key in keys],
+            rates,
+            color=[_COLOURS.get(key, _OURS) for key in keys],
+        )
+        ax.bar_label(bars, [f"{rate:.2f}" for rate in rates], padding=3)
+        ax.set_title(told.split(",")[0].split(" (")[0], fontsize=10)
+        ax.set_xlabel("edits/s, 16 in flight")
+        ax.margins(x=0.15)
+        ax.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def plot_latency(report: Figures, path: Path) -> None:
+    """Mean and P95 at each rate, a group of bars a rate."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, len(MODELS), figsize=(11, 3.6))
+    for ax, (name, told) in zip(axes, MODELS.items(), strict=True):
+        systems = report[name]["systems"]
+        kinds = [kind for kind in systems["diffusers"] if kind.startswith("rate ")]
+        width = 0.8 / len(systems)
+        for index, (key, system) in enumerate(systems.items()):
+            at = [place + index * width for place in range(len(kinds))]
+            mean = [system[kind]["mean_ms"] / 1e3 for kind in kinds]
+            p95 = [system[kind]["p95_ms"] / 1e3 for kind in kinds]
+            colour = _COLOURS.get(key, _OURS)
+            alpha = 1.0 if key in ("maskserve", *_COLOURS) else 0.5
+            ax.bar(at, p95, width, color=colour, alpha=0.3 * alpha)
+            ax.bar(at, mean, width, color=colour, alpha=alpha, label=system["label"])
+        sent = [systems["diffusers"][kind]["sent_per_s"] for kind in kinds]
+        ax.set_xticks(
+            [place + 0.4 - width / 2 for place in range(len(kinds))],
+            [f"{rate:.2f}/s" for rate in sent],
+        )
+        ax.set_yscale("log")
+        ax.set_ylabel("seconds: mean, and P95 (pale)")
+        ax.set_title(told.split(",")[0].split(" (")[0], fontsize=10)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(fontsize=7)
+    _save(figure, path)
+
+
+def _pyplot() -> Any:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

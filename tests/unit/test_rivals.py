@@ -1,0 +1,91 @@
+"""The rivals' Triton model and the page of their measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maskserve_harness.perf.results import Stamps
+from maskserve_harness.rivals.end_to_end import TUNINGS, summary_of, summed, systems, within
+from maskserve_harness.rivals.page import page, write_page
+from maskserve_harness.rivals.pipeline_model import crop_box
+from maskserve_harness.rivals.server import Rival
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_crop_holds_the_mask_and_lies_in_the_picture(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    height, width = (int(n) for n in rng.integers(4, 20, 2) * 16)
+    top, left = int(rng.integers(0, height)), int(rng.integers(0, width))
+    short = min(height, width)
+    rows, columns = (int(n) for n in rng.integers(1, short + 1, 2))
+    mask = np.zeros((height, width), np.uint8)
+    mask[top : top + rows, left : left + columns] = 255
+    x0, y0, x1, y1 = crop_box(Image.fromarray(mask))
+    assert 0 <= x0 < x1 <= width
+    assert 0 <= y0 < y1 <= height
+    assert x1 - x0 == y1 - y0
+    assert mask[y0:y1, x0:x1].sum() == mask.sum()
+
+
+def test_a_rival_s_configuration_says_how_it_batches() -> None:
+    text = Rival("x", "crop", batch=4, delay_ms=50, instances=2, threads=1).config(Path("/m"))
+    assert "max_batch_size: 4" in text
+    assert "max_queue_delay_microseconds: 50000" in text
+    assert "count: 2" in text
+    assert 'key: "way" value: { string_value: "crop" }' in text
+
+
+def stamps(*milliseconds: int) -> Stamps:
+    """Edits that are sent every 100 ms and take so long."""
+    sent = tuple(10**8 * number for number in range(len(milliseconds)))
+    pairs = zip(sent, milliseconds, strict=True)
+    return Stamps(sent, tuple((at + 10**6 * took,) for at, took in pairs))
+
+
+def test_goodput_counts_what_was_answered_in_time() -> None:
+    assert within(stamps(100, 200, 300, 400), 250.0) == 0.5
+
+
+def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
+    report: dict[str, object] = {}
+    for model in ("bench", "demo"):
+        runs = {}
+        for number, system in enumerate(systems(TUNINGS[0], model, full=False)):
+            took = 1000 // (number + 1)
+            kinds = ("saturated production", "alone", "rate 1")
+            each = {kind: [stamps(took, took), stamps(2 * took, took)] for kind in kinds}
+            runs[system.key] = {
+                "label": system.label,
+                **summed(each, 500.0),
+                "likeness": {"ssim_in_mask": 0.99, "psnr_in_mask": 41.0},
+            }
+        report[model] = {
+            "pictures": "64x64",
+            "edits_per_run": 2,
+            "rounds": 2,
+            "tuning": [
+                {"batch": 1, "delay_ms": 0, "instances": 1, "threads": 2, "edits_per_s": 1.0}
+            ],
+            "slo_ms": 500.0,
+            "flop_limit": 4.0,
+            "systems": runs,
+        }
+    report["summary"] = summary_of(report)
+    report["about"] = {
+        "command": "make bench",
+        "hardware": "a machine",
+        "date": "2026-01-01",
+        "commit": "abc",
+        "minutes": 1.0,
+        "stolen_share": 0.0,
+    }
+    text = page(report)
+    assert "| diffusers' pipeline | **1.4" in text
+    assert "mean latency is" in text
+    write_page(report, tmp_path)
+    for plot in ("throughput.png", "latency.png"):
+        assert Image.open(tmp_path / plot).size[0] > 800
