@@ -51,6 +51,9 @@ class ModelConfig(Table, frozen=True):
     t5_weights: Literal["bf16", "int8"] = "bf16"
     """Of FLUX's T5: `bf16` as the folder has them, in `dtype`; `int8` is made of these at start and
     takes a byte per weight. It needs the extra `quantised`."""
+    fuse_loras: tuple[str, ...] = ()
+    """LoRAs that every edit has: safetensors files, each FILE or FILE:SCALE, added to the weights
+    at start. No step pays for them, and no edit can go without."""
     native_resolution: Annotated[int, Meta(ge=0, le=8192)] = 0
     """Side of the square whose area bounds the model's input; 0: asked of the model."""
     max_sequence_length: Annotated[int, Meta(ge=1, le=4096)] = 512

@@ -24,6 +24,7 @@ from maskserve_core.worker.spread import Spread
 from maskserve_core.worker.step_scheduler import ALL_FREE, MakePolicy, StepScheduler
 from maskserve_engine.adapters.control_net_loader import Bring as BringNet
 from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
+from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.adapters.lora_loader import Bring, LoadedLora, LoraLoader
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.cache.store import Store
@@ -51,7 +52,6 @@ from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
-from maskserve_engine.stages.quantise import form_in_words
 from maskserve_engine.stages.revision import model_revision
 from maskserve_engine.status_publisher import PriceList, StatusPublisher, new_counters
 from maskserve_engine.step_planner import StepPlanner
@@ -179,7 +179,7 @@ class Engine:
             check_fits(config, device_memory(device)[1])
         with one_cpu_thread():
             adapter = load_adapter(config)
-        revision = model_revision(config.model.path, form_in_words(config))
+        revision = model_revision(config.model.path, served_form(config))
         return cls(config, adapter, revision=revision, lora_loader=lora_loader)
 
     @classmethod

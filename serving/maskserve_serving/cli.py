@@ -105,6 +105,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="serve the LoRAs there: NAME.safetensors, or NAME/pytorch_lora_weights.safetensors",
     )
     add(
+        "--fuse-lora",
+        action="append",
+        default=[],
+        metavar="FILE[:SCALE]",
+        help="add a LoRA to the weights at start: every edit has it, and no step pays for it; "
+        "may be given again",
+    )
+    add(
         "--controlnets",
         default="",
         metavar="DIR",
@@ -206,6 +214,7 @@ def _options(given: argparse.Namespace) -> ServeOptions:
         tritonserver=given.tritonserver,
         entries=given.entries,
         adapters=given.adapters,
+        fuse_loras=tuple(given.fuse_lora),
         controlnets=given.controlnets,
         load_timeout_s=given.load_timeout,
         drain_grace_s=given.drain_grace,

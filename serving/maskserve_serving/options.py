@@ -72,6 +72,9 @@ class ServeOptions:
     host tier in memory while it runs; None: neither, unless the configuration names them."""
     adapters: str = ""
     """Folder or URL of LoRAs; laid over `[adapters]`. Empty: what the configuration says."""
+    fuse_loras: tuple[str, ...] = ()
+    """LoRAs that are added to the weights at start, FILE or FILE:SCALE;
+    laid over `[model]`. Empty: what the configuration says."""
     controlnets: str = ""
     """Folder of ControlNets; laid over `[controls]`. Empty: what the configuration says."""
     load_timeout_s: float = 900.0
@@ -92,4 +95,6 @@ class ServeOptions:
     def of_model(self) -> dict[str, Any]:
         """What is laid over `[model]`."""
         given: dict[str, Any] = {"weights": self.weights} if self.weights else {}
+        if self.fuse_loras:
+            given["fuse_loras"] = [os.path.abspath(each) for each in self.fuse_loras]
         return {**given, "compile": True} if self.compile else given

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from maskserve_core.config import Config
 from maskserve_core.models.facts import ModelFacts
+from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.job import Conditioning
 from maskserve_engine.stages.encoded import NO_MOMENTS, Encoded
 from maskserve_engine.stages.loader import load_part, load_plain
@@ -68,7 +69,7 @@ class TextEncoder:
         from transformers import AutoTokenizer
 
         tokenizer = load_plain(config, f"tokenizer{number}", AutoTokenizer)
-        own = load(config, f"text_encoder{number}", model)
+        own = fused(config, load(config, f"text_encoder{number}", model), f"text_encoder{number}")
         return cls(tokenizer, own, length or tokenizer.model_max_length)
 
     def __call__(self, prompt: str, *, hidden_states: bool = False) -> Any:

@@ -24,6 +24,7 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.worker.logs import about, start_log
+from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.batch.sequence_parallel import Ranks as Exchanges
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.card_table import check_fits
@@ -57,7 +58,6 @@ from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.memory import device_memory, memory_table
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
-from maskserve_engine.stages.quantise import form_in_words
 from maskserve_engine.stages.revision import model_revision
 from maskserve_engine.step_planner import StepPlanner
 from maskserve_engine.warm_up import warm_up
@@ -99,7 +99,7 @@ class Rank:
         self._pinned: dict[str, str] = {}
         """Of priming rows, the keys that stay until their rows end."""
         self._gangs: dict[str, Exchanges] = {}
-        revision = model_revision(config.model.path, form_in_words(config))
+        revision = model_revision(config.model.path, served_form(config))
         dtype = str(dtype_of(config)).removeprefix("torch.")
         self.hello = Hello(DeviceFacts(costs, memory), dtype, revision)
 

@@ -7,7 +7,7 @@ What leads in and out, embeddings and convolutions stay as they are.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,11 @@ _FP8_CAPABILITY = (8, 9)
 """From here on a GPU multiplies numbers of 8 bits in floating point."""
 
 
-def load_denoiser(config: Config, name: str, cls: Any) -> Any:
+Prepare = Callable[[nn.Module], nn.Module]
+"""What is done with a part as the folder has it, before it is quantised."""
+
+
+def load_denoiser(config: Config, name: str, cls: Any, prepare: Prepare) -> Any:
     """As `load_part`, in the form that `[model] weights` names. Layer by layer: the device never
     holds the weights in their first form.
 
@@ -34,7 +38,7 @@ def load_denoiser(config: Config, name: str, cls: Any) -> Any:
     form = config.model.weights
     if form != "bf16" and config.model.compile:
         raise ConfigError(f'[model] compile: not with weights = "{form}"; use "bf16"')
-    return _load(config, name, cls, "weights", form, _BLOCKS)
+    return _load(config, name, cls, "weights", form, _BLOCKS, prepare)
 
 
 def load_t5(config: Config, name: str, cls: Any) -> Any:
@@ -89,9 +93,17 @@ def form_in_words(config: Config) -> str:
     return "; ".join(words)
 
 
-def _load(config: Config, name: str, cls: Any, key: str, form: str, within: str) -> Any:
+def _load(
+    config: Config,
+    name: str,
+    cls: Any,
+    key: str,
+    form: str,
+    within: str,
+    prepare: Prepare = lambda model: model,
+) -> Any:
     if form == "bf16":
-        return load_part(config, name, cls)
+        return prepare(load_part(config, name, cls))
     library = "bitsandbytes" if form == "nf4" else "torchao"
     try:
         importlib.import_module(library)
@@ -102,7 +114,7 @@ def _load(config: Config, name: str, cls: Any, key: str, form: str, within: str)
     model = load_part(config, name, cls, device=torch.device("cpu"))
     if getattr(model.config, "quantization_config", None) is not None:
         raise ConfigError(f'[model] {key}: {name} is quantised already; use "bf16"')
-    quantise(model, form, device_of(config), within)
+    quantise(prepare(model), form, device_of(config), within)
     return model.to(device_of(config))
 
 

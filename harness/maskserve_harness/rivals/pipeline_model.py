@@ -41,8 +41,15 @@ class Asked(NamedTuple):
     """Left, upper, right, lower: what of the picture is computed."""
 
 
-class TritonPythonModel:
-    """See the module."""
+class PipelineModel:
+    """See the module.
+
+    Args:
+        utils: Triton's module of the Python backend, which only a model can import.
+    """
+
+    def __init__(self, utils: Any) -> None:
+        self.utils = utils
 
     def initialize(self, args: dict[str, str]) -> None:
         from diffusers import FluxFillPipeline
@@ -60,9 +67,7 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """As Triton's Python backend wants it."""
-        import triton_python_backend_utils as pb_utils
-
-        edits = [self._read(_texts(request, pb_utils)) for request in requests]
+        edits = [self._read(_texts(request, self.utils)) for request in requests]
         sizes: dict[int, list[int]] = defaultdict(list)
         for number, edit in enumerate(edits):
             sizes[edit.box[2] - edit.box[0]].append(number)
@@ -73,10 +78,10 @@ class TritonPythonModel:
             ):
                 meta = json.dumps({"batch": len(numbers), "side": side}).encode()
                 tensors = [
-                    pb_utils.Tensor(name, np.array([[value]], object))
+                    self.utils.Tensor(name, np.array([[value]], object))
                     for name, value in (("IMAGE", answer), ("META", meta))
                 ]
-                answers[number] = pb_utils.InferenceResponse(tensors)
+                answers[number] = self.utils.InferenceResponse(tensors)
         return answers
 
     def _read(self, texts: dict[str, bytes]) -> Asked:

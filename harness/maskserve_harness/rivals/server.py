@@ -21,11 +21,16 @@ from maskserve_serving.runtime import find_runtime
 
 _START_S = 120.0
 _MODEL = """\
-import sys
+import sys, triton_python_backend_utils as pb_utils
 
 sys.path.insert(0, {path!r})
 
-from maskserve_harness.rivals.pipeline_model import TritonPythonModel  # noqa: E402, F401
+from maskserve_harness.rivals.pipeline_model import PipelineModel
+
+
+class TritonPythonModel(PipelineModel):
+    def __init__(self):
+        super().__init__(pb_utils)
 """
 
 

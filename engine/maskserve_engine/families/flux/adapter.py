@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from maskserve_core.imaging.masks import cover_a_side
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
+from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
@@ -102,7 +103,12 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
             raise ConfigError("[cache] conv_halo: a setting of UNets; use 0")
         return cls(
             facts,
-            load_denoiser(config, "transformer", FluxTransformer2DModel),
+            load_denoiser(
+                config,
+                "transformer",
+                FluxTransformer2DModel,
+                partial(fused, config, part="denoiser"),
+            ),
             load_sampler(config),
             compiled=config.model.compile,
             placed_bytes=config.cache.placed_bytes,

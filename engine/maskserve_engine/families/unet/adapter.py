@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from maskserve_core.contracts.keys import Anchor, anchor_steps
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import ModelWork, Totals
+from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.families.unet.batch import Row, UnetBatch
@@ -117,7 +118,9 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         vae = AutoencoderKL.load_config(f"{config.model.path}/vae")
         return cls(
             facts,
-            load_denoiser(config, "unet", UNet2DConditionModel),
+            load_denoiser(
+                config, "unet", UNet2DConditionModel, partial(fused, config, part="denoiser")
+            ),
             load_sampler(config, facts),
             exact_vae=facts.micro_conditioning and bool(vae.get("force_upcast", True)),
             own_entries=config.cache.cfg_entries == "own",

@@ -1,0 +1,124 @@
+"""LoRAs that a worker has for good: added to the weights once, at start (Katz §4's patch).
+
+Every edit has them and no step pays for them. A layer's new weights are made from its old ones in
+float32 and rounded once. The folder's files are not touched, so a start without them undoes it, bit
+for bit; while a worker runs nothing is patched or restored.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from maskserve_core.adapters.base_layers import BaseLayers
+from maskserve_core.adapters.lora_header import BadAdapter
+from maskserve_core.adapters.store import file_facts
+from maskserve_core.config import Config, ConfigError
+from maskserve_engine.adapters.lora_file import read_lora
+from maskserve_engine.stages.loader import device_of
+from maskserve_engine.stages.quantise import form_in_words
+
+_log = logging.getLogger(__name__)
+
+
+class FusedLora(NamedTuple):
+    """One of `[model] fuse_loras`."""
+
+    path: Path
+    scale: float
+
+
+def fused_loras(config: Config) -> tuple[FusedLora, ...]:
+    """Those that the configuration names, as FILE or FILE:SCALE.
+
+    Raises:
+        ConfigError: a scale is no number.
+    """
+    return tuple([_named(text) for text in config.model.fuse_loras])
+
+
+def served_form(config: Config) -> str:
+    """For the names of entries: all that makes the served weights others than the folder's; empty
+    if they are not.
+
+    Raises:
+        ConfigError: a file cannot be read, is no LoRA, or is for another model.
+    """
+    words = [form_in_words(config)]
+    for path, scale in fused_loras(config):
+        words.append(f"fused {_facts(path, config)['digest']} {scale!r}")
+    return "; ".join(filter(None, words))
+
+
+@torch.no_grad()
+def fused(config: Config, model: nn.Module, part: str) -> nn.Module:
+    """The model, with what the configured LoRAs have for a part of it added to its weights.
+
+    Args:
+        config: of the worker.
+        model: as it is loaded, not yet quantised.
+        part: of `lora_header.PARTS`; empty: it is none of them.
+
+    Raises:
+        ConfigError: a file cannot be read, is no LoRA, or is for another model.
+    """
+    loras = fused_loras(config) if part and device_of(config).type != "meta" else ()
+    for path, scale in loras:
+        _facts(path, config)
+        base = BaseLayers.of_folder(config.model.path)
+        assert base is not None  # the facts are checked against it
+        try:
+            layers = read_lora(path, base, config.model.path, only=(part,)).get(part, {})
+            for name, (down, up) in layers.items():
+                weight = _layer(model, name).weight
+                change = (up.flatten(1) @ down.flatten(1)).view_as(weight).to(weight.device)
+                weight.copy_(weight.float() + scale * change)
+        except BadAdapter as error:
+            raise _refused(path, str(error)) from error
+        if layers:
+            _log.info("%s x %g is fused into %d layers of %s", path.name, scale, len(layers), part)
+    return model
+
+
+def _named(text: str) -> FusedLora:
+    path, colon, scale = text.rpartition(":")
+    if not colon or os.sep in scale:
+        return FusedLora(Path(text), 1.0)
+    try:
+        value = float(scale)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise _refused(Path(path), f"{scale!r} is not a scale; use FILE or FILE:SCALE")
+    return FusedLora(Path(path), value)
+
+
+def _facts(path: Path, config: Config) -> dict[str, Any]:
+    try:
+        return file_facts(path, config.model.path)
+    except OSError as error:
+        raise _refused(path, f"cannot be read: {error.strerror}") from error
+    except BadAdapter as error:
+        raise _refused(path, str(error)) from error
+
+
+def _layer(model: nn.Module, name: str) -> nn.Linear | nn.Conv2d:
+    """Versions of transformers differ in whether text models have a first name."""
+    for own in (name, f"text_model.{name}", name.removeprefix("text_model.")):
+        try:
+            found = model.get_submodule(own)
+        except AttributeError:
+            continue
+        if isinstance(found, nn.Linear | nn.Conv2d):
+            return found
+    raise BadAdapter(f"changes {name}, which is no layer of the model")
+
+
+def _refused(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"[model] fuse_loras: {path} {why}")
