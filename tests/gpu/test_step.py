@@ -11,9 +11,16 @@ from maskserve_engine.cache.entries import encode
 from maskserve_engine.families.unet.graphs import Graphs
 from maskserve_engine.layers.add_norm import add_norm
 from maskserve_engine.layers.attention import Segments, attention, ends, spans, uniform
+from maskserve_engine.layers.fp8 import FP8, Fp8Linear, quantised_gelu
 from maskserve_engine.layers.geglu import geglu
 from maskserve_engine.layers.linear import PlainLinear, gelu_of, sum_of_parts, write_product
-from maskserve_engine.layers.modulation import PerRow, add_gated, add_gated_modulate, modulate
+from maskserve_engine.layers.modulation import (
+    PerRow,
+    add_gated,
+    add_gated_modulate,
+    modulate,
+    modulate_fp8,
+)
 from maskserve_engine.layers.qk_norm_rope import fused as fused_heads
 from maskserve_engine.layers.qk_norm_rope import norm_heads, rotate
 from maskserve_engine.layers.scatter_kv import KvSlots, KvSource, fused, scatter_kv
@@ -150,3 +157,23 @@ def test_a_recorded_unet_step_answers_what_one_that_is_not_does(
     assert any(recorder._seen.values())
     for one, other in zip(*answers, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_products_in_fp8_agree_with_their_numbers() -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.get_device_capability(CUDA) < (8, 9):
+        pytest.skip("this device has no float8")
+    x, y = (3 * torch.randn(33, each, device=CUDA).bfloat16() for each in (256, 1024))
+    weight, scale = torch.randn(512, 1280, device=CUDA).to(FP8), torch.rand(512, 1, device=CUDA)
+    product = Fp8Linear(weight, scale, torch.randn(512, device=CUDA).bfloat16(), torch.bfloat16)
+    tokens = quantised_gelu(y, x)
+    joined = torch.cat((x, torch.nn.functional.gelu(y, approximate="tanh")), dim=1)
+    numbers = tokens.data.float() * tokens.scale
+    torch.testing.assert_close(numbers, joined.float(), rtol=2**-3, atol=2e-2)
+    expected = numbers @ (weight.float() * scale).T + product.bias
+    apart = (product(tokens).float() - expected).abs().max()
+    assert apart <= 2e-2 * expected.abs().max()
+    shift, gain = torch.randn(2, 256, device=CUDA).bfloat16().unbind()
+    found = modulate_fp8(x, shift, gain)
+    plain = modulate(x, shift, gain).float()
+    torch.testing.assert_close(found.data.float() * found.scale, plain, rtol=2**-3, atol=5e-2)

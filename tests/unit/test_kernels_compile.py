@@ -15,6 +15,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from maskserve_engine.cache.entries import GROUP  # noqa: E402
 from maskserve_engine.layers.add_norm_kernel import add_norm_kernel  # noqa: E402
+from maskserve_engine.layers.fp8_kernels import quantise_kernel  # noqa: E402
 from maskserve_engine.layers.geglu_kernel import BLOCK, geglu_kernel  # noqa: E402
 from maskserve_engine.layers.modulation_kernels import (  # noqa: E402
     add_gated_kernel,
@@ -95,19 +96,39 @@ def test_turning_heads(dtype: str, target: int) -> None:
     assert machine_code(qk_norm_rope_kernel, types, sizes, target).startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL])
+def assert_compiles(kernel: Any, types: dict[str, Any], sizes: dict[str, Any], target: int) -> None:
+    """With tokens as they are and, where there is any, in FP8."""
+    for fp8 in (False, True) if target >= ADA else (False,):
+        out = {"out": "*fp8e4nv"} if fp8 else {}
+        known = {**types, "out_scales": "*fp32", **out}
+        made = machine_code(kernel, known, {**sizes, "fp8": fp8}, target)
+        assert made.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("target", [ADA, HOPPER, BLACKWELL])
+@pytest.mark.parametrize(("width", "more"), [(3072, 0), (0, 12288), (3072, 12288)])
+def test_quantising_tokens(width: int, more: int, target: int) -> None:
+    types = dict.fromkeys(("x", "up"), "*bf16") | {"out": "*fp8e4nv", "scales": "*fp32"}
+    types |= dict.fromkeys(("x_stride", "up_stride"), "i64")
+    sizes = {"width": width, "more": more}
+    sizes |= {f"{name}block": triton.next_power_of_2(max(1, each))
+              for name, each in (("", width), ("more_", more))}  # fmt: skip
+    assert machine_code(quantise_kernel, types, sizes, target).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("target", [AMPERE, ADA, HOPPER, BLACKWELL])
 def test_modulating(target: int) -> None:
     sizes = {"width": 3072, "block": 4096}
     streams = dict.fromkeys(("x", "out"), "*bf16") | {"row_of": "*i64"}
     norm = {"shifts": "*bf16", "scales": "*bf16", "eps": "fp32"}
     norm |= dict.fromkeys(("shifts_stride", "scales_stride"), "i64")
     gate = {"y": "*bf16", "gates": "*bf16", "gates_stride": "i64"}
-    for kernel, own in ((modulate_kernel, norm), (add_gated_kernel, gate)):
-        assert machine_code(kernel, streams | own, sizes, target).startswith(b"\x7fELF")
+    assert machine_code(add_gated_kernel, streams | gate, sizes, target).startswith(b"\x7fELF")
     both = streams | norm | gate | {"added": "*bf16"}
     for one_row in (False, True):
-        made = machine_code(add_gated_modulate_kernel, both, {**sizes, "one_row": one_row}, target)
-        assert made.startswith(b"\x7fELF")
+        of_row = {**sizes, "one_row": one_row}
+        assert_compiles(modulate_kernel, streams | norm, of_row, target)
+        assert_compiles(add_gated_modulate_kernel, both, of_row, target)
 
 
 @pytest.mark.parametrize("target", [AMPERE, ADA, HOPPER, BLACKWELL])

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskserve_engine.layers.attention import Span
+from maskserve_engine.layers.fp8 import Fp8Linear, Fp8Tokens, Tokens, fp8_linear, in_fp8
 
 
 @runtime_checkable
@@ -69,6 +70,14 @@ def in_epilogues(*products: Linear, device: torch.device) -> bool:
     return device.type == "cuda" and all(
         isinstance(product, PlainLinear) and product.bias is not None for product in products
     )
+
+
+def product_of(product: Linear, x: Tokens, rows: Sequence[Span] = ()) -> Tensor:
+    """A product of tokens; those in FP8 go with `Fp8Linear` alone."""
+    if isinstance(x, Fp8Tokens):
+        assert isinstance(product, Fp8Linear)
+        return product(x)
+    return product(x, rows)
 
 
 def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
@@ -155,10 +164,14 @@ def linear(*modules: Any) -> Linear:
     Args:
         modules: torch's Linear, or a library's layer that has `out_features` and is called alike.
     """
+    if all(in_fp8(module) for module in modules):
+        return fp8_linear(modules)
     if not all(_is_plain(module) for module in modules):
         own = tuple(
             PlainLinear(module.weight, module.bias)
             if _is_plain(module)
+            else fp8_linear((module,))
+            if in_fp8(module)
             else ModuleLinear(module, module.out_features)
             for module in modules
         )

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from maskserve_engine.layers.fp8 import FP8, Fp8Tokens, Tokens, quantised
 from maskserve_engine.layers.kernels import has_kernels
 
 EPS = 1e-6
@@ -44,6 +45,14 @@ def modulate(x: Tensor, shift: Vector, scale: Vector) -> Tensor:
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=EPS), scale)
 
 
+def modulate_fp8(x: Tensor, shift: Vector, scale: Vector) -> Fp8Tokens:
+    """What `modulate` makes of tokens [N, D], in FP8."""
+    if has_kernels(x) and x.dim() == 2:
+        (shifts, row_of), (scales, _) = _looked_up(shift), _looked_up(scale)
+        return Fp8Tokens(*torch.ops.maskserve.modulate_fp8(x, shifts, scales, row_of))
+    return quantised(modulate(x, shift, scale).flatten(0, -2))
+
+
 def add_gated(x: Tensor, gate: Vector, y: Tensor) -> Tensor:
     """Tokens `x` and `y` as in `modulate`: x + gate · y."""
     if isinstance(gate, PerRow):
@@ -55,19 +64,19 @@ def add_gated(x: Tensor, gate: Vector, y: Tensor) -> Tensor:
 
 
 def add_gated_modulate(
-    x: Tensor, gate: Vector, y: Tensor, shift: Vector, scale: Vector
-) -> tuple[Tensor, Tensor]:
-    """`add_gated`, and what `modulate` makes of the sum. As one kernel, where there are any: the
-    sum is not read again for its norm.
+    x: Tensor, gate: Vector, y: Tensor, shift: Vector, scale: Vector, *, fp8: bool = False
+) -> tuple[Tensor, Tokens]:
+    """`add_gated`, and what `modulate`, or `modulate_fp8`, makes of the sum. As one kernel, where
+    there are any: the sum is not read again for its norm.
     """
     if has_kernels(x) and x.dim() == 2 and not torch.compiler.is_compiling():
         vectors, row_of = zip(*map(_looked_up, (gate, shift, scale)), strict=True)
-        both: tuple[Tensor, Tensor] = torch.ops.maskserve.add_gated_modulate(
-            x, y.view_as(x), *vectors, row_of[0]
+        added, made, scales = torch.ops.maskserve.add_gated_modulate(
+            x, y.view_as(x), *vectors, row_of[0], fp8
         )
-        return both
+        return added, Fp8Tokens(made, scales) if fp8 else made
     added = add_gated(x, gate, y)
-    return added, modulate(added, shift, scale)
+    return added, (modulate_fp8 if fp8 else modulate)(added, shift, scale)
 
 
 def _looked_up(vector: Vector) -> tuple[Tensor, Tensor | None]:
@@ -86,8 +95,40 @@ def _modulate(x: Tensor, shifts: Tensor, scales: Tensor, row_of: Tensor) -> Tens
     (tokens, width), out = x.shape, torch.empty_like(x)
     block = triton.next_power_of_2(width)
     strides = shifts.stride(0), scales.stride(0)
-    modulate_kernel[(tokens,)](x, shifts, scales, row_of, out, *strides, EPS, width, block)
+    modulate_kernel[(tokens,)](
+        x, shifts, scales, row_of, out, out, *strides, EPS, width, block, False, False
+    )
     return out
+
+
+@torch.library.custom_op("maskserve::modulate_fp8", mutates_args=())
+def _modulate_fp8(
+    x: Tensor, shifts: Tensor, scales: Tensor, row_of: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    import triton
+
+    from maskserve_engine.layers.modulation_kernels import modulate_kernel
+
+    x, (tokens, width) = x.contiguous(), x.shape
+    shifts, scales = _by_row(shifts), _by_row(scales)
+    out, out_scales = _new_fp8(x)
+    one_row = row_of is None
+    row_of = x if row_of is None else row_of.contiguous()
+    strides, block = (shifts.stride(0), scales.stride(0)), triton.next_power_of_2(width)
+    modulate_kernel[(tokens,)](
+        x, shifts, scales, row_of, out, out_scales, *strides, EPS, width, block, one_row, True
+    )
+    return out, out_scales
+
+
+def _new_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Not written yet: as `Fp8Tokens` of `x`."""
+    return x.new_empty(x.shape, dtype=FP8), x.new_empty(len(x), 1, dtype=torch.float32)
+
+
+@_modulate_fp8.register_fake
+def _(x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _new_fp8(x)
 
 
 @torch.library.custom_op("maskserve::add_gated", mutates_args=())
@@ -106,8 +147,14 @@ def _add_gated(x: Tensor, y: Tensor, gates: Tensor, row_of: Tensor) -> Tensor:
 
 @torch.library.custom_op("maskserve::add_gated_modulate", mutates_args=())
 def _add_gated_modulate(
-    x: Tensor, y: Tensor, gates: Tensor, shifts: Tensor, scales: Tensor, row_of: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    y: Tensor,
+    gates: Tensor,
+    shifts: Tensor,
+    scales: Tensor,
+    row_of: Tensor | None,
+    fp8: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     import triton
 
     from maskserve_engine.layers.modulation_kernels import add_gated_modulate_kernel
@@ -117,18 +164,23 @@ def _add_gated_modulate(
     one_row = row_of is None
     row_of = x if row_of is None else row_of.contiguous()
     tokens, width = x.shape
-    added, out = torch.empty_like(x), torch.empty_like(x)
+    added = torch.empty_like(x)
+    out, out_scales = _new_fp8(x) if fp8 else (torch.empty_like(x), x.new_empty(0))
     block = triton.next_power_of_2(width)
     strides = gates.stride(0), shifts.stride(0), scales.stride(0)
     add_gated_modulate_kernel[(tokens,)](
-        x, y, gates, shifts, scales, row_of, added, out, *strides, EPS, width, block, one_row
-    )
-    return added, out
+        x, y, gates, shifts, scales, row_of, added, out, out_scales, *strides, EPS, width, block,
+        one_row, fp8,
+    )  # fmt: skip
+    return added, out, out_scales
 
 
 @_add_gated_modulate.register_fake
-def _(x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+def _(
+    x: Tensor, y: Tensor, g: Tensor, sh: Tensor, sc: Tensor, row_of: Tensor | None, fp8: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = _new_fp8(x) if fp8 else (x.new_empty(x.shape), x.new_empty(0))
+    return x.new_empty(x.shape), *made
 
 
 @_modulate.register_fake

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from maskserve_engine.layers.fp8_kernels import in_fp8, scale_of
+
 
 @triton.jit
 def _wide(at, inside):
@@ -25,28 +27,59 @@ def _normed(wide, inside, eps, width: tl.constexpr):
 
 
 @triton.jit
+def _store(
+    out,
+    scales,
+    token,
+    at,
+    inside,
+    made,
+    width: tl.constexpr,
+    dtype: tl.constexpr,
+    fp8: tl.constexpr,
+):
+    """A token, as it is or in FP8."""
+    own = out + token * width + at
+    if fp8:
+        made = tl.where(inside, made, 0.0).to(dtype).to(tl.float32)
+        scale = scale_of(tl.max(tl.abs(made), axis=0))
+        tl.store(own, in_fp8(made, scale), mask=inside)
+        tl.store(scales + token, scale)
+    else:
+        tl.store(own, made, mask=inside)
+
+
+@triton.jit
 def modulate_kernel(
     x,
     shifts,
     scales,
     row_of,
     out,
+    out_scales,
     shifts_stride,
     scales_stride,
     eps,
     width: tl.constexpr,
     block: tl.constexpr,
+    one_row: tl.constexpr,
+    fp8: tl.constexpr,
 ):
-    """Grid: (tokens,). Strides of vectors are from row to row."""
+    """Grid: (tokens,). Strides of vectors are from row to row. `one_row`: all tokens have the first
+    vectors, and `row_of` is not read. `fp8`: tokens are quantised, each with a scale.
+    """
     token = tl.program_id(0).to(tl.int64)
-    row = tl.load(row_of + token)
+    row = token * 0
+    if not one_row:
+        row = tl.load(row_of + token)
     at = tl.arange(0, block)
     inside = at < width
     normed = _normed(_wide(x + token * width + at, inside), inside, eps, width)
     normed = normed.to(x.dtype.element_ty).to(tl.float32)
     shift = _wide(shifts + row * shifts_stride + at, inside)
     scale = _wide(scales + row * scales_stride + at, inside)
-    tl.store(out + token * width + at, shift + normed * scale, mask=inside)
+    made = shift + normed * scale
+    _store(out, out_scales, token, at, inside, made, width, x.dtype.element_ty, fp8)
 
 
 @triton.jit
@@ -81,6 +114,7 @@ def add_gated_modulate_kernel(
     row_of,
     added,
     out,
+    out_scales,
     gates_stride,
     shifts_stride,
     scales_stride,
@@ -88,8 +122,9 @@ def add_gated_modulate_kernel(
     width: tl.constexpr,
     block: tl.constexpr,
     one_row: tl.constexpr,
+    fp8: tl.constexpr,
 ):
-    """Grid: (tokens,). `one_row`: all tokens have the first vectors, and `row_of` is not read."""
+    """As both; the tokens before the norm are written, too."""
     token = tl.program_id(0).to(tl.int64)
     row = token * 0
     if not one_row:
@@ -105,4 +140,5 @@ def add_gated_modulate_kernel(
     normed = normed.to(x.dtype.element_ty).to(tl.float32)
     shift = _wide(shifts + row * shifts_stride + at, inside)
     scale = _wide(scales + row * scales_stride + at, inside)
-    tl.store(out + token * width + at, shift + normed * scale, mask=inside)
+    made = shift + normed * scale
+    _store(out, out_scales, token, at, inside, made, width, x.dtype.element_ty, fp8)

@@ -15,6 +15,8 @@ from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
 from maskserve_engine.families.flux.vectors import AHEAD
 from maskserve_engine.families.unet.graphs import Graphs
 from maskserve_engine.families.unet.rows import Guidance
+from maskserve_engine.layers.fp8 import FP8, Fp8Linear
+from maskserve_engine.layers.linear import Linear, PlainLinear, map_linears
 from maskserve_harness.benchmarks.fake_compiler import FakeCompiler
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_harness.benchmarks.launch_log import WEIGHTS, Log
@@ -49,6 +51,8 @@ class Case:
     """A priming row beside the others."""
     compiled: bool = False
     """Blocks run in compiled segments."""
+    weights: str = "bf16"
+    """Form of the blocks' weights: `bf16` or `fp8`."""
     loras: int = 0
     """Of the first rows, each has one of its own, of rank 16."""
 
@@ -67,6 +71,9 @@ CASES = (
     Case("project int8, 5 rows, mixed", MIXED[:5], "project"),
     Case("mixed plan, int8, 1 row", (0.11,), "mixed"),
     Case("mixed plan, int8, 4 rows, mixed", MIXED[:4], "mixed"),
+    Case("dense, 1 row, fp8", (None,), weights="fp8"),
+    Case("kv int8, 1 row, fp8", (0.11,), weights="fp8"),
+    Case("kv int8, 4 rows, mixed, fp8", MIXED[:4], weights="fp8"),
     Case("dense, 1 guided row", (None,), guided=True),
     Case("kv int8, 1 guided row", (0.11,), guided=True),
     Case("kv int8, 2 rows beside a priming one", (0.1, 0.2), primes=True),
@@ -147,11 +154,11 @@ def mean_launches(case: Case, blocks: tuple[int, int]) -> float:
 
 GROUPS = {
     WEIGHTS: ("weights",),
-    "products": ("linear.",),
+    "products": ("linear.", "fp8.__call__"),
     "attention": ("attention.",),
     "entries": ("scatter_kv.", "forward._hidden"),
     "heads and order": ("qk_norm_rope.", "forward.attend", "packing."),
-    "norms and gates": ("blocks.", "modulation.", "compiled."),
+    "norms and gates": ("blocks.", "modulation.", "compiled.", "fp8."),
 }
 """Beginnings of the places whose bytes each group has; the longest that fits wins, and what fits
 none is `outside`."""
@@ -199,6 +206,8 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
     cuda, segments = compiled_device() if case.compiled else (FakeCuda(), None)
     with cuda:
         bench = fake_bench(blocks, case.format)
+        if case.weights == "fp8":
+            bench.weights = map_linears(bench.weights, _in_fp8)
         bench.compiled = replace(bench.weights, segments=segments)
         bench.fill_entry({"mixed": "both"}.get(case.kind, case.kind))
         rows = make_rows(bench, case)
@@ -214,6 +223,15 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
                 step()
             logs.append(log)
     return logs[0], logs[1]
+
+
+def _in_fp8(at: str, product: Linear) -> Linear:
+    """A product of a block with weights in FP8, as torchao makes them; others as they are."""
+    if "_blocks." not in at or not isinstance(product, PlainLinear):
+        return product
+    weight = torch.empty(product.weight.shape, dtype=FP8, device=DEVICE)
+    scale = torch.empty(len(weight), 1, device=DEVICE)
+    return Fp8Linear(weight, scale, product.bias, torch.bfloat16)
 
 
 @cache

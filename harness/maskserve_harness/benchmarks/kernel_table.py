@@ -44,6 +44,9 @@ _BYTES_OF = (
     "kv int8, 8 rows, mixed",
     "project int8, 1 row",
     "project int8, 4 rows, mixed",
+    "dense, 1 row, fp8",
+    "kv int8, 1 row, fp8",
+    "kv int8, 4 rows, mixed, fp8",
 )
 
 

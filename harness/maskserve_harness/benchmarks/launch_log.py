@@ -126,6 +126,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith("linear."):
             self.log.nbytes[WEIGHTS] += sum(size_of(t) for t in given[1:])
             given = given[:1]
+        elif name.startswith("_scaled_mm."):
+            x, weight, of_tokens, *others = given
+            self.log.nbytes[WEIGHTS] += sum(size_of(t) for t in (weight, *others))
+            given = [x, of_tokens]
         elif name.startswith(_PRODUCTS):
             added, x, weight = given[:3]  # a bias, or what other products have made
             self.log.nbytes[WEIGHTS] += size_of(weight) + (

@@ -9,7 +9,7 @@ knows of masks or caches, and `compiled` compiles them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,23 @@ from maskserve_engine.batch.packing import Packing, Stream
 from maskserve_engine.families.flux.vectors import Vectors
 from maskserve_engine.families.flux.weights import Double, FluxWeights, Single, StreamWeights
 from maskserve_engine.layers.attention import Span
+from maskserve_engine.layers.fp8 import Fp8Linear, Fp8Tokens, Tokens, quantised_gelu
 from maskserve_engine.layers.linear import (
+    Linear,
     PlainLinear,
     gelu_of,
     in_epilogues,
+    product_of,
     sum_of_parts,
     write_product,
 )
-from maskserve_engine.layers.modulation import Vector, add_gated, add_gated_modulate, modulate
+from maskserve_engine.layers.modulation import (
+    Vector,
+    add_gated,
+    add_gated_modulate,
+    modulate,
+    modulate_fp8,
+)
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
 
 
@@ -33,11 +42,23 @@ def clip(x: Tensor) -> Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
-def stream_pre(stem: StreamWeights, normed: Tensor, *, rows: Sequence[Span] = ()) -> Tensor:
+def modulated(product: Linear, x: Tensor, shift: Vector, scale: Vector) -> Tokens:
+    """Tokens through their norm, as the product takes them that reads them."""
+    if isinstance(product, Fp8Linear):
+        return modulate_fp8(x, shift, scale)
+    return modulate(x, shift, scale)
+
+
+def _flat(tokens: Tokens) -> Tokens:
+    """[N, D] of what may be [R, n, D]."""
+    return tokens if isinstance(tokens, Fp8Tokens) else tokens.flatten(0, -2)
+
+
+def stream_pre(stem: StreamWeights, normed: Tokens, *, rows: Sequence[Span] = ()) -> Tensor:
     """Queries, keys and values [N, 3 · width] of one stream of a double block, to be `split`; of
     tokens that went through their norm.
     """
-    return stem.qkv(normed.flatten(0, -2), rows)
+    return product_of(stem.qkv, _flat(normed), rows)
 
 
 def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -55,49 +76,68 @@ def stream_post(
     vectors: Sequence[Vector],
     *,
     rows: Sequence[Span] = (),
-    then: Sequence[Vector] | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    then: Then | None = None,
+) -> tuple[Tensor, Tokens | None]:
     """One stream of a double block after attention; `attended` [N, width]. And the stream through
-    the next block's norm, where its shift and scale are given.
+    the next block's norm, where that is given.
     """
     _, _, gate, shift, scale, mlp_gate = vectors
-    x, normed = add_gated_modulate(x, gate, stem.out(attended, rows), shift, scale)
-    up = gelu_of(stem.up, normed.flatten(0, -2), rows)
-    return _add_gated(x, mlp_gate, stem.down(up, rows), then)
+    fp8 = isinstance(stem.up, Fp8Linear)
+    x, normed = add_gated_modulate(x, gate, stem.out(attended, rows), shift, scale, fp8=fp8)
+    if fp8 and isinstance(stem.down, Fp8Linear):
+        down = stem.down(quantised_gelu(product_of(stem.up, _flat(normed))))
+    else:
+        assert isinstance(normed, Tensor)
+        down = stem.down(gelu_of(stem.up, normed.flatten(0, -2), rows), rows)
+    return _add_gated(x, mlp_gate, down, then)
+
+
+class Then(NamedTuple):
+    """The norm that reads a stream next."""
+
+    shift: Vector
+    scale: Vector
+    fp8: bool
+    """Whether its product takes tokens in FP8."""
+
+    @classmethod
+    def of(cls, product: Linear, vectors: Sequence[Vector]) -> Then:
+        return cls(vectors[0], vectors[1], isinstance(product, Fp8Linear))
 
 
 def _add_gated(
-    x: Tensor, gate: Vector, y: Tensor, then: Sequence[Vector] | None
-) -> tuple[Tensor, Tensor | None]:
-    """`add_gated`, and the sum through the norm that has the shift and scale `then`."""
+    x: Tensor, gate: Vector, y: Tensor, then: Then | None
+) -> tuple[Tensor, Tokens | None]:
+    """`add_gated`, and the sum through the norm `then`."""
     if then is None:
         return add_gated(x, gate, y), None
-    return add_gated_modulate(x, gate, y, then[0], then[1])
+    return add_gated_modulate(x, gate, y, then.shift, then.scale, fp8=then.fp8)
 
 
 def before_single(
-    block: Single, normed: Tensor, *, rows: Sequence[Span] = ()
+    block: Single, normed: Tokens, *, rows: Sequence[Span] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `split` makes in a single block, and [N, 5 · width]: its values again (the same memory)
     beside the feed-forward part before its activation. Of tokens that went through their norm.
     """
-    both, width = block.qkv_up(normed.flatten(0, -2), rows), normed.shape[-1]
+    both = product_of(block.qkv_up, _flat(normed), rows)
+    width = both.shape[1] // 7
     return *split(both[:, : 3 * width], block.norms.shape[-1]), both[:, 2 * width :]
 
 
 def after_single(
     block: Single,
     x: Tensor,
-    joined: Tensor,
+    joined: Tokens,
     gate: Vector,
     *,
     rows: Sequence[Span] = (),
-    then: Sequence[Vector] | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    then: Then | None = None,
+) -> tuple[Tensor, Tokens | None]:
     """`joined` [N, 5 · width]: what attention has found beside the feed-forward part. `then` as in
     `stream_post`.
     """
-    out, normed = _add_gated(x, gate, block.out(joined, rows), then)
+    out, normed = _add_gated(x, gate, product_of(block.out, joined, rows), then)
     return clip(out), normed
 
 
@@ -136,8 +176,9 @@ class FluxStep:
             return segments.before_single(block, image, vectors, packing, cis)
         shift, scale, gate = packing.row_stream.spread(vectors, 3)
         wide = packing.row_stream.wide(image)
-        normed = modulate(wide, shift, scale) if ahead is None else ahead
+        normed = modulated(block.qkv_up, wide, shift, scale) if ahead is None else ahead
         if in_epilogues(block.qkv_up, block.out, device=image.device):
+            assert isinstance(normed, Tensor)
             width, normed = image.shape[1], normed.flatten(0, -2)
             qkv, up = block.qkv_up.columns(0, 3 * width), block.qkv_up.columns(3 * width, 7 * width)
             qk, v = split(qkv(normed), block.norms.shape[-1])
@@ -162,26 +203,40 @@ class FluxStep:
             both = self.vectors.double[number]
             if segments is not None:
                 return *segments.after_double(block, text, image, attended, both, packing), None
-            next_both = self.vectors.double[number + 1] if goes_on else None
-            return _after_double(block, text, image, attended, kept, packing, next_both)
+            norms: tuple[Then | None, Then | None] = None, None
+            if goes_on:
+                behind, next_both = self.blocks[number + 1], self.vectors.double[number + 1]
+                assert isinstance(behind, Double)
+                norms = (
+                    Then.of(behind.text.qkv, packing.text_stream.spread(next_both[1], 6)),
+                    Then.of(behind.image.qkv, packing.image_stream.spread(next_both[0], 6)),
+                )
+            return _after_double(block, text, image, attended, kept, packing, norms)
         number -= self.two_streams
         vectors = self.vectors.single[number]
         if segments is not None:
             out = segments.after_single(block, image, attended, kept, vectors, packing)
             return text, out, None
         joined, wide, gate = kept
-        then = packing.row_stream.spread(self.vectors.single[number + 1], 3) if goes_on else None
+        then = None
+        if goes_on:
+            spread = packing.row_stream.spread(self.vectors.single[number + 1], 3)
+            then = Then.of(self.weights.single_blocks[number + 1].qkv_up, spread)
+        rows = packing.row_stream.spans
         if in_epilogues(block.qkv_up, block.out, device=image.device):
             assert isinstance(block.out, PlainLinear)
             found = sum_of_parts(block.out, (attended, joined))
             out, normed = _add_gated(wide, gate, found, then)
             return text, clip(out).view_as(image), normed
+        if isinstance(block.out, Fp8Linear):
+            quantised = quantised_gelu(joined[:, attended.shape[1] :], attended)
+            out, normed = after_single(block, wide, quantised, gate, then=then)
+            return text, out.view_as(image), normed
         # Nobody needs the values any more: in their place what was found needs not be joined by a
         # copy of all, which takes more than the copy of itself.
         found, up = joined.tensor_split((attended.shape[1],), dim=1)
         found.copy_(attended)
         torch.ops.aten.gelu_(up, approximate="tanh")
-        rows = packing.row_stream.spans
         out, normed = after_single(block, wide, joined, gate, rows=rows, then=then)
         return text, out.view_as(image), normed
 
@@ -195,8 +250,8 @@ class FluxStep:
         else:
             qkv, norms = block.qkv_up, block.norms
         keys_values = qkv.columns(width, 3 * width)
-        normed = modulate(stream.wide(hidden), shift, scale).view_as(hidden)
-        k, v = keys_values(normed, stream.spans).chunk(2, dim=1)
+        normed = modulated(keys_values, stream.wide(hidden), shift, scale)
+        k, v = product_of(keys_values, _flat(normed), stream.spans).chunk(2, dim=1)
         k, v = (each.unflatten(-1, (-1, norms.shape[-1])) for each in (k, v))
         return qk_norm_rope(k[:, None], norms[1:], cis)[:, 0], v
 
@@ -219,21 +274,25 @@ def _before_double(
     vectors: tuple[Tensor, Tensor],
     packing: Packing,
     cis: Tensor,
-    ahead: tuple[Tensor, Tensor] | None,
+    ahead: tuple[Tokens, Tokens] | None,
 ) -> tuple[Tensor, Tensor, _Kept]:
     """`FluxStep.pre` with the vectors of image and text, [R, 6 · width]."""
     of_image = packing.image_stream.spread(vectors[0], 6)
     of_text = packing.text_stream.spread(vectors[1], 6)
     x, c = packing.image_stream.wide(image), packing.text_stream.wide(text)
     images, texts = packing.image_stream.spans, packing.text_stream.spans
-    normed = ahead or (modulate(c, *of_text[:2]), modulate(x, *of_image[:2]))
     of_streams = block.text.qkv, block.image.qkv
+    normed = ahead or (
+        modulated(of_streams[0], c, *of_text[:2]),
+        modulated(of_streams[1], x, *of_image[:2]),
+    )
     if in_epilogues(*of_streams, device=image.device):
         both = image.new_empty(len(text) + len(image), of_streams[0].out_features)
         for product, each, out in zip(
             of_streams, normed, both.split((len(text), len(image))), strict=True
         ):
             assert isinstance(product, PlainLinear)
+            assert isinstance(each, Tensor)
             write_product(product, each.flatten(0, -2), out)
         qkv = packing.in_row_order(both)
     else:
@@ -252,19 +311,15 @@ def _after_double(
     attended: Tensor,
     kept: _Kept,
     packing: Packing,
-    next_vectors: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None] | None]:
-    """`FluxStep.post` with what `_before_double` has left; `next_vectors`: of the next block, whose
-    norms are taken at once.
+    then: tuple[Then | None, Then | None],
+) -> tuple[Tensor, Tensor, tuple[Tokens | None, Tokens | None] | None]:
+    """`FluxStep.post` with what `_before_double` has left; `then`: the next block's norms of text
+    and image.
     """
     x, c, of_image, of_text = kept
-    then: tuple[Sequence[Vector] | None, Sequence[Vector] | None] = None, None
-    if next_vectors is not None:
-        next_image = packing.image_stream.spread(next_vectors[0], 6)
-        then = next_image, packing.text_stream.spread(next_vectors[1], 6)
     images, texts = packing.image_stream.spans, packing.text_stream.spans
     c_attended, x_attended = packing.split(attended)
-    x, image_ahead = stream_post(block.image, x, x_attended, of_image, rows=images, then=then[0])
-    c, text_ahead = stream_post(block.text, c, c_attended, of_text, rows=texts, then=then[1])
-    ahead = None if next_vectors is None else (text_ahead, image_ahead)
+    x, image_ahead = stream_post(block.image, x, x_attended, of_image, rows=images, then=then[1])
+    c, text_ahead = stream_post(block.text, c, c_attended, of_text, rows=texts, then=then[0])
+    ahead = None if then[0] is None else (text_ahead, image_ahead)
     return clip(c.view_as(text)), x.view_as(image), ahead

@@ -1,0 +1,150 @@
+"""Products in FP8: weights with a scale per output, tokens with one each (`torch._scaled_mm`).
+
+The numbers are the library's (torchao quantises the weights, and tokens by the same rule); what is
+our own is that tokens are quantised by the kernel that has made them, where that is one of ours,
+and that layers with the same input are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maskserve_engine.layers.attention import Span
+from maskserve_engine.layers.kernels import has_kernels
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""Of its numbers."""
+LEAST = 1e-12
+"""What the largest number of a token counts as, at least."""
+
+
+class Fp8Tokens(NamedTuple):
+    """Tokens in FP8."""
+
+    data: Tensor
+    """[N, D] FP8."""
+    scale: Tensor
+    """[N, 1] float32, with which numbers are to be multiplied."""
+
+
+Tokens = Tensor | Fp8Tokens
+
+
+class Fp8Linear(NamedTuple):
+    """A `Linear` whose weights are in FP8."""
+
+    weight: Tensor
+    """[out, in] FP8."""
+    scale: Tensor
+    """[out, 1] float32."""
+    bias: Tensor | None
+    """[out]"""
+    dtype: torch.dtype
+    """Of what it answers."""
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, x: Tokens, rows: Sequence[Span] = ()) -> Tensor:
+        if isinstance(x, Tensor) and x.dim() > 2:
+            return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        tokens = quantised(x) if isinstance(x, Tensor) else x
+        if not len(tokens.data):
+            return self.weight.new_empty((0, self.out_features), dtype=self.dtype)
+        return torch._scaled_mm(
+            tokens.data,
+            self.weight.t(),
+            scale_a=tokens.scale,
+            scale_b=self.scale.t(),
+            bias=self.bias,
+            out_dtype=self.dtype,
+            use_fast_accum=True,
+        )
+
+    def columns(self, begin: int, end: int) -> Fp8Linear:
+        own = slice(begin, end)
+        bias = None if self.bias is None else self.bias[own]
+        return Fp8Linear(self.weight[own], self.scale[own], bias, self.dtype)
+
+
+def in_fp8(module: nn.Module) -> bool:
+    """Whether a layer is torchao's, with weights in FP8, that quantises each token, too."""
+    weight: Any = getattr(module, "weight", None)
+    return (
+        type(weight).__name__ == "Float8Tensor"
+        and weight.act_quant_kwargs is not None
+        and weight.scale.shape == (len(weight), 1)
+    )
+
+
+def fp8_linear(modules: Sequence[Any]) -> Fp8Linear:
+    """The product of such layers with the same input, one beside the other. Their weights are then
+    parts of the joined ones, and nothing is held twice.
+    """
+    if len(modules) == 1:
+        weight: Any = modules[0].weight
+        return Fp8Linear(weight.qdata, weight.scale, modules[0].bias, weight.dtype)
+    weight = torch.cat([module.weight.data for module in modules])
+    bias = None
+    if modules[0].bias is not None:
+        bias = torch.cat([module.bias.data for module in modules])
+    begin = 0
+    for module in modules:
+        end = begin + len(module.weight)
+        module.weight = nn.Parameter(weight[begin:end], requires_grad=False)
+        if bias is not None:
+            module.bias = nn.Parameter(bias[begin:end], requires_grad=False)
+        begin = end
+    return Fp8Linear(weight.qdata, weight.scale, bias, weight.dtype)
+
+
+def quantised(x: Tensor) -> Fp8Tokens:
+    """Tokens [N, D] in FP8, each by its largest number."""
+    if has_kernels(x):
+        return Fp8Tokens(*torch.ops.maskserve.quantise(x, x[:, :0]))
+    return _plain(x)
+
+
+def quantised_gelu(up: Tensor, beside: Tensor | None = None) -> Fp8Tokens:
+    """GELU (tanh) of tokens `up` [N, D] in FP8, behind the numbers `beside` [N, E] if given."""
+    if has_kernels(up):
+        before = up[:, :0] if beside is None else beside
+        return Fp8Tokens(*torch.ops.maskserve.quantise(before, up))
+    activated = F.gelu(up, approximate="tanh")
+    return _plain(activated if beside is None else torch.cat((beside, activated), dim=1))
+
+
+def _plain(x: Tensor) -> Fp8Tokens:
+    wide = x.float()
+    scale = wide.abs().amax(dim=1, keepdim=True).clamp(min=LEAST) / LARGEST
+    return Fp8Tokens((wide / scale).clamp(-LARGEST, LARGEST).to(FP8), scale)
+
+
+@torch.library.custom_op("maskserve::quantise", mutates_args=())
+def _quantise(x: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    import triton
+
+    from maskserve_engine.layers.fp8_kernels import quantise_kernel
+
+    x, up = (each if each.stride(1) == 1 else each.contiguous() for each in (x, up))
+    (tokens, width), more = x.shape, up.shape[1]
+    out = torch.empty(tokens, width + more, dtype=FP8, device=x.device)
+    scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+    blocks = [triton.next_power_of_2(max(1, each)) for each in (width, more)]
+    quantise_kernel[(tokens,)](
+        x, up, out, scales, x.stride(0), up.stride(0), width, more, *blocks, num_warps=8
+    )
+    return out, scales
+
+
+@_quantise.register_fake
+def _(x: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    out = x.new_empty(len(x), x.shape[1] + up.shape[1], dtype=FP8)
+    return out, x.new_empty(len(x), 1, dtype=torch.float32)
