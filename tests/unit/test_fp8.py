@@ -166,8 +166,10 @@ def close(one, other):
     # Two numbers of 8 bits are an eighth apart. The interpreter cuts bfloat16 off, so that some are
     # the next ones; and it loses the carry where a number is rounded to a power of two.
     step = torch.maximum(a.abs(), b.abs()) / 8 + 2**-9 * other.scale
-    carried = (other.data.float().abs().log2() % 1 == 0) & ((a - b / 2).abs() <= 1e-2 * step)
-    assert (((a - b).abs() <= 1.2 * step) | carried).all()
+    lost = one.data.float().abs().log2() % 1 == 0
+    carried = lost & (b.abs() >= 1.7 * a.abs()) & (b.abs() <= 2.1 * a.abs())
+    cut = 0.0 if dtype == torch.float32 else 0.1  # of numbers of 10 or so, before the last sum
+    assert (((a - b).abs() <= 1.2 * step + cut) | carried).all()
     others = (one.data.float() != other.data.float()).float().mean()
     assert dtype != torch.float32 or others < 0.15
 
