@@ -108,6 +108,10 @@ class EngineConfig(Table, frozen=True):
     devices: Literal[1, 2, 4, 8] = 1
     """Devices of this worker, each with the whole model and a batch of its own; with more than one
     the denoiser's steps are taken by a process for each. Not with `[adapters]` or `[controls]`."""
+    policy: Literal["spread", "deadline"] = "spread"
+    """Of a worker of several devices. `spread`: each has a batch of its own, and an edit stays on
+    one; `deadline`: each step of an edit gets as many as its due time needs, and is shared with no
+    other edit (FLUX; other models' edits have one each)."""
     max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
     """Edits waiting for a row; one more is refused."""
     drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0

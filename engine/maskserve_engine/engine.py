@@ -19,6 +19,8 @@ from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, guarded
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.worker.gangs.deadline import Deadline
+from maskserve_core.worker.gangs.scheduler import GangScheduler
 from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.spread import Spread
 from maskserve_core.worker.step_scheduler import ALL_FREE, MakePolicy, StepScheduler
@@ -33,6 +35,7 @@ from maskserve_engine.entry_store import estimated_costs, open_store, sized
 from maskserve_engine.executor import Executor
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.gangs.degree_times import DegreeTimes
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.gangs.messages import DeviceFacts
 from maskserve_engine.gangs.processes import RankProcesses
@@ -133,6 +136,7 @@ class Engine:
             policy,
             self._loras if self.lora_loader else None,
             self._nets if self.net_loader else None,
+            self._step_seconds(costs),
         )
         self.counters = new_counters()
         self._publisher = StatusPublisher(
@@ -164,15 +168,23 @@ class Engine:
 
     @classmethod
     def load(
-        cls, config: Config, lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader
+        cls,
+        config: Config,
+        lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader,
+        policy: MakePolicy | None = None,
     ) -> Engine:
         """Load the model; slow.
+
+        Args:
+            config: of this worker.
+            lora_loader: as of the engine.
+            policy: likewise; None: what the configuration says.
 
         Raises:
             ConfigError: the model cannot be served.
         """
         if config.engine.devices > 1:
-            return cls._of_ranks(config)
+            return cls._of_ranks(config, policy or _policy_of(config))
         _log.info("the denoiser's device: %s", device_in_words(config))
         device = device_of(config)
         if device.type == "cuda":
@@ -180,10 +192,11 @@ class Engine:
         with one_cpu_thread():
             adapter = load_adapter(config)
         revision = model_revision(config.model.path, served_form(config))
-        return cls(config, adapter, revision=revision, lora_loader=lora_loader)
+        chosen = policy or StepScheduler
+        return cls(config, adapter, revision=revision, policy=chosen, lora_loader=lora_loader)
 
     @classmethod
-    def _of_ranks(cls, config: Config) -> Engine:
+    def _of_ranks(cls, config: Config, policy: MakePolicy) -> Engine:
         """With a process for each device. This one holds the model's shape and no weights.
 
         Raises:
@@ -191,13 +204,14 @@ class Engine:
         """
         ranks = RankProcesses(config)
         own = ranks.scheduling_config
+        most = 1 if config.engine.policy == "spread" else config.engine.devices
         inbox = Inbox()
         return cls(
             own,
             load_adapter(own),
             revision=ranks.hello.revision,
-            executor=lambda adapter, store: GangExecutor(ranks, store, inbox.put),
-            policy=lambda *limits: Spread(config.engine.devices, *limits),
+            executor=lambda adapter, store: GangExecutor(ranks, adapter, store, inbox.put, most),
+            policy=policy,
             elsewhere=ranks.hello.device,
             inbox=inbox,
         )
@@ -308,6 +322,14 @@ class Engine:
             self.net_loader.close()
         self.cache.store.close()
 
+    def _step_seconds(self, costs: MeasuredCosts) -> Callable[[RequestState], tuple[float, ...]]:
+        """Of an edit by the number of devices, for policies that choose it."""
+        executor = self.executor
+        if not isinstance(executor, GangExecutor):
+            return lambda edit: ()
+        devices = self.config.engine.devices
+        return DegreeTimes(self.adapter, costs, lambda: executor.exchange, devices).of
+
     def _loras(self, residency: Residency) -> Loras:
         assert self.lora_loader is not None
 
@@ -399,3 +421,11 @@ class Engine:
         self._inbox.close()
         self._publisher.publish(self.state)
         self._publisher.close()
+
+
+def _policy_of(config: Config) -> MakePolicy:
+    """That of a worker of several devices."""
+    devices = config.engine.devices
+    if config.engine.policy == "spread":
+        return lambda rows, waiting, share: Spread(devices, rows, waiting, share)
+    return lambda rows, waiting, share: GangScheduler(Deadline(devices), devices, rows, waiting)

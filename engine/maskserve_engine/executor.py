@@ -54,6 +54,8 @@ class PrimingRowSpec:
     noise_seed: int
     kinds: tuple[frozenset[str], ...]
     format: str
+    key: str
+    """Of the template."""
 
 
 RowSpec = DenseRowSpec | CachedRowSpec | PrimingRowSpec

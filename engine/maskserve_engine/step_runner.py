@@ -82,7 +82,7 @@ class StepRunner:
         def done(result: StepResult) -> None:
             # Who was cancelled meanwhile has been answered.
             still = [edit for edit in running if self.manager.holds(edit)]
-            self._book(still, len(running), result, planned)
+            self._book(still, len(running), len(devices), result, planned)
             self._update(still, result, self._dense if planned is None else planned.plan.kinds)
 
         self.executor.step(step, done)
@@ -141,22 +141,28 @@ class StepRunner:
         return StepInput(number, rows, devices, tuple(reads), work, planned.plan, planned.ahead)
 
     def _book(
-        self, running: Running, count: int, result: StepResult, planned: StepPlan | None
+        self,
+        running: Running,
+        count: int,
+        devices: int,
+        result: StepResult,
+        planned: StepPlan | None,
     ) -> None:
         """Book what a step took.
 
         Args:
             running: its rows that are still held.
             count: of all its rows.
+            devices: that took it.
             result: of the step.
             planned: how it ran.
         """
-        whole = len(running) == count
+        alone = len(running) == count and devices == 1
         self.times.add(
             TakenStep(
                 result.span,
                 result.stalls,
-                self._flops(running, result, planned) if whole else None,
+                self._flops(running, result, planned) if alone else None,
                 None if planned is None else planned.plan.latency,
                 len(result.rows),
                 tuple(

@@ -23,8 +23,11 @@ RANK = "maskserve_engine.gangs.rank"
 
 @pytest.fixture(scope="module")
 def devices(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+    config = tmp_path_factory.mktemp("config") / "config.toml"
+    config.write_text('[engine]\npolicy = "deadline"\n', encoding="utf-8")
     options = ServeOptions(
         model=str(model),
+        config=config,
         devices_per_worker=2,
         base_port=free_base_port(),
         log_dir=tmp_path_factory.mktemp("logs"),
@@ -66,11 +69,27 @@ def test_a_template_is_primed_once_and_read_by_both(edits: Grpc) -> None:
     assert {meta["cache"] for meta in metas} == {"hit"}
 
 
+def test_edits_that_are_due_say_how_they_ended(edits: Grpc) -> None:
+    asked = [
+        plain_edit(seed=1, deadline_ms=limit, on_late="finish", num_inference_steps=20)
+        for limit in (1, 60_000, 1, 60_000)
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        metas = [meta for _, meta in pool.map(edits.edit, asked)]
+    assert [meta["slo"] for meta in metas] == ["late", "met", "late", "met"]
+
+
+def all_back(devices: Supervisor) -> bool:
+    log = devices.workers[0].spec.log.with_suffix(".jsonl").read_text(encoding="utf-8")
+    return log.count("it is started again") == log.count(" is back")
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_no_edit_is_lost_with_a_rank(
     devices: Supervisor, edits: Grpc, number: signal.Signals
 ) -> None:
     eventually("two ranks", lambda: len(ranks(devices)) == 2, 60.0)
+    eventually("each can take steps", lambda: all_back(devices), 60.0)
     inputs = plain_edit(seed=3, num_inference_steps=100)
     expected = pixels(edits.edit(inputs)[0]).astype(int)
     with ThreadPoolExecutor(6) as pool:
@@ -80,7 +99,7 @@ def test_no_edit_is_lost_with_a_rank(
         eventually("it is replaced", lambda: not gone.is_running(), 2.0)
         for each in begun:
             assert np.abs(pixels(each.result()[0]).astype(int) - expected).max() <= 1
-    eventually("it is back", lambda: len(ranks(devices)) == 2, 60.0)
+    eventually("it is back", lambda: all_back(devices), 60.0)
     assert devices.workers[0].restarts == 0
 
 

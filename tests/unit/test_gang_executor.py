@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,14 @@ from msgspec import structs
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.errors import Cancelled
+from maskserve_core.worker.gangs.scheduler import GangScheduler
+from maskserve_core.worker.gangs.work import GangPlan, Work
+from maskserve_core.worker.step_scheduler import MakePolicy, Run
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.gangs.executor import GangExecutor
+from maskserve_engine.gangs.processes import RankProcess
 from maskserve_engine.job import EditJob, PreviewEvent
 from tests.fakes.jobs import config_of, tolerance
 from tests.support.engines import job
@@ -44,16 +49,55 @@ def config_for(folder: Path, devices: int) -> Config:
     )
 
 
-def started(config: Config, encoder: Encoder) -> Engine:
-    engine = Engine.load(config)
+def started(config: Config, encoder: Encoder, policy: MakePolicy | None = None) -> Engine:
+    engine = Engine.load(config, policy=policy)
     engine.cache.prompt = lambda: encoder.encode_prompt("")
     engine.start()
     return engine
 
 
-@pytest.fixture(scope="module")
-def two(tiny_fill: Path, encoder: Encoder) -> Iterator[Engine]:
-    engine = started(config_for(tiny_fill, 2), encoder)
+class AnyDegree:
+    """Whatever is idle, as gangs drawn anew for each step: a `GangPolicy`."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(5)
+        self.drawn: set[tuple[int, ...]] = set()
+
+    def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
+        busy = sum(work.gang for work in works if work.until is not None)
+        idle = [work for work in works if work.until is None]
+        self._rng.shuffle(idle)
+        runs = []
+        for _ in range(2):
+            if busy and self._rng.random() < 0.5:
+                break  # what is busy now may be shared soon
+            gangs = [gang for gang in ((0, 1), (0,), (1,)) if not busy & sum(1 << d for d in gang)]
+            if idle and gangs:
+                gang = self._rng.choice(gangs)
+                busy |= sum(1 << device for device in gang)
+                runs.append(Run((idle.pop().ticket,), gang))
+                self.drawn.add(gang)
+        return GangPlan(tuple(runs))
+
+
+class AnyDegreeScheduler(GangScheduler):
+    def __init__(self, max_rows: int, max_waiting: int) -> None:
+        self.draws = AnyDegree()
+        super().__init__(self.draws, 2, max_rows, max_waiting)
+
+
+@pytest.fixture(
+    scope="module", params=["any degree", pytest.param("spread", marks=pytest.mark.slow)]
+)
+def two(request: pytest.FixtureRequest, tiny_fill: Path, encoder: Encoder) -> Iterator[Engine]:
+    config = config_for(tiny_fill, 2)
+    if request.param == "spread":
+        engine = started(config, encoder)
+    else:
+        drawing = structs.replace(config, engine=structs.replace(config.engine, policy="deadline"))
+        engine = started(
+            drawing, encoder, lambda rows, waiting, share: AnyDegreeScheduler(rows, waiting)
+        )
     yield engine
     engine.close(5.0)
     engine.manager.scheduler.check_integrity()
@@ -91,6 +135,14 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 def test_edits_equal_those_of_one_device(one: Engine, two: Engine, encoder: Encoder) -> None:
     jobs = [job(encoder, seed, f"edit-{seed}", cache="off") for seed in range(8)]
     assert_same(run(two, jobs), run(one, jobs))
+    assert_both_alone_and_together(two)
+
+
+def assert_both_alone_and_together(engine: Engine) -> None:
+    policy = engine.manager.scheduler
+    if isinstance(policy, AnyDegreeScheduler):
+        assert policy.draws.drawn == {(0,), (1,), (0, 1)}
+        assert 0.0 < ranks(engine).exchange.call_seconds < 1.0  # they have met, and measured it
 
 
 def test_cached_edits_read_on_both_devices_what_one_of_them_made(
@@ -142,17 +194,23 @@ def test_edits_go_on_where_a_rank_is_lost(
     for each, sink in zip(jobs, sinks, strict=True):
         two.submit(each, sink)
     process = ranks(two)._ranks.processes[1]
-    eventually(
-        "a row is there",
-        lambda: process in [p for row in ranks(two)._rows.values() for p in row.there],
-    )
+    eventually("a row is there", lambda: rows_on(two, process))
     os.kill(process.pid, number)
     eventually("it is noticed", lambda: 1 in ranks(two).devices.lost, 2.0)
     finals = [sink.final() for sink in sinks]
     assert_same([final.latents for final in finals], expected)
     assert all(final.meta["steps"] == 60 for final in finals)
     both_back(two)
+    policy = two.manager.scheduler
+    if isinstance(policy, AnyDegreeScheduler):
+        policy.draws.drawn.clear()
     assert_same(run(two, jobs), expected)
+    assert_both_alone_and_together(two)  # the gang has met again
+
+
+def rows_on(engine: Engine, process: RankProcess) -> bool:
+    rows = list(ranks(engine)._rows.values())
+    return any(process in row.there for row in rows)
 
 
 def test_what_devices_do_not_go_with_is_refused_in_a_sentence(tiny_fill: Path) -> None:

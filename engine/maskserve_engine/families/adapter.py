@@ -214,6 +214,10 @@ class Adapter(Protocol):
         """
         ...
 
+    def most_ranks(self, job: EditJob) -> int:
+        """How many ranks at most can take steps of this edit together."""
+        ...
+
     def carried(self, row: Any) -> torch.Tensor | None:
         """What `follow` needs of a row between two steps, on its device; None: the row cannot be
         brought to another process, which has to begin it anew.

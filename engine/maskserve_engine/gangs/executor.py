@@ -20,6 +20,7 @@ from torch import Tensor, distributed
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
+from maskserve_core.planning.degree_costs import ExchangeCosts
 from maskserve_core.worker.step_scheduler import Devices
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.store import Store
@@ -27,6 +28,7 @@ from maskserve_engine.cache.tier import Note
 from maskserve_engine.device_clock import Span
 from maskserve_engine.executor import (
     LoadState,
+    PrimingRowSpec,
     Read,
     RowLoads,
     RowMade,
@@ -35,6 +37,7 @@ from maskserve_engine.executor import (
     StepInput,
     StepResult,
 )
+from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.gangs.messages import RankLostError, RowAfter, RowPlace, StepAnswer
 from maskserve_engine.gangs.processes import RankProcess, RankProcesses
 from maskserve_engine.layers.low_rank import Factors
@@ -44,6 +47,8 @@ _LOSSES = 3
 """RankProcesses that a row may lose: after that it is held to be what ended them."""
 _STARTS = 3
 """Starts in a row that may fail of each rank while none is left."""
+_SILENT_S = 5.0
+"""After which a rank that is asked between two steps counts as lost."""
 _AGAIN_S = 2.0
 """After which a rank that could not be started is started again."""
 _ALONE = "a worker of several devices has none"
@@ -78,14 +83,22 @@ class GangExecutor:
 
     Args:
         ranks: that hold the rows.
+        adapter: the model, asked about edits only.
         store: of the process that schedules; the ranks have stores of their own over its files.
         post: has the engine's thread run a command.
+        most: ranks that are to take a step together; their gangs meet now, and again when a rank
+            is back.
     """
 
     def __init__(
-        self, ranks: RankProcesses, store: Store, post: Callable[[Callable[[], None]], object]
+        self,
+        ranks: RankProcesses,
+        adapter: Adapter,
+        store: Store,
+        post: Callable[[Callable[[], None]], object],
+        most: int = 1,
     ) -> None:
-        self._ranks, self._post = ranks, post
+        self._ranks, self._adapter, self._post = ranks, adapter, post
         self._living: dict[int, RankProcess] = {each.device: each for each in ranks.processes}
         self._rows: dict[str, _Row] = {}
         self._under_way: list[_UnderWay] = []
@@ -104,6 +117,11 @@ class GangExecutor:
 
         ranks.on_lost = tell_lost
         store.on_evict = self._evict
+        self._most = min(most, len(ranks.processes))
+        self.exchange = ExchangeCosts()
+        """What exchanges between two ranks cost, once they have met."""
+        for met in self._meet():
+            self.exchange = met.result()
 
     @property
     def devices(self) -> Devices:
@@ -145,9 +163,8 @@ class GangExecutor:
         for process in gang:
             self._bring([self._rows[read.row] for read in reads], process)
         answers = [process.call("load", asked) for process in gang]
-        try:
-            found = [answer.result() for answer in answers]
-        except (RankLostError, RuntimeError):
+        found = [self._awaited(process, call) for process, call in zip(gang, answers, strict=True)]
+        if None in found:
             return {}  # nor will it take the step
         first, *others = found
         # What one of them has to do without, all do.
@@ -158,6 +175,8 @@ class GangExecutor:
     def step(self, step: StepInput, done: StepDone) -> None:
         gang = tuple([self._living[device] for device in step.devices])
         rows = tuple([self._rows[row] for row in step.rows])
+        if not all(self._may_share(row, len(gang)) for row in rows):
+            gang = gang[:1]
         self._begin(_UnderWay(step, rows, gang, done))
 
     def result(self, row: str) -> HostCopy:
@@ -173,12 +192,8 @@ class GangExecutor:
         return HostCopy(latents)
 
     def keep_entry(self, row: str, key: str, note: Note) -> bool:
-        made = self._rows[row]
-        (process,) = [each for each, steps in made.there.items() if steps == made.steps]
-        try:
-            return bool(process.call("keep_entry", made.name, key, note).result())
-        except (RankLostError, RuntimeError):
-            return False
+        after = self._rows[row].after  # the rank has put it there as part of the step
+        return after is not None and after.kept
 
     def release(self, row: str) -> RowLoads | None:
         made = self._rows.pop(row, None)
@@ -202,6 +217,15 @@ class GangExecutor:
         self._ranks.close()
 
     # A step's way.
+
+    def _may_share(self, row: _Row, count: int) -> bool:
+        """Whether so many ranks can take steps of a row together. What is primed they would each
+        have a part of.
+        """
+        if count == 1:
+            return True
+        primes = isinstance(row.spec, PrimingRowSpec)
+        return not primes and self._adapter.most_ranks(row.spec.job) >= count
 
     def _bring(self, rows: Sequence[_Row], process: RankProcess) -> None:
         """Have rows on a rank, and where they are."""
@@ -307,16 +331,48 @@ class GangExecutor:
         if failed:
             step.done(StepResult((), Span(0.0, 0.0), failed=failed))
 
+    def _awaited(self, process: RankProcess, answer: Future[Any]) -> Any:
+        """What an idle rank answers at once; None: it failed, or is lost, as is one that is silent:
+        the engine's thread waits for nobody.
+        """
+        try:
+            return answer.result(_SILENT_S)
+        except TimeoutError:
+            _log.error("rank %d has been silent for %g s", process.device, _SILENT_S)
+            process.kill()
+        except (RankLostError, RuntimeError) as error:
+            _log.error("rank %d: %s", process.device, error)
+        return None
+
     # Gangs.
+
+    def _meet(self) -> list[Future[ExchangeCosts]]:
+        """Have all gangs of living ranks meet that have not; the answers, those of two ranks last.
+        All ranks are told in one order, so that none waits for one that waits for it.
+        """
+        answers, count = [], self._most
+        while count > 1:
+            for first in range(0, len(self._ranks.processes), count):
+                living = [self._living.get(first + number) for number in range(count)]
+                gang = tuple([each for each in living if each is not None])
+                if len(gang) == count and gang not in self._gangs:
+                    answers += self._join(gang)
+            count //= 2
+        return answers
+
+    def _join(self, gang: tuple[RankProcess, ...]) -> list[Future[ExchangeCosts]]:
+        name = self._gangs[gang] = f"gang {next(self._names)}"
+        return [
+            process.call("join", name, number, len(gang), self._meeting.port)
+            for number, process in enumerate(gang)
+        ]
 
     def _joined(self, gang: tuple[RankProcess, ...]) -> str:
         """The name under which ranks know their gang; empty: it is one rank."""
         if len(gang) == 1:
             return ""
-        if gang not in self._gangs:
-            name = self._gangs[gang] = f"gang {next(self._names)}"
-            for number, process in enumerate(gang):
-                process.call("join", name, number, len(gang), self._meeting.port)
+        if gang not in self._gangs:  # they have parted
+            self._join(gang)
         return self._gangs[gang]
 
     def _part(self, gang: tuple[RankProcess, ...]) -> None:
@@ -347,6 +403,7 @@ class GangExecutor:
             _log.info("rank %d is back", device)
             self._starts.pop(device, None)
             self._living[device] = process
+            self._meet()
             return
         self._starts[device] = self._starts.get(device, 0) + 1
         _log.error("rank %d could not be started: %s", device, error)

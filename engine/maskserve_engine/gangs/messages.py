@@ -89,6 +89,8 @@ class RowAfter(NamedTuple):
     """Of the same, where it read entries."""
     estimate: Tensor | None = None
     """[C, h, w] where its client is shown one after this step."""
+    kept: bool = False
+    """Of one that primes: whether what it has recorded is in files."""
 
 
 class StepAnswer(NamedTuple):

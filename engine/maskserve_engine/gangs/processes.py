@@ -152,7 +152,14 @@ class RankProcesses:
     def scheduling_config(self) -> Config:
         """Of the process that only schedules: the model's shape without weights."""
         model = self._config.model
-        shape = replace(model, device="meta", dtype=self.hello.dtype, weights="bf16", compile=False)
+        shape = replace(
+            model,
+            device="meta",
+            dtype=self.hello.dtype,
+            weights="bf16",
+            compile=False,
+            fuse_loras=(),
+        )
         engine = replace(self._config.engine, warm_up=False)
         return replace(self._config, model=shape, engine=engine)
 

@@ -11,6 +11,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from torch import distributed
 from maskserve_core.config import Config
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
+from maskserve_core.planning.degree_costs import ExchangeCosts
 from maskserve_core.worker.logs import about, start_log
 from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.batch.sequence_parallel import Ranks as Exchanges
@@ -65,7 +67,8 @@ from maskserve_engine.warm_up import warm_up
 _log = logging.getLogger(__name__)
 _EXCHANGE_S = 20.0
 """After which an exchange with other ranks has failed."""
-_OPEN_S = 10.0
+_PROBES, _PROBE_BYTES = 9, 2**22
+_OPEN_S = 2.0
 """In which a template's files are open, or the row does without."""
 
 
@@ -78,7 +81,7 @@ class Rank:
 
     def __init__(self, config: Config) -> None:
         _log.info("a rank's device: %s", device_in_words(config))
-        self.device = device_of(config)
+        self._config, self.device = config, device_of(config)
         if self.device.type == "cuda":
             check_fits(config, device_memory(self.device)[1])
         with one_cpu_thread():
@@ -96,15 +99,15 @@ class Rank:
         self._specs: dict[str, RowSpec] = {}
         self._unmade: dict[str, EngineFailed] = {}
         """Rows that could not be made."""
-        self._pinned: dict[str, str] = {}
-        """Of priming rows, the keys that stay until their rows end."""
+        self._primed_s: dict[str, float] = {}
+        """Of priming rows, the seconds of their steps so far."""
         self._gangs: dict[str, Exchanges] = {}
         revision = model_revision(config.model.path, served_form(config))
         dtype = str(dtype_of(config)).removeprefix("torch.")
         self.hello = Hello(DeviceFacts(costs, memory), dtype, revision)
 
-    def join(self, gang: str, rank: int, count: int, port: int) -> None:
-        """Meet the other ranks of a gang.
+    def join(self, gang: str, rank: int, count: int, port: int) -> ExchangeCosts:
+        """Meet the other ranks of a gang; what exchanging with them costs.
 
         Args:
             gang: a name that no other gang has had.
@@ -117,6 +120,10 @@ class Rank:
         exchange = Exchanges(store, rank, count, self.device, _EXCHANGE_S)
         self._agree(exchange, 0)
         self._gangs[gang] = exchange
+        call_s = self._exchange_seconds(exchange, 1)
+        bulk_s = max(self._exchange_seconds(exchange, _PROBE_BYTES // count) - call_s, 1e-9)
+        sent = _PROBE_BYTES * (count - 1) / count
+        return ExchangeCosts(sent / bulk_s, call_s, dtype_of(self._config).itemsize)
 
     def leave(self, gang: str) -> None:
         self._gangs.pop(gang, None)
@@ -127,7 +134,9 @@ class Rank:
             if isinstance(spec, CachedRowSpec):
                 self._open(spec.key, spec.anchors)
             elif isinstance(spec, PrimingRowSpec):
-                self._pinned[row] = ""
+                # What is half primed must not be evicted by its own second half.
+                self._store.memory.pin(spec.key, pinned=True)
+                self._primed_s[row] = 0.0
             made = self._local.make(row, spec)
             if isinstance(spec, CachedRowSpec) and spec.sure and not made.complete:
                 raise EngineFailed("the template's cached activations were lost; send it again")
@@ -184,29 +193,16 @@ class Rank:
             result.lost,
             {**result.failed, **unmade},
         )
-        after = [self._after(step, tells=tells) for step in result.rows]
+        after = [self._after(step, said.span, tells=tells) for step in result.rows]
         rows_after = {each.step.row: each for each in after}
         return StepAnswer(said, rows_after if tells else {}, self._local.take_moves())
 
-    def keep_entry(self, row: str, key: str, note: Note) -> bool:
-        """The files are written when this returns: other ranks read them."""
-        if not self._pinned[row]:
-            self._pinned[row] = key
-            self._store.memory.pin(key, pinned=True)
-        kept = self._local.keep_entry(row, key, note)
-        self._store.settle()
-        spec = self._specs[row]
-        assert isinstance(spec, PrimingRowSpec)
-        anchor = spec.anchors[self._local.position(row)[0] - 1]
-        return kept and self._store.lower.locate(key, [anchor]) is not None
-
     def release(self, row: str) -> None:
         self._local.release(row)
-        self._specs.pop(row, None)
+        spec = self._specs.pop(row, None)
         self._unmade.pop(row, None)
-        key = self._pinned.pop(row, "")
-        if key and key not in self._pinned.values():
-            self._store.memory.pin(key, pinned=False)
+        if self._primed_s.pop(row, None) is not None and isinstance(spec, PrimingRowSpec):
+            self._store.memory.pin(spec.key, pinned=False)
 
     def evict(self, key: str) -> None:
         self._store.memory.evict(key)
@@ -214,11 +210,12 @@ class Rank:
     def idle(self) -> None:
         self._local.idle()
 
-    def _after(self, step: RowStep, *, tells: bool) -> RowAfter:
+    def _after(self, step: RowStep, took: Span, *, tells: bool) -> RowAfter:
         """What the others need of a row that has taken a step; one that is done is let go."""
         row, spec = step.row, self._specs[step.row]
         if isinstance(spec, PrimingRowSpec):
-            return RowAfter(step, torch.empty(0))
+            self._primed_s[row] += took.seconds() or 0.0
+            return RowAfter(step, torch.empty(0), kept=self._keep(step, spec))
         if self._local.is_done(row):
             result = torch.from_numpy(self._local.result(row).array()) if tells else None
             loads = self._local.release(row)
@@ -234,10 +231,33 @@ class Rank:
         copied = None if carried is None else carried.to("cpu", copy=True)
         return RowAfter(step, copied, None, None, shown)
 
+    def _keep(self, step: RowStep, spec: PrimingRowSpec) -> bool:
+        """Store what a priming row has recorded. Its file is written when this returns: other
+        ranks read it.
+        """
+        whole_s = self._primed_s[step.row] / step.done * len(spec.anchors)
+        note = Note(spec.job.request.template_id, len(spec.anchors), whole_s)
+        if not self._local.keep_entry(step.row, spec.key, note):
+            return False
+        self._store.settle()
+        return self._store.lower.locate(spec.key, [spec.anchors[step.done - 1]]) is not None
+
     def _open(self, key: str, anchors: Sequence[Anchor | None]) -> None:
         """Have a template's files open before its row is made, which then holds them."""
         if not self._store.fetch(key, [a for a in dict.fromkeys(anchors) if a is not None]):
             self._store.settle(_OPEN_S)
+
+    def _exchange_seconds(self, exchange: Exchanges, nbytes: int) -> float:
+        """Median of a few exchanges of so many bytes with each rank."""
+        parts = [torch.zeros(nbytes, dtype=torch.uint8, device=self.device)] * exchange.count
+        took = []
+        for _ in range(_PROBES):
+            begin = time.perf_counter()
+            exchange.all_to_all(parts, [nbytes] * exchange.count)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            took.append(time.perf_counter() - begin)
+        return sorted(took)[_PROBES // 2]
 
     def _agree(self, exchange: Exchanges, number: int) -> None:
         """See that all ranks of a gang begin the same."""

@@ -60,6 +60,7 @@ class RequestManager:
         policy: MakePolicy = StepScheduler,
         make_loras: Callable[[Residency], Loras] | None = None,
         make_nets: Callable[[Residency], EditControlNets] | None = None,
+        step_seconds: Callable[[RequestState], tuple[float, ...]] = lambda edit: (),
     ) -> None:
         self.config, self.adapter, self.output = config, adapter, output
         self.executor = executor
@@ -67,6 +68,7 @@ class RequestManager:
         self.scheduler = policy(
             config.engine.max_rows, config.engine.max_waiting, config.cache.priming_share
         )
+        self._step_seconds = step_seconds
         self.edits: dict[str, RequestState] = {}
         self.primings = Primings(
             adapter, cache, self.scheduler, executor, self._priming_ended, self._attach_to
@@ -492,6 +494,7 @@ class RequestManager:
 
     def _queue(self, edit: RequestState) -> None:
         self._check_id(edit)
+        edit.seconds = self._step_seconds(edit)
         self.scheduler.submit(edit.make_ticket())
         edit.times.queued = time.monotonic()
         self.edits[edit.request_id] = edit

@@ -94,6 +94,7 @@ class Primings:
                     state.priming.noise_seed,
                     self._cache.kinds,
                     self._cache.config.entry_format,
+                    state.priming.key,
                 ),
             )
             self._attach(row_id, state.priming.job)

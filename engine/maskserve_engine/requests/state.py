@@ -224,6 +224,8 @@ class RequestState:
     """How it runs."""
     drift: float | None = None
     """Of its template, where that is why it runs dense."""
+    seconds: tuple[float, ...] = ()
+    """As of its ticket."""
     starts: int = 0
     """Times that it was decided how it runs."""
     waited: bool = False
@@ -325,6 +327,7 @@ class RequestState:
             batch_key=(work.batch_key, self.request_id) if alone else work.batch_key,
             cost=work.cached_flops if self.mode == "cached" else work.dense_flops,
             due=self.deadline if self.due is None else self.due,
+            seconds=self.seconds,
         )
 
     def count_step(self, step: RowStep, rows: int, kinds: tuple[str, ...]) -> tuple[str, ...]:

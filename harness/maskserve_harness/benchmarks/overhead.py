@@ -93,9 +93,9 @@ class Clock:
             setattr(owner, name, function)
 
     def _clocked(self, function: Any) -> Any:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
             begin = time.perf_counter()
-            out = function(*args)
+            out = function(*args, **named)
             self.seconds += time.perf_counter() - begin
             return out
 

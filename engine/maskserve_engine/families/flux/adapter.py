@@ -221,6 +221,10 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
                 format=format,
             )
 
+    def most_ranks(self, job: EditJob) -> int:
+        alone = job.request.settings.first_block_threshold or job.controls
+        return 1 if alone else int(self.facts.denoiser["num_attention_heads"])
+
     def carried(self, row: Row) -> Tensor | None:
         """[n, 4C] the latents of its computed tokens; nothing ([0]) of a priming row."""
         return row.latents if isinstance(row, FluxRow) else torch.empty(0)

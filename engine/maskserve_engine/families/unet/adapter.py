@@ -214,6 +214,9 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
                 maps=self._maps,
             )
 
+    def most_ranks(self, job: EditJob) -> int:
+        return 1
+
     def carried(self, row: UnetRow | UnetPrimingRow) -> Tensor | None:
         """Of an edit's row none: its sampler remembers earlier steps. Nothing ([0]) of a priming
         row.

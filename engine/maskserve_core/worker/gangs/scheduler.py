@@ -1,0 +1,204 @@
+"""A policy for gangs as the engine asks for it: tickets in, runs out (`SchedulingPolicy`)."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from dataclasses import dataclass, replace
+
+from maskserve_core.contracts.keys import name_of
+from maskserve_core.errors import InvalidRequest, Overloaded
+from maskserve_core.worker.gangs.work import GangPolicy, Work
+from maskserve_core.worker.step_scheduler import (
+    ALL_FREE,
+    Decision,
+    Devices,
+    Run,
+    Ticket,
+)
+
+_UNKNOWN_S = 0.05
+"""What a step counts as whose seconds nobody has foretold."""
+_SOON_S = 1.0
+"""When a device counts as free again that has no edit of ours."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    run: Run
+    left: int
+    """Steps of it that have not begun."""
+
+
+class GangScheduler:
+    """Keeps the books that a `GangPolicy` decides over.
+
+    Tickets wait by priority, then due time, then arrival; as many as there are rows take part in
+    decisions. Devices that are lost, or whose edit was withdrawn in its step, count as taken by an
+    edit that nobody asked for.
+
+    Args:
+        policy: that decides.
+        devices: of the worker.
+        max_rows: of each device.
+        max_waiting: tickets that may wait.
+    """
+
+    def __init__(self, policy: GangPolicy, devices: int, max_rows: int, max_waiting: int) -> None:
+        self.policy = policy
+        self._devices, self._max_works, self._max_waiting = devices, devices * max_rows, max_waiting
+        self._draining = False
+        self._waiting: list[tuple[int, float, float, int]] = []
+        self._tickets: dict[int, Ticket] = {}
+        """Those that wait, by the last of their place."""
+        self._number = 0
+        self._works: dict[str, Work] = {}
+        self._under_way: list[_UnderWay] = []
+
+    @property
+    def running(self) -> tuple[Ticket, ...]:
+        return tuple([work.ticket for work in self._works.values()])
+
+    @property
+    def waiting(self) -> tuple[Ticket, ...]:
+        return tuple([self._tickets[place[-1]] for place in self._waiting])
+
+    def __len__(self) -> int:
+        return len(self._works) + len(self._waiting)
+
+    def submit(self, ticket: Ticket) -> None:
+        name = ticket.request_id
+        if self._draining:
+            raise Overloaded("the worker is draining; send the edit to another or try again later")
+        if name in self._works or self._place_of(name) is not None:
+            raise InvalidRequest(
+                "SETTINGS.request_id", f"{name_of(name)!r} is still being served", "a new id"
+            )
+        if len(self._waiting) >= self._max_waiting:
+            raise Overloaded(f"{self._max_waiting} edits are waiting already; try again later")
+        ticket = replace(ticket, seconds=self._of_all_degrees(ticket.seconds))
+        due = math.inf if ticket.due is None else ticket.due
+        insort(self._waiting, (-ticket.priority, due, ticket.arrival, self._number))
+        self._tickets[self._number] = ticket
+        self._number += 1
+
+    def cancel(self, request_id: str) -> Ticket | None:
+        work = self._works.pop(request_id, None)
+        if work is not None:
+            return work.ticket
+        place = self._place_of(request_id)
+        if place is None:
+            return None
+        self._waiting.remove(place)
+        return self._tickets.pop(place[-1])
+
+    def finish(self, request_id: str) -> None:
+        del self._works[request_id]
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
+        """Book the steps that have ended, and have idle devices decided on."""
+        again = self._book(now, devices)
+        expired = [
+            ticket
+            for ticket in (*self.running, *self.waiting)
+            if ticket.deadline is not None and ticket.deadline <= now
+        ]
+        for ticket in expired:
+            self.cancel(ticket.request_id)
+        admitted = []
+        while self._waiting and len(self._works) < self._max_works:
+            ticket = self._tickets.pop(self._waiting.pop(0)[-1])
+            self._works[ticket.request_id] = Work(ticket, ticket.steps, ticket.arrival)
+            admitted.append(ticket)
+        runs = [self._begin(each, now) for each in again if self._held(each.run)]
+        works = [*self._works.values(), *self._taken(now, devices)]
+        for run in self.policy.decide(now, works).runs:
+            begun = _UnderWay(run, run.steps)
+            self._under_way.append(begun)
+            runs.append(self._begin(begun, now))
+        return Decision(tuple(admitted), tuple(runs), tuple(expired))
+
+    def check_integrity(self) -> None:
+        if len(self._waiting) != len(self._tickets):
+            raise RuntimeError("places and tickets that wait do not match")
+        taken = 0
+        for each in self._under_way:
+            gang = _mask(each.run.devices)
+            if gang & taken or gang >> self._devices:
+                raise RuntimeError(f"devices {each.run.devices} were given twice or are not there")
+            taken |= gang
+        for work in self._works.values():
+            if work.remaining < 1:
+                raise RuntimeError(f"{work.ticket.request_id} has no steps left and was not ended")
+
+    def _of_all_degrees(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
+        """An edit is no faster on more devices than it may have."""
+        known = seconds or (_UNKNOWN_S,)
+        return known + known[-1:] * (self._devices.bit_length() - len(known))
+
+    def _place_of(self, request_id: str) -> tuple[int, float, float, int] | None:
+        found = (p for p in self._waiting if self._tickets[p[-1]].request_id == request_id)
+        return next(found, None)
+
+    def _held(self, run: Run) -> bool:
+        return any(self._is_held(ticket) for ticket in run.rows)
+
+    def _is_held(self, ticket: Ticket) -> bool:
+        work = self._works.get(ticket.request_id)
+        return work is not None and work.ticket is ticket
+
+    def _book(self, now: float, devices: Devices) -> list[_UnderWay]:
+        """Steps that have ended; those runs that have more of them to take."""
+        ended = [e for e in self._under_way if devices.busy.isdisjoint(e.run.devices)]
+        again = []
+        for each in ended:
+            lost = not devices.lost.isdisjoint(each.run.devices)
+            each.left = 0 if lost else each.left
+            for ticket in filter(self._is_held, each.run.rows):
+                work = self._works[ticket.request_id]
+                work.until, work.under_way, work.idle_since = None, 0, now
+                if not lost:  # what has none left was finished by now
+                    work.remaining = max(1, work.remaining - 1)
+            if each.left and self._held(each.run):
+                again.append(each)
+            else:
+                self._under_way.remove(each)
+        return again
+
+    def _begin(self, each: _UnderWay, now: float) -> Run:
+        """The next step of a run."""
+        rows = tuple(filter(self._is_held, each.run.rows))
+        index = len(each.run.devices).bit_length() - 1
+        for ticket in rows:
+            work = self._works[ticket.request_id]
+            work.gang, work.under_way = _mask(each.run.devices), each.left
+            work.until = now + each.left * ticket.seconds[index]
+        each.left -= 1
+        return Run(rows, each.run.devices)
+
+    def _taken(self, now: float, devices: Devices) -> list[Work]:
+        """Stands for what is on devices that no edit of ours has."""
+        ours = {
+            device
+            for each in self._under_way
+            if self._held(each.run)
+            for device in each.run.devices
+        }
+        return [
+            Work(
+                Ticket(f"device {device}", 1, 0, 0, now, seconds=self._of_all_degrees((_SOON_S,))),
+                remaining=1,
+                idle_since=now,
+                gang=1 << device,
+                until=now + _SOON_S,
+                under_way=1,
+            )
+            for device in sorted((devices.busy | devices.lost) - ours)
+        ]
+
+
+def _mask(devices: tuple[int, ...]) -> int:
+    return sum(1 << device for device in devices)

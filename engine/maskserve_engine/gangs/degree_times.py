@@ -1,0 +1,57 @@
+"""What an edit's step takes on several devices, as the worker's steps so far foretell it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from maskserve_core.planning.degree_costs import DEGREES, ExchangeCosts, seconds_by_degree
+from maskserve_core.planning.flops import RowTokens
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.measured_costs import MeasuredCosts
+from maskserve_engine.requests.state import RequestState
+
+
+class DegreeTimes:
+    """Seconds by degree, for tickets.
+
+    Args:
+        adapter: the model.
+        costs: of the worker's steps on one device.
+        exchange: what ranks' exchanges cost, as they were measured.
+        devices: of the worker.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        costs: MeasuredCosts,
+        exchange: Callable[[], ExchangeCosts],
+        devices: int,
+    ) -> None:
+        self._adapter, self._costs = adapter, costs
+        self._exchange, self._devices = exchange, devices
+
+    def of(self, edit: RequestState) -> tuple[float, ...]:
+        """Of one step of the edit by itself on 1, 2, 4 and 8 devices, as far as it may have them.
+
+        A reproducible one keeps to one: products of other shapes round differently.
+        """
+        job = edit.job
+        most = min(self._devices, self._adapter.most_ranks(job))
+        if job.request.settings.reproducible:
+            most = 1
+        _, height, width = job.moments.shape
+        cached = edit.mode == "cached"
+        work = self._adapter.work(height, width)
+        text = float(len(job.conditioning["prompt_embeds"]))
+        tokens = edit.work.active_tokens if cached else edit.work.total_tokens
+        active = tuple([float(tokens) * n / work.tokens[0] for n in work.tokens])
+        seconds = seconds_by_degree(
+            work,
+            RowTokens(active, text),
+            "kv" if cached else "dense",
+            self._costs.model.compute,
+            self._exchange(),
+            tuple([degree for degree in DEGREES if degree <= most]),
+        )
+        return tuple([edit.work.passes * each for each in seconds])

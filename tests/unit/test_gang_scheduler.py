@@ -1,0 +1,132 @@
+"""A policy for gangs as the engine asks for it: no device twice, no edit lost, whatever happens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from maskserve_core.errors import InvalidRequest, Overloaded
+from maskserve_core.worker.gangs.deadline import Deadline
+from maskserve_core.worker.gangs.rounds import Rounds
+from maskserve_core.worker.gangs.scheduler import GangScheduler
+from maskserve_core.worker.gangs.work import GangPolicy
+from maskserve_core.worker.step_scheduler import Devices, Run, Ticket
+
+BY_DEGREE = (0.4, 0.22, 0.13, 0.09)
+
+
+def ticket(name: str, steps: int, arrival: float = 0.0, **values: object) -> Ticket:
+    given = {"seconds": BY_DEGREE, **values}
+    return Ticket(name, steps, 10, 10, arrival, **given)  # type: ignore[arg-type]
+
+
+def deadline(max_rows: int = 8, max_waiting: int = 8) -> GangScheduler:
+    return GangScheduler(Deadline(4), 4, max_rows, max_waiting)
+
+
+def test_an_edit_gets_the_devices_that_its_due_time_needs() -> None:
+    scheduler = deadline()
+    scheduler.submit(ticket("urgent", 10, due=2.5))
+    for name in "abc":
+        scheduler.submit(ticket(name, 10, due=100.0))
+    decision = scheduler.schedule(0.0)
+    assert {t.request_id for t in decision.admitted} == {"urgent", "a", "b", "c"}
+    degrees = {run.rows[0].request_id: len(run.devices) for run in decision.runs}
+    assert degrees["urgent"] >= 2
+    assert sum(degrees.values()) == 4
+
+
+def test_what_is_lost_or_runs_for_nobody_is_not_given_away() -> None:
+    scheduler = deadline()
+    scheduler.submit(ticket("a", 10))
+    scheduler.submit(ticket("b", 10))
+    runs = scheduler.schedule(0.0, Devices(lost=frozenset({0}))).runs
+    assert all(0 not in run.devices for run in runs)
+    busy = frozenset(device for run in runs for device in run.devices)
+    for name in "ab":
+        scheduler.cancel(name)  # their steps run on
+    scheduler.submit(ticket("c", 10))
+    after = scheduler.schedule(0.1, Devices(busy, frozenset({0}))).runs
+    assert all(busy.isdisjoint(run.devices) and 0 not in run.devices for run in after)
+    scheduler.check_integrity()
+
+
+def test_a_step_that_was_lost_does_not_count() -> None:
+    scheduler = deadline()
+    scheduler.submit(ticket("a", 3, seconds=(0.4,)))
+    (run,) = scheduler.schedule(0.0).runs
+    lost = Devices(lost=frozenset(run.devices))
+    (again,) = scheduler.schedule(0.1, lost).runs
+    assert set(again.devices).isdisjoint(run.devices)
+    assert scheduler._works["a"].remaining == 3
+
+
+def test_queue_and_names_are_bounded_and_unique() -> None:
+    scheduler = deadline(max_rows=1, max_waiting=2)
+    scheduler.submit(ticket("a", 1))
+    with pytest.raises(InvalidRequest):
+        scheduler.submit(ticket("a", 1))
+    scheduler.submit(ticket("b", 1))
+    with pytest.raises(Overloaded, match="waiting already"):
+        scheduler.submit(ticket("c", 1))
+    scheduler.drain()
+    with pytest.raises(Overloaded, match="draining"):
+        scheduler.submit(ticket("d", 1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_edit_ends_once_whatever_happens(seed: int) -> None:
+    rng = random.Random(seed)
+    policy: GangPolicy = Rounds(4, 1.0) if seed % 2 else Deadline(4)
+    scheduler = GangScheduler(policy, 4, 2, 100)
+    left, ended, cancelled = dict[str, int](), set[str](), set[str]()
+    for number in range(30):
+        name, steps = str(number), rng.randint(1, 6)
+        left[name] = steps
+        scheduler.submit(
+            ticket(
+                name,
+                steps,
+                rng.uniform(0, 5),
+                due=rng.choice([None, rng.uniform(1, 30)]),
+                deadline=rng.choice([None, None, 40.0]),
+                background=rng.random() < 0.2,
+                seconds=rng.choice([BY_DEGREE, BY_DEGREE[:1], ()]),
+            )
+        )
+    now, busy = 0.0, list[tuple[float, Run]]()
+    lost = frozenset[int]()
+    for _ in range(3000):
+        now += rng.uniform(0.0, 0.2)
+        if rng.random() < 0.05:
+            lost = frozenset(rng.sample(range(4), rng.randint(0, 2)))
+        over = [each for each in busy if each[0] <= now or lost.intersection(each[1].devices)]
+        for each in over:
+            busy.remove(each)
+            run = each[1]
+            for one in run.rows if lost.isdisjoint(run.devices) else ():
+                name = one.request_id
+                if name in ended | cancelled:
+                    continue
+                left[name] -= 1
+                if not left[name]:
+                    scheduler.finish(name)
+                    ended.add(name)
+        if rng.random() < 0.02 and (held := [t.request_id for t in scheduler.running]):
+            gone = rng.choice(held)
+            assert scheduler.cancel(gone) is not None
+            cancelled.add(gone)
+        taken = frozenset(device for _, run in busy for device in run.devices)
+        decision = scheduler.schedule(now, Devices(taken, lost))
+        cancelled |= {each.request_id for each in decision.expired}
+        for run in decision.runs:
+            assert taken.isdisjoint(run.devices)
+            assert lost.isdisjoint(run.devices)
+            taken |= {*run.devices}
+            busy.append((now + rng.uniform(0.01, 0.5), run))
+        scheduler.check_integrity()
+        if not len(scheduler):
+            break
+    assert ended | cancelled == set(left)
+    assert not ended & cancelled
