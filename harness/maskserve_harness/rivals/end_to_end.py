@@ -100,7 +100,7 @@ def variants() -> dict[tuple[str, str], Rival]:
     }
 
 
-def systems(tuning: Rival, model: str, *, full: bool) -> list[System]:
+def systems(tuning: Rival, model: str, rings: Sequence[int]) -> list[System]:
     """In the order of the paper's comparison. With random weights nobody can say which threshold
     FirstBlockCache may have, so the larger model goes without.
     """
@@ -111,8 +111,7 @@ def systems(tuning: Rival, model: str, *, full: bool) -> list[System]:
     ]
     found.append(System("dense", "maskserve, all tokens", {"cache": "off"}))
     found.append(System("maskserve", "maskserve"))
-    if full or model == "demo":
-        found += [System(f"ring{n}", f"maskserve, ring {n}", {"mask_ring": n}) for n in (0, 2)]
+    found += [System(f"ring{n}", f"maskserve, ring {n}", {"mask_ring": n}) for n in rings]
     return found
 
 
@@ -129,16 +128,20 @@ class Plan:
     rounds: int
     rates: tuple[float, ...]
     """Shares of the rival's edits per second at saturation."""
+    tunings: tuple[Rival, ...] = TUNINGS
     mixes: tuple[str, ...] = ("production",)
+    rings: tuple[int, ...] = ()
+    """Further systems: maskserve with other rings than its own."""
 
 
+_BOTH = ("production", "public")
 QUICK = {
-    "demo": Plan(128, 32, 4, 2, (0.5, 1.0)),
-    "bench": Plan(256, 16, 2, 1, (1.0,)),
+    "demo": Plan(128, 24, 4, 2, (1.0,)),
+    "bench": Plan(256, 12, 2, 1, (1.0,), tuple(TUNINGS[n] for n in (0, 2, 4))),
 }
 FULL = {
-    "demo": Plan(128, 96, 8, 5, (0.5, 0.8, 1.0, 1.5), ("production", "public")),
-    "bench": Plan(256, 48, 4, 3, (0.5, 0.8, 1.0, 3.0), ("production", "public")),
+    "demo": Plan(128, 96, 8, 5, (0.5, 0.8, 1.0, 1.5), TUNINGS, _BOTH, (0, 2)),
+    "bench": Plan(256, 48, 4, 3, (0.5, 0.8, 1.0, 3.0), TUNINGS, _BOTH, (0, 2)),
 }
 
 
@@ -211,14 +214,13 @@ class Bench:
         return made
 
 
-def tuned(bench: Bench, theirs: RivalServer, count: int) -> tuple[Rival, list[Figures]]:
+def tuned(bench: Bench) -> tuple[Rival, list[Figures]]:
     """The rival with most edits per second at saturation, and what all had."""
-    found = []
-    for each in TUNINGS:
-        rival = variants()["whole", each.name]
-        system = System(each.name, each.name, rival=rival)
-        with theirs.serving(rival):
-            bench.run(system, Load("concurrency", each.batch), each.batch)
+    found, tunings = [], bench.plan.tunings
+    for each in tunings:
+        system = System(each.name, each.name, rival=variants()["whole", each.name])
+        with bench.serving(system):
+            count = max(8, bench.plan.edits // 2)
             stamps = bench.run(system, Load("concurrency", IN_FLIGHT), count)
         found.append(
             {
@@ -231,10 +233,10 @@ def tuned(bench: Bench, theirs: RivalServer, count: int) -> tuple[Rival, list[Fi
         )
         say(f"  {each.name:9} {found[-1]['edits_per_s']:.2f} edits/s")
     best = max(range(len(found)), key=lambda n: float(found[n]["edits_per_s"]))
-    return TUNINGS[best], found
+    return tunings[best], found
 
 
-def measure_model(name: str, tool: Tool, folder: Path, plan: Plan, *, full: bool) -> Figures:
+def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
     """All of one model."""
     model = DEMO_MODEL if name == "demo" else large_model(folder / "model")
     with (
@@ -245,8 +247,8 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan, *, full: bool
         for mix in plan.mixes:  # a template's second sight primes it
             ours.warm(2 * bench.edits(mix, {}, plan.edits))
         say(f"{name}: diffusers' pipeline, {IN_FLIGHT} in flight")
-        best, tuning = tuned(bench, theirs, max(8, plan.edits // 2))
-        measured = systems(best, name, full=full)
+        best, tuning = tuned(bench)
+        measured = systems(best, name, plan.rings)
         runs: dict[str, dict[str, list[Stamps]]] = {each.key: {} for each in measured}
         for number in range(plan.rounds):
             rate = 0.0
@@ -403,7 +405,7 @@ def main() -> int:
     for name, plan in plans.items():
         if args.only in (None, name):
             with tempfile.TemporaryDirectory() as folder:
-                report[name] = measure_model(name, tool, Path(folder), plan, full=args.full)
+                report[name] = measure_model(name, tool, Path(folder), plan)
     took = time.monotonic() - begin
     report["about"] = {
         "command": "make bench-full" if args.full else "make bench",
