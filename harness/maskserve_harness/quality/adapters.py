@@ -81,6 +81,8 @@ class AdapterRig(Rig):
 
     def __init__(self, folder: Path, steps: int, path: Path, refresh: int | None = None) -> None:
         super().__init__(folder, steps, refresh=refresh)
+        self.own_entries = True
+        """Whether templates are primed with the LoRA (`[adapters] entries`)."""
         self.lora: LowRankSet | None = None
         self.net: FluxControlNet | None = None
         if path.is_dir():
@@ -99,8 +101,9 @@ class AdapterRig(Rig):
         return replace(job, controls=(ControlInput("net", control, moments=moments),))
 
     def attach(self, row: FluxRow | FluxPrimingRow, job: EditJob) -> None:
-        if self.lora is not None:  # a template's entries are the LoRA's own, as served
-            self.adapter.attach(row, job, ((self.lora, 1.0),))
+        if self.lora is not None:
+            if self.own_entries or isinstance(row, FluxRow):
+                self.adapter.attach(row, job, ((self.lora, 1.0),))
         elif isinstance(row, FluxRow):
             self.adapter.control(row, job, {"net": self.net})
 
@@ -118,21 +121,29 @@ def judged(rig: AdapterRig, without: Rig, asked: Asked) -> dict[str, Any]:
     controls: Sequence[Picture | None] = asked.controls or [None] * len(edits)
     jobs = [rig.given(job, control) for job, control in zip(plain, controls, strict=True)]
     dense = rig.dense(edits, jobs)
-    cached = rig.cached(edits, jobs, rig.entries(jobs), default(rig.adapter.facts, rig.steps))
+    choice = default(rig.adapter.facts, rig.steps)
+    cached = rig.cached(edits, jobs, rig.entries(jobs), choice)
     pictures = {"dense": dense, "cached": cached, "without": without.dense(edits, plain)}
+    if rig.lora is not None:
+        rig.own_entries = False
+        pictures["cached, base entries"] = rig.cached(edits, jobs, rig.entries(jobs), choice)
+        rig.own_entries = True
     share = {
         system: float(np.mean([asked.follows(picture, i) for i, picture in enumerate(made)]))
         for system, made in pictures.items()
     }
-    by_shape: dict[str, list[EditQuality]] = {}
-    for edit, one in zip(edits, compare(edits, cached, dense), strict=True):
-        by_shape.setdefault(str(edit.shape), []).append(one)
-    likeness = by_class(by_shape)
+    like = {
+        system: _by_shape(edits, compare(edits, made, dense))
+        for system, made in pictures.items()
+        if system.startswith("cached")
+    }
+    likeness = like["cached"]
     least = FOLLOWED["lora" if asked.controls is None else "control"]
     return {
         "edits": len(edits),
         "followed": {system: round(each, 4) for system, each in share.items()},
         "cached_against_dense": likeness,
+        "base_entries_against_dense": like.get("cached, base entries"),
         "held": {
             "followed": share["dense"] >= least and share["without"] <= WITHOUT,
             "cached_follows": share["cached"] >= share["dense"] - POINTS,
@@ -140,3 +151,10 @@ def judged(rig: AdapterRig, without: Rig, asked: Asked) -> dict[str, Any]:
             "worst_class_db": likeness["worst_class_psnr_in_mask"] >= WORST_DB,
         },
     }
+
+
+def _by_shape(edits: Sequence[Edit], found: Sequence[EditQuality]) -> dict[str, Any]:
+    shapes: dict[str, list[EditQuality]] = {}
+    for edit, one in zip(edits, found, strict=True):
+        shapes.setdefault(str(edit.shape), []).append(one)
+    return by_class(shapes)

@@ -5,7 +5,7 @@
 
 Every system answers perf_analyzer's edits over gRPC: production mask ratios, a few templates that
 are primed. First the rival is tuned (batch, delay, instances and threads), by edits per second with
-16 in flight. Then, in turn and in rounds: edits per second at saturation (16 in flight), one edit
+8 in flight. Then, in turn and in rounds: edits per second at saturation (8 in flight), one edit
 alone, and Poisson arrivals at shares of what the tuned rival can do. Writes results.json, the plots
 and the page.
 """
@@ -52,7 +52,7 @@ from maskserve_harness.rivals.page import write_page
 from maskserve_harness.rivals.server import Rival, RivalServer, rival_server
 
 Figures = dict[str, Any]
-IN_FLIGHT = 16
+IN_FLIGHT = 8
 SLO = 2.0
 """Of the rival's latency alone: an answer within it is good."""
 RUN_LIMIT_S = 1800.0
@@ -220,7 +220,7 @@ def tuned(bench: Bench) -> tuple[Rival, list[Figures]]:
     for each in tunings:
         system = System(each.name, each.name, rival=variants()["whole", each.name])
         with bench.serving(system):
-            count = max(8, bench.plan.edits // 2)
+            count = max(IN_FLIGHT, bench.plan.edits // 2)
             stamps = bench.run(system, Load("concurrency", IN_FLIGHT), count)
         found.append(
             {

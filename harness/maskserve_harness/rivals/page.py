@@ -65,7 +65,7 @@ def _model(told: str, model: Figures) -> list[str]:
         "twice what diffusers' pipeline takes alone. *Like it*: SSIM and dB in the mask against "
         "the pipeline's own whole picture of the same seed.",
         "",
-        "| system | edits/s, 16 in flight (rounds) | alone ms | like it |",
+        "| system | edits/s, 8 in flight (rounds) | alone ms | like it |",
         "|---|---|---|---|",
     ]
     for system in model["systems"].values():
@@ -99,7 +99,7 @@ def _model(told: str, model: Figures) -> list[str]:
             run = system[kind]
             times = " | ".join(f"{run[name + '_ms']:.0f}" for name in ("mean", "p50", "p95", "p99"))
             lines.append(f"| {system['label']} | {times} | {run['good_share']:.0%} |")
-    lines += ["", "How the pipeline was tuned, edits/s with 16 in flight:", ""]
+    lines += ["", "How the pipeline was tuned, edits/s with 8 in flight:", ""]
     lines += ["| batch | delay ms | instances | threads each | edits/s |", "|---|---|---|---|---|"]
     for one in model["tuning"]:
         lines.append(
@@ -146,7 +146,7 @@ def plot_throughput(report: Figures, path: Path) -> None:
         )
         ax.bar_label(bars, [f"{rate:.2f}" for rate in rates], padding=3)
         ax.set_title(told.split(",")[0].split(" (")[0], fontsize=10)
-        ax.set_xlabel("edits/s, 16 in flight")
+        ax.set_xlabel("edits/s, 8 in flight")
         ax.margins(x=0.15)
         ax.spines[["top", "right"]].set_visible(False)
     _save(figure, path)
