@@ -13,6 +13,7 @@ COMMANDS = {
     "bench_adapters": "benchmarks.bench_adapters",
     "kernel_table": "benchmarks.kernel_table",
     "gpu_estimate": "benchmarks.gpu_estimate",
+    "gpu_cards": "benchmarks.gpu_cards",
     "bench_sp": "benchmarks.sequence_parallel",
     "first_run": "benchmarks.first_run",
     "overhead": "benchmarks.overhead",
