@@ -83,7 +83,8 @@ class WorkerProcess(Process):
         tables = with_values(tables, "", worker=self.name, **folders)
         self.config = spec.files.prepare(tables)
         if self.config.model.torch_threads == 0:
-            threads = max(1, cores() // spec.options.workers)
+            ranks = spec.options.workers * self.config.engine.devices
+            threads = max(1, cores() // ranks)
             self.config = spec.files.prepare(with_values(tables, "model", torch_threads=threads))
         self._status.close()
         self._processes.close()

@@ -130,18 +130,20 @@ class Plan:
     """Shares of the rival's edits per second at saturation."""
     tunings: tuple[Rival, ...] = TUNINGS
     mixes: tuple[str, ...] = ("production",)
+    judged: int = 8
+    """Edits whose pictures are compared."""
     rings: tuple[int, ...] = ()
     """Further systems: maskserve with other rings than its own."""
 
 
 _BOTH = ("production", "public")
 QUICK = {
-    "demo": Plan(128, 24, 4, 2, (1.0,)),
-    "bench": Plan(256, 12, 2, 1, (1.0,), tuple(TUNINGS[n] for n in (0, 2, 4))),
+    "demo": Plan(128, 24, 4, 2, (1.0,), tuple(TUNINGS[n] for n in (0, 2, 4))),
+    "bench": Plan(256, 12, 2, 1, (1.0,), tuple(TUNINGS[n] for n in (2, 4)), judged=2),
 }
 FULL = {
-    "demo": Plan(128, 96, 8, 5, (0.5, 0.8, 1.0, 1.5), TUNINGS, _BOTH, (0, 2)),
-    "bench": Plan(256, 48, 4, 3, (0.5, 0.8, 1.0, 3.0), TUNINGS, _BOTH, (0, 2)),
+    "demo": Plan(128, 96, 8, 5, (0.5, 0.8, 1.0, 1.5), TUNINGS, _BOTH, rings=(0, 2)),
+    "bench": Plan(256, 48, 4, 3, (0.5, 0.8, 1.0, 3.0), TUNINGS, _BOTH, rings=(0, 2)),
 }
 
 
@@ -257,7 +259,8 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
                     rate = take_turn(bench, system, runs[system.key], rate)
                 saturated = runs[system.key]["saturated production"][-1].answered_per_s
                 say(f"  round {number + 1}: {system.label:30} {saturated:.2f} edits/s")
-        judged = bench.edits("production", {}, 8)
+        drawn = bench.edits("production", {}, plan.edits)
+        judged = drawn[: plan.judged]
         pictures = {each.key: bench.pictures(each, judged) for each in measured}
     slo_ms = SLO * statistics.median(s.latencies().mean for s in runs["diffusers"]["alone"])
     return {
@@ -266,7 +269,7 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         "rounds": plan.rounds,
         "tuning": tuning,
         "slo_ms": round(slo_ms, 1),
-        "flop_limit": round(flop_limit(model, judged), 2),
+        "flop_limit": round(flop_limit(model, drawn), 2),
         "systems": {
             each.key: {
                 "label": each.label,
