@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 from collections.abc import Iterator, Sequence
@@ -18,12 +19,15 @@ from maskserve_core.worker.gangs.scheduler import GangScheduler
 from maskserve_core.worker.gangs.work import GangPlan, Work
 from maskserve_core.worker.step_scheduler import MakePolicy, Run
 from maskserve_engine.engine import Engine
+from maskserve_engine.executor import DenseRowSpec
 from maskserve_engine.families.encoder import Encoder
-from maskserve_engine.families.registry import load_encoder
+from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.executor import GangExecutor
+from maskserve_engine.gangs.messages import packed
 from maskserve_engine.gangs.processes import RankProcess
 from maskserve_engine.job import EditJob, PreviewEvent
-from tests.fakes.jobs import config_of, tolerance
+from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
+from tests.fakes.tiny_unet import VARIANTS
 from tests.support.engines import job
 from tests.support.eventually import eventually
 from tests.support.sink import Sink
@@ -225,3 +229,48 @@ def test_a_model_that_ranks_cannot_load_is_a_sentence(tiny_fill: Path, tmp_path:
     absent = structs.replace(config, model=structs.replace(config.model, path=str(tmp_path)))
     with pytest.raises(ConfigError, match="a rank did not start"):
         Engine.load(absent)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_edits_of_unets_can_be_sent_to_a_rank(tiny_unets: dict[str, Path], name: str) -> None:
+    """With all that was prepared of them, what is kept to be quick left out."""
+    config = config_of(tiny_unets[name])
+    adapter, encoder = load_adapter(config), load_encoder(config)
+    each = encode_case(encoder, unet_case(np.random.default_rng(4)), "edit")
+    ready = adapter.prepare_template(adapter.prepare(each), 5)
+    rows = [adapter.dense_row(ready)]
+    sent = pickle.loads(packed(DenseRowSpec(ready)))
+    rows.append(adapter.dense_row(sent.job))
+    for row in rows:
+        adapter.step([row], None)
+    assert np.array_equal(*(row.result().array() for row in rows))
+
+
+@pytest.mark.slow
+def test_edits_of_unets_begin_anew_where_a_rank_is_lost(tiny_unets: dict[str, Path]) -> None:
+    config = config_for(tiny_unets["sd-fill"], 2)
+    encoder = load_encoder(config)
+    jobs = [
+        encode_case(
+            encoder,
+            unet_case(
+                np.random.default_rng(seed), num_inference_steps=60, strength=1.0, cache="off"
+            ),
+            f"edit-{seed}",
+        )
+        for seed in range(4)
+    ]
+    one = started(config_for(tiny_unets["sd-fill"], 1), encoder)
+    expected = run(one, jobs)
+    one.close(5.0)
+    two = started(config, encoder)
+    try:
+        sinks = [Sink() for _ in jobs]
+        for each, sink in zip(jobs, sinks, strict=True):
+            two.submit(each, sink)
+        process = ranks(two)._ranks.processes[1]
+        eventually("a row is there", lambda: rows_on(two, process))
+        os.kill(process.pid, signal.SIGKILL)
+        assert_same([sink.final().latents for sink in sinks], expected)
+    finally:
+        two.close(5.0)

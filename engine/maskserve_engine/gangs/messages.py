@@ -107,10 +107,15 @@ class RankLostError(Exception):
     """The rank has ended."""
 
 
+def packed(message: object) -> bytes:
+    """As it goes through the pipe."""
+    # Not by `Connection.send`: torch would have it share tensors' memory by files that stay open.
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
 def send(pipe: Connection, message: object) -> None:
     """Raises OSError when nobody is at the other end."""
-    # Not `pipe.send`: torch would have it share tensors' memory by files that stay open.
-    pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+    pipe.send_bytes(packed(message))
 
 
 def receive(pipe: Connection) -> Any:

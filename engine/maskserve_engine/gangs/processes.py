@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import shutil
@@ -28,6 +27,7 @@ from maskserve_engine.gangs.messages import (
     RankAnswer,
     RankCall,
     RankLostError,
+    packed,
     receive,
     send,
 )
@@ -58,7 +58,8 @@ class RankProcess:
             )
         self._pipe = Connection(ours.detach())
         self._door = threading.Lock()
-        self._numbers = itertools.count(1)
+        self._number = 0
+        """Of the last call."""
         self.hello: Future[Hello] = Future()
         self._open: dict[int, Future[Any]] = {0: self.hello}
         """Calls that were not answered."""
@@ -74,12 +75,19 @@ class RankProcess:
         """Have a method of `rank.Rank` run; RankLostError when the process ends before it has."""
         future: Future[Any] = Future()
         with self._door:
-            number = next(self._numbers)
+            number = self._number + 1
+            try:
+                message = packed(RankCall(number, verb, arguments))
+            except Exception as error:
+                _log.exception("%s cannot be told to a rank", verb)
+                future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+                return future
+            self._number = number
             self._open[number] = future
             try:
                 if self.ended:
                     raise BrokenPipeError
-                send(self._pipe, RankCall(number, verb, arguments))
+                self._pipe.send_bytes(message)
             except OSError:
                 del self._open[number]
                 future.set_exception(RankLostError(f"rank {self.device} has ended"))

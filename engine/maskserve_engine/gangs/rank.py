@@ -149,14 +149,14 @@ class Rank:
         """Have rows where other ranks have brought them."""
         for row, steps, carried in places:
             try:
-                if row not in self._unmade:
+                if self._is_made(row):
                     self._local.place(row, steps, carried.to(self.device))
             except Exception as error:
                 _log.exception("a row could not be brought here", extra=about(row))
                 self._unmade[row] = EngineFailed(f"its row failed ({type(error).__name__})")
 
     def load(self, reads: Sequence[Read]) -> dict[str, EntryLoad]:
-        found = self._local.load([read for read in reads if read.row not in self._unmade])
+        found = self._local.load([read for read in reads if self._is_made(read.row)])
         seen: dict[int, EntryLoad] = {}
         for load in found.values():  # rows that share one share it on the other side, too
             seen.setdefault(id(load), EntryLoad(load.tier, load.sizes, load.missing))
@@ -169,7 +169,12 @@ class Rank:
             step: by the names that rows have here.
             gang: that takes it; empty: this rank alone.
         """
-        unmade = {row: self._unmade[row] for row in step.rows if row in self._unmade}
+        absent = EngineFailed("its row could not be brought to a device")
+        unmade = {
+            row: self._unmade.get(row, absent)
+            for row in step.rows
+            if row in self._unmade or row not in self._specs
+        }
         if gang:
             exchange = self._gangs[gang]
             reading = [read.row for read in step.reads]
@@ -258,6 +263,9 @@ class Rank:
                 torch.cuda.synchronize(self.device)
             took.append(time.perf_counter() - begin)
         return sorted(took)[_PROBES // 2]
+
+    def _is_made(self, row: str) -> bool:
+        return row in self._specs and row not in self._unmade
 
     def _agree(self, exchange: Exchanges, number: int) -> None:
         """See that all ranks of a gang begin the same."""

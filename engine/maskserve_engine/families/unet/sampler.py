@@ -126,6 +126,14 @@ class NoiseLevels:
         self._predicts_velocity = sampler.config.prediction_type == "v_prediction"
         self.at = lru_cache(maxsize=4096)(self._at)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what `at` has kept: to another process only the levels go."""
+        return {name: value for name, value in vars(self).items() if name != "at"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.at = lru_cache(maxsize=4096)(self._at)
+
     def _at(self, timestep: float) -> tuple[float, float]:
         """(signal, noise share) at a timestep; between two of them sigma is interpolated."""
         place = min(max(timestep, 0.0), TRAINED_STEPS - 1.0)
