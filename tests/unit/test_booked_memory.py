@@ -78,13 +78,13 @@ def test_what_a_failed_step_held_is_let_go_before_it_is_tried_again(
     monkeypatch.setattr(local_executor._log, "disabled", True)  # pytest keeps what it is told
     step, tries, alive = engine.adapter.step, list[weakref.ref[torch.Tensor]](), list[bool]()
 
-    def fails_once(rows: Any, plan: Any, reads: Any) -> None:
+    def fails_once(*given: Any) -> None:
         if not tries:
             activations = torch.zeros(4)
             tries.append(weakref.ref(activations))
             raise error("out of memory")
         alive.append(tries[0]() is not None)
-        step(rows, plan, reads)
+        step(*given)
 
     engine.adapter.step = fails_once  # type: ignore[method-assign]
     assert edit(engine, job(encoder, 3, "it", cache="off")).meta["steps"] == len(alive)

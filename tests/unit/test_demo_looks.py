@@ -55,6 +55,7 @@ def test_a_run_that_ignores_its_adapter_fails(name: str) -> None:
     class Ignoring(AdapterRig):
         def __init__(self) -> None:
             vars(self).update(vars(without))
+            self.lora = self.net = None
 
         def attach(self, row: object, job: object) -> None:
             pass

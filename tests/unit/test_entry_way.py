@@ -15,6 +15,7 @@ from msgspec import structs
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entries import GROUP, PARTS, AnchorEntry, encode
+from maskserve_engine.cache.tier import Note
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -85,20 +86,22 @@ def test_each_step_reads_what_its_own_template_was_at_the_nearest_anchor(
     made: dict[int, tuple[str, Anchor]] = {}
     primings: dict[str, tuple[Any, list[AnchorEntry]]] = {}
     read: list[tuple[int, tuple[str, Anchor]]] = []
-    adapter, keep, step = engine.adapter, engine.cache.keep, engine.adapter.step
+    adapter, store, step = engine.adapter, engine.cache.store, engine.adapter.step
+    put = store.put
 
-    def keeping(priming: Any, entry: AnchorEntry, done: int) -> bool:
-        made[id(entry)] = priming.key, priming.anchors[done - 1]
-        primings.setdefault(priming.key, (priming, []))[1].append(entry)
-        return keep(priming, entry, done)
+    def putting(key: str, entry: AnchorEntry, note: Note) -> bool:
+        priming, entries = primings.setdefault(key, (engine.cache.priming[key], []))
+        made[id(entry)] = key, priming.anchors[len(entries)]
+        entries.append(entry)
+        return put(key, entry, note)
 
-    def stepping(rows: Any, plan: Any, entries: Any) -> None:
+    def stepping(rows: Any, plan: Any, entries: Any, *exchange: Any) -> None:
         for row, entry in zip(rows, entries, strict=True):
             if entry is not None:
                 read.append((row.step, made[id(entry.load.entry)]))
-        step(rows, plan, entries)
+        step(rows, plan, entries, *exchange)
 
-    monkeypatch.setattr(engine.cache, "keep", keeping)
+    monkeypatch.setattr(store, "put", putting)
     monkeypatch.setattr(adapter, "step", stepping)
     for each in jobs_of_one_size(encoder):
         read.clear()
