@@ -44,6 +44,8 @@ MIX: tuple[Loras, ...] = (
     (("cold", 0.7),),
     (("warm", 0.5), ("cold", -0.4)),
     (("warm", 0.0),),
+    (("words", 1.0),),
+    (("words", 0.6), ("warm", 0.8)),
 )
 """What the edits of one batch carry."""
 
@@ -74,11 +76,25 @@ def drawn(path: Path) -> None:
     write(path, {name: array * np.float32(0.15) for name, array in tensors.items()})
 
 
+TEXT: dict[str, tuple[int, int]] = {
+    "text_model.encoder.layers.0.self_attn.q_proj": (64, 64),
+    "text_model.encoder.layers.1.mlp.fc1": (64, 128),
+}
+"""Layers of the demo model's CLIP, inputs and outputs."""
+
+
+def drawn_for_text(path: Path) -> None:
+    """A LoRA of the text encoder alone."""
+    tensors = lora(TEXT, rank=8, prefix="text_encoder.")
+    write(path, {name: array * np.float32(0.5) for name, array in tensors.items()})
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("loras")
     for name in ("warm", "cold"):
         drawn(folder / f"{name}.safetensors")
+    drawn_for_text(folder / "words.safetensors")
     port = free_base_port(2)
     options = ServeOptions(
         model=str(DEMO),

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from maskserve_harness.perf.results import Stamps
-from maskserve_harness.rivals.end_to_end import TUNINGS, summary_of, summed, systems, within
+from maskserve_harness.rivals.end_to_end import summary_of
+from maskserve_harness.rivals.measuring import TUNINGS, summed, systems, within
 from maskserve_harness.rivals.page import page, write_page
 from maskserve_harness.rivals.pipeline_model import crop_box
 from maskserve_harness.rivals.server import Rival
@@ -73,7 +74,18 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
             "slo_ms": 500.0,
             "flop_limit": 4.0,
             "systems": runs,
+            "studies": {
+                study: {key: {"1": 2.0, "4": 3.0} for key in ("diffusers", "dense", "maskserve")}
+                for study in ("batch_size", "mask_ratio")
+            },
         }
+    report["demo"]["studies"] |= {  # type: ignore[index]
+        "ablation": {"maskserve": 5.0, "one edit at a time": 2.5},
+        "loras": {"diffusers": 1.0, "maskserve": 3.0},
+    }
+    report["simulated"] = {
+        "p95_vs_static": 0.4, "p95_vs_strawman": 0.5, "p95_vs_least_requests": 0.2
+    }  # fmt: skip
     report["summary"] = summary_of(report)
     report["about"] = {
         "command": "make bench",
@@ -87,5 +99,7 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
     assert "| diffusers' pipeline | **1.4" in text
     assert "mean latency is" in text
     write_page(report, tmp_path)
-    for plot in ("throughput.png", "latency.png"):
+    assert "| one edit at a time | 2.50 |" in text
+    assert "3.00 times" in text
+    for plot in ("throughput.png", "latency.png", "studies.png"):
         assert Image.open(tmp_path / plot).size[0] > 800

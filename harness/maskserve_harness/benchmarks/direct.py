@@ -34,7 +34,7 @@ class Direct:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.facts = load_facts(config.model.path)
+        self.facts = load_facts(config.model.path, config.model.native_resolution)
         beside = beside_denoiser(config, "encoder")
         self.encoder, self.decoder = load_encoder(beside), load_decoder(beside)
         self._status = tempfile.TemporaryDirectory()

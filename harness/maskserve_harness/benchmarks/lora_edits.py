@@ -34,7 +34,7 @@ _OWN = ("hollow", "ninth-colour")
 def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
     """Medians over rounds in which the three take turns."""
     with tempfile.TemporaryDirectory() as folder:
-        names = _write_loras(Path(folder))
+        names = write_loras(Path(folder))
         config = config_of(
             {
                 "model": {"path": str(DEMO_MODEL), "torch_threads": 1},
@@ -73,7 +73,8 @@ def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _write_loras(folder: Path) -> list[str]:
+def write_loras(folder: Path) -> list[str]:
+    """Files of `LORAS` LoRAs of the demo model in `folder`; returns their names."""
     names = []
     for number in range(LORAS):
         own = CHECKOUT / "assets" / "adapters" / f"{_OWN[number % len(_OWN)]}.safetensors"

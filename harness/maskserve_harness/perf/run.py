@@ -52,6 +52,10 @@ class Outcome:
     stamps: Stamps | None = None
     errors: tuple[str, ...] = ()
     """perf_analyzer stops at a request's first error, so a run has errors or figures."""
+    late: bool = False
+    """Whether it was stopped at its limit. perf_analyzer 2.50 can do nothing for ever: one of its
+    sending threads now and then misses the signal to start (its condition variable is notified
+    without the lock), and the others wait for it."""
 
     def to_json(self) -> dict[str, Any]:
         """The run as it stands in the results; the keys say what a latency ends with."""
@@ -111,7 +115,7 @@ def measure(tool: Tool, measurement: Measurement) -> Outcome:
             output, _ = process.communicate(timeout=measurement.limit_s)
         except subprocess.TimeoutExpired:
             late = f"not done after {measurement.limit_s:g} s"
-            return Outcome(measurement, command, errors=(late,))
+            return Outcome(measurement, command, errors=(late,), late=True)
         finally:
             if process is not None and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # a wrapper script's children too

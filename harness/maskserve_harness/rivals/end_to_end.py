@@ -6,8 +6,8 @@
 Every system answers perf_analyzer's edits over gRPC: production mask ratios, a few templates that
 are primed. First the rival is tuned (batch, delay, instances and threads), by edits per second with
 8 in flight. Then, in turn and in rounds: edits per second at saturation (8 in flight), one edit
-alone, and Poisson arrivals at shares of what the tuned rival can do. Writes results.json, the plots
-and the page.
+alone, and Poisson arrivals at shares of what the tuned rival can do. Then the studies (`studies`):
+batch sizes, mask ratios, parts left out, LoRAs. Writes results.json, the plots and the page.
 """
 
 from __future__ import annotations
@@ -20,200 +20,76 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tritonclient.grpc as grpc_client
+import tomli_w
 from skimage.metrics import structural_similarity
 
 from maskserve_core.models.registry import counted_work, load_facts
 from maskserve_harness.benchmarks.edit import large_model
+from maskserve_harness.benchmarks.lora_edits import write_loras
 from maskserve_harness.benchmarks.machine import machine, stolen_s
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.perf.command import CACHE
-from maskserve_harness.perf.inputs import (
-    Edit,
-    InputOptions,
-    find_photos,
-    make_edits,
-    write_edits,
-)
-from maskserve_harness.perf.load import Load, Target
+from maskserve_harness.perf.inputs import Edit
+from maskserve_harness.perf.load import Load
 from maskserve_harness.perf.results import Stamps
-from maskserve_harness.perf.run import Measurement, measure
-from maskserve_harness.perf.server import Server, own_server
+from maskserve_harness.perf.server import own_server
 from maskserve_harness.perf.tool import Tool, find_tool
 from maskserve_harness.probing.calls import decode
+from maskserve_harness.rivals import studies
+from maskserve_harness.rivals.measuring import (
+    IN_FLIGHT,
+    SLO,
+    TUNINGS,
+    Bench,
+    Figures,
+    Plan,
+    System,
+    summed,
+    systems,
+    variants,
+)
 from maskserve_harness.rivals.page import write_page
-from maskserve_harness.rivals.server import Rival, RivalServer, rival_server
+from maskserve_harness.rivals.server import Rival, rival_server
 
-Figures = dict[str, Any]
-IN_FLIGHT = 8
-SLO = 2.0
-"""Of the rival's latency alone: an answer within it is good."""
-RUN_LIMIT_S = 1800.0
 BARS = {
     "throughput_vs_diffusers": 3.0,
     "mean_latency_vs_diffusers_at_saturation": 14.7,
+    "p95_vs_static": 0.35,
+    "p95_vs_strawman": 0.40,
+    "p95_vs_least_requests": 0.26,
 }
-"""Of the larger model."""
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """What answers edits."""
-
-    key: str
-    label: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    rival: Rival | None = None
-    """None: maskserve, with these settings."""
-
-
-TUNINGS = (
-    Rival("b1", "whole", batch=1),
-    Rival("b4", "whole", batch=4, delay_ms=50),
-    Rival("b8", "whole", batch=8),
-    Rival("b8_delay", "whole", batch=8, delay_ms=200),
-    Rival("b4_two", "whole", batch=4, instances=2, threads=1),
-)
-
-
-WAYS = {
-    "whole": ("diffusers", "diffusers' pipeline"),
-    "first_block_cache": ("first_block", "the same, FirstBlockCache 0.2"),
-    "crop": ("crop", "the same, only a crop"),
-}
-"""Ways of `pipeline_model`, with their system's key and label."""
-
-
-def variants() -> dict[tuple[str, str], Rival]:
-    """Each way in each tuning, by their names."""
-    return {
-        (way, each.name): replace(each, name=f"{way}_{each.name}", way=way, threshold=0.2)
-        for way in WAYS
-        for each in TUNINGS
-    }
-
-
-def systems(tuning: Rival, model: str, rings: Sequence[int]) -> list[System]:
-    """In the order of the paper's comparison. With random weights nobody can say which threshold
-    FirstBlockCache may have, so the larger model goes without.
-    """
-    found = [
-        System(key, label, rival=variants()[way, tuning.name])
-        for way, (key, label) in WAYS.items()
-        if model == "demo" or key != "first_block"
-    ]
-    found.append(System("dense", "maskserve, all tokens", {"cache": "off"}))
-    found.append(System("maskserve", "maskserve"))
-    found += [System(f"ring{n}", f"maskserve, ring {n}", {"mask_ring": n}) for n in rings]
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How much is measured of a model."""
-
-    size: int
-    """Of the pictures, pixels."""
-    edits: int
-    """Of a run."""
-    alone: int
-    """One at a time, of a run."""
-    rounds: int
-    rates: tuple[float, ...]
-    """Shares of the rival's edits per second at saturation."""
-    tunings: tuple[Rival, ...] = TUNINGS
-    mixes: tuple[str, ...] = ("production",)
-    judged: int = 8
-    """Edits whose pictures are compared."""
-    rings: tuple[int, ...] = ()
-    """Further systems: maskserve with other rings than its own."""
+"""The first two of the larger model; the others simulated."""
 
 
 _BOTH = ("production", "public")
+_DEMO: dict[str, Any] = {
+    "batches": (1, 2, 4, 8),
+    "ratios": (0.05, 0.1, 0.2, 0.35, 0.5, 0.8),
+    "ablation": True,
+    "loras": True,
+}
 QUICK = {
-    "demo": Plan(128, 24, 4, 2, (1.0,), tuple(TUNINGS[n] for n in (0, 2, 4))),
-    "bench": Plan(256, 12, 2, 1, (1.0,), tuple(TUNINGS[n] for n in (2, 4)), judged=2),
-}
+    "demo": Plan(128, 24, 4, 2, (1.0,), 60.0, tuple(TUNINGS[n] for n in (0, 2, 4)), **_DEMO),
+    "bench": Plan(
+        256, 12, 2, 1, (1.0,), 150.0, tuple(TUNINGS[n] for n in (2, 4)), judged=2,
+        ratios=(0.1, 0.35),
+    ),
+}  # fmt: skip
 FULL = {
-    "demo": Plan(128, 96, 8, 5, (0.5, 0.8, 1.0, 1.5), TUNINGS, _BOTH, rings=(0, 2)),
-    "bench": Plan(256, 48, 4, 3, (0.5, 0.8, 1.0, 3.0), TUNINGS, _BOTH, rings=(0, 2)),
-}
-
-
-class Bench:
-    """One model served by maskserve and by its rivals, both at hand and one at work.
-
-    Args:
-        tool: perf_analyzer.
-        ours: maskserve's worker.
-        theirs: the rivals' Triton.
-        plan: how much is measured.
-        folder: for files.
-    """
-
-    def __init__(
-        self, tool: Tool, ours: Server, theirs: RivalServer, plan: Plan, folder: Path
-    ) -> None:
-        self._tool, self._ours, self._theirs = tool, ours, theirs
-        self.plan, self._folder = plan, folder
-
-    @contextmanager
-    def serving(self, system: System) -> Iterator[None]:
-        """Within it the system takes edits."""
-        if system.rival is None:
-            yield
-            return
-        with self._theirs.serving(system.rival):
-            yield
-
-    def edits(self, mix: str, settings: Mapping[str, Any], count: int) -> list[Edit]:
-        options = InputOptions(self.plan.size, count, 4, mix, settings=dict(settings))
-        return make_edits(options, find_photos(CHECKOUT / "assets"))
-
-    def run(self, system: System, load: Load, count: int, mix: str = "production") -> Stamps:
-        """Let perf_analyzer send edits.
-
-        Raises:
-            RuntimeError: an edit failed.
-        """
-        inputs = self._folder / f"{system.key}-{mix}.json"
-        write_edits(self.edits(mix, system.settings, self.plan.edits), inputs)
-        front, url = self._address(system)
-        target = Target(front, "grpc")
-        outcome = measure(self._tool, Measurement(target, load, url, count, inputs, 0, RUN_LIMIT_S))
-        if outcome.stamps is None:
-            raise RuntimeError(f"{system.key}: {'; '.join(outcome.errors)}")
-        return outcome.stamps
-
-    def _address(self, system: System) -> tuple[str, str]:
-        """The model's name, and gRPC's host:port."""
-        if system.rival is None:
-            return "edit", self._ours.grpc
-        return system.rival.name, self._theirs.grpc
-
-    def pictures(self, system: System, edits: Sequence[Edit]) -> list[Any]:
-        """What the system answers, one edit after the other."""
-        shape = [1] if system.rival is None else [1, 1]
-        front, url = self._address(system)
-        made = []
-        with self.serving(system), grpc_client.InferenceServerClient(url) as client:
-            for edit in edits:
-                asked = replace(edit, settings={**system.settings, **edit.settings})
-                inputs = []
-                for name, value in asked.tensors().items():
-                    tensor = grpc_client.InferInput(name, shape, "BYTES")
-                    tensor.set_data_from_numpy(np.array([value], object).reshape(shape))
-                    inputs.append(tensor)
-                answer = client.infer(front, inputs).as_numpy("IMAGE")
-                made.append(decode(answer.reshape(-1)[0]))
-        return made
+    "demo": Plan(
+        128, 96, 8, 5, (0.5, 0.8, 1.0, 1.5), 240.0, TUNINGS, _BOTH, rings=(0, 2), **_DEMO
+    ),
+    "bench": Plan(
+        256, 48, 4, 3, (0.5, 0.8, 1.0, 3.0), 900.0, TUNINGS, _BOTH, rings=(0, 2),
+        batches=(1, 2, 4, 8), ratios=(0.05, 0.1, 0.2, 0.35, 0.5, 0.8), ablation=True,
+    ),
+}  # fmt: skip
 
 
 def tuned(bench: Bench) -> tuple[Rival, list[Figures]]:
@@ -241,13 +117,20 @@ def tuned(bench: Bench) -> tuple[Rival, list[Figures]]:
 def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
     """All of one model."""
     model = DEMO_MODEL if name == "demo" else large_model(folder / "model")
+    store = folder / "loras"
+    store.mkdir()
+    loras = write_loras(store) if plan.loras else []
+    config = folder / "maskserve.toml"
+    config.write_text(tomli_w.dumps({"adapters": {"store": str(store)}}), encoding="utf-8")
+    rivals = list(variants().values())
+    rivals += [with_loras(each, store) for each in rivals if each.way == "whole"]
     with (
-        own_server(str(model), folder / "logs") as ours,
-        rival_server(model, list(variants().values()), folder) as theirs,
+        own_server(str(model), folder / "logs", config) as ours,
+        rival_server(model, rivals, folder) as theirs,
     ):
         bench = Bench(tool, ours, theirs, plan, folder)
         for mix in plan.mixes:  # a template's second sight primes it
-            ours.warm(2 * bench.edits(mix, {}, plan.edits))
+            ours.warm(2 * bench.edits(mix))
         say(f"{name}: diffusers' pipeline, {IN_FLIGHT} in flight")
         best, tuning = tuned(bench)
         measured = systems(best, name, plan.rings)
@@ -259,7 +142,20 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
                     rate = take_turn(bench, system, runs[system.key], rate)
                 saturated = runs[system.key]["saturated production"][-1].answered_per_s
                 say(f"  round {number + 1}: {system.label:30} {saturated:.2f} edits/s")
-        drawn = bench.edits("production", {}, plan.edits)
+        drawn = bench.edits("production")
+        whole, own = measured[0], next(each for each in measured if each.key == "maskserve")
+        dense = next(each for each in measured if each.key == "dense")
+        looked: Figures = {}
+        if plan.batches:
+            looked["batch_size"] = studies.by_batch_size(bench, [whole, dense, own])
+        if plan.ratios:
+            looked["mask_ratio"] = studies.by_mask_ratio(bench, [whole, dense, own])
+        if plan.ablation:
+            looked["ablation"] = studies.ablation(bench, model, folder)
+        if plan.loras:
+            assert whole.rival is not None
+            pipeline = replace(whole, rival=with_loras(whole.rival, store))
+            looked["loras"] = studies.with_loras(bench, [pipeline, own], loras)
         judged = drawn[: plan.judged]
         pictures = {each.key: bench.pictures(each, judged) for each in measured}
     slo_ms = SLO * statistics.median(s.latencies().mean for s in runs["diffusers"]["alone"])
@@ -270,6 +166,7 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         "tuning": tuning,
         "slo_ms": round(slo_ms, 1),
         "flop_limit": round(flop_limit(model, drawn), 2),
+        "studies": looked,
         "systems": {
             each.key: {
                 "label": each.label,
@@ -279,6 +176,10 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
             for each in measured
         },
     }
+
+
+def with_loras(rival: Rival, store: Path) -> Rival:
+    return replace(rival, name=f"{rival.name}_loras", loras=str(store))
 
 
 def take_turn(bench: Bench, system: System, runs: dict[str, list[Stamps]], rate: float) -> float:
@@ -294,7 +195,9 @@ def take_turn(bench: Bench, system: System, runs: dict[str, list[Stamps]], rate:
         that rate.
     """
     for mix in bench.plan.mixes:
-        saturated = bench.run(system, Load("concurrency", IN_FLIGHT), bench.plan.edits, mix)
+        saturated = bench.run(
+            system, Load("concurrency", IN_FLIGHT), bench.plan.edits, bench.edits(mix)
+        )
         runs.setdefault(f"saturated {mix}", []).append(saturated)
         rate = rate or saturated.answered_per_s
     alone = bench.run(system, Load("concurrency", 1), bench.plan.alone)
@@ -303,37 +206,6 @@ def take_turn(bench: Bench, system: System, runs: dict[str, list[Stamps]], rate:
         stamps = bench.run(system, Load("request_rate", share * rate), bench.plan.edits)
         runs.setdefault(f"rate {share:g}", []).append(stamps)
     return rate
-
-
-def summed(runs: Mapping[str, Sequence[Stamps]], slo_ms: float) -> Figures:
-    """Of each kind of run the medians over rounds, and what the rounds spread."""
-    told: Figures = {}
-    for kind, stamps in runs.items():
-        each = [s.latencies() for s in stamps]
-        rates = [s.answered_per_s for s in stamps]
-        good = [within(s, slo_ms) for s in stamps]
-        told[kind] = {
-            "sent_per_s": round(statistics.median(s.sent_per_s for s in stamps), 3),
-            "edits_per_s": round(statistics.median(rates), 3),
-            "spread": [round(min(rates), 3), round(max(rates), 3)],
-            "seconds": round(statistics.median(_span(s) for s in stamps), 1),
-            **{
-                f"{name}_ms": round(statistics.median(getattr(one, name) for one in each), 1)
-                for name in ("mean", "p50", "p95", "p99")
-            },
-            "good_share": round(statistics.median(good), 3),
-        }
-    return told
-
-
-def _span(stamps: Stamps) -> float:
-    return (max(r[-1] for r in stamps.responses) - stamps.sent[0]) / 1e9
-
-
-def within(stamps: Stamps, slo_ms: float) -> float:
-    """The share of edits that were answered within the SLO."""
-    pairs = zip(stamps.sent, stamps.responses, strict=True)
-    return float(np.mean([(r[-1] - sent) / 1e6 <= slo_ms for sent, r in pairs]))
 
 
 def alike(edits: Sequence[Edit], pictures: Sequence[Any], reference: Sequence[Any]) -> Figures:
@@ -385,6 +257,7 @@ def summary_of(report: Mapping[str, Any]) -> Figures:
         "of_flop_limit": round(
             times(bench, saturated, "edits_per_s", "dense") / report["bench"]["flop_limit"], 2
         ),
+        **report["simulated"],
     }
 
 
@@ -420,6 +293,7 @@ def main() -> int:
         "tool": tool.version,
     }
     if plans.keys() <= report.keys():
+        report["simulated"] = studies.simulated()
         report["summary"] = summary_of(report)
         write_page(report, args.out)
         say(json.dumps(report["summary"], indent=2))

@@ -16,10 +16,11 @@ _OURS = "tab:orange"
 
 
 def write_page(report: Figures, folder: Path) -> None:
-    """README.md, throughput.png and latency.png in `folder`."""
+    """README.md and its plots in `folder`."""
     (folder / "README.md").write_text(page(report), encoding="utf-8")
     plot_throughput(report, folder / "throughput.png")
     plot_latency(report, folder / "latency.png")
+    plot_studies(report, folder / "studies.png")
 
 
 def page(report: Figures) -> str:
@@ -50,6 +51,7 @@ def page(report: Figures) -> str:
     ]
     for name, told in MODELS.items():
         lines += _model(told, report[name])
+    lines += _studies(report)
     limit = report["bench"]["flop_limit"]
     lines += [READING.format(limit=f"1/{limit:g}", of_limit=summary["of_flop_limit"]), ""]
     return "\n".join(lines)
@@ -109,9 +111,56 @@ def _model(told: str, model: Figures) -> list[str]:
     return [*lines, ""]
 
 
+def _studies(report: Figures) -> list[str]:
+    lines = ["## Looked at more closely", "", "![studies](studies.png)", ""]
+    for name in MODELS:
+        model = report[name]
+        found, systems = model["studies"], model["systems"]
+        if "batch_size" in found:
+            lines += ["Edits/s by the number in flight (FlashPS Fig. 14):", ""]
+            lines += _by(found["batch_size"], systems, "in flight", "{:.2f}")
+        if "mask_ratio" in found:
+            lines += ["Milliseconds of one edit alone by its mask's share (Fig. 15):", ""]
+            lines += _by(found["mask_ratio"], systems, "mask", "{:.0f}")
+        if "ablation" in found:
+            dense = systems["dense"]["saturated production"]["edits_per_s"]
+            rates = {**found["ablation"], "no cached rows: all tokens": dense}
+            lines += ["maskserve without a part, edits/s with 8 in flight:", ""]
+            lines += ["| worker | edits/s |", "|---|---|"]
+            lines += [*(f"| {worker} | {rate:.2f} |" for worker, rate in rates.items()), ""]
+        if "loras" in found:
+            theirs, ours = (found["loras"][key] for key in ("diffusers", "maskserve"))
+            lines += [
+                f"With one of eight LoRAs of rank 16 on 95 % of the edits, popular ones more often "
+                f"(Katz's shares), edits/s with 8 in flight: diffusers' pipeline {theirs:.2f} (one "
+                f"set of adapters per call), maskserve {ours:.2f} (any mix in a batch): "
+                f"{ours / theirs:.2f} times.",
+                "",
+            ]
+    lines += [SIMULATED.format(**report["simulated"]), ""]
+    return lines
+
+
+def _by(found: Figures, systems: Figures, axis: str, form: str) -> list[str]:
+    """A table: a line a system."""
+    points = list(next(iter(found.values())))
+    lines = [f"| {axis} | {' | '.join(points)} |", "|---" * (len(points) + 1) + "|"]
+    for key, values in found.items():
+        cells = " | ".join(form.format(values[point]) for point in points)
+        lines.append(f"| {systems[key]['label']} | {cells} |")
+    return [*lines, ""]
+
+
 def _rounds(count: int) -> str:
     return "one round" if count == 1 else f"medians of {count} rounds"
 
+
+SIMULATED = """**Simulated**, since one machine cannot show it
+([how, and how far it agrees with the paper](../../decisions/simulator.md)): at FlashPS's case of
+section 6.4 (one FLUX worker, 0.5 edits per second, half of a dense step fixed) static batching has
+{p95_vs_static:.0%} more P95 than ours (bar 35 %) and image work inside the step loop
+{p95_vs_strawman:.0%} more (bar 40 %). Eight workers at 95 % load, public mix: mask-aware routing's
+P95 is {p95_vs_least_requests:.0%} under that of least requests (bar 26 %)."""
 
 READING = """## Reading these numbers
 
@@ -189,6 +238,37 @@ def plot_latency(report: Figures, path: Path) -> None:
         *most.get_legend_handles_labels(), loc="upper center", ncols=4, fontsize=8, frameon=False
     )
     _save(figure, path, top=0.86)
+
+
+def plot_studies(report: Figures, path: Path) -> None:
+    """Figs. 14 and 15: what was measured of each model, side by side."""
+    drawn = [
+        (report[name], study, axis, unit, scale)
+        for study, axis, unit, scale in (
+            ("batch_size", "edits in flight", "edits/s", 1.0),
+            ("mask_ratio", "mask's share of the picture", "seconds, one edit alone", 1e-3),
+        )
+        for name in MODELS
+        if study in report[name]["studies"]
+    ]
+    pyplot = _pyplot()
+    figure, grid = pyplot.subplots(1, len(drawn), figsize=(5.5 * len(drawn), 3.4), squeeze=False)
+    for ax, (model, study, axis, unit, scale) in zip(grid[0], drawn, strict=True):
+        for key, values in model["studies"][study].items():
+            ax.plot(
+                [float(point) for point in values],
+                [scale * value for value in values.values()],
+                marker="o",
+                color=_COLOURS.get(key, _OURS),
+                label=model["systems"][key]["label"],
+            )
+        ax.set_xlabel(axis)
+        ax.set_ylabel(unit)
+        ax.set_ylim(bottom=0)
+        ax.set_title(f"pictures of {model['pictures']}", fontsize=10)
+        ax.spines[["top", "right"]].set_visible(False)
+    grid[0][0].legend(fontsize=8, frameon=False)
+    _save(figure, path)
 
 
 def _pyplot() -> Any:

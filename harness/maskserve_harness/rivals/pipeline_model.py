@@ -39,6 +39,8 @@ class Asked(NamedTuple):
     steps: int
     box: tuple[int, int, int, int]
     """Left, upper, right, lower: what of the picture is computed."""
+    loras: tuple[tuple[str, float], ...]
+    """Names and scales."""
 
 
 class PipelineModel:
@@ -62,17 +64,22 @@ class PipelineModel:
         self.pipe.set_progress_bar_config(disable=True)
         tables = tomllib.loads((Path(said["model"]) / "maskserve.toml").read_text(encoding="utf-8"))
         self.defaults = tables["model"]
+        self.loras = bool(said["loras"])
+        if self.loras:
+            for file in sorted(Path(said["loras"]).glob("*.safetensors")):
+                self.pipe.load_lora_weights(file, adapter_name=file.stem)
         if self.way == "first_block_cache":
             _cached(self.pipe.transformer, float(said["threshold"]))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """As Triton's Python backend wants it."""
         edits = [self._read(_texts(request, self.utils)) for request in requests]
-        sizes: dict[int, list[int]] = defaultdict(list)
+        alike: dict[tuple[int, Any], list[int]] = defaultdict(list)
         for number, edit in enumerate(edits):
-            sizes[edit.box[2] - edit.box[0]].append(number)
+            alike[edit.box[2] - edit.box[0], edit.loras].append(number)
         answers: list[Any] = [None] * len(edits)
-        for side, numbers in sizes.items():
+        for (side, loras), numbers in alike.items():
+            self._adapt(loras)
             for number, answer in zip(
                 numbers, self._run(side, [edits[n] for n in numbers]), strict=True
             ):
@@ -90,7 +97,19 @@ class PipelineModel:
         mask = Image.open(io.BytesIO(texts["MASK"])).convert("L")
         steps = settings.get("num_inference_steps") or self.defaults["num_inference_steps"]
         box = crop_box(mask) if self.way == "crop" else (0, 0, *image.size)
-        return Asked(image, mask, texts["PROMPT"].decode(), int(settings["seed"]), steps, box)
+        loras = tuple([(each["name"], each["scale"]) for each in settings.get("loras", ())])
+        prompt = texts["PROMPT"].decode()
+        return Asked(image, mask, prompt, int(settings["seed"]), steps, box, loras)
+
+    def _adapt(self, loras: tuple[tuple[str, float], ...]) -> None:
+        """The pipeline's adapters are state of the whole pipeline."""
+        if not self.loras:
+            return
+        if loras:
+            self.pipe.enable_lora()
+            self.pipe.set_adapters([name for name, _ in loras], [scale for _, scale in loras])
+        else:
+            self.pipe.disable_lora()
 
     def _run(self, side: int, edits: list[Asked]) -> list[bytes]:
         made = self.pipe(

@@ -48,6 +48,8 @@ class Rival:
     threads: int = 2
     """Of torch, in each instance."""
     threshold: float = 0.0
+    loras: str = ""
+    """Folder of LoRAs that it loads at start; empty: none."""
 
     def config(self, model: Path) -> str:
         """Its config.pbtxt."""
@@ -64,6 +66,7 @@ class Rival:
             "way": self.way,
             "threads": self.threads,
             "threshold": self.threshold,
+            "loras": self.loras,
         }
         parameters = "".join(
             f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'

@@ -7,7 +7,7 @@ so the noise of a margin is that of its differences from seed to seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,14 +115,22 @@ def routing(case: Case, policies: tuple[str, ...] = POLICY_NAMES) -> Report:
     return report | {"met": met}
 
 
-def batching() -> list[Report]:
-    """Static batching and the strawman against continuous batching, on one worker."""
+def batching(
+    rates: Sequence[float] = (0.2, 0.3, 0.4, 0.5),
+    overheads: Sequence[float | None] = (None, SMALL_BATCHES_IDLE, FEW_TOKENS_IDLE),
+) -> list[Report]:
+    """Static batching and the strawman against continuous batching, on one worker.
+
+    Args:
+        rates: edits per second.
+        overheads: see `Hardware.overhead`.
+    """
     reports = []
-    for overhead in (None, SMALL_BATCHES_IDLE, FEW_TOKENS_IDLE):
+    for overhead in overheads:
         hardware = Hardware(
             entry_format="bfloat16", stride=1, overhead=overhead, dense_seconds=0.21
         )
-        for rate in (0.2, 0.3, 0.4, 0.5):
+        for rate in rates:
             runs = {
                 mode: [
                     simulate(

@@ -1,0 +1,144 @@
+"""One model looked at more closely: batch sizes, mask ratios, parts left out, LoRAs.
+
+FlashPS Figs. 14 and 15 and its ablation, with real workers; Katz's adapters beside. What systems
+are compared takes turns inside each round, as everywhere.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+from maskserve_core.imaging.images import encode_image
+from maskserve_harness.benchmarks.adapter_misses import SERVICES, drawn
+from maskserve_harness.perf.inputs import Edit, draw_mask
+from maskserve_harness.perf.load import Load
+from maskserve_harness.perf.server import own_server
+from maskserve_harness.rivals.measuring import IN_FLIGHT, Bench, Figures, System
+from maskserve_harness.simulator.bars import FEW_TOKENS_IDLE, batching, routing, routing_cases
+
+LORA_SHARE = 0.95
+"""Of production's edits that have one (Katz, section 3.1)."""
+WITHOUT: Mapping[str, dict[str, Any]] = {
+    "one edit at a time": {"engine": {"max_rows": 1}},
+    "no planner: every block takes its entry": {"cache": {"plan": "fixed"}},
+}
+"""Configurations of a worker that lacks one part each."""
+
+
+def by_batch_size(bench: Bench, systems: Sequence[System]) -> Figures:
+    """Edits per second with so many in flight (Fig. 14), by system."""
+    found: Figures = {}
+    for system in systems:
+        with bench.serving(system):
+            found[system.key] = {str(n): _rate(bench, system, n) for n in bench.plan.batches}
+    return found
+
+
+def by_mask_ratio(bench: Bench, systems: Sequence[System]) -> Figures:
+    """Milliseconds of one edit alone (Fig. 15), by system and the mask's share of the picture."""
+    found: Figures = {}
+    for system in systems:
+        with bench.serving(system):
+            found[system.key] = {}
+            for ratio in bench.plan.ratios:
+                edits = edits_of_ratio(bench, ratio)
+                stamps = bench.run(system, Load("concurrency", 1), bench.plan.alone, edits)
+                found[system.key][f"{ratio:g}"] = round(stamps.latencies().p50, 1)
+    return found
+
+
+def edits_of_ratio(bench: Bench, ratio: float) -> list[Edit]:
+    """The production mix's edits with other masks."""
+    rng = np.random.default_rng(0)
+    made = []
+    for edit in bench.edits("production"):
+        mask = draw_mask(bench.plan.size, ratio, rng)
+        png = encode_image(mask * np.uint8(255), "png")
+        made.append(replace(edit, mask=png, mask_ratio=float(mask.mean())))
+    return made
+
+
+def ablation(bench: Bench, model: Path, folder: Path) -> Figures:
+    """Edits per second at saturation of maskserve without one part each: medians over rounds.
+
+    Args:
+        bench: of the model; its worker is the whole.
+        model: that workers serve.
+        folder: for files; each worker has its own below.
+    """
+    with ExitStack() as running:
+        benches = {"maskserve": bench}
+        for number, (name, tables) in enumerate(WITHOUT.items()):
+            own = folder / f"without{number}"
+            own.mkdir()
+            config = own / "maskserve.toml"
+            config.write_text(tomli_w.dumps(tables), encoding="utf-8")
+            server = running.enter_context(own_server(str(model), own / "logs", config))
+            server.warm(2 * bench.edits("production"))
+            benches[name] = bench.at(server, own)
+        rates: dict[str, list[float]] = {name: [] for name in benches}
+        for _ in range(bench.plan.rounds):
+            for name, one in benches.items():
+                rates[name].append(_rate(one, System("ours", name), IN_FLIGHT))
+    return {name: round(statistics.median(each), 3) for name, each in rates.items()}
+
+
+def with_loras(bench: Bench, systems: Sequence[System], names: Sequence[str]) -> Figures:
+    """Edits per second at saturation where edits have LoRAs as production's have, by system."""
+    edits = edits_with_loras(bench, names)
+    bench.ours.warm(2 * edits)
+    found: Figures = {}
+    for system in systems:
+        with bench.serving(system):
+            found[system.key] = _rate(bench, system, IN_FLIGHT, edits)
+    return found
+
+
+def edits_with_loras(bench: Bench, names: Sequence[str]) -> list[Edit]:
+    """The production mix, `LORA_SHARE` of it with one LoRA, the popular ones more often.
+
+    Popularity is that of Katz's service B, its first adapters by rank; the tail is dealt out
+    among them.
+    """
+    edits = bench.edits("production")
+    rng = np.random.default_rng(0)
+    calls = drawn(SERVICES[1], len(edits), 0)
+    made = []
+    for edit, call in zip(edits, calls, strict=True):
+        loras = [{"name": names[call % len(names)], "scale": 0.8}]
+        asked = {"loras": loras} if rng.random() < LORA_SHARE else {}
+        made.append(replace(edit, settings={**edit.settings, **asked}))
+    return made
+
+
+def simulated() -> Figures:
+    """What one machine cannot show: ways to batch and to route at a production rate.
+
+    FlashPS section 6.4's case (one FLUX worker, 0.5 edits per second, half of a dense step fixed)
+    and eight workers at 95 % load. Values are shares of P95: `p95_vs_static` 0.35 means that
+    static batching's is 35 % over ours, `p95_vs_least_requests` 0.26 that ours is 26 % under it.
+    """
+    [paper] = batching(rates=(0.5,), overheads=(FEW_TOKENS_IDLE,))
+    [case] = [c for c in routing_cases() if c.name == "public" and c.load == 0.95]
+    routed = routing(case, ("least_requests", "mask_aware"))
+    return {
+        "p95_vs_static": round(paper["over"]["static"], 3),
+        "p95_vs_strawman": round(paper["over"]["strawman"], 3),
+        "p95_vs_least_requests": round(routed["under"]["least_requests"]["margin"], 3),
+    }
+
+
+def _rate(
+    bench: Bench, system: System, in_flight: int, edits: Sequence[Edit] | None = None
+) -> float:
+    count = max(bench.plan.edits, 2 * in_flight)
+    stamps = bench.run(system, Load("concurrency", in_flight), count, edits)
+    return round(stamps.answered_per_s, 3)

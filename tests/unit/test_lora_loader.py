@@ -1,0 +1,125 @@
+"""What becomes of an adapter that cannot be loaded: one sentence to its edits, nothing else."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from maskserve_core.adapters.store import AdapterStore
+from maskserve_core.config import Config, ModelConfig
+from maskserve_core.contracts.request import Lora
+from maskserve_core.errors import (
+    AdapterNotFound,
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    Overloaded,
+)
+from maskserve_engine.adapters.lora_loader import LoadedLora, LoraLoader
+from maskserve_engine.layers.low_rank import Factors
+from maskserve_harness.checkout import DEMO_MODEL
+from tests.fakes.loras import lora, write
+
+
+def config_of(folder: Path) -> Config:
+    plain = Config(model=ModelConfig(path=str(DEMO_MODEL)), runtime_dir=str(folder))
+    store = folder / "store"
+    return structs.replace(plain, adapters=structs.replace(plain.adapters, store=str(store)))
+
+
+def known(config: Config, name: str) -> Lora:
+    store = AdapterStore(config)
+    store.catalogue.scan()
+    found = Lora(name=name, version=store.catalogue.find(name).version)
+    store.close()
+    return found
+
+
+class Taken:
+    """The executor's part: it takes updates, or fails as it is told."""
+
+    def __init__(self) -> None:
+        self.fails: Exception | None = None
+
+    def __call__(self, version: str, factors: Mapping[str, Factors]) -> int:
+        if self.fails is not None:
+            raise self.fails
+        return 7
+
+
+@pytest.fixture
+def taken() -> Taken:
+    return Taken()
+
+
+@pytest.fixture
+def load(tmp_path: Path, taken: Taken) -> Iterator[Callable[[Lora], LoadedLora | MaskserveError]]:
+    loader = LoraLoader(config_of(tmp_path), taken)
+    answers: queue.Queue[LoadedLora | MaskserveError] = queue.Queue()
+
+    def loaded(asked: Lora) -> LoadedLora | MaskserveError:
+        loader.load(asked, answers.put)
+        return answers.get(timeout=30)
+
+    yield loaded
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "sentence"),
+    [
+        (FileNotFoundError("evicted"), Overloaded, "could not be loaded now; try again"),
+        (MemoryError(), Overloaded, "could not be loaded now; try again"),
+        (ValueError("does not fit"), InvalidRequest, "adapter good does not fit"),
+        (Overloaded("no room"), Overloaded, "no room"),
+        (RuntimeError("a secret of the device"), EngineFailed, "adapter good could not be loaded"),
+    ],
+)
+def test_each_failure_is_told_in_one_sentence_and_the_next_load_works(
+    tmp_path: Path,
+    taken: Taken,
+    load: Callable[[Lora], LoadedLora | MaskserveError],
+    error: Exception,
+    told: type[MaskserveError],
+    sentence: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write(tmp_path / "store" / "good.safetensors")
+    asked = known(config_of(tmp_path), "good")
+    taken.fails = error
+    answer = load(asked)
+    assert isinstance(answer, told)
+    assert sentence in str(answer)
+    assert "secret" not in str(answer)
+    taken.fails = None
+    again = load(asked)
+    assert isinstance(again, LoadedLora)
+    assert (again.nbytes, again.source) == (7, "host")
+    caplog.clear()  # what operators read
+
+
+def test_a_file_that_is_gone_or_bad_ends_its_own_load_alone(
+    tmp_path: Path, load: Callable[[Lora], LoadedLora | MaskserveError]
+) -> None:
+    config, store = config_of(tmp_path), tmp_path / "store"
+    for name in ("gone", "good"):
+        write(store / f"{name}.safetensors")
+    tensors = lora()
+    write(
+        store / "nan.safetensors",
+        {name: each * np.float32("nan") for name, each in tensors.items()},
+    )
+    gone, nan, good = (known(config, name) for name in ("gone", "nan", "good"))
+    (store / "gone.safetensors").unlink()
+    lost = load(gone)
+    assert isinstance(lost, AdapterNotFound | Overloaded)
+    assert "gone" in str(lost)
+    bad = load(nan)
+    assert isinstance(bad, InvalidRequest)
+    assert "adapter nan" in str(bad)
+    assert isinstance(load(good), LoadedLora)
