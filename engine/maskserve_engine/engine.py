@@ -184,7 +184,7 @@ class Engine:
             ConfigError: the model cannot be served.
         """
         if config.engine.devices > 1:
-            return cls._of_ranks(config, policy or _policy_of(config))
+            return cls._of_ranks(config, policy or _policy_of(config), lora_loader)
         _log.info("the denoiser's device: %s", device_in_words(config))
         device = device_of(config)
         if device.type == "cuda":
@@ -196,7 +196,12 @@ class Engine:
         return cls(config, adapter, revision=revision, policy=chosen, lora_loader=lora_loader)
 
     @classmethod
-    def _of_ranks(cls, config: Config, policy: MakePolicy) -> Engine:
+    def _of_ranks(
+        cls,
+        config: Config,
+        policy: MakePolicy,
+        lora_loader: Callable[[Config, Bring], LoraSource],
+    ) -> Engine:
         """With a process for each device. This one holds the model's shape and no weights.
 
         Raises:
@@ -212,6 +217,7 @@ class Engine:
             revision=ranks.hello.revision,
             executor=lambda adapter, store: GangExecutor(ranks, adapter, store, inbox.put, most),
             policy=policy,
+            lora_loader=lora_loader,
             elsewhere=ranks.hello.device,
             inbox=inbox,
         )

@@ -219,9 +219,9 @@ def rows_on(engine: Engine, process: RankProcess) -> bool:
 
 def test_what_devices_do_not_go_with_is_refused_in_a_sentence(tiny_fill: Path) -> None:
     config = config_for(tiny_fill, 2)
-    with_loras = structs.replace(config, adapters=structs.replace(config.adapters, store="/loras"))
-    with pytest.raises(ConfigError, match=r"2 devices per worker do not go with \[adapters\]"):
-        Engine.load(with_loras)
+    with_nets = structs.replace(config, controls=structs.replace(config.controls, folder="/nets"))
+    with pytest.raises(ConfigError, match=r"2 devices per worker do not go with \[controls\]"):
+        Engine.load(with_nets)
 
 
 def test_a_model_that_ranks_cannot_load_is_a_sentence(tiny_fill: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from maskserve_engine.engine import Engine
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.job import EditJob
 from maskserve_engine.layers.low_rank import Factors
 from tests.fakes.jobs import config_of
@@ -94,10 +95,13 @@ class Held:
 class Site:
     """An engine whose LoRAs come when the test says so, and an adapter of the same model beside."""
 
-    def __init__(self, folder: Path, encoder: Encoder, oracle: Any, **adapters: Any) -> None:
+    def __init__(
+        self, folder: Path, encoder: Encoder, oracle: Any, devices: int = 1, **adapters: Any
+    ) -> None:
         self.encoder, self.oracle = encoder, oracle
         config = config_of(
             folder,
+            engine={"devices": devices, "warm_up": devices == 1},
             adapters={"store": str(folder), **adapters},
             cache={
                 "entry_format": "model",
@@ -169,8 +173,8 @@ def oracle(tiny_fill: Path) -> Adapter:
 def make(tiny_fill: Path, encoder: Encoder, oracle: Adapter) -> Iterator[Callable[..., Site]]:
     sites: list[Site] = []
 
-    def made(**adapters: Any) -> Site:
-        sites.append(Site(tiny_fill, encoder, oracle, **adapters))
+    def made(devices: int = 1, **adapters: Any) -> Site:
+        sites.append(Site(tiny_fill, encoder, oracle, devices, **adapters))
         return sites[-1]
 
     yield made
@@ -290,10 +294,11 @@ def test_base_entries_serve_rows_with_loras_if_so_configured(make: Callable[...,
     assert len({held["key"] for held in site.engine.templates().result()}) == 1
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 def test_a_fast_row_changes_entries_when_its_lora_arrives(
-    make: Callable[..., Site], tmp_path: Path
+    make: Callable[..., Site], tmp_path: Path, devices: int
 ) -> None:
-    site = make(profiles=profile(tmp_path, a=0.6), device_bytes=3 * NBYTES)
+    site = make(devices, profiles=profile(tmp_path, a=0.6), device_bytes=3 * NBYTES)
     site.loader.let_come("a", "b", "c", "d")
     site.begin(site.job("plain", 1, cache="require")).final()
     exact = site.begin(site.job("exact", 1, ("a", 1.0), cache="require")).final()
@@ -463,3 +468,36 @@ def test_without_a_store_edits_with_loras_are_refused(
     engine.submit(replace(edit), sink)
     assert "adapters are not served here" in refusal(sink, InvalidRequest)
     engine.close(5.0)
+
+
+def test_devices_have_the_loras_of_their_rows(make: Callable[..., Site]) -> None:
+    """Whichever steps them: with entries of their own, arriving late, behind a lost process."""
+    site = make(devices=2)
+    site.loader.let_come("warm", "cold")
+    jobs = [
+        site.job(f"edit-{n}", n, *loras)
+        for n, loras in enumerate(
+            [(), (("warm", 1.0),), (("cold", 0.7),), (("warm", 0.5), ("cold", -0.4))]
+        )
+    ]
+    expected = [site.alone(job) for job in jobs]
+    assert not close(expected[1], site.alone(site.job("plain", 1)))
+
+    def served(name: str) -> list[np.ndarray]:
+        again = [replace(j, request=replace(j.request, request_id=f"{name}-{n}"))
+                 for n, j in enumerate(jobs)]  # fmt: skip
+        return [sink.final().latents for sink in [site.begin(job) for job in again]]
+
+    for ours, alone in zip(served("first"), expected, strict=True):
+        assert close(ours, alone)
+    cached = site.job("cached", 1, ("warm", 1.0), cache="require")
+    final = site.begin(cached).final()
+    assert final.meta["cache"] == "hit"
+    executor = site.engine.executor
+    assert isinstance(executor, GangExecutor)
+    lost = executor._ranks.processes[1]
+    lost.kill()
+    eventually("it is noticed", lambda: executor._ranks.processes[1] is not lost)
+    eventually("it is back", lambda: not executor.devices.lost, 60.0)
+    for ours, alone in zip(served("again"), expected, strict=True):
+        assert close(ours, alone)

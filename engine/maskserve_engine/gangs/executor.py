@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -27,6 +28,7 @@ from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.device_clock import Span
 from maskserve_engine.executor import (
+    CachedRowSpec,
     LoadState,
     PrimingRowSpec,
     Read,
@@ -51,7 +53,6 @@ _SILENT_S = 5.0
 """After which a rank that is asked between two steps counts as lost."""
 _AGAIN_S = 2.0
 """After which a rank that could not be started is started again."""
-_ALONE = "a worker of several devices has none"
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +60,8 @@ class _Row:
     name: str
     """On the ranks; no other row ever has it."""
     spec: RowSpec
+    adapters: tuple[tuple[str, float], ...] = ()
+    """See `Executor.attach`."""
     steps: int = 0
     carried: Tensor | None = None
     """What a rank needs to go on behind `steps`."""
@@ -103,6 +106,8 @@ class GangExecutor:
         self._rows: dict[str, _Row] = {}
         self._under_way: list[_UnderWay] = []
         self._names = count()
+        self._adapters: dict[str, Mapping[str, Factors]] = {}
+        """That every rank has."""
         self._moves: list[tuple[str, float, float]] = []
         self._starts: dict[int, int] = {}
         """Of ranks that are lost, how often they were started since."""
@@ -130,22 +135,37 @@ class GangExecutor:
         return Devices(frozenset(busy), frozenset(lost))
 
     def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
-        raise ValueError(f"{_ALONE}: LoRAs")
+        nbytes = self._adapter.low_rank(factors).nbytes  # or it does not fit
+        self._adapters[adapter] = factors  # first: a rank that comes back now has it from there
+        answers = [each.call("bring", adapter, factors) for each in list(self._living.values())]
+        for answer in answers:
+            with suppress(RankLostError):
+                answer.result()
+        return nbytes
 
     def drop(self, adapter: str) -> None:
-        """There is none."""
+        self._adapters.pop(adapter, None)
+        for process in self._living.values():
+            process.call("drop", adapter)
 
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
-        raise ValueError(f"{_ALONE}: LoRAs")
+        made = self._rows[row]
+        made.adapters = tuple(adapters)
+        for process in made.there:
+            process.call("attach", made.name, made.adapters)
 
     def bring_net(self, net: str, model: Any) -> None:
-        raise ValueError(f"{_ALONE}: ControlNets")
+        raise ValueError("a worker of several devices has no ControlNets")
 
     def drop_net(self, net: str) -> None:
         """There is none."""
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
-        raise ValueError(f"{_ALONE}: LoRAs, with which entries change")
+        made = self._rows[row]
+        assert isinstance(made.spec, CachedRowSpec)
+        made.spec = replace(made.spec, key=key, anchors=tuple(anchors))
+        for process in made.there:
+            process.call("read", made.name, key, made.spec.anchors)
 
     def make(self, row: str, spec: RowSpec) -> RowMade:
         """A rank makes it with its first step there; what goes wrong then fails the row."""
@@ -237,6 +257,8 @@ class GangExecutor:
                 self._begin_anew(row)
             if process not in row.there:
                 process.call("make", row.name, row.spec)
+                if row.adapters:
+                    process.call("attach", row.name, row.adapters)
             if row.steps and row.carried is not None:
                 places.append(RowPlace(row.name, row.steps, row.carried))
             row.there[process] = row.steps
@@ -403,6 +425,8 @@ class GangExecutor:
             _log.info("rank %d is back", device)
             self._starts.pop(device, None)
             self._living[device] = process
+            for adapter, factors in list(self._adapters.items()):
+                process.call("bring", adapter, factors)
             self._meet()
             return
         self._starts[device] = self._starts.get(device, 0) + 1

@@ -197,15 +197,11 @@ class RankProcesses:
 
 
 def _check(config: Config) -> None:
-    for section, given in (
-        ("adapters", config.adapters.store),
-        ("controls", config.controls.folder),
-    ):
-        if given:
-            raise ConfigError(
-                f"[engine] devices: {config.engine.devices} devices per worker do not go with "
-                f"[{section}]; use one device"
-            )
+    if config.controls.folder:
+        raise ConfigError(
+            f"[engine] devices: {config.engine.devices} devices per worker do not go with "
+            "[controls]; use one device"
+        )
 
 
 def _rank_config(config: Config) -> Config:

@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -55,6 +56,7 @@ from maskserve_engine.gangs.messages import (
     receive,
     send,
 )
+from maskserve_engine.layers.low_rank import Factors
 from maskserve_engine.local_executor import LocalExecutor
 from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.memory import device_memory, memory_table
@@ -145,15 +147,26 @@ class Rank:
             said = error if isinstance(error, EngineFailed) else None
             self._unmade[row] = said or EngineFailed(f"its row failed ({type(error).__name__})")
 
+    def bring(self, adapter: str, factors: Mapping[str, Factors]) -> None:
+        self._local.bring(adapter, factors)
+
+    def drop(self, adapter: str) -> None:
+        self._local.drop(adapter)
+
+    def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
+        self._change(row, lambda: self._local.attach(row, adapters))
+
+    def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
+        def turn_over() -> None:
+            self._open(key, anchors)
+            self._local.read(row, key, anchors)
+
+        self._change(row, turn_over)
+
     def place(self, places: Sequence[RowPlace]) -> None:
         """Have rows where other ranks have brought them."""
         for row, steps, carried in places:
-            try:
-                if self._is_made(row):
-                    self._local.place(row, steps, carried.to(self.device))
-            except Exception as error:
-                _log.exception("a row could not be brought here", extra=about(row))
-                self._unmade[row] = EngineFailed(f"its row failed ({type(error).__name__})")
+            self._change(row, partial(self._local.place, row, steps, carried.to(self.device)))
 
     def load(self, reads: Sequence[Read]) -> dict[str, EntryLoad]:
         found = self._local.load([read for read in reads if self._is_made(read.row)])
@@ -263,6 +276,15 @@ class Rank:
                 torch.cuda.synchronize(self.device)
             took.append(time.perf_counter() - begin)
         return sorted(took)[_PROBES // 2]
+
+    def _change(self, row: str, change: Callable[[], None]) -> None:
+        """Of a row that is here; where that fails it counts as not made."""
+        try:
+            if self._is_made(row):
+                change()
+        except Exception as error:
+            _log.exception("a row could not be changed", extra=about(row))
+            self._unmade[row] = EngineFailed(f"its row failed ({type(error).__name__})")
 
     def _is_made(self, row: str) -> bool:
         return row in self._specs and row not in self._unmade

@@ -68,14 +68,16 @@ BARS = {
 
 
 _BOTH = ("production", "public")
-_DEMO: dict[str, Any] = {
+_CURVES: dict[str, Any] = {
     "batches": (1, 2, 4, 8),
     "ratios": (0.05, 0.1, 0.2, 0.35, 0.5, 0.8),
     "ablation": True,
-    "loras": True,
 }
 QUICK = {
-    "demo": Plan(128, 24, 4, 2, (1.0,), 60.0, tuple(TUNINGS[n] for n in (0, 2, 4)), **_DEMO),
+    "demo": Plan(
+        128, 24, 4, 2, (1.0,), 60.0, tuple(TUNINGS[n] for n in (2, 4)),
+        batches=(1, 4, 8), ratios=(0.1, 0.35, 0.8), ablation=True, loras=True,
+    ),
     "bench": Plan(
         256, 12, 2, 1, (1.0,), 150.0, tuple(TUNINGS[n] for n in (2, 4)), judged=2,
         ratios=(0.1, 0.35),
@@ -83,11 +85,11 @@ QUICK = {
 }  # fmt: skip
 FULL = {
     "demo": Plan(
-        128, 96, 8, 5, (0.5, 0.8, 1.0, 1.5), 240.0, TUNINGS, _BOTH, rings=(0, 2), **_DEMO
+        128, 96, 8, 5, (0.5, 0.8, 1.0, 1.5), 240.0, TUNINGS, _BOTH, rings=(0, 2), loras=True,
+        **_CURVES,
     ),
     "bench": Plan(
-        256, 48, 4, 3, (0.5, 0.8, 1.0, 3.0), 900.0, TUNINGS, _BOTH, rings=(0, 2),
-        batches=(1, 2, 4, 8), ratios=(0.05, 0.1, 0.2, 0.35, 0.5, 0.8), ablation=True,
+        256, 48, 4, 3, (0.5, 0.8, 1.0, 3.0), 900.0, TUNINGS, _BOTH, rings=(0, 2), **_CURVES
     ),
 }  # fmt: skip
 

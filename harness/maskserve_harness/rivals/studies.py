@@ -26,11 +26,14 @@ from maskserve_harness.simulator.bars import FEW_TOKENS_IDLE, batching, routing,
 
 LORA_SHARE = 0.95
 """Of production's edits that have one (Katz, section 3.1)."""
-WITHOUT: Mapping[str, dict[str, Any]] = {
+OTHERWISE: Mapping[str, dict[str, Any]] = {
     "one edit at a time": {"engine": {"max_rows": 1}},
     "no planner: every block takes its entry": {"cache": {"plan": "fixed"}},
+    "two processes of half the threads (--devices-per-worker 2)": {"engine": {"devices": 2}},
 }
-"""Configurations of a worker that lacks one part each."""
+"""Configurations of a worker: without a part of it, or with its cores shared otherwise."""
+_WARM = 8
+"""Edits that have each picture twice."""
 
 
 def by_batch_size(bench: Bench, systems: Sequence[System]) -> Figures:
@@ -38,7 +41,10 @@ def by_batch_size(bench: Bench, systems: Sequence[System]) -> Figures:
     found: Figures = {}
     for system in systems:
         with bench.serving(system):
-            found[system.key] = {str(n): _rate(bench, system, n) for n in bench.plan.batches}
+            found[system.key] = {
+                str(n): _rate(bench, system, n, max(bench.plan.edits // 3, 2 * n))
+                for n in bench.plan.batches
+            }
     return found
 
 
@@ -67,28 +73,39 @@ def edits_of_ratio(bench: Bench, ratio: float) -> list[Edit]:
 
 
 def ablation(bench: Bench, model: Path, folder: Path) -> Figures:
-    """Edits per second at saturation of maskserve without one part each: medians over rounds.
+    """Maskserve configured otherwise: edits per second at saturation and milliseconds of one edit
+    alone, medians over rounds.
 
     Args:
-        bench: of the model; its worker is the whole.
+        bench: of the model; its worker has the defaults.
         model: that workers serve.
         folder: for files; each worker has its own below.
     """
     with ExitStack() as running:
         benches = {"maskserve": bench}
-        for number, (name, tables) in enumerate(WITHOUT.items()):
-            own = folder / f"without{number}"
+        for number, (name, tables) in enumerate(OTHERWISE.items()):
+            own = folder / f"otherwise{number}"
             own.mkdir()
             config = own / "maskserve.toml"
             config.write_text(tomli_w.dumps(tables), encoding="utf-8")
             server = running.enter_context(own_server(str(model), own / "logs", config))
-            server.warm(2 * bench.edits("production"))
+            server.warm(2 * bench.edits("production")[:_WARM])
             benches[name] = bench.at(server, own)
         rates: dict[str, list[float]] = {name: [] for name in benches}
+        alone: dict[str, list[float]] = {name: [] for name in benches}
         for _ in range(bench.plan.rounds):
             for name, one in benches.items():
-                rates[name].append(_rate(one, System("ours", name), IN_FLIGHT))
-    return {name: round(statistics.median(each), 3) for name, each in rates.items()}
+                system = System("ours", name)
+                rates[name].append(_rate(one, system, IN_FLIGHT, bench.plan.edits))
+                stamps = one.run(system, Load("concurrency", 1), bench.plan.alone)
+                alone[name].append(stamps.latencies().p50)
+    return {
+        name: {
+            "edits_per_s": round(statistics.median(rates[name]), 3),
+            "alone_ms": round(statistics.median(alone[name]), 1),
+        }
+        for name in benches
+    }
 
 
 def with_loras(bench: Bench, systems: Sequence[System], names: Sequence[str]) -> Figures:
@@ -98,7 +115,7 @@ def with_loras(bench: Bench, systems: Sequence[System], names: Sequence[str]) ->
     found: Figures = {}
     for system in systems:
         with bench.serving(system):
-            found[system.key] = _rate(bench, system, IN_FLIGHT, edits)
+            found[system.key] = _rate(bench, system, IN_FLIGHT, len(edits), edits)
     return found
 
 
@@ -137,8 +154,11 @@ def simulated() -> Figures:
 
 
 def _rate(
-    bench: Bench, system: System, in_flight: int, edits: Sequence[Edit] | None = None
+    bench: Bench,
+    system: System,
+    in_flight: int,
+    count: int,
+    edits: Sequence[Edit] | None = None,
 ) -> float:
-    count = max(bench.plan.edits, 2 * in_flight)
     stamps = bench.run(system, Load("concurrency", in_flight), count, edits)
     return round(stamps.answered_per_s, 3)

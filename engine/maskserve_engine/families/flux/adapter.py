@@ -222,7 +222,8 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
             )
 
     def most_ranks(self, job: EditJob) -> int:
-        alone = job.request.settings.first_block_threshold or job.controls
+        request = job.request
+        alone = request.settings.first_block_threshold or request.loras or job.controls
         return 1 if alone else int(self.facts.denoiser["num_attention_heads"])
 
     def carried(self, row: Row) -> Tensor | None:
