@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ CONTROL = ControlFacts(
         "pooled_projection_dim",
         "axes_dims_rope",
     ),
+    keeps_inactive=True,
 )
 
 STEPS_AHEAD = 8
@@ -62,6 +64,8 @@ the next ones that are not; and what a row that may skip steps remembers (5).
 _LAUNCHES = {"double": (16.2, 25.2, 20.2), "single": (7.4, 16.4, 11.4)}
 """Kernels of a block, as they are counted on a device without memory (`bench kernel_table`)."""
 _LAUNCHES_OUTSIDE = 14.0
+_OUT_LAUNCHES = 1.0
+"""Of a ControlNet, behind each block."""
 
 
 def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
@@ -116,6 +120,32 @@ def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
         peak_row=tokens * (held + channels + out)
         + STEPS_AHEAD * (12 * counts[0] + 3 * counts[1] + 2) * h,
         peak_text=held,
+    )
+
+
+def control_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
+    """Work of a FluxControlNetModel beside its base. The token that tells a union net its mode is
+    not counted.
+
+    Args:
+        config: the net's config.json.
+        height: latent rows.
+        width: latent columns.
+    """
+    base = flux_work(config, height, width)
+    h = base.blocks[0].width
+    blocks = []
+    for block in base.blocks:
+        dense, project, cached = (n + _OUT_LAUNCHES for n in block.launches)
+        token = block.token + 2.0 * h * h
+        blocks.append(replace(block, token=token, launches=(dense, project, cached)))
+    [embed] = base.before
+    hint = 2.0 * int(config["in_channels"]) * h
+    return replace(
+        base,
+        blocks=tuple(blocks),
+        before=(replace(embed, token=embed.token + hint),),
+        after=FixedWork(),
     )
 
 

@@ -23,6 +23,9 @@ class FamilyFacts(Protocol):
     def count(self, config: dict[str, Any], height: int, width: int, halo: int, /) -> ModelWork:
         """The work of its denoiser, as `counted_work`."""
 
+    def control_work(self, config: dict[str, Any], height: int, width: int, /) -> ModelWork:
+        """The work of a ControlNet beside it, for as many evaluations of a row as `count` has."""
+
 
 FAMILIES: dict[str, FamilyFacts] = {"flux": flux, "unet": unet}
 """By the name in ModelFacts.family, which the engine's adapters have, too."""
@@ -59,3 +62,18 @@ def counted_work(facts: ModelFacts, height: int, width: int, *, halo: int = 0) -
         halo: as `ModelWork.halo`; 0 for families without convolutions.
     """
     return FAMILIES[facts.family].count(facts.denoiser, height, width, halo)
+
+
+def control_work(facts: ModelFacts, config: dict[str, Any], height: int, width: int) -> ModelWork:
+    """A ControlNet's work on one picture of the model's.
+
+    Args:
+        facts: of the model.
+        config: the net's config.json.
+        height: latent rows.
+        width: latent columns.
+
+    Raises:
+        KeyError: the config lacks what tells the net's size.
+    """
+    return FAMILIES[facts.family].control_work(config, height, width)

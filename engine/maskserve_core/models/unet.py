@@ -9,6 +9,7 @@ between two stacks is one fixed amount, which is where the load stream gets ahea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ CONTROL = ControlFacts(
         "addition_time_embed_dim",
         "projection_class_embeddings_input_dim",
     ),
+    keeps_inactive=False,
 )
+_READER_WIDTHS = (16, 32, 96, 256)
+"""Of the layers with which a ControlNet reads a picture, where its config.json does not say."""
 _STRIDE = 7
 _BLOCK_LAUNCHES = (14.0, 20.0, 17.0)
 """Kernels of a transformer block, per kind, as they are counted on a device without memory
@@ -107,12 +111,20 @@ def check_unet(config: dict[str, Any]) -> None:
 class _Walk:
     """The model's forward pass, adding up FLOPs of one evaluation as it goes."""
 
+    channels: list[int]
+    """Per level, as the next three."""
+    layers: list[int]
+    depths: list[int]
+    """Blocks of a stack."""
     cross_dim: list[int]
     embedding: int
     areas: list[int]
+    """Positions of each level."""
     blocks: list[BlockWork] = field(default_factory=list)
     before: list[FixedWork] = field(default_factory=list)
     groups: int = 32
+    says: bool = False
+    """Whether each kept tensor goes through a convolution of its own, as a ControlNet's do."""
     fixed: float = 0.0
     launches: float = _SAMPLING_LAUNCHES
     recorded: bool = False
@@ -123,6 +135,54 @@ class _Walk:
     """Numbers in each tensor that waits for the way up, or that the present layer was given."""
     peak: float = 0.0
     """Numbers held at once, at most."""
+
+    @classmethod
+    def of(cls, config: dict[str, Any], height: int, width: int) -> _Walk:
+        channels = [int(c) for c in config["block_out_channels"]]
+        levels = len(channels)
+        per_level = (
+            _per_level(value, levels)
+            for value in (
+                config["layers_per_block"],
+                config.get("transformer_layers_per_block", 1),
+                config["cross_attention_dim"],
+            )
+        )
+        layers, depths, cross = ([int(n) for n in each] for each in per_level)
+        embedding = int(config.get("time_embedding_dim") or channels[0] * 4)
+        areas = [rows * columns for rows, columns in level_sizes(height, width, levels)]
+        walk = cls(channels, layers, depths, cross, embedding, areas)
+        walk.groups = int(config.get("norm_num_groups") or 32)
+        walk.positions = [0.0] * levels
+        return walk
+
+    def down(self, config: dict[str, Any]) -> None:
+        """The way down and the middle, which a ControlNet has a copy of."""
+        channels = self.channels
+        self.linear(channels[0], self.embedding)
+        self.linear(self.embedding, self.embedding)
+        if config.get("addition_embed_type") == "text_time":
+            self.linear(int(config["projection_class_embeddings_input_dim"]), self.embedding)
+            self.linear(self.embedding, self.embedding)
+        kernel = int(config.get("conv_in_kernel", 3))
+        self.conv(0, int(config["in_channels"]), channels[0], kernel)
+        self.keep(0, channels[0])
+        before, bottom = channels[0], len(channels) - 1
+        for level, kind in enumerate(config["down_block_types"]):
+            for layer in range(self.layers[level]):
+                self.resnet(level, before if layer == 0 else channels[level], channels[level])
+                if kind.startswith("CrossAttn"):
+                    name = f"down{level}.{layer}"
+                    self.stack(name, level, channels[level], self.depths[level])
+                self.keep(level, channels[level])
+            before = channels[level]
+            if level < bottom:
+                self.read(level, channels[level], strided=True)
+                self.conv(level + 1, channels[level], channels[level])
+                self.keep(level + 1, channels[level])
+        self.resnet(bottom, channels[-1], channels[-1])
+        self.stack("mid", bottom, channels[-1], self.depths[-1])
+        self.resnet(bottom, channels[-1], channels[-1])
 
     def conv(self, level: int, inputs: int, outputs: int, side: int = 3) -> None:
         self.positions[level] += 2.0 * inputs * outputs * side * side
@@ -144,6 +204,8 @@ class _Walk:
 
     def keep(self, level: int, channels: int) -> None:
         self.kept.append(float(channels * self.areas[level]))
+        if self.says:
+            self.conv(level, channels, channels, side=1)
 
     def linear(self, inputs: int, outputs: int) -> None:
         self.fixed += 2.0 * inputs * outputs
@@ -221,47 +283,12 @@ def unet_work(
         ValueError: the config uses a part that is not served.
     """
     check_unet(config)
-    channels = [int(c) for c in config["block_out_channels"]]
-    levels = len(channels)
-    layers = [int(n) for n in _per_level(config["layers_per_block"], levels)]
-    depths = [int(n) for n in _per_level(config.get("transformer_layers_per_block", 1), levels)]
-    sizes = level_sizes(height, width, levels)
-    cross = [int(c) for c in _per_level(config["cross_attention_dim"], levels)]
-    walk = _Walk(cross, int(config.get("time_embedding_dim") or channels[0] * 4), [])
+    walk = _Walk.of(config, height, width)
+    channels, layers, depths = walk.channels, walk.layers, walk.depths
     walk.recorded = recorded
     walk.launches = _RECORDED_SAMPLING if recorded else _SAMPLING_LAUNCHES
-    walk.areas = [rows * columns for rows, columns in sizes]
-    walk.groups = int(config.get("norm_num_groups") or 32)
-
-    walk.positions = [0.0] * levels
-
-    walk.linear(channels[0], walk.embedding)
-    walk.linear(walk.embedding, walk.embedding)
-    if config.get("addition_embed_type") == "text_time":
-        walk.linear(int(config["projection_class_embeddings_input_dim"]), walk.embedding)
-        walk.linear(walk.embedding, walk.embedding)
-    walk.conv(0, int(config["in_channels"]), channels[0], int(config.get("conv_in_kernel", 3)))
-
-    walk.keep(0, channels[0])
-
-    before = channels[0]
-    for level, kind in enumerate(config["down_block_types"]):
-        for layer in range(layers[level]):
-            walk.resnet(level, before if layer == 0 else channels[level], channels[level])
-            if kind.startswith("CrossAttn"):
-                walk.stack(f"down{level}.{layer}", level, channels[level], depths[level])
-            walk.keep(level, channels[level])
-        before = channels[level]
-        if level < levels - 1:
-            walk.read(level, channels[level], strided=True)
-            walk.conv(level + 1, channels[level], channels[level])
-            walk.keep(level + 1, channels[level])
-
-    bottom = levels - 1
-    walk.resnet(bottom, channels[-1], channels[-1])
-    walk.stack("mid", bottom, channels[-1], depths[-1])
-    walk.resnet(bottom, channels[-1], channels[-1])
-
+    walk.down(config)
+    bottom = len(channels) - 1
     for step, kind in enumerate(config["up_block_types"]):
         level = bottom - step
         own, below = channels[level], channels[min(level + 1, bottom)]
@@ -295,6 +322,42 @@ def unet_work(
         peak_row=walk.peak,
         # Keys and values of the prompt, kept in every block for as long as the batch holds.
         peak_text=float(sum(2 * block.width for block in walk.blocks)),
+    )
+
+
+_PICTURE_CHANNELS = 3
+
+
+def control_work(
+    config: dict[str, Any], height: int, width: int, *, guidance: bool = True
+) -> ModelWork:
+    """Work of a ControlNetModel beside its UNet; its arguments as those of `unet_work`.
+
+    The layers that read the picture run at each step, as diffusers has it: from the picture's size
+    down to that of the latents, twice as small with each width.
+    """
+    walk = _Walk.of(config, height, width)
+    walk.says = True
+    widths = [int(c) for c in config.get("conditioning_embedding_out_channels", _READER_WIDTHS)]
+    pixels = 4 ** (len(widths) - 1)  # per latent
+    walk.positions[0] += 18.0 * pixels * _PICTURE_CHANNELS * widths[0]
+    for inputs, outputs in pairwise(widths):
+        walk.positions[0] += 18.0 * pixels * inputs * (inputs + outputs / 4)
+        pixels //= 4
+    walk.conv(0, widths[-1], walk.channels[0])
+    walk.down(config)
+    walk.conv(len(walk.channels) - 1, walk.channels[-1], walk.channels[-1], side=1)
+    return ModelWork(
+        family="unet",
+        blocks=tuple(walk.blocks),
+        tokens=tuple(walk.areas),
+        joint=False,
+        before=tuple(walk.before),
+        after=walk.outside(),
+        restore_ends=False,
+        copies=2 if guidance else 1,
+        peak_row=walk.peak,
+        peak_text=0.0,
     )
 
 
