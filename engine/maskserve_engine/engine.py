@@ -251,7 +251,14 @@ class Engine:
     def submit(self, job: EditJob, sink: Sink) -> None:
         """Take an edit; its answer, an error included, comes through `sink`."""
         try:
-            edit = RequestState.of(self.prepared(job), sink, self.adapter, self.config.slo.times_ms)
+            edit = RequestState.of(
+                self.prepared(job),
+                sink,
+                self.adapter,
+                self.config.slo.times_ms,
+                self.net_loader,
+                self.config.controls.refresh,
+            )
         except Exception as error:
             sink(Failed(guarded(job.request.request_id, error)))
             return

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from maskserve_core.contracts.control_range import scale_at
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.errors import MaskserveError
 from maskserve_engine.timeline import RequestTimeline
@@ -36,37 +37,6 @@ class ControlInput:
     def scale_at(self, step: int, steps: int) -> float:
         """The scale of step `step` of `steps`; 0: adds nothing."""
         return scale_at(self, step, steps)
-
-
-class Ranged(Protocol):
-    """What says when a control acts."""
-
-    @property
-    def scale(self) -> float: ...
-
-    @property
-    def start(self) -> float: ...
-
-    @property
-    def end(self) -> float: ...
-
-
-R = TypeVar("R", bound=Ranged)
-
-
-def scale_at(control: Ranged, step: int, steps: int) -> float:
-    """The scale of step `step` of `steps`, as diffusers' pipelines have it; 0: adds nothing."""
-    outside = step / steps < control.start or (step + 1) / steps > control.end
-    return 0.0 if outside else control.scale
-
-
-def acting(controls: Sequence[R], steps: int) -> tuple[R, ...]:
-    """Those that add something in any step. The others are as if nobody had asked for them: no
-    random number is drawn for them, either, as diffusers would.
-    """
-    return tuple(
-        each for each in controls if any(scale_at(each, step, steps) for step in range(steps))
-    )
 
 
 Conditioning = dict[str, NDArray[np.float32]]

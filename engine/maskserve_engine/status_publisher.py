@@ -11,7 +11,9 @@ from maskserve_core.config import Config, model_name
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import Served, State
+from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.facts import ModelFacts, dense_steps
+from maskserve_core.models.registry import control_work
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.routing.estimate import pricing_of
 from maskserve_core.worker.status import StatusWriter, WorkerStatus
@@ -37,6 +39,7 @@ class PriceList:
         self, config: Config, adapter: Adapter, costs: MeasuredCosts, anchors: int
     ) -> None:
         self._costs, facts = costs, adapter.facts
+        nets = [net for net in ControlNets(config, facts).all() if not net.problem]
         side = facts.native_resolution // facts.vae_scale_factor
         self._priced = partial(
             pricing_of,
@@ -46,6 +49,8 @@ class PriceList:
             anchors=anchors,
             steps_per_anchor=facts.steps_default(config.model.num_inference_steps) / anchors,
             halves=adapter.entry_halves,
+            controls={net.name: control_work(facts, net.config, side, side) for net in nets},
+            refresh=facts.control.refresh(config.controls.refresh),
         )
         self._made, self._pricing = costs.sequence, self._priced(costs.model)
 

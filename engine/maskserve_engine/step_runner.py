@@ -190,7 +190,7 @@ class StepRunner:
             [edit.counted for edit in going],
             [step.read for step in result.rows],
             () if planned is None else planned.plan.kinds,
-        )
+        ) + sum(map(_control_flops, going, result.rows))
 
     def _update(self, running: Running, result: StepResult, kinds: tuple[str, ...]) -> None:
         """Book what became of each row."""
@@ -266,6 +266,13 @@ class StepRunner:
         job = first.priming.job if isinstance(first, PrimingState) else first.job
         _, height, width = job.moments.shape
         return self.adapter.work(height, width)
+
+
+def _control_flops(edit: RequestState | PrimingState, step: RowStep) -> float:
+    """What ControlNets computed in the step just taken."""
+    if not isinstance(edit, RequestState) or edit.work.controls is None:
+        return 0.0
+    return edit.work.controls.at(step.done - 1, cached=step.read)
 
 
 def _skipped(edit: RequestState | PrimingState, step: RowStep) -> bool:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
 from maskserve_core.config import LimitsConfig
+from maskserve_core.contracts.control_range import shares
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.contracts.status_record import Served
@@ -121,6 +122,7 @@ class Measure:
             and not (served.dense_sides and side),
             dense_steps=served.dense_steps.of(steps, prompt=prompted, side=side),
             adapters=tuple(lora.name for lora in settings.loras if lora.scale),
+            controls=shares(settings.controls, steps),
         )
         return edit, digest
 

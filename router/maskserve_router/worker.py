@@ -75,6 +75,8 @@ def _check_status(status: PolledStatus) -> None:
         within("steps_left", row.steps_left, 0, _MOST_STEPS)
         within("total_tokens", row.total_tokens, 0, _MOST_TOKENS)
         within("active_tokens", row.active_tokens, 0, row.total_tokens)
+        for _, share in row.controls:
+            within("a control's share", share, 0.0, 1.0)
     within("the number of adapters", len(status.adapters), 0, _MOST_ROWS)
     for adapter in status.adapters:
         within("an adapter's bytes", adapter.nbytes, 0, 2**50)

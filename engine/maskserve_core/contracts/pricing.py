@@ -14,8 +14,20 @@ need to.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPrice:
+    """Seconds that a ControlNet adds to a row's step in which it acts, as in `Pricing`. Beside a
+    cached row it is the mean over its steps, at some of which it computes all tokens.
+    """
+
+    dense_row: float
+    cached_row: float
+    """Of a cached row of `tokens` tokens, but for its active ones."""
+    active_token: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +52,14 @@ class Pricing:
     tokens: float = 0.0
     """Of the image that the coefficients are of; a dense row of another costs in proportion.
     0: every dense row costs the same."""
+    controls: Mapping[str, ControlPrice] = field(default_factory=dict)
+    """Of the ControlNets that the worker has, by name."""
 
     def __post_init__(self) -> None:
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "fetch"}
+        tables = ("fetch", "controls")
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
+        for net, price in self.controls.items():
+            values |= {f"controls.{net}.{f.name}": getattr(price, f.name) for f in fields(price)}
         for name, value in (values | dict(self.fetch)).items():
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"pricing: {name} is {value}")
@@ -62,6 +79,27 @@ class Pricing:
             if compute < dense and load < dense:
                 return compute, load
         return dense, 0.0
+
+    def control_seconds(
+        self, controls: Iterable[tuple[str, float]], active: float, total: float, *, cached: bool
+    ) -> float:
+        """What ControlNets add to a row per step, on average over its steps.
+
+        Args:
+            controls: their names, each with the share of the steps in which it acts. One that is
+                not known costs nothing.
+            active: tokens that a cached row computes.
+            total: of the row.
+            cached: whether the row is cached.
+        """
+        seconds, size = 0.0, total / self.tokens if self.tokens else 1.0
+        for name, share in controls:
+            price = self.controls.get(name)
+            if price is not None and cached:
+                seconds += share * (price.cached_row * size + price.active_token * active)
+            elif price is not None:
+                seconds += share * price.dense_row * size
+        return seconds
 
     def fetch_s(self, tier: str) -> float:
         """Seconds until entries from `tier` can be loaded by steps; infinite if never."""

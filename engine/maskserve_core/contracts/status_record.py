@@ -42,6 +42,8 @@ class RowStatus(msgspec.Struct):
     due_ns: int = 0
     """When its last step is to have ended for its answer to come in time, on the host's
     time.monotonic_ns; 0: it is due at no time."""
+    controls: tuple[tuple[str, float], ...] = ()
+    """Its ControlNets, each with the share of the steps in which it acts."""
 
 
 @dataclass(frozen=True, slots=True)

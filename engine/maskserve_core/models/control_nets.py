@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from maskserve_core.adapters.storage import NAME
@@ -38,6 +39,8 @@ class KnownControlNet(NamedTuple):
     """Its weights."""
     modes: int = 0
     """Kinds of control pictures among which an edit has to choose; 0: it has no choice."""
+    config: Mapping[str, Any] = MappingProxyType({})
+    """Its config.json."""
     problem: str = ""
     """Why it is not served; empty if it is."""
 
@@ -106,6 +109,7 @@ class ControlNets:
             nbytes=sum(file.stat().st_size for file in files),
             numbers=numbers,
             modes=int(config.get("num_mode") or 0),
+            config=config,
         )
 
 

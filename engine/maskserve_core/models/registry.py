@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,7 +65,9 @@ def counted_work(facts: ModelFacts, height: int, width: int, *, halo: int = 0) -
     return FAMILIES[facts.family].count(facts.denoiser, height, width, halo)
 
 
-def control_work(facts: ModelFacts, config: dict[str, Any], height: int, width: int) -> ModelWork:
+def control_work(
+    facts: ModelFacts, config: Mapping[str, Any], height: int, width: int
+) -> ModelWork:
     """A ControlNet's work on one picture of the model's.
 
     Args:
@@ -76,4 +79,4 @@ def control_work(facts: ModelFacts, config: dict[str, Any], height: int, width: 
     Raises:
         KeyError: the config lacks what tells the net's size.
     """
-    return FAMILIES[facts.family].control_work(config, height, width)
+    return FAMILIES[facts.family].control_work(dict(config), height, width)

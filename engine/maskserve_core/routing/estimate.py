@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from maskserve_core.contracts.pricing import Pricing
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from maskserve_core.contracts.pricing import ControlPrice, Pricing
 from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, entry_bytes
 from maskserve_core.planning.flops import ModelWork
@@ -21,6 +24,8 @@ def pricing_of(
     anchors: int,
     steps_per_anchor: float = 1.0,
     halves: int = 1,
+    controls: Mapping[str, ModelWork] = MappingProxyType({}),
+    refresh: int = 1,
 ) -> Pricing:
     """Coefficients of a worker whose cached rows take K and V ready from the cache.
 
@@ -36,6 +41,8 @@ def pricing_of(
         anchors: anchors of a whole edit: a template is brought from a far tier as a whole.
         steps_per_anchor: steps that share an anchor's entries; they are loaded once.
         halves: entries kept per token.
+        controls: the ControlNets' work at that size, by name.
+        refresh: steps from one at which a net beside a cached row computes all tokens to the next.
     """
     per_flop = costs.compute.per_unit
     tokens = work.tokens[0]
@@ -58,4 +65,18 @@ def pricing_of(
             if tier not in ("device", "host")
         },
         tokens=tokens,
+        controls={
+            name: _control_price(net, per_flop, text, refresh) for name, net in controls.items()
+        },
+    )
+
+
+def _control_price(net: ModelWork, per_flop: float, text: float, refresh: int) -> ControlPrice:
+    dense = net.step_flops([net.row_at(1.0, text)], "dense") * per_flop
+    few, many = (net.step_flops([net.row_at(m, text)], "kv") * per_flop for m in (0.0, 1.0))
+    between = 1.0 - 1.0 / refresh
+    return ControlPrice(
+        dense_row=dense,
+        cached_row=dense / refresh + between * few,
+        active_token=between * (many - few) / net.tokens[0],
     )

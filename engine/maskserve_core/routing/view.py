@@ -30,6 +30,8 @@ class Edit:
     """First steps that compute all tokens in any case."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRAs that it is made with."""
+    controls: tuple[tuple[str, float], ...] = ()
+    """Names of its ControlNets, each with the share of the steps in which it acts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +88,16 @@ class WorkerView:
         Without usable entries, or where fetching them takes longer than they save, the edit runs
         dense at once.
         """
+        compute, load, fetch, cached = self._base_price(edit)
+        return compute + self._control_seconds(edit, cached=cached), load, fetch
+
+    def _base_price(self, edit: Edit) -> tuple[float, float, float, bool]:
+        """The same without ControlNets, and whether the edit runs cached."""
         pricing = self.pricing
         dense = pricing.dense(edit.total_tokens)
         tier = self.tier_of(edit.template_id) if edit.cache else None
         if tier is None:
-            return dense, 0.0, 0.0
+            return dense, 0.0, 0.0, False
         compute, load = pricing.row(edit.active_tokens, edit.total_tokens, cached=True)
         if tier == "device":
             load = 0.0
@@ -98,8 +105,15 @@ class WorkerView:
         compute, load = compute + first * (dense - compute), (1.0 - first) * load
         fetch = 0.0 if compute == dense else pricing.fetch_s(tier)
         if fetch and fetch + edit.steps * compute >= edit.steps * dense:
-            return dense, 0.0, 0.0
-        return compute, load, fetch
+            return dense, 0.0, 0.0, False
+        return compute, load, fetch, compute != dense
+
+    def _control_seconds(self, edit: Edit, *, cached: bool) -> float:
+        if not edit.controls:
+            return 0.0
+        return self.pricing.control_seconds(
+            edit.controls, edit.active_tokens, edit.total_tokens, cached=cached
+        )
 
     def adapter_seconds(self, edit: Edit) -> float:
         """Seconds until the LoRAs of `edit` can be used here."""
@@ -109,9 +123,9 @@ class WorkerView:
 
     def row(self, edit: Edit) -> RowLoad:
         """`edit` as a row of this worker."""
-        compute, load, _ = self.price(edit)
-        dense = compute == self.pricing.dense(edit.total_tokens)
-        tokens = edit.total_tokens if dense else edit.active_tokens
+        compute, load, _, cached = self._base_price(edit)
+        compute += self._control_seconds(edit, cached=cached)
+        tokens = edit.active_tokens if cached else edit.total_tokens
         return RowLoad(edit.steps, compute, load, tokens, edit.priority)
 
     def sent(self, edits: Iterable[Edit]) -> WorkerView:
@@ -143,6 +157,9 @@ class WorkerView:
                     continue
                 compute, load = pricing.row(
                     row.active_tokens, row.total_tokens, cached=row.kind == "cached"
+                )
+                compute += pricing.control_seconds(
+                    row.controls, row.active_tokens, row.total_tokens, cached=row.kind == "cached"
                 )
                 if row.template_id in on_device:
                     load = 0.0

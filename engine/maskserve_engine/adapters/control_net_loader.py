@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +63,14 @@ class ControlNetLoader:
         """
         net = self._nets.find(control.name, _FIELD)
         return net.numbers * dtype_of(self._config).itemsize
+
+    def config(self, control: ResolvedControl) -> Mapping[str, Any]:
+        """Its config.json. From any thread.
+
+        Raises:
+            MaskserveError: it is not served, or no longer.
+        """
+        return self._nets.find(control.name, _FIELD).config
 
     def load(
         self, control: ResolvedControl, done: Callable[[LoadedNet | MaskserveError], None]

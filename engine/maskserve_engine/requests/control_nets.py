@@ -7,13 +7,19 @@ and no step of others waits for it. Used by the engine thread only; loading goes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from maskserve_core.contracts.control_range import acting, scale_at
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import MaskserveError, Overloaded
+from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.registry import control_work
+from maskserve_core.planning.flops import Totals
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.adapters.control_net_loader import LoadedNet
+from maskserve_engine.job import EditJob
 from maskserve_engine.requests.popularity import Popularity
 from maskserve_engine.requests.residency import Residency, Resource
 
@@ -25,11 +31,72 @@ class ControlNetSource(Protocol):
 
     def device_bytes(self, control: ResolvedControl) -> int: ...
 
+    def config(self, control: ResolvedControl) -> Mapping[str, Any]: ...
+
     def load(
         self, control: ResolvedControl, done: Callable[[LoadedNet | MaskserveError], None]
     ) -> None: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ControlWork:
+    """What the ControlNets of an edit compute in its steps."""
+
+    controls: tuple[ResolvedControl, ...]
+    flops: tuple[tuple[float, float], ...]
+    """Of each, of a step that computes all tokens and of one that computes the active ones."""
+    steps: int
+    refresh: int
+    """Steps from one at which a net beside a cached row computes all tokens to the next."""
+
+    @classmethod
+    def of(
+        cls,
+        job: EditJob,
+        facts: ModelFacts,
+        counted: Totals,
+        steps: int,
+        nets: ControlNetSource,
+        refresh: int,
+    ) -> ControlWork:
+        """Of an edit.
+
+        Args:
+            job: the edit.
+            facts: of the model.
+            counted: what one step of it costs beside others.
+            steps: that it takes.
+            nets: knows the ControlNets.
+            refresh: `[controls] refresh`.
+
+        Raises:
+            MaskserveError: one of them is not served, or no longer.
+        """
+        controls = acting(job.request.controls, steps)
+        flops = []
+        for control in controls:
+            work = control_work(facts, nets.config(control), *job.moments.shape[1:])
+            kinds = ("kv",) * len(work.blocks)
+            flops.append(
+                (work.batch_flops(None, (), counted), work.batch_flops(counted, kinds, None))
+            )
+        return cls(controls, tuple(flops), steps, facts.control.refresh(refresh))
+
+    def at(self, step: int, *, cached: bool) -> float:
+        """FLOPs of one step, the first being 0."""
+        total = 0.0
+        for control, (dense, active) in zip(self.controls, self.flops, strict=True):
+            if not scale_at(control, step, self.steps):
+                continue
+            since = step - next(n for n in range(self.steps) if scale_at(control, n, self.steps))
+            total += active if cached and since % self.refresh else dense
+        return total
+
+    def mean(self, *, cached: bool) -> float:
+        """FLOPs of its steps, on average."""
+        return sum(self.at(step, cached=cached) for step in range(self.steps)) / self.steps
 
 
 Came = Callable[[ResolvedControl, LoadedNet | MaskserveError], None]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.control_range import shares
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import WorkerStatus
 from maskserve_core.errors import DeadlineExceeded, Overloaded
@@ -63,6 +64,7 @@ class InTime:
             template_id=request.template_id,
             cache=edit.mode != "dense",
             dense_steps=edit.route.dense_steps,
+            controls=shares(edit.controls.wanted, work.steps),
         )
         alone = self._view(wanted, pricing, (), ())
         after_s = request.after_token_s * work.total_tokens

@@ -6,9 +6,10 @@ import math
 import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from maskserve_core.contracts.control_range import acting, shares
 from maskserve_core.contracts.due_times import due_by_size
 from maskserve_core.contracts.keys import Anchor, name_of
 from maskserve_core.contracts.request import Lora, ResolvedControl
@@ -17,8 +18,9 @@ from maskserve_core.planning.flops import Totals
 from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_engine.executor import RowLoads, RowStep
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.job import EditJob, Sink, acting
+from maskserve_engine.job import EditJob, Sink
 from maskserve_engine.requests.audits import Audit
+from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
 from maskserve_engine.requests.loras import used
 from maskserve_engine.requests.templates import DENSE, ExecutionMode, Priming, Route
 from maskserve_engine.timeline import RequestTimeline
@@ -42,6 +44,8 @@ class EditWork:
     """Of one step by itself that computes all tokens."""
     cached_flops: float = 0.0
     """The same of one that loads every block's keys and values."""
+    controls: ControlWork | None = None
+    """None: none acts, or nobody counts them."""
 
     @classmethod
     def of(cls, job: EditJob, adapter: Adapter) -> EditWork:
@@ -57,6 +61,12 @@ class EditWork:
             dense_flops=work.batch_flops(None, (), counted),
             cached_flops=work.batch_flops(counted, ("kv",) * adapter.blocks, None),
         )
+
+    def step_flops(self, mode: ExecutionMode) -> float:
+        """Of one step by itself, ControlNets among it, on average."""
+        cached = mode == "cached"
+        added = 0.0 if self.controls is None else self.controls.mean(cached=cached)
+        return added + (self.cached_flops if cached else self.dense_flops)
 
     @property
     def mask_ratio(self) -> float:
@@ -254,7 +264,13 @@ class RequestState:
 
     @classmethod
     def of(
-        cls, job: EditJob, sink: Sink, adapter: Adapter, times_ms: tuple[int, ...] = ()
+        cls,
+        job: EditJob,
+        sink: Sink,
+        adapter: Adapter,
+        times_ms: tuple[int, ...] = (),
+        nets: ControlNetSource | None = None,
+        refresh: int = 1,
     ) -> RequestState:
         """An edit that is handed to the engine's thread now; its deadline counts from when its
         client was heard.
@@ -264,6 +280,11 @@ class RequestState:
             sink: where its events go.
             adapter: the model.
             times_ms: when it is due by its size if it does not say so.
+            nets: knows the worker's ControlNets.
+            refresh: `[controls] refresh`.
+
+        Raises:
+            MaskserveError: one of its ControlNets is no longer served.
         """
         request, now = job.request, time.monotonic()
         heard = now + (request.accepted_ns - time.time_ns()) / 1e9
@@ -271,6 +292,9 @@ class RequestState:
         if due_ms is None:
             due_ms = due_by_size(times_ms, math.prod(request.model_size))
         loras, work = LoraUse(used(request)), EditWork.of(job, adapter)
+        if nets is not None and request.controls:
+            counted = ControlWork.of(job, adapter.facts, work.counted, work.steps, nets, refresh)
+            work = replace(work, controls=counted)
         controls = ControlUse(request.controls, acting(request.controls, work.steps))
         after_s = request.after_token_s * work.total_tokens
         return cls(
@@ -325,7 +349,7 @@ class RequestState:
             deadline=self.deadline,
             background=self.audit is not None,
             batch_key=(work.batch_key, self.request_id) if alone else work.batch_key,
-            cost=work.cached_flops if self.mode == "cached" else work.dense_flops,
+            cost=work.step_flops(self.mode),
             due=self.deadline if self.due is None else self.due,
             seconds=self.seconds,
         )
@@ -350,6 +374,7 @@ class RequestState:
                 template_id=self.job.request.template_id,
                 priority=self.job.request.settings.priority,
                 due_ns=0 if self.due is None else int(1e9 * self.due),
+                controls=shares(self.controls.wanted, self.work.steps),
             )
         self.said.steps_left = left
         return self.said

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskserve_core.contracts.control_range import acting
 from maskserve_core.imaging.masks import TokenIds, active_tokens
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.cache.loader import Selection
@@ -26,7 +27,7 @@ from maskserve_engine.families.flux.conditioning import (
 )
 from maskserve_engine.families.flux.schedule import Schedule, make_schedule
 from maskserve_engine.families.posterior import Posterior
-from maskserve_engine.job import Conditioning, ControlInput, EditJob, acting
+from maskserve_engine.job import Conditioning, ControlInput, EditJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.config import Config, ConfigError
+from maskserve_core.contracts.control_range import acting
 from maskserve_core.contracts.keys import Anchor, anchor_steps
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.unet import unet_work
@@ -39,7 +40,7 @@ from maskserve_engine.families.unet.rows import (
 )
 from maskserve_engine.families.unet.sampler import TRAINED_STEPS, check_sampler, load_sampler
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
-from maskserve_engine.job import Conditioning, ControlInput, EditJob, TokenCounts, acting
+from maskserve_engine.job import Conditioning, ControlInput, EditJob, TokenCounts
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet, low_rank_set
 from maskserve_engine.stages.loader import held_bytes
 from maskserve_engine.stages.quantise import load_denoiser
