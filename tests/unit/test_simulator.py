@@ -233,3 +233,30 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
 def test_arguments_out_of_range_are_refused(wrong: list[str]):
     with pytest.raises(SystemExit, match="2"):
         main(wrong)
+
+
+def test_control_costs_its_steps_and_a_policy_may_know_of_it() -> None:
+    """Counted: a net beside each row adds what `control_seconds` says to a batch of one."""
+    plain = Workload(40, 1e-3, "production")
+    with_nets = replace(plain, controlled=1.0)
+    before, after = (draw(each, HARDWARE.tokens, 3) for each in (plain, with_nets))
+    assert [replace(each, controlled=False) for each in after] == before
+    assert all(each.controlled for each in after)
+    seconds = []
+    for priced in (True, False):
+        cluster = Cluster(Scenario(with_nets, workers=1, controls_priced=priced), HARDWARE)
+        cluster.run(after)
+        for job in cluster.jobs:
+            cached = job.row.tokens < HARDWARE.tokens
+            alone = (
+                HARDWARE.step_seconds(1, job.row.tokens, 0)
+                if cached
+                else (HARDWARE.step_seconds(0, 0, 1))
+            )
+            net = HARDWARE.control_seconds(job.row.tokens, cached=cached)
+            taken = job.denoised - job.started
+            assert taken == pytest.approx(job.request.steps * (alone + net))
+            # The estimate knows no plan; what the net adds it knows.
+            assert (job.predicted > 0.9 * taken) == priced or net < 0.1 * alone
+        seconds.append(sum(job.predicted for job in cluster.jobs))
+    assert seconds[0] > 1.2 * seconds[1]

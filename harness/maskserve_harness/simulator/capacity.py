@@ -20,12 +20,14 @@ def capacity(hardware: Hardware, workload: Workload, max_rows: int = 8) -> float
     600 edits of the workload's mix arrive at once; counted from the 60th to the 540th to be done,
     so that the batch is full throughout.
     """
-    return _measured(hardware, workload.mix, workload.steps, max_rows)
+    return _measured(hardware, workload.mix, workload.steps, workload.controlled, max_rows)
 
 
 @cache
-def _measured(hardware: Hardware, mix: str, steps: tuple[int, ...], max_rows: int) -> float:
-    workload = Workload(_EDITS, 1e9, mix, steps)
+def _measured(
+    hardware: Hardware, mix: str, steps: tuple[int, ...], controlled: float, max_rows: int
+) -> float:
+    workload = Workload(_EDITS, 1e9, mix, steps, controlled=controlled)
     cluster = Cluster(Scenario(workload, workers=1, max_rows=max_rows), hardware)
     cluster.run(draw(workload, hardware.tokens, _SEED))
     ends = sorted(job.ended for job in cluster.jobs)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from maskserve_core.routing import Edit, NoWorkerAvailable, make_policy, predicted_seconds
 from maskserve_core.worker.step_scheduler import MakePolicy, StepScheduler
-from maskserve_harness.simulator.hardware import Hardware
+from maskserve_harness.simulator.hardware import CONTROL, Hardware
 from maskserve_harness.simulator.job import Job
 from maskserve_harness.simulator.residency import Host
 from maskserve_harness.simulator.scenario import Scenario, Tiers
@@ -78,6 +78,7 @@ class Cluster:
             self.hardware.tokens,
             request.template,
             cache=self.hardware.cacheable(request.active),
+            controls=CONTROL if request.controlled and self.scenario.controls_priced else (),
         )
         views = [worker.view(now) for worker in self.workers.values()]
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from maskserve_core.config import CacheConfig, ModelConfig
+from maskserve_core.config import CacheConfig, ControlsConfig, ModelConfig
 from maskserve_core.contracts.keys import anchor_steps
 from maskserve_core.models.facts import ModelFacts, anchor_stride
-from maskserve_core.models.registry import counted_work
+from maskserve_core.models.registry import control_work, counted_work
 from maskserve_core.planning.cost_model import (
     H100,
     CostModel,
@@ -43,6 +43,9 @@ DEVICES = {
 }
 """Workers that can be simulated, by multiprocessors and clock of data sheets."""
 _CACHE = CacheConfig()
+NET = "net"
+CONTROL = ((NET, 1.0),)
+"""Of an edit that has a ControlNet: it acts in all steps."""
 STEPS = 28
 """Of the schedule that templates are primed for."""
 QUANTUM = 32
@@ -68,6 +71,8 @@ class Hardware:
     device idle. None: as the cost model estimates."""
     dense_seconds: float | None = None
     """Of a single dense row's step; None: as the cost model estimates."""
+    control: tuple[int, int] = (5, 10)
+    """Blocks of the ControlNet of edits that have one; FLUX."""
     anchors: int = field(init=False)
     """Of a template."""
     work: ModelWork = field(init=False, repr=False, compare=False)
@@ -91,10 +96,17 @@ class Hardware:
             text=self.text,
             anchors=anchors,
             steps_per_anchor=STEPS / anchors,
+            controls={NET: self._net(side)} if self.model == "flux" else {},
+            refresh=facts.control.refresh(ControlsConfig().refresh),
         )
         given = {"work": work, "costs": costs, "pricing": pricing, "anchors": anchors}
         for name, value in given.items():
             object.__setattr__(self, name, value)
+
+    def _net(self, side: int) -> ModelWork:
+        double, single = self.control
+        blocks = {"num_layers": double, "num_single_layers": single}
+        return control_work(self.facts, {**self.facts.denoiser, **blocks}, side, side)
 
     def _costs(self, work: ModelWork) -> CostModel:
         costs = estimate(self.device)
@@ -146,6 +158,10 @@ class Hardware:
         if key not in self._seconds:
             self._seconds[key] = self._planned(*key)
         return self._seconds[key]
+
+    def control_seconds(self, active: int, *, cached: bool) -> float:
+        """What a row's ControlNet adds to a step, on average."""
+        return self.pricing.control_seconds(CONTROL, active, self.tokens, cached=cached)
 
     def _planned(self, cached: int, active: int, dense: int) -> float:
         full = self.work.row_at(1.0, self.text)

@@ -44,6 +44,8 @@ class Scenario:
     noise: float = 0.0
     """Standard deviation of log(step time) around the plan's."""
     priming_share: float = 0.25
+    controls_priced: bool = True
+    """Whether the policy knows which edits have a ControlNet, and what it costs."""
 
     def __post_init__(self) -> None:
         if self.batching not in BATCHING:

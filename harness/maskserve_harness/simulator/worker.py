@@ -232,9 +232,20 @@ class Worker:
             else:
                 dense += 1
         seconds = self.hardware.step_seconds(cached, active, dense)
+        seconds += sum(
+            self.hardware.control_seconds(
+                ticket.active_tokens, cached=ticket.active_tokens < ticket.total_tokens
+            )
+            for ticket in running
+            if self._is_controlled(ticket)
+        )
         if self.scenario.noise:
             seconds *= math.exp(self._random.gauss(0.0, self.scenario.noise))
         return seconds
+
+    def _is_controlled(self, ticket: Ticket) -> bool:
+        job = self._assigned.get(ticket.request_id)
+        return job is not None and job.request.controlled
 
     def _stepped(self, now: float, _: object) -> None:
         assert self._stepping is not None

@@ -80,6 +80,8 @@ class Request:
     active: int
     """Active tokens."""
     template: str
+    controlled: bool = False
+    """Whether it has a ControlNet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ class Workload:
     """Exponent of the templates' popularity."""
     ring: int = RING
     """Tokens computed round each mask, which is taken to be a square."""
+    controlled: float = 0.0
+    """Share of the edits that have a ControlNet (production: 0.98, Katz section 1)."""
 
 
 def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
@@ -111,8 +115,8 @@ def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
         tokens: image tokens of the model; a mask touches at least one.
         seed: each property has a stream of its own, so that changing one leaves the others.
     """
-    arrivals, masks, steps, templates = (
-        np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(4)
+    arrivals, masks, steps, templates, nets = (
+        np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(5)
     )
     n = workload.requests
     shape = 1.0 / workload.burst**2
@@ -123,10 +127,11 @@ def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
     weights = np.arange(1, workload.templates + 1, dtype=float) ** -workload.zipf
     drawn = templates.choice(workload.templates, n, p=weights / weights.sum())
     counts = steps.choice(np.array(workload.steps), n)
+    controlled = nets.random(n) < workload.controlled
     return [
-        Request(i, float(at), int(count), int(a), f"t{t:05d}")
-        for i, (at, count, a, t) in enumerate(
-            zip(np.cumsum(gaps), counts, active, drawn, strict=True)
+        Request(i, float(at), int(count), int(a), f"t{t:05d}", bool(c))
+        for i, (at, count, a, t, c) in enumerate(
+            zip(np.cumsum(gaps), counts, active, drawn, controlled, strict=True)
         )
     ]
 
