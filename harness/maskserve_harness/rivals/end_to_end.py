@@ -46,6 +46,7 @@ from maskserve_harness.rivals.measuring import (
     IN_FLIGHT,
     SLO,
     TUNINGS,
+    WARM,
     Bench,
     Figures,
     Plan,
@@ -79,8 +80,7 @@ QUICK = {
         batches=(1, 4, 8), ratios=(0.1, 0.35, 0.8), ablation=True, loras=True,
     ),
     "bench": Plan(
-        256, 12, 2, 1, (1.0,), 150.0, tuple(TUNINGS[n] for n in (2, 4)), judged=2,
-        ratios=(0.1, 0.35),
+        256, 12, 2, 1, (1.0,), 150.0, TUNINGS[4:], judged=2, everywhere=False, ratios=(0.1, 0.35)
     ),
 }  # fmt: skip
 FULL = {
@@ -132,9 +132,9 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
     ):
         bench = Bench(tool, ours, theirs, plan, folder)
         for mix in plan.mixes:  # a template's second sight primes it
-            ours.warm(2 * bench.edits(mix))
+            ours.warm(2 * bench.edits(mix)[:WARM])
         say(f"{name}: diffusers' pipeline, {IN_FLIGHT} in flight")
-        best, tuning = tuned(bench)
+        best, tuning = tuned(bench) if len(plan.tunings) > 1 else (plan.tunings[0], [])
         measured = systems(best, name, plan.rings)
         runs: dict[str, dict[str, list[Stamps]]] = {each.key: {} for each in measured}
         for number in range(plan.rounds):
@@ -204,7 +204,8 @@ def take_turn(bench: Bench, system: System, runs: dict[str, list[Stamps]], rate:
         rate = rate or saturated.answered_per_s
     alone = bench.run(system, Load("concurrency", 1), bench.plan.alone)
     runs.setdefault("alone", []).append(alone)
-    for share in bench.plan.rates:
+    paced = bench.plan.everywhere or system.key in ("diffusers", "maskserve")
+    for share in bench.plan.rates if paced else ():
         stamps = bench.run(system, Load("request_rate", share * rate), bench.plan.edits)
         runs.setdefault(f"rate {share:g}", []).append(stamps)
     return rate

@@ -32,6 +32,8 @@ Figures = dict[str, Any]
 IN_FLIGHT = 8
 SLO = 2.0
 """Of the rival's latency alone: an answer within it is good."""
+WARM = 8
+"""Edits that have each picture twice: a template's second sight primes it."""
 _AGAIN = 2
 THRESHOLD = 0.2
 """Of FirstBlockCache: the fastest at which the demo model's objects were still all judged right
@@ -112,6 +114,8 @@ class Plan:
     mixes: tuple[str, ...] = ("production",)
     judged: int = 8
     """Edits whose pictures are compared."""
+    everywhere: bool = True
+    """Whether all systems have the edits of `rates`; else the pipeline and maskserve alone."""
     rings: tuple[int, ...] = ()
     """Further systems: maskserve with other rings than its own."""
     batches: tuple[int, ...] = ()

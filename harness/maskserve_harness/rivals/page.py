@@ -98,9 +98,14 @@ def _model(told: str, model: Figures) -> list[str]:
             "|---|---|---|---|---|---|",
         ]
         for system in model["systems"].values():
+            if kind not in system:
+                continue
             run = system[kind]
             times = " | ".join(f"{run[name + '_ms']:.0f}" for name in ("mean", "p50", "p95", "p99"))
             lines.append(f"| {system['label']} | {times} | {run['good_share']:.0%} |")
+    if not model["tuning"]:
+        lines += ["", "The pipeline ran as two instances of one thread, in batches of up to 4;"]
+        return [*lines, "`make bench-full` tunes it for this model, too.", ""]
     lines += ["", "How the pipeline was tuned, edits/s with 8 in flight:", ""]
     lines += ["| batch | delay ms | instances | threads each | edits/s |", "|---|---|---|---|---|"]
     for one in model["tuning"]:
@@ -170,9 +175,29 @@ SIMULATED = """**Simulated**, since one machine cannot show it
 section 6.4 (one FLUX worker, 0.5 edits per second, half of a dense step fixed) static batching has
 {p95_vs_static:.0%} more P95 than ours (bar 35 %) and image work inside the step loop
 {p95_vs_strawman:.0%} more (bar 40 %). Eight workers at 95 % load, public mix: mask-aware routing's
-P95 is {p95_vs_least_requests:.0%} under that of least requests (bar 26 %)."""
+P95 is {p95_vs_least_requests:.0%} under that of least requests in flight (bar 26 %) and
+{p95_vs_round_robin:.0%} under round robin. The paper's request-level rule counts what was assigned,
+which is round robin's information; the number in flight tells of slow workers, too, and is a far
+stronger rival ([why](../../decisions/routing.md))."""
 
-READING = """## Reading these numbers
+READING = """## Measured elsewhere
+
+- Pictures (FlashPS Table 2):
+  [what caching costs in quality](../../benchmarks.md#what-caching-costs-in-quality), by class of
+  edit and beside FirstBlockCache.
+- Loads beside computation (Fig. 4): [the pipeline](../pipeline.md), and
+  [first edits by tier](../pipeline-tiers.md).
+- Overheads (section 6.6): [what serving adds](../../benchmarks.md#what-serving-adds),
+  [what a router adds](../../benchmarks.md#a-router),
+  [what a decision takes](../../decisions/routing.md).
+- Load balancing (Fig. 16): [routing](../../decisions/routing.md), simulated for 8 and 32 workers.
+- Adapters by the step: [LoRAs](../../benchmarks.md#rows-with-loras),
+  [ControlNets](../../benchmarks.md#cached-rows-with-a-controlnet). FluxFillPipeline takes no
+  ControlNet, so none is compared here.
+- [Due times](../../benchmarks.md#due-times-on-eight-devices), simulated.
+- A GPU: counted, [gpu.md](../../gpu.md); `scripts/bench first_run` measures it on one, in one call.
+
+## Reading these numbers
 
 - **A CPU is bound by FLOPs.** Here a step of eight rows takes eight times as long as one of one, so
   batching gains little and what a mask saves in FLOPs is what is gained. On a GPU a batch fills
@@ -189,9 +214,11 @@ READING = """## Reading these numbers
 - **Crops** compute less than the picture, too, and see less of it: what is painted does not know
   what lies outside the crop. Crops of several sizes do not share a batch.
 - **Where we lose**: FirstBlockCache leaves whole steps out, and on a CPU that is faster than cached
-  rows of a model as small as the demo's, at the likeness that stands beside it. Our dense rows are
-  slower than the pipeline's batches here: a worker has one batch on all cores, where two instances
-  of the pipeline with a thread each do not wait for one another. An edit of a picture that nobody
+  rows of a model as small as the demo's, at the likeness that stands beside it; both together
+  (`first_block_threshold`) are the fastest. Our dense rows of the small model are slower than the
+  pipeline's batches: a worker has one batch on all cores, whose threads wait for one another, where
+  two instances of the pipeline with a thread each do not (`--devices-per-worker 2` shares cores so,
+  for edits alone that take longer). An edit of a picture that nobody
   has edited before is dense, and the next one primes it; for pictures that are edited once, take
   the line *all tokens*. Masks of more than nine tenths of a picture run dense by rule. With no
   concurrency and a small model, Triton's and our own processes cost more than a script with the
@@ -228,6 +255,8 @@ def plot_latency(report: Figures, path: Path) -> None:
         kinds = [kind for kind in systems["diffusers"] if kind.startswith("rate ")]
         width = 0.8 / len(systems)
         for index, (key, system) in enumerate(systems.items()):
+            if not all(kind in system for kind in kinds):
+                continue
             at = [place + index * width for place in range(len(kinds))]
             mean = [system[kind]["mean_ms"] / 1e3 for kind in kinds]
             p95 = [system[kind]["p95_ms"] / 1e3 for kind in kinds]
