@@ -11,8 +11,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 
-from maskserve_engine.families.flux import batch as batch_module
-from maskserve_engine.families.flux.batch import FluxBatch
+from maskserve_engine.batch.flow import FlowBatch
 from maskserve_engine.families.flux.conditioning import unpack_latents
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.flux.schedule import make_schedule
@@ -20,43 +19,43 @@ from maskserve_engine.families.flux.schedule import make_schedule
 CHANNELS, TEXT = 16, 3
 
 
-class Weightless:
-    """Not looked at: `Velocities` answers in the model's stead."""
-
-    blocks = double_blocks = ()
-    resident_bytes = 0
-
-    def with_adapters(self, packed: Any) -> Weightless:
-        return self
-
-
-MODEL: Any = Weightless()
 # In half precision torch's CPU kernels round one factor more than its CUDA kernels do.
 ULP = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
 class Velocities:
-    """Stands in for the model: random answers, kept."""
+    """A transformer without blocks: its answers are random, and kept."""
+
+    block_count = two_streams = resident_bytes = 0
+    width = head_dim = 1
 
     def __init__(self) -> None:
-        self.last = torch.empty(0)
+        self.answer = torch.empty(0)
         self.timesteps: list[float] = []
 
-    def __call__(self, model: Any, packed: Any, kinds: Any) -> torch.Tensor:
-        tokens = packed.tokens
-        self.last = torch.randn(len(tokens), CHANNELS).to(tokens.dtype)
-        self.timesteps = model.vectors.tolist()
-        return self.last.clone()
+    def with_adapters(self, rows: Any) -> Velocities:
+        return self
+
+    def embed(self, tokens: torch.Tensor, rows: Any) -> torch.Tensor:
+        return tokens
+
+    def last(self, image: torch.Tensor, stream: Any) -> torch.Tensor:
+        self.answer = torch.randn(len(image), CHANNELS).to(image.dtype)
+        return self.answer.clone()
+
+
+class Batch(FlowBatch[FluxRow, Any]):
+    """Rows stepped by `Velocities`."""
+
+    def begin_step(self, weights: Any, at: int) -> Any:
+        weights.timesteps = self.timesteps[at].tolist()
+        return weights
 
 
 @pytest.fixture
-def velocities(monkeypatch: pytest.MonkeyPatch) -> Velocities:
+def velocities() -> Velocities:
     torch.manual_seed(0)
-    fake = Velocities()
-    monkeypatch.setattr(batch_module, "forward", fake)
-    monkeypatch.setattr(batch_module, "embed", lambda _, timesteps, *__: timesteps)
-    monkeypatch.setattr(batch_module, "vectors", lambda _, timesteps: timesteps.unbind())
-    return fake
+    return Velocities()
 
 
 @pytest.fixture
@@ -105,10 +104,10 @@ def test_rows_move_as_diffusers_moves_each(
     batch = None
     for step in range(4):
         before = [row.latents.clone() for row in rows]
-        batch = FluxBatch.of(rows, batch)
-        batch.step(MODEL, ())
+        batch = Batch.of(rows, batch)
+        batch.step(velocities, ())
         assert velocities.timesteps == [float(own.timesteps[step]) for own in samplers]
-        parts = velocities.last.split([len(row.latents) for row in rows])
+        parts = torch.split(velocities.answer, [len(row.latents) for row in rows])
         for row, own, latents, velocity in zip(rows, samplers, before, parts, strict=True):
             timestep = own.timesteps[step]
             [expected] = own.step(velocity, timestep, latents, return_dict=False)
@@ -129,18 +128,18 @@ def test_the_same_rows_are_packed_once(
     sampler: FlowMatchEulerDiscreteScheduler, velocities: Velocities
 ) -> None:
     rows = [new_row(sampler, 6, 9), new_row(sampler, 8, 9)]
-    first = FluxBatch.of(rows, None)
-    first.step(MODEL, ())
-    assert FluxBatch.of(list(rows), first) is first
+    first = Batch.of(rows, None)
+    first.step(velocities, ())
+    assert Batch.of(list(rows), first) is first
 
 
 def test_the_model_sees_the_moved_latents_beside_the_condition(
     sampler: FlowMatchEulerDiscreteScheduler, velocities: Velocities
 ) -> None:
     rows = [new_row(sampler, 6, 9), new_row(sampler, 8, 9)]
-    batch = FluxBatch.of(rows, None)
-    batch.step(MODEL, ())
-    anew = FluxBatch(rows)
+    batch = Batch.of(rows, None)
+    batch.step(velocities, ())
+    anew = Batch(rows)
     assert torch.equal(batch.packed.tokens, anew.packed.tokens)
 
 
@@ -148,11 +147,11 @@ def test_a_row_that_joins_or_leaves_has_the_batch_packed_anew(
     sampler: FlowMatchEulerDiscreteScheduler, velocities: Velocities
 ) -> None:
     one, two, three = (new_row(sampler, 6, 9) for _ in range(3))
-    batch = FluxBatch.of([one, two], None)
-    batch.step(MODEL, ())
+    batch = Batch.of([one, two], None)
+    batch.step(velocities, ())
     kept = one.latents.clone()
     for rows in ([one], [one, three], [two, one], [one, two, three]):
-        other = FluxBatch.of(rows, batch)
+        other = Batch.of(rows, batch)
         assert other is not batch
         at = 6 * next(i for i, row in enumerate(rows) if row is one)
         assert torch.equal(other.packed.tokens[at : at + 6, :CHANNELS], kept)
@@ -163,10 +162,10 @@ def test_a_finished_rows_latents_are_its_own(
 ) -> None:
     """What another batch does later must not reach into an answer on its way out."""
     one, two = new_row(sampler, 6, 1), new_row(sampler, 6, 9)
-    batch = FluxBatch.of([one, two], None)
-    batch.step(MODEL, ())
+    batch = Batch.of([one, two], None)
+    batch.step(velocities, ())
     kept, result = one.latents.clone(), one.result().array()
-    FluxBatch.of([two], batch).step(MODEL, ())
+    Batch.of([two], batch).step(velocities, ())
     assert torch.equal(one.latents, kept)
     assert np.array_equal(one.result().array(), result)
 
@@ -191,11 +190,11 @@ def test_no_row_has_moved_when_a_step_fails(
     """They are tried again one by one: what had moved would move twice."""
     rows = [new_row(sampler, 6, 9) for _ in range(3)]
     rows[at].blend = BrokenBlend()  # type: ignore[assignment]
-    batch = FluxBatch.of(rows, None)
-    batch.step(MODEL, ())
+    batch = Batch.of(rows, None)
+    batch.step(velocities, ())
     before = [row.latents.clone() for row in rows]
     with pytest.raises(RuntimeError, match="out of memory"):
-        batch.step(MODEL, ())
+        batch.step(velocities, ())
     assert [row.step for row in rows] == [1, 1, 1]
     for row, latents in zip(rows, before, strict=True):
         assert torch.equal(row.latents, latents)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.families.flux.batch import FluxBatch
-from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.compiled import CompiledSegments, compile_segments
 from maskserve_harness.benchmarks.step_rig import Bench
 
@@ -63,7 +62,7 @@ def outputs(
         torch.manual_seed(len(ratios))
         batch = FluxBatch.of([bench.row(ratio, seed) for seed, ratio in enumerate(ratios)], None)
         weights = replace(bench.weights, segments=segments)
-        return forward(FluxStep(weights, batch._vectors_of(weights, 0)), batch.packed, kinds)
+        return forward(batch.begin_step(weights, 0), batch.packed, kinds)
 
 
 def test_one_graph_of_each_half_serves_all_blocks_rows_and_plans() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.families.flux import blocks
 from maskserve_engine.families.flux.batch import FluxBatch
-from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.compiled import compile_segments
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.families.unet.forward import PackedPasses
@@ -164,9 +163,7 @@ def outputs(bench: Bench, weights: FluxWeights, chosen: Sequence[int], kind: str
     torch.manual_seed(7)
     rows = [bench.row(ratio, seed) for seed, ratio in enumerate(RATIOS)]
     batch = FluxBatch.of([rows[i] for i in chosen], None)
-    out = forward(
-        FluxStep(weights, batch._vectors_of(weights, 0)), batch.packed, [kind] * sum(BLOCKS)
-    )
+    out = forward(batch.begin_step(weights, 0), batch.packed, [kind] * sum(BLOCKS))
     return list(out.split(batch.packed.layout.narrow.image_stream.lengths))
 
 

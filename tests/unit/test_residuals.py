@@ -14,7 +14,6 @@ from torch import Tensor
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.inputs import Packed
 from maskserve_engine.families.flux.batch import FluxBatch
-from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.unet.forward import PackedPasses, PassInput
 from maskserve_engine.families.unet.forward import forward as unet_forward
 from maskserve_engine.families.unet.weights import UnetWeights
@@ -55,7 +54,7 @@ def rows(bench: Bench, ratios: tuple[float | None, ...], seed: int) -> list[Any]
 
 def outputs(bench: Bench, made: list[Any], kinds: list[str]) -> list[Tensor]:
     batch = FluxBatch.of(made, None)
-    out = forward(FluxStep(bench.weights, batch._vectors_of(bench.weights, 0)), batch.packed, kinds)
+    out = forward(batch.begin_step(bench.weights, 0), batch.packed, kinds)
     return list(out.split(batch.packed.layout.narrow.image_stream.lengths))
 
 

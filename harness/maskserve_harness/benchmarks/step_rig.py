@@ -12,12 +12,13 @@ import torch
 from maskserve_core.config import CacheConfig
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.flux import flux_work
+from maskserve_engine.batch.flow import Negative
+from maskserve_engine.batch.schedule import Schedule, Walk
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flux.batch import FluxBatch
 from maskserve_engine.families.flux.conditioning import FluxTemplate
-from maskserve_engine.families.flux.rows import FluxInactive, FluxPrimingRow, FluxRow, Negative
-from maskserve_engine.families.flux.schedule import Schedule, Walk
+from maskserve_engine.families.flux.rows import FluxInactive, FluxPrimingRow, FluxRow
 from maskserve_engine.families.flux.vectors import AHEAD
 from maskserve_engine.families.flux.weights import FluxWeights, places_of
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, low_rank_set

@@ -19,6 +19,7 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_engine.adapters.fuse import fused
+from maskserve_engine.batch.flow import Negative
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
@@ -27,7 +28,7 @@ from maskserve_engine.families.flux.compiled import compile_segments
 from maskserve_engine.families.flux.conditioning import PATCH, FluxInputs, FluxPrompt, FluxTemplate
 from maskserve_engine.families.flux.control import FluxControlNet, FluxNetInput, FluxRowControl
 from maskserve_engine.families.flux.preparation import FluxPreparation, grid_of
-from maskserve_engine.families.flux.rows import FluxInactive, FluxPrimingRow, FluxRow, Negative
+from maskserve_engine.families.flux.rows import FluxInactive, FluxPrimingRow, FluxRow
 from maskserve_engine.families.flux.schedule import check_sampler, load_sampler, make_schedule
 from maskserve_engine.families.flux.weights import FluxWeights, places_of
 from maskserve_engine.job import Conditioning, ControlInput, EditJob, TokenCounts

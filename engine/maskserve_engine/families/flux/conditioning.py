@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.families.flux.schedule import Schedule
+from maskserve_engine.batch.schedule import Schedule
 from maskserve_engine.families.posterior import Posterior, draw, noise_outside, template_noise
 
 PATCH = 2  # latents per token along one side, fixed in diffusers' Flux pipelines

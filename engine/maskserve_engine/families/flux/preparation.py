@@ -13,6 +13,7 @@ from torch import Tensor
 from maskserve_core.contracts.control_range import acting
 from maskserve_core.imaging.masks import TokenIds, active_tokens
 from maskserve_core.models.facts import ModelFacts
+from maskserve_engine.batch.schedule import Schedule
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flux.conditioning import (
     PATCH,
@@ -25,7 +26,7 @@ from maskserve_engine.families.flux.conditioning import (
     start_inpaint,
     template_inputs,
 )
-from maskserve_engine.families.flux.schedule import Schedule, make_schedule
+from maskserve_engine.families.flux.schedule import make_schedule
 from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.job import Conditioning, ControlInput, EditJob
 

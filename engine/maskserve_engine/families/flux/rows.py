@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.batch.flow import Negative
 from maskserve_engine.batch.inputs import Residuals, RowInput
+from maskserve_engine.batch.schedule import Schedule, Walk
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.shared_loads import Handle
 from maskserve_engine.families.flux.conditioning import FluxBlend, FluxTemplate, unpack_latents
-from maskserve_engine.families.flux.schedule import Schedule, Walk
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.layers.scatter_kv import KvSource
 
@@ -58,23 +59,6 @@ class CachedTokens:
     def entry(self) -> Handle:
         assert self.row.entry is not None, "packed for a step that reads no entry"
         return self.row.entry
-
-
-@dataclass(frozen=True, slots=True)
-class Negative:
-    """A negative prompt: each step also runs the model with it, and is led away from its answer
-    (diffusers' true classifier-free guidance).
-    """
-
-    text: Tensor
-    """[T, width] after context_embedder."""
-    pooled: Tensor
-    scale: float
-    """true_cfg_scale, above 1."""
-
-    def input(self, own: RowInput) -> RowInput:
-        """The second pass of the row whose first is `own`."""
-        return replace(own, text=self.text, pooled=self.pooled)
 
 
 @dataclass(slots=True)

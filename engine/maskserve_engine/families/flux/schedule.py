@@ -1,42 +1,18 @@
-"""A row's own walk through the sampler's sigmas."""
+"""The sampler of FLUX folders, and the schedules that its pipelines make with it."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.request import steps_run
+from maskserve_engine.batch.schedule import Schedule, Walk
 from maskserve_engine.stages.loader import load_plain, sampler_name
 
 _SERVED = "FlowMatchEulerDiscreteScheduler"
-
-
-class Walk(NamedTuple):
-    """One step in plain numbers, each exactly a float32."""
-
-    timestep: float
-    """0 to 1000, what the model is told."""
-    sigma: float
-    change: float
-    """Of sigma, to the next step: negative."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Flow-matching Euler steps of one row."""
-
-    sigmas: Tensor
-    """[n + 1] float32, the last one 0."""
-    walk: tuple[Walk, ...]
-
-    @property
-    def steps(self) -> int:
-        return len(self.walk)
 
 
 def load_sampler(config: Config) -> Any:

@@ -1,0 +1,250 @@
+"""The running batch of a flow-matching transformer: packed once for as long as its rows go on.
+
+Between steps only latents and timesteps change. Packing anew at each step, row by row, costs more
+than the rest of a step outside the model; so the rows' latents live in the packed tokens, where
+the sampler's step for all of them is one operation, and what the steps ahead will need is laid out
+when the rows are packed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from maskserve_engine.batch.forward import Transformer, forward
+from maskserve_engine.batch.inputs import Packed, RowInput
+from maskserve_engine.batch.schedule import Walk
+from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
+from maskserve_engine.batch.skipping import FirstBlockCache, Skipper, forward_skipping
+from maskserve_engine.batch.stepping import KeptBatch, ReadingRow
+from maskserve_engine.batch.transfer import to_device
+from maskserve_engine.layers.low_rank import Adapters
+from maskserve_engine.stages.cpu_threads import one_cpu_thread
+
+
+@dataclass(frozen=True, slots=True)
+class Negative:
+    """A negative prompt: each step also runs the model with it, and is led away from its answer
+    (diffusers' true classifier-free guidance).
+    """
+
+    text: Tensor
+    """[T, width] as `RowInput` has it."""
+    pooled: Tensor
+    scale: float
+    """true_cfg_scale, above 1."""
+
+    def input(self, own: RowInput) -> RowInput:
+        """The second pass of the row whose first is `own`."""
+        return replace(own, text=self.text, pooled=self.pooled)
+
+
+class FlowRow(ReadingRow, Protocol):
+    """A row whose latents a step moves by the model's velocity times the change of sigma."""
+
+    @property
+    def negative(self) -> Negative | None: ...
+
+    @property
+    def first_block(self) -> FirstBlockCache | None:
+        """Of a row that may skip blocks."""
+        ...
+
+    @property
+    def channels(self) -> int:
+        """Of its latents as tokens: the first ones of its model input."""
+        ...
+
+    @property
+    def steady(self) -> int:
+        """For how many steps from the next one on the same inputs are packed, but for latents."""
+        ...
+
+    @property
+    def blends(self) -> bool:
+        """Whether `blend_in` does anything."""
+        ...
+
+    def walk(self, begin: int) -> tuple[Walk, ...]:
+        """The steps from `begin` on."""
+        ...
+
+    def model_input(self) -> RowInput:
+        """What the model is given of the next step."""
+        ...
+
+    def settle(self, latents: Tensor, begin: int) -> None:
+        """Have the latents where they were packed.
+
+        Args:
+            latents: [n, C] the row's part of the batch, the computed tokens first; kept.
+            begin: where that part begins.
+        """
+        ...
+
+    def blend_in(self, moved: Tensor) -> None:
+        """Change [n, C] latents after the sampler's step and before it is booked."""
+        ...
+
+    def advance(self, moves: Tensor) -> None:
+        """Book a step that was taken.
+
+        Args:
+            moves: [N, C] of the whole batch: velocity times change of sigma; kept.
+        """
+        ...
+
+
+class FlowWeights(Protocol):
+    """A transformer's weights, as far as a batch knows them."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    def with_adapters(self, rows: Sequence[Adapters]) -> Self:
+        """The same for packed rows of which each has adapters of its own, or none."""
+        ...
+
+
+R = TypeVar("R", bound=FlowRow)
+W = TypeVar("W", bound=FlowWeights)
+
+
+class FlowBatch(KeptBatch[R, W]):
+    """Some rows and their packed inputs. Rows belong to the batch that packed them last."""
+
+    ahead: ClassVar[int] = 1
+    """Steps for which a family computes at once what follows from the timestep."""
+
+    def __init__(self, rows: Sequence[R]) -> None:
+        super().__init__(rows)
+        back = rows[0].step % self.ahead if len(rows) == 1 else 0
+        """Products of other shapes round differently. So what is computed ahead for a row by itself
+        is computed for the same steps together, wherever between them it was packed."""
+        self.steps = back + min(row.steady for row in rows)
+        """That are laid out: the next ones, and `back` before them."""
+        self._begin = rows[0].step - back
+        self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
+        """Index and negative prompt of rows that take a second pass, packed behind all rows."""
+        second = {i: len(rows) + at for at, (i, _) in enumerate(self._guided)}
+        self._skippers = tuple(
+            Skipper(row.first_block, (i, second[i]) if i in second else (i,))
+            for i, row in enumerate(rows)
+            if row.first_block is not None
+        )
+        inputs = [row.model_input() for row in rows]
+        inputs += [negative.input(inputs[i]) for i, negative in self._guided]
+        self.packed = Packed(inputs)
+        self._stream = self.packed.layout.narrow.image_stream
+        self._blends = any(row.blends for row in rows)
+        self._packed_adapters = (*self._adapters, *(self._adapters[i] for i, _ in self._guided))
+        self._weights: W | None = None
+        """The model's, with what the rows' adapters add to them."""
+        self._share: RankShare | None = None
+        """Of the ranks that took the last step with this one."""
+        self._lay_out()
+
+    def holds(self, rows: Sequence[R]) -> bool:
+        return super().holds(rows) and 0 <= rows[0].step - self._begin < self.steps
+
+    def step(self, model: W, kinds: Sequence[str], exchange: Exchange | None = None) -> None:
+        at = self.rows[0].step - self._begin
+        if self._weights is None:
+            self._weights = model.with_adapters(self._packed_adapters)
+        weights = self._weights
+        own = self.begin_step(weights, at)
+        if exchange is not None:
+            velocity = forward_shared(own, self._share_with(exchange, weights), kinds)
+        elif self._skippers:
+            velocity = forward_skipping(own, self.packed, kinds, self._skippers)
+        else:
+            velocity = forward(own, self.packed, kinds)
+        if self._guided:
+            self._guide(velocity)
+        with one_cpu_thread():  # so short an operation is done before a second thread has woken
+            self._move(velocity, self._changes[at])
+        for i, second in self._seconds:
+            second.copy_(self._parts[i])
+        for row in self.rows:
+            row.advance(velocity)  # by now the sampler's move
+
+    @abstractmethod
+    def begin_step(self, weights: W, at: int) -> Transformer:
+        """The transformer for a step; what runs beside it has run.
+
+        Args:
+            weights: with what the rows' adapters add to them.
+            at: number of the step among those that are laid out.
+        """
+
+    def _share_with(self, exchange: Exchange, weights: W) -> RankShare:
+        if self._skippers:
+            raise ValueError("rows that may skip blocks take their steps on one device")
+        if self._share is None or self._share.exchange is not exchange:
+            self._share = RankShare(self.packed, exchange, weights.width // weights.head_dim)
+        return self._share
+
+    def _lay_out(self) -> None:
+        """What the steps ahead will need: timesteps, changes of sigma, and the latents in shapes
+        for one operation on all rows.
+        """
+        stream, count = self._stream, len(self.rows)
+        ago = self.rows[0].step - self._begin
+        walks = [row.walk(row.step - ago)[: self.steps] for row in self.rows]
+        times = [[step.timestep for step in walk] for walk in walks]
+        changes = [[step.change for step in walk] for walk in walks]
+        times += [times[i] for i, _ in self._guided]
+        changes += [[0.0] * self.steps for _ in self._guided]  # second passes follow their rows
+        by_step = [torch.tensor(times).T.contiguous(), torch.tensor(changes).T.contiguous()]
+        timesteps, all_changes = to_device(by_step, self.packed.tokens.device)
+        self.timesteps = timesteps
+        """[steps, R] of the packed rows, of the steps that are laid out."""
+        latents = self.packed.tokens[:, : self.rows[0].channels]
+        self._latents = latents.unflatten(0, (-1, stream.uniform)) if stream.uniform else latents
+        """[R, n, C] where rows are alike, else [N, C]."""
+        shape = (self.steps, len(changes)) + (1,) * (self._latents.dim() - 1)
+        self._changes = all_changes.view(shape).unbind()
+        """Per step: [R, 1, 1] where rows are alike, else [R, 1]."""
+        self._parts = latents.split(stream.lengths)
+        """[n, C] of each row, then of each second pass."""
+        self._seconds = [
+            (i, part) for (i, _), part in zip(self._guided, self._parts[count:], strict=True)
+        ]
+        for row, part, (begin, _) in zip(self.rows, self._parts, stream.spans, strict=False):
+            row.settle(part, begin)
+
+    def _guide(self, velocity: Tensor) -> None:
+        """Lead rows with a negative prompt away from what their second pass answers."""
+        answers = velocity.split(self._stream.lengths)
+        for (i, negative), away in zip(self._guided, answers[len(self.rows) :], strict=True):
+            answers[i].sub_(away).mul_(negative.scale).add_(away)
+
+    def _move(self, velocity: Tensor, change: Tensor) -> None:
+        """The sampler's step of all rows.
+
+        The product is rounded to the model's dtype and the sum is taken in float32, as diffusers
+        has it on CUDA. (On a CPU in half precision torch rounds `change` first, an ulp apart.)
+        """
+        if not self._stream.uniform:
+            change = change.index_select(0, self._stream.row_of)
+        move = velocity.view(self._latents.shape).mul_(change)
+        if self._blends:
+            self._latents.copy_(self._blended(move))  # nothing is allocated from here on
+        else:
+            self._latents.add_(move)
+
+    def _blended(self, move: Tensor) -> Tensor:
+        """The latents after `move` and each row's own blend."""
+        moved = self._latents + move
+        parts = moved.flatten(0, -2).split(self._stream.lengths)
+        for row, part in zip(self.rows, parts, strict=False):
+            row.blend_in(part)
+        return moved
