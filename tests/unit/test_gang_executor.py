@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from msgspec import structs
 
 from maskserve_core.config import Config, ConfigError
+from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import Cancelled
 from maskserve_core.worker.gangs.scheduler import GangScheduler
 from maskserve_core.worker.gangs.work import GangPlan, Work
@@ -210,6 +212,30 @@ def test_edits_go_on_where_a_rank_is_lost(
         policy.draws.drawn.clear()
     assert_same(run(two, jobs), expected)
     assert_both_alone_and_together(two)  # the gang has met again
+
+
+def test_the_engine_gives_signs_of_life_while_no_rank_is_there(
+    two: Engine, encoder: Encoder
+) -> None:
+    both_back(two)
+    published: list[float] = []
+    publish = two._publisher.publish
+
+    def counted(state: State) -> None:
+        published.append(time.monotonic())
+        publish(state)
+
+    two._publisher.publish = counted  # type: ignore[method-assign]
+    sink = Sink()
+    two.submit(job(encoder, 9, "held", num_inference_steps=60, cache="off"), sink)
+    eventually("a step", lambda: len(published) > 1)
+    for process in ranks(two)._ranks.processes:
+        process.kill()
+    assert sink.final().meta["steps"] == 60
+    both_back(two)
+    del two._publisher.publish  # type: ignore[method-assign]
+    silences = np.diff(published)
+    assert max(silences) < 1.0  # a rank's start takes seconds
 
 
 def rows_on(engine: Engine, process: RankProcess) -> bool:
