@@ -49,7 +49,7 @@ class Mutation:
 
 
 _CORE, _ENGINE, _UNIT = "engine/maskserve_core", "engine/maskserve_engine", "tests/unit"
-_WAY = f"{_UNIT}/test_entry_way.py"
+_WAY = f"{_UNIT}/engine/cache/test_entry_way.py"
 
 MUTATIONS = (
     # Which entry a row reads.
@@ -79,7 +79,7 @@ MUTATIONS = (
         f"{_CORE}/contracts/keys.py",
         "if distance <= tolerance and (",
         "if distance <= 1.0 and (",
-        f"{_UNIT}/test_cache.py::test_the_nearest_anchor_within_tolerance",
+        f"{_UNIT}/engine/cache/test_cache.py::test_the_nearest_anchor_within_tolerance",
     ),
     # What an entry is named by and made of.
     Mutation(
@@ -101,7 +101,7 @@ MUTATIONS = (
         f"{_ENGINE}/families/posterior.py",
         'return draw(shape, torch.Generator("cpu").manual_seed(seed), dtype)',
         'return draw(shape, torch.Generator("cpu").manual_seed(0), dtype)',
-        f"{_UNIT}/test_outside_noise.py::test_a_flux_row_equals_the_pipeline_given_its_noise",
+        f"{_UNIT}/engine/families/test_outside_noise.py::test_a_flux_row_equals_the_pipeline_given_its_noise",
     ),
     Mutation(
         "int4 floors",
@@ -115,7 +115,7 @@ MUTATIONS = (
         f"{_ENGINE}/cache/entry_file.py",
         "    digest = xxhash.xxh3_128()",
         '    return metadata.get("digest", "")',
-        f"{_UNIT}/test_store.py::test_a_damaged_file_is_dropped_counted_and_never_read",
+        f"{_UNIT}/engine/cache/test_store.py::test_a_damaged_file_is_dropped_counted_and_never_read",
     ),
     # Which edits are cached.
     Mutation(
@@ -130,7 +130,7 @@ MUTATIONS = (
         f"{_ENGINE}/requests/templates.py",
         'return "mask_side" if sided else ""',
         'return ""',
-        f"{_UNIT}/test_dense_sides.py"
+        f"{_UNIT}/engine/families/test_dense_sides.py"
         "::test_an_edit_of_a_whole_side_runs_dense_and_says_so_and_others_are_cached",
     ),
     Mutation(
@@ -138,14 +138,14 @@ MUTATIONS = (
         f"{_ENGINE}/requests/templates.py",
         "if step < first",
         "if step < 0",
-        f"{_UNIT}/test_cache.py::test_first_steps_run_dense_where_the_configuration_says_so",
+        f"{_UNIT}/engine/cache/test_cache.py::test_first_steps_run_dense_where_the_configuration_says_so",
     ),
     Mutation(
         "prompts do not matter to how an edit begins",
         f"{_CORE}/models/facts.py",
         "needed = max(self.prompt if prompt else 0, self.side if side else 0)",
         "needed = self.side if side else 0",
-        f"{_UNIT}/test_dense_steps.py"
+        f"{_UNIT}/engine/families/test_dense_steps.py"
         "::test_a_base_models_edit_begins_dense_where_it_has_a_prompt_or_covers_a_side",
     ),
     Mutation(
@@ -153,14 +153,14 @@ MUTATIONS = (
         f"{_ENGINE}/requests/templates.py",
         "_WORTH_PRIMING = 2",
         "_WORTH_PRIMING = 1",
-        f"{_UNIT}/test_cache.py::test_a_template_is_primed_on_second_sight_and_hit_on_the_third",
+        f"{_UNIT}/engine/cache/test_cache.py::test_a_template_is_primed_on_second_sight_and_hit_on_the_third",
     ),
     Mutation(
         "the limit of drift is ignored",
         f"{_ENGINE}/requests/audits.py",
         "return held.largest if held is not None and held.largest > self._limit else None",
         "return None",
-        f"{_UNIT}/test_audits.py::test_a_template_over_the_limit_runs_dense_and_says_so",
+        f"{_UNIT}/engine/requests/test_audits.py::test_a_template_over_the_limit_runs_dense_and_says_so",
     ),
     # What a row computes.
     Mutation(
@@ -168,21 +168,21 @@ MUTATIONS = (
         f"{_CORE}/imaging/masks.py",
         "grid = grow(grid, ring, ring, axis)",
         "grid = grow(grid, 0, 0, axis)",
-        f"{_UNIT}/test_masks.py::test_a_ring_adds_every_token_so_near_a_masked_one",
+        f"{_UNIT}/core/imaging/test_masks.py::test_a_ring_adds_every_token_so_near_a_masked_one",
     ),
     Mutation(
         "no keys of a row's inactive tokens are loaded",
         f"{_ENGINE}/batch/forward.py",
         'scatter_kv(self._sources(index, "kv"), both, packing.slots)',
         "[each.zero_() for each in both]",
-        f"{_UNIT}/test_flux_cached.py::test_on_the_priming_inputs_any_mix_of_kinds_equals_dense",
+        f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_on_the_priming_inputs_any_mix_of_kinds_equals_dense",
     ),
     Mutation(
         "base models have their own noise everywhere",
         f"{_ENGINE}/families/posterior.py",
         "return torch.where(mask > 0, noise, template_noise(noise.shape, seed, noise.dtype))",
         "return noise",
-        f"{_UNIT}/test_outside_noise.py"
+        f"{_UNIT}/engine/families/test_outside_noise.py"
         "::test_rows_dense_and_cached_have_one_noise_outside_the_mask",
     ),
     Mutation(
@@ -190,7 +190,7 @@ MUTATIONS = (
         f"{_ENGINE}/families/unet/rows.py",
         "answer = away + self.guidance.scale * (answer - away)",
         "answer = away - self.guidance.scale * (answer - away)",
-        f"{_UNIT}/test_unet_dense.py::test_a_dense_row_equals_the_pipeline",
+        f"{_UNIT}/engine/families/unet/test_unet_dense.py::test_a_dense_row_equals_the_pipeline",
     ),
     # What comes back.
     Mutation(
@@ -198,21 +198,21 @@ MUTATIONS = (
         f"{_CORE}/imaging/masks.py",
         "np.multiply(part, np.uint8(255), out=weights[box])",
         "np.multiply(part, np.uint8(254), out=weights[box])",
-        f"{_UNIT}/test_masks.py::test_dilation_is_a_square_of_that_many_pixels",
+        f"{_UNIT}/core/imaging/test_masks.py::test_dilation_is_a_square_of_that_many_pixels",
     ),
     Mutation(
         "the edit is pasted without its weights",
         f"{_CORE}/imaging/postprocess.py",
         "out.paste(edited, (left, top), mask=part)",
         "out.paste(edited, (left, top))",
-        f"{_UNIT}/test_postprocess.py::test_holes_in_a_mask_stay_as_they_were",
+        f"{_UNIT}/core/imaging/test_postprocess.py::test_holes_in_a_mask_stay_as_they_were",
     ),
     Mutation(
         "tokens outside come back as they were left",
         f"{_ENGINE}/families/flux/rows.py",
         "tokens[self.inactive.index] = self.inactive.template.clean.to(computed.dtype)",
         "tokens[self.inactive.index] = 0.0",
-        f"{_UNIT}/test_flux_cached.py::test_inactive_tokens_come_back_as_the_template",
+        f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_inactive_tokens_come_back_as_the_template",
     ),
 )
 

@@ -1,7 +1,7 @@
 """How many kernels a step of FLUX.1-dev or of a UNet launches on CUDA, by case; needs no GPU.
 
 The engine's own code runs on tensors that have a device but no memory;
-`--write` puts the counts where tests/unit/test_fake_cuda.py holds later changes to them.
+`--write` puts the counts where tests/unit/engine/test_fake_cuda.py holds later changes to them.
 
     python scripts/bench kernel_table --write
 

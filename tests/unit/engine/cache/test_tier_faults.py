@@ -23,7 +23,7 @@ from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.store import Store
 from tests.fakes.entries import ANCHORS, NOTE, random_entry, same
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 SECONDS = 60 if os.environ.get("MASKSERVE_FULL") else 3
 BIG = {"tokens": 4096, "width": 64}
 

@@ -22,7 +22,7 @@ from maskserve_core.adapters.lora_header import (
 )
 from tests.fakes.loras import LAYERS, WIDTH, Arrays, lora
 
-DEMO = Path(__file__).parents[2] / "assets" / "models" / "demo"
+DEMO = Path(__file__).parents[4] / "assets" / "models" / "demo"
 DEMO_UNET = DEMO.with_name("demo-unet")
 BLOCK = "transformer.transformer_blocks.0.attn.to_q"
 

@@ -280,7 +280,7 @@ def test_flux_s_width_is_converted_in_single_blocks_too(tmp_path: Path) -> None:
 
 
 def test_the_demo_model_s_adapters_are_read(tmp_path: Path) -> None:
-    demo = Path(__file__).parents[2] / "assets" / "models" / "demo"
+    demo = Path(__file__).parents[4] / "assets" / "models" / "demo"
     path = demo.parents[1] / "adapters" / "hollow.safetensors"
     parts = read(path, demo, torch.bfloat16)
     assert {*parts} == {"denoiser"}

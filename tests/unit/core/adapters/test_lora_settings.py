@@ -22,7 +22,7 @@ from maskserve_core.errors import AdapterNotFound, InvalidRequest
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.loras import OTHER_MODEL, lora, write
 
-DEMO = Path(__file__).parents[2] / "assets" / "models" / "demo"
+DEMO = Path(__file__).parents[4] / "assets" / "models" / "demo"
 
 
 def parsed(**asked: Any) -> EditSettings:

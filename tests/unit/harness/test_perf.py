@@ -37,7 +37,7 @@ from maskserve_harness.perf.run import Measurement, measure
 from maskserve_harness.perf.server import running_server
 from maskserve_harness.simulator.workload import MIXES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PHOTOS = find_photos(ROOT / "assets")
 
 

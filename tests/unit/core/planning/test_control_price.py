@@ -80,7 +80,7 @@ def test_prices_are_the_counted_work_at_the_cost_of_a_flop(tiny_fill: Path, refr
 
 def test_an_edit_s_work_is_that_of_the_steps_in_which_its_nets_run(tiny_fill: Path) -> None:
     """At so many of its steps a net beside a cached row computes all tokens
-    (tests/unit/test_flux_control_cached.py), at the others the active ones.
+    (tests/unit/engine/families/flux/test_flux_control_cached.py), at the others the active ones.
     """
     adapter, encoder = load_adapter(config_of(tiny_fill)), load_encoder(config_of(tiny_fill))
     plain = job(encoder, 5, "edit", num_inference_steps=10)

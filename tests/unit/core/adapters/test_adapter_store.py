@@ -25,7 +25,7 @@ from maskserve_core.config import Config
 from maskserve_core.errors import AdapterNotFound, InvalidRequest, Overloaded
 from tests.fakes.loras import OTHER_MODEL, lora, write
 
-DEMO = Path(__file__).parents[2] / "assets" / "models" / "demo"
+DEMO = Path(__file__).parents[4] / "assets" / "models" / "demo"
 
 
 class Shelf(Storage):

@@ -16,7 +16,7 @@ import pytest
 from maskserve_core.config import Config, ConfigError, LogConfig
 from maskserve_core.worker.logs import JsonFormatter, TextFormatter, about, log_handler, start_log
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 def record(message: str = "hello", *args: Any, **values: Any) -> logging.LogRecord:

@@ -1,0 +1,21 @@
+"""The folders of tests/unit are the rooms of the product and of what measures it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+UNIT = ROOT / "tests" / "unit"
+
+
+def room_of(folder: Path) -> Path:
+    """Where the code lies that the tests of a folder are of."""
+    package, *rooms = folder.relative_to(UNIT).parts
+    [found] = ROOT.glob(f"*/maskserve_{package}")
+    return found.joinpath(*rooms)
+
+
+def test_each_folder_of_unit_tests_is_named_like_a_room() -> None:
+    folders = {path.parent for path in UNIT.rglob("test_*.py")} - {UNIT}
+    assert folders
+    assert [folder for folder in sorted(folders) if not room_of(folder).is_dir()] == []
