@@ -35,12 +35,13 @@ class Coded:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+        return self.nbytes_of(len(self.data))
 
     def nbytes_of(self, tokens: int) -> int:
         """Bytes of so many of its tokens."""
-        fixed = 0 if self.scale is None else self.scale.numel() * self.scale.element_size()
-        return fixed + (self.nbytes - fixed) * tokens // max(1, len(self.data))
+        by_token = self.data.nbytes + (0 if self.groups is None else self.groups.nbytes)
+        fixed = 0 if self.scale is None else self.scale.nbytes
+        return fixed + by_token * tokens // max(1, len(self.data))
 
     @property
     def channels(self) -> int:

@@ -58,6 +58,7 @@ class LowerTiers:
         patience_s: float,
     ) -> None:
         self.folders, self.remote, self.on_change = folders, remote, on_change
+        self.tiers = (*folders, *((remote,) if remote else ()))
         self._patience_s = patience_s
         self._most_open = _most_open_files()
         self._lock = threading.Lock()
@@ -88,9 +89,6 @@ class LowerTiers:
     def seen(self) -> dict[str, Mapping[str, Held]]:
         """Templates per tier in files, by key, as a look found them at most a second ago."""
         return self._seen
-
-    def tiers(self) -> list[FolderTier | RemoteTier]:
-        return [*self.folders, *([self.remote] if self.remote else [])]
 
     def locate(self, key: str, anchors: Iterable[Anchor]) -> str | None:
         """The farthest tier that has to be asked for all these entries; None if some are nowhere.
@@ -162,7 +160,7 @@ class LowerTiers:
             self._files.submit(partial(tier.touch, key))
 
     def pin(self, key: str, *, pinned: bool) -> None:
-        for tier in self.tiers():
+        for tier in self.tiers:
             tier.pin(key, pinned=pinned)
 
     def evict(self, key: str) -> int:

@@ -49,6 +49,8 @@ class Store:
     ) -> None:
         self.memory, self.loader = memory, loader
         self.lower = LowerTiers(folders, remote, on_change, patience_s)
+        self.tiers: tuple[Tier, ...] = (memory, *self.lower.tiers)
+        """The nearest first."""
         self._loads = SharedLoads(memory, loader)
         self._changes = 0
         self.on_evict: Callable[[str], None] = lambda key: None
@@ -58,10 +60,6 @@ class Store:
     def version(self) -> int:
         """Grows when what `held` says has changed."""
         return self._changes + self.lower.version
-
-    def tiers(self) -> list[Tier]:
-        """The nearest first."""
-        return [self.memory, *self.lower.tiers()]
 
     # Where a template lies.
 
@@ -166,7 +164,7 @@ class Store:
     def counters(self) -> dict[str, float]:
         """Totals per tier; the name of the tier behind a dot."""
         counters: dict[str, float] = {}
-        for tier in self.tiers():
+        for tier in self.tiers:
             counters[f"cache_evictions_total.{tier.name}"] = tier.evictions
             counters[f"cache_corrupt_total.{tier.name}"] = tier.corrupt
             counters[f"cache_failures_total.{tier.name}"] = tier.failures

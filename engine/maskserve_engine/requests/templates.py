@@ -360,7 +360,7 @@ class TemplateCache:
             "primings_total.done": self.primed,
             "primings_total.given_up": self.unprimed,
         }
-        for tier in self.store.tiers():
+        for tier in self.store.tiers:
             counters[f"cache_hits_total.{tier.name}"] = self.hits[tier.name]
         return counters
 
