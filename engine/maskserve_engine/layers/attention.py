@@ -24,6 +24,9 @@ from torch import Tensor
 Span = tuple[int, int]
 
 _HALF = (torch.float16, torch.bfloat16)
+_FLASH = {"FA3": (9,), "FA4": (9, 10)}
+"""FlashAttention of packages, by torch's names, and the compute capabilities they are made for;
+those before others are faster, or proven longer."""
 _log = logging.getLogger(__name__)
 
 
@@ -113,22 +116,30 @@ def missing_varlen(device: torch.device, dtype: torch.dtype) -> str | None:
         reason = f"torch {torch.__version__} has none; 2.10 has"
     if reason is not None:
         _log.warning("rows attend one by one, not in one variable-length call: %s", reason)
-    elif major == 9:
-        _log.info("attention: %s", _activate_flash3() or "FlashAttention 3")
+    else:
+        _log.info("attention: %s", choose_flash(major))
     return reason
 
 
-def _activate_flash3() -> str | None:
-    """Have torch use FlashAttention 3, made for this device; why not, if it cannot."""
+def choose_flash(major: int) -> str:
+    """Have torch use the first FlashAttention made for a device that is installed; in words, which,
+    and why none that comes before it.
+
+    Args:
+        major: of the device's compute capability.
+    """
     from torch.nn import attention as kernels
 
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        return "torch's own FlashAttention; the package flash-attn-3 would be faster here"
-    try:
-        kernels.activate_flash_attention_impl("FA3")
-    except (AttributeError, ImportError, RuntimeError) as error:
-        return f"torch's own FlashAttention; FlashAttention 3 failed: {error}"
-    return None
+    missed = ""
+    for name, made_for in _FLASH.items():
+        if major in made_for:
+            try:
+                kernels.activate_flash_attention_impl(name)
+            except (AttributeError, ImportError, KeyError, RuntimeError, ValueError) as error:
+                missed += f"; no {name}: {error}"
+            else:
+                return f"{name}{missed}"
+    return f"torch's own FlashAttention{missed}"
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
