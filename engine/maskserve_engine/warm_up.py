@@ -4,6 +4,8 @@ first one needs: kernels to load and choose, memory to take from the system, imp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from maskserve_core.config import Config
@@ -16,15 +18,16 @@ from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob
-from maskserve_engine.stages.loader import warm_up_side
+from maskserve_engine.stages.loader import device_of, warm_up_side
 from maskserve_engine.step_planner import Reading, StepPlanner, wants_of
 
 
 def warm_up(
     config: Config, adapter: Adapter, store: Store, kinds: Kinds, planner: StepPlanner
 ) -> None:
-    """Take a dense step and, where templates are cached, a priming and a cached one. Nothing is
-    kept of them.
+    """Take a dense step and, where templates are cached, a priming and a cached one. A GPU's
+    kernels are chosen and made by shape: dense and cached steps there have 1, 2, 4 to `max_rows`
+    rows. Nothing is kept of them.
 
     Args:
         config: of the worker.
@@ -33,13 +36,24 @@ def warm_up(
         kinds: per block, what priming keeps.
         planner: of cached steps.
     """
-    job = _blank(config, adapter)
-    adapter.step([adapter.dense_row(job)], None)
+    counts = row_counts(config)
+    jobs = [_blank(config, adapter, number) for number in range(counts[-1])]
+    for count in counts:
+        adapter.step([adapter.dense_row(job) for job in jobs[:count]], None)
     if config.cache.enabled:
-        _, height, width = job.moments.shape
-        entry = _primed(config, adapter, job, kinds)
-        _cached(adapter, job, entry, store, planner, adapter.work(height, width))
+        _, height, width = jobs[0].moments.shape
+        entry = _primed(config, adapter, jobs[0], kinds)
+        for count in counts:
+            _cached(adapter, jobs[:count], entry, store, planner, adapter.work(height, width))
     adapter.release()
+
+
+def row_counts(config: Config) -> list[int]:
+    """Rows of the steps to warm up with, ascending."""
+    if device_of(config).type != "cuda":
+        return [1]
+    most = config.engine.max_rows
+    return sorted({most, *(1 << power for power in range(most.bit_length()))})
 
 
 def _primed(config: Config, adapter: Adapter, job: EditJob, kinds: Kinds) -> AnchorEntry:
@@ -55,29 +69,37 @@ def _primed(config: Config, adapter: Adapter, job: EditJob, kinds: Kinds) -> Anc
 
 def _cached(
     adapter: Adapter,
-    job: EditJob,
+    jobs: Sequence[EditJob],
     entry: AnchorEntry,
     store: Store,
     planner: StepPlanner,
     work: ModelWork,
 ) -> None:
-    row = adapter.cached_row(job, 0)
-    assert row.selection is not None
+    rows = [adapter.cached_row(job, 0) for job in jobs]
     source = EntrySource(entry, store.memory.name, store.memory.name)
-    handle = store.request("warm-up", entry.anchor, row.selection, source, force=True)
-    assert handle is not None, "what is forced is not refused"
-    reading = Reading(adapter.counted(job), handle.load, stays=1)
-    plan = planner.plan(work, [reading], None, fixed=True).plan
-    handle.want(wants_of(plan, work.maps), turn=0)
+    handles = []
     try:
-        adapter.step([row], plan, [handle])
+        for row in rows:
+            assert row.selection is not None
+            handle = store.request("warm-up", entry.anchor, row.selection, source, force=True)
+            assert handle is not None, "what is forced is not refused"
+            handles.append(handle)
+        readings = [
+            Reading(adapter.counted(job), handle.load, stays=1)
+            for job, handle in zip(jobs, handles, strict=True)
+        ]
+        plan = planner.plan(work, readings, None, fixed=True).plan
+        for handle in handles:
+            handle.want(wants_of(plan, work.maps), turn=0)
+        adapter.step(rows, plan, handles)
     finally:
-        handle.release()
+        for handle in handles:
+            handle.release()
         store.loader.take_moves()  # the first ones tell little of those to come
 
 
-def _blank(config: Config, adapter: Adapter) -> EditJob:
-    """An edit of a corner of an empty picture."""
+def _blank(config: Config, adapter: Adapter, number: int) -> EditJob:
+    """An edit of a corner of an empty picture; they differ in what they are called."""
     facts, model = adapter.facts, config.model
     side = warm_up_side(config, facts)
     mask = np.zeros((side, side), np.uint8)
@@ -91,7 +113,7 @@ def _blank(config: Config, adapter: Adapter) -> EditJob:
         mask_ring=model.mask_ring,
     )
     request = EditRequest(
-        request_id="warm-up",
+        request_id=f"warm-up-{number}",
         prompt="",
         settings=settings,
         seed=0,

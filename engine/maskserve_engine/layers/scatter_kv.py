@@ -140,15 +140,18 @@ def _scatter_kv(
 
     from maskserve_engine.layers.scatter_kv_kernel import scatter_kv_kernel
 
-    rows, width = len(ids), outs[0][0].numel()
+    given, width = len(ids), outs[0][0].numel()
+    # The kernel is made anew for each number of addresses: those up to a power of two are enough.
+    rows = triton.next_power_of_2(given)
 
     def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        return tuple([tensor.data_ptr() or outs[0].data_ptr() for tensor in tensors])
+        own = [tensor.data_ptr() or outs[0].data_ptr() for tensor in tensors]
+        return tuple(own + own[-1:] * (rows - len(own)))
 
     parts = [
         addresses(part)
         for tensors in (data, scales, groups)
-        for part in (tensors[:rows], tensors[-rows:])
+        for part in (tensors[:given], tensors[-given:])
     ]
     aligned = not any(at % _VECTOR for part in (addresses(outs), *parts) for at in part)
     scatter_kv_kernel[(len(to), len(outs))](

@@ -44,8 +44,8 @@ def scatter_kv_kernel(
     aligned: tl.constexpr,
 ):
     """Grid: (inactive tokens of all rows, buffers: 1 or 2). `ids` to `groups_b` are addresses, one
-    per row. `aligned`: all of them are multiples of 16, so that threads may read and write as many
-    bytes at once.
+    per row and some more, of which no token speaks. `aligned`: all of them are multiples of 16, so
+    that threads may read and write as many bytes at once.
     """
     token = tl.program_id(0)
     second = tl.program_id(1) == 1

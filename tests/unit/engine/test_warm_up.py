@@ -11,10 +11,12 @@ import torch
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.registry import load_facts
+from maskserve_engine import warm_up as warm_up_module
 from maskserve_engine.engine import Engine
 from maskserve_engine.families import registry
 from maskserve_engine.stages import loader
 from maskserve_engine.stages.decode import Decoder
+from maskserve_engine.warm_up import row_counts
 from tests.fakes.jobs import config_of
 from tests.fakes.tiny_unet import VARIANTS
 
@@ -64,6 +66,35 @@ def test_unets_do_so_too(tiny_unets: dict[str, Path], variant: str, entries: str
     config = config_of(tiny_unets[variant], cache={"cfg_entries": entries})
     kinds = [name for name, _ in Watched(config).warm_up()]
     assert kinds == ["UnetRow", "UnetPrimingRow", "UnetRow"]
+
+
+@pytest.mark.parametrize("model", ["flux", "sdxl-base"])
+def test_on_a_gpu_it_takes_steps_of_more_and_more_rows(
+    tiny_fill: Path,
+    tiny_unets: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+) -> None:
+    folder = tiny_fill if model == "flux" else tiny_unets[model]
+    assert [row_counts(config_of(folder, engine={"max_rows": n})) for n in (1, 8)] == [[1], [1]]
+    watched = Watched(config_of(folder, engine={"max_rows": 3}))
+    counted: list[int] = []
+    step = watched.engine.adapter.step
+
+    def count(rows: Any, plan: Any, reads: Any = None) -> None:
+        counted.append(len(rows))
+        step(rows, plan, reads)
+
+    watched.engine.adapter.step = count  # type: ignore[method-assign]
+    monkeypatch.setattr(warm_up_module, "device_of", lambda config: torch.device("cuda", 0))
+    assert [row_counts(config_of(folder, engine={"max_rows": n})) for n in (1, 2, 6, 8)] == [
+        [1],
+        [1, 2],
+        [1, 2, 4, 6],
+        [1, 2, 4, 8],
+    ]
+    watched.warm_up()
+    assert counted == [1, 2, 3, 1, 1, 2, 3]
 
 
 def test_without_a_cache_one_step_is_enough(tiny_inpaint: Path) -> None:
