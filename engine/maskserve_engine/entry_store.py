@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.facts import anchor_stride
 from maskserve_core.planning.cost_model import CostModel, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat
+from maskserve_engine.cache.entries import encode
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.loader import CudaMover, HostMover, Loader, Mover
 from maskserve_engine.cache.memory_tier import MemoryTier
@@ -21,16 +28,39 @@ from maskserve_engine.cache.sizing import (
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Held, Rebuild, Tier, computed_anew
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.stages.device_probe import device_rates
+from maskserve_engine.stages.device_probe import Timer, device_rates, seconds_of
 from maskserve_engine.stages.loader import device_of, dtype_of
 
 _BUFFER = 32 * 2**20
 """Bytes of one pinned buffer."""
+_TRIED, _WIDTH, _LEFT_OUT = 8192, 3072, 9
+"""Tokens whose way to the device is tried, their numbers, and which of them stay: one in so many,
+as at a mask ratio of 0.11."""
 
 
 def estimated_costs(config: Config) -> CostModel:
-    """What steps and loads cost before any was measured."""
-    return estimate(device_rates(config))
+    """What steps and loads cost before any was measured. The way of entries to a GPU is tried, as
+    the loader takes it.
+    """
+    rates, device = device_rates(config), device_of(config)
+    if device.type == "cuda" and config.cache.enabled:
+        tried = moved_per_s(CudaMover(device, _BUFFER), partial(seconds_of, device=device))
+        rates = replace(rates, link_bytes=tried or rates.link_bytes)
+    return estimate(rates)
+
+
+def moved_per_s(mover: Mover, seconds: Timer) -> float:
+    """Bytes per second of tokens that are gathered in host memory and brought to the device: less
+    than its link alone does. 0 if the time says nothing.
+
+    Args:
+        mover: to the device.
+        seconds: how long one run of some work takes.
+    """
+    part = encode(torch.ones(_TRIED, _WIDTH), "int8")
+    ids = np.flatnonzero(np.arange(_TRIED) % _LEFT_OUT)
+    took = seconds(lambda: mover.move((part,), ids).get())
+    return len(ids) * _WIDTH / took if took > 0 else 0.0
 
 
 def entry_format(config: Config) -> EntryFormat:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from maskserve_core.planning.cost_model import H100, estimate
+from maskserve_engine import entry_store
+from maskserve_engine.cache.loader import Arrival, HostMover, Travelling
+from maskserve_engine.entry_store import moved_per_s
 from maskserve_engine.stages import device_probe
 from maskserve_engine.stages.device_probe import device_rates, peak_rates, probed
 from tests.fakes.jobs import config_of
@@ -36,6 +40,38 @@ def test_a_probe_times_one_product_and_one_copy() -> None:
     model = estimate(rates)
     assert 1 / model.compute.per_unit == pytest.approx(0.67 * rates.product_flops)
     assert 1 / model.loads["host"].per_unit == pytest.approx(rates.link_bytes)
+
+
+def test_the_way_of_entries_is_tried_as_the_loader_takes_it() -> None:
+    moved: list[int] = []
+
+    class Watched(HostMover):
+        def move(self, parts: Travelling, ids: Any) -> Arrival:
+            arrival = super().move(parts, ids)
+            moved.append(sum(coded.data.nbytes for coded in arrival.parts))
+            return arrival
+
+    def timer(work: Callable[[], object]) -> float:
+        work()
+        return 0.5
+
+    assert moved_per_s(Watched(), timer) == 2 * moved[0]
+    assert moved[0] == pytest.approx(8 / 9 * 8192 * 3072, rel=1e-3)
+    assert moved_per_s(Watched(), lambda work: 0.0) == 0.0
+
+
+@pytest.mark.parametrize(("tried", "expected"), [(9e9, 9e9), (0.0, H100.link_bytes)])
+def test_loads_are_planned_with_what_was_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tried: float, expected: float
+) -> None:
+    monkeypatch.setattr(entry_store, "device_of", lambda config: torch.device("cuda", 0))
+    monkeypatch.setattr(entry_store, "device_rates", lambda config: H100)
+    monkeypatch.setattr(entry_store, "CudaMover", lambda device, size: HostMover())
+    monkeypatch.setattr(entry_store, "moved_per_s", lambda mover, seconds: tried)
+    costs = entry_store.estimated_costs(config_of(tmp_path))
+    assert 1 / costs.loads["host"].per_unit == pytest.approx(expected)
+    off = entry_store.estimated_costs(config_of(tmp_path, cache={"enabled": False}))
+    assert 1 / off.loads["host"].per_unit == pytest.approx(H100.link_bytes)
 
 
 def test_times_that_say_nothing_leave_what_the_device_says_of_itself() -> None:
