@@ -1,4 +1,4 @@
-"""The first thing to run on a machine with a GPU: under 10 minutes, one JSON to commit.
+"""The first thing to run on a machine with a GPU: under 10 minutes, a JSON and its page to commit.
 
 It is written anew as each part is known, and what fails later takes nothing away: whether tests/gpu
 pass; how fast entries reach the device; steps of FLUX.1-dev's size (random weights) beside what
@@ -6,6 +6,8 @@ their counted FLOPs take at the device's published peak; what a step holds in me
 memory table counts.
 
     python scripts/bench first_run --json docs/benchmarks/gpu-first-run.json
+
+Beside the JSON lies a page with plots, gpu-first-run.md.
 
 On a card that does not hold the whole model, with fewer blocks: `--blocks 4 8`. A rehearsal on any
 machine, which says nothing of a GPU:
@@ -16,12 +18,14 @@ machine, which says nothing of a GPU:
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,7 @@ from maskserve_engine.cache.entries import encode
 from maskserve_engine.cache.loader import CudaMover, HostMover, Mover
 from maskserve_engine.memory import device_memory, peak_values
 from maskserve_engine.stages.device_probe import peak_rates
+from maskserve_harness.benchmarks.first_run_page import write_page
 from maskserve_harness.benchmarks.live_bytes import peak_bytes
 from maskserve_harness.benchmarks.step import measure
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
@@ -46,6 +51,25 @@ _TESTS_S = 480
 _BUFFER = 32 * 2**20
 _SENT, _WIDTH = 2**28, 3072
 """Bytes of the loader's trial, and of each of its tokens."""
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """Of what decides which kernels run, and the device's driver, clocks and power limit."""
+    names = ("diffusers", "torchao", "bitsandbytes", "triton", "flash-attn-3", "flash-attn-4")
+    found = {}
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    if device.type == "cuda":
+        found["CUDA"], found["cuDNN"] = str(torch.version.cuda), str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        asked = "driver_version,clocks.sm,clocks.max.sm,clocks.max.mem,power.limit"
+        with suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run(
+                ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"],
+                capture_output=True, text=True, timeout=30, check=True,
+            )  # fmt: skip
+            found[asked] = said.stdout.strip().splitlines()[device.index or 0]
+    return found
 
 
 def run_tests(device: torch.device) -> bool:
@@ -135,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "date": time.strftime("%Y-%m-%d"),
         "hardware": hardware(device),
         "torch": torch.__version__,
+        "versions": versions(device),
     }
 
     def keep(**found: Any) -> None:
@@ -143,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         part = args.json.with_name(args.json.name + ".part")
         part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         part.replace(args.json)
+        write_page(report, args.json)
 
     passed = run_tests(device)
     keep(tests_passed=passed)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from maskserve_harness.benchmarks import first_run
+from maskserve_harness.benchmarks.first_run_page import write_page
 
 
 @pytest.mark.slow
@@ -32,6 +33,12 @@ def test_a_rehearsal_measures_all_that_a_gpu_is_asked(
     assert report["gb_per_s"].keys() == {"gathered", "whole", "link"}
     for step in report["memory"]["steps"]:
         assert 0 < step["held"] <= step["counted"]
+    assert {each.name for each in tmp_path.iterdir()} == {
+        "rehearsal.json",
+        "rehearsal.md",
+        "rehearsal-steps.png",
+        "rehearsal-memory.png",
+    }
 
 
 def test_without_a_gpu_it_says_what_to_do(
@@ -62,4 +69,42 @@ def test_what_was_found_stays_if_a_later_part_fails(
     assert report["model"] == "demo, 3 blocks, float32"
     assert report["memory"]["weights"] > 0
     assert report["gb_per_s"].keys() == {"gathered", "whole", "link"}
-    assert list(tmp_path.iterdir()) == [file]
+    assert sorted(tmp_path.iterdir()) == [file, file.with_suffix(".md")]
+    page = file.with_suffix(".md").read_text(encoding="utf-8")
+    assert "tests/gpu passed" in page
+    assert "demo, 3 blocks, float32" in page
+
+
+def test_the_page_says_what_the_report_says(tmp_path: Path) -> None:
+    about = {"command": "first_run", "date": "today", "hardware": "a card", "torch": "2"}
+    steps = [
+        {
+            "kind": kind,
+            "batch": batch,
+            "mask_ratio": ratio,
+            "ms": 10 * batch * (ratio + 0.1),
+            "dense_ms": 12.0 * batch,
+            "limit_ms": 5 * batch * (ratio + 0.1),
+            "dense_limit_ms": 6.0 * batch,
+        }
+        for kind in first_run.KINDS
+        for batch in first_run.BATCHES
+        for ratio in first_run.RATIOS
+    ]
+    held = [
+        {"batch": 1, "mask_ratio": None, "held": 2**30, "counted": 2**31},
+        {"batch": 4, "mask_ratio": 0.05, "held": 2**31, "counted": 2**30},
+    ]
+    file = tmp_path / "run.json"
+    memory = {"weights": 2**33, "total": 2**34, "free": 2**33, "steps": held}
+    write_page(
+        {**about, "tests_passed": False, "model": "m", "steps": steps, "memory": memory}, file
+    )
+    page = file.with_suffix(".md").read_text(encoding="utf-8")
+    assert "tests/gpu FAILED" in page
+    assert "| 4 | 0.05 | kv | 6.0 | 3.0 | 48.0 | 24.0 | 8.00 |" in page
+    assert "| 1 | dense | 1.00 | 2.00 |" in page
+    assert "| 4 | 0.05 | 2.00 | 1.00 **more than counted** |" in page
+    for plot in ("run-steps.png", "run-memory.png"):
+        assert f"({plot})" in page
+        assert (tmp_path / plot).stat().st_size > 5000

@@ -1,0 +1,123 @@
+"""The page of a first run: what its JSON says, in tables and plots, as far as it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Report = Mapping[str, Any]
+_GIB = 2**30
+_COLOURS = {"dense": "0.5", "kv": "tab:orange", "project": "tab:blue"}
+
+
+def write_page(report: Report, file: Path) -> None:
+    """Write the page FILE.md, and beside it FILE-steps.png and FILE-memory.png.
+
+    Args:
+        report: of `first_run`, of which parts may be missing.
+        file: its JSON.
+    """
+    plots = []
+    if "steps" in report:
+        plots.append(_plot_steps(report["steps"], file.with_name(f"{file.stem}-steps.png")))
+    held = report.get("memory", {}).get("steps")
+    if held:
+        plots.append(_plot_memory(held, file.with_name(f"{file.stem}-memory.png")))
+    text = "\n".join(_lines(report, [plot.name for plot in plots]))
+    file.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+
+
+def _lines(report: Report, plots: Sequence[str]) -> list[str]:
+    passed = {True: "passed", False: "FAILED", None: "have not ended"}[report.get("tests_passed")]
+    lines = [
+        f"# First run on {report['hardware']}",
+        "",
+        f"Made by `{report['command']}` on {report['date']}, torch {report['torch']}, in "
+        f"{report.get('seconds', 0):g} s. Do not edit: the command writes it.",
+        "",
+        *(f"- {name}: {told}" for name, told in report.get("versions", {}).items()),
+        f"- tests/gpu {passed}",
+    ]
+    if "model" in report:
+        memory = report["memory"]
+        sizes = [f"{memory[name] / _GIB:.1f}" for name in ("weights", "total", "free")]
+        lines.append(
+            f"- {report['model']}: weights {sizes[0]} GiB; the device has {sizes[1]} GiB, of which "
+            f"{sizes[2]} were free beside them"
+        )
+    if "gb_per_s" in report:
+        told = [f"{name} {rate:g}" for name, rate in report["gb_per_s"].items()]
+        lines.append(f"- entries from host memory, GB/s: {', '.join(told)}")
+    lines += [line for plot in plots for line in ("", f"![{plot}]({plot})")]
+    if "steps" in report:
+        lines += ["", "## Steps", "", *_step_table(report["steps"])]
+    if report.get("memory", {}).get("steps"):
+        lines += ["", "## What steps hold", "", *_memory_table(report["memory"]["steps"])]
+    return lines
+
+
+def _step_table(steps: Sequence[Report]) -> list[str]:
+    """*limit*: what the FLOPs take at the published peak; *times*: faster than dense."""
+    lines = [
+        "Milliseconds; *limit* is what the counted FLOPs take at the device's published peak.",
+        "",
+        "| rows | m | kind | step | limit | dense step | its limit | times |",
+        "|---" * 8 + "|",
+    ]
+    for step in steps:
+        times = step["dense_ms"] / step["ms"]
+        cells = [f"{step['mask_ratio']:.2f}", step["kind"]]
+        cells += [f"{step[key]:.1f}" for key in ("ms", "limit_ms", "dense_ms", "dense_limit_ms")]
+        lines.append(f"| {step['batch']} | {' | '.join(cells)} | {times:.2f} |")
+    return lines
+
+
+def _memory_table(held: Sequence[Report]) -> list[str]:
+    lines = ["| rows | m | held GiB | counted GiB |", "|---" * 4 + "|"]
+    for step in held:
+        ratio = "dense" if step["mask_ratio"] is None else f"{step['mask_ratio']:.2f}"
+        sizes = " | ".join(f"{step[key] / _GIB:.2f}" for key in ("held", "counted"))
+        over = " **more than counted**" if step["held"] > step["counted"] else ""
+        lines.append(f"| {step['batch']} | {ratio} | {sizes}{over} |")
+    return lines
+
+
+def _plot_steps(steps: Sequence[Report], file: Path) -> Path:
+    """A panel for each number of rows: time over mask ratio, beside dense steps and the limits."""
+    batches = sorted({step["batch"] for step in steps})
+    figure, axes = _figure(len(batches))
+    for axis, batch in zip(axes, batches, strict=True):
+        for kind in dict.fromkeys(step["kind"] for step in steps):
+            own = [step for step in steps if (step["batch"], step["kind"]) == (batch, kind)]
+            ratios, colour = [step["mask_ratio"] for step in own], _COLOURS.get(kind)
+            axis.plot(ratios, [step["ms"] for step in own], "o-", color=colour, label=kind)
+            axis.plot(ratios, [step["limit_ms"] for step in own], ":", color=colour)
+        axis.plot(
+            ratios, [step["dense_ms"] for step in own], color=_COLOURS["dense"], label="dense"
+        )
+        axis.plot(ratios, [step["dense_limit_ms"] for step in own], ":", color=_COLOURS["dense"])
+        axis.set(title=f"{batch} rows", xlabel="mask ratio", ylim=(0, None))
+    axes[0].set_ylabel("ms per step; dotted: limit by FLOPs")
+    axes[0].legend(frameon=False)
+    figure.savefig(file)
+    return file
+
+
+def _plot_memory(held: Sequence[Report], file: Path) -> Path:
+    figure, [axis] = _figure(1)
+    sizes = [[step[key] / _GIB for step in held] for key in ("counted", "held")]
+    most = max(map(max, sizes))
+    axis.plot([0, most], [0, most], ":", color=_COLOURS["dense"])
+    axis.plot(*sizes, "o", color=_COLOURS["kv"])
+    axis.set(xlabel="counted GiB", ylabel="held GiB", title="memory of a step")
+    figure.savefig(file)
+    return file
+
+
+def _figure(panels: int) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * panels, 3.5), layout="constrained", dpi=110)
+    axes = figure.subplots(1, panels, squeeze=False)
+    return figure, list(axes[0])
