@@ -48,9 +48,16 @@ class ModelConfig(Table, frozen=True):
     are made of these at start and need the extra `quantised`. `fp8`, `int8` and `int8-dynamic`
     (which multiplies in int8, too) take a byte per weight, `nf4` half a byte and a bit. Not with
     `compile`."""
+    gguf: str = ""
+    """GGUF file whose weights take the place of a FLUX folder's transformer, as diffusers reads it:
+    products keep the file's form. It needs the extra `quantised`; not with another `weights`,
+    `compile` or `fuse_loras`."""
     t5_weights: Literal["bf16", "int8"] = "bf16"
     """Of FLUX's T5: `bf16` as the folder has them, in `dtype`; `int8` is made of these at start and
     takes a byte per weight. It needs the extra `quantised`."""
+    t5_offload: bool = False
+    """Whether FLUX's T5 lies in host memory, in `dtype`, and goes to its device layer by layer for
+    each new prompt, by accelerate's hooks. Not with `t5_weights` = `int8`."""
     fuse_loras: tuple[str, ...] = ()
     """LoRAs that every edit has: safetensors files, each FILE or FILE:SCALE, added to the weights
     at start. No step pays for them, and no edit can go without."""
@@ -217,6 +224,11 @@ class StagesConfig(Table, frozen=True):
     decoded as a whole."""
     decode_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**26
     """Bytes of templates' norms that the decoder keeps for this; FLUX.1's take 2 MB."""
+    vae_tiles: Literal["auto", "on", "off"] = "auto"
+    """Whether the VAE takes large pictures in tiles, as diffusers' `enable_tiling` does: those with
+    a side above its own `sample_size` (FLUX.1 and SDXL: 1024). It needs memory for one tile, and
+    computes overlaps twice; nothing is then encoded or decoded in pieces. `auto`: where the
+    model's native size is above 1536."""
 
 
 class SloConfig(Table, frozen=True):

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ _FEW_ROWS, _FEW_TEMPLATES = 4, 8
 _NO_WEIGHTS = "meta"
 """torch's device for shapes alone."""
 _GIB = 2**30
-Settings = tuple[tuple[str, str], ...]
+Settings = tuple[tuple[str, str | bool], ...]
 """Keys and values of `[model]`."""
 
 
@@ -79,7 +80,7 @@ class Fit:
 
     def words(self, configured: Config) -> str:
         """The settings as in a configuration file; empty: as configured."""
-        named = [f'{key} = "{value}"' for key, value in self.settings]
+        named = [f"{key} = {json.dumps(value)}" for key, value in self.settings]
         if self.form != configured.model.weights:
             named.insert(0, f'weights = "{self.form}"')
         if self.rows != configured.engine.max_rows:
@@ -158,8 +159,10 @@ class Shapes:
     def _settings(self) -> Iterator[Settings]:
         """Beside the weights' form, from what costs an edit least to what costs it most."""
         yield ()
-        if self.facts.t5 and self.configured.model.t5_weights == "bf16":
+        plain_t5 = self.facts.t5 and self.configured.model.t5_weights == "bf16"
+        if plain_t5 and not self.configured.model.t5_offload:
             yield (("t5_weights", "int8"),)
+            yield (("t5_offload", True),)
         if not self.configured.model.encoder_device:
             yield (("encoder_device", "cpu"),)
             if not self.configured.model.decoder_device:
@@ -216,6 +219,8 @@ def check_fits(config: Config, free: int) -> None:
         ConfigError: it names settings with which the model fits.
     """
     shapes, form, rows = Shapes(config), config.model.weights, config.engine.max_rows
+    if form not in shapes.weights:
+        return  # it cannot be brought to this form, as loading it says
     asked = shapes.fit_with(form, (), rows, free, running=True)
     if asked.missing <= shapes.least:  # at worst without a template
         return
@@ -226,7 +231,7 @@ def check_fits(config: Config, free: int) -> None:
         f"[model] path: {shapes.name} does not fit the device, of which {free / _GIB:.1f} GiB are "
         f"free: {needed}, a step of {rows} rows {asked.step / _GIB:.1f} GiB; "
     )
-    for other in dict.fromkeys((form, "int8", "nf4")):
+    for other in [each for each in dict.fromkeys((form, "int8", "nf4")) if each in shapes.weights]:
         fit = shapes.fit(other, free, running=True)
         if not fit.missing:
             raise ConfigError(
@@ -259,7 +264,8 @@ def text(shapes: Shapes) -> str:
             if not fit.missing:
                 settings = fit.words(replace(config, model=replace(config.model, weights=fit.form)))
                 told = [str(fit.rows), told[1], str(fit.templates), settings]
-            cells = [f"{card} GB", ", ".join(forms), *sizes, *told]
+            named = "GGUF" if config.model.gguf else ", ".join(forms)
+            cells = [f"{card} GB", named, *sizes, *told]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -19,7 +19,8 @@ from maskserve_core.worker.liveness import signed_in
 from maskserve_engine.cache.sizing import TemplateSize
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.stages.loader import device_of, dtype_of, shape_of
-from maskserve_engine.stages.quantise import bytes_as
+from maskserve_engine.stages.quantise import bytes_as, gguf_bytes, largest_layer_bytes
+from maskserve_engine.stages.vae_tiles import in_tiles, tile_side
 
 T5 = "text_encoder_2"
 """Of FLUX; of other families nothing is quantised in it."""
@@ -31,6 +32,8 @@ host's memory is not this worker's alone.
 """
 _PICTURE = 3
 """Channels of an image."""
+_TILED = 5
+"""Pictures' worth of tiles: 1.8 of those with their overlaps, their rows, and the whole."""
 Stage = Literal["encoder", "decoder"]
 
 
@@ -103,13 +106,16 @@ def peak_values(work: ModelWork, passes: int, text: int) -> int:
 
 def weight_bytes(config: Config, stage: Stage) -> int:
     """Of the parts of the model folder that a stage loads, in the form that it loads them in. By
-    their files' headers; by their classes where no such file is there, or T5 is quantised.
+    their files' headers; by their classes where no such file is there, or T5 is quantised. A T5
+    that goes to the device layer by layer takes its largest one.
     """
     total, folder = 0, Path(config.model.path)
     for part in _PARTS[stage]:
         files = list((folder / part).glob("*.safetensors"))
         form = config.model.t5_weights if part == T5 else "bf16"
-        if files and form == "bf16":
+        if part == T5 and config.model.t5_offload:
+            total += largest_layer_bytes(shape_of(config, part))
+        elif files and form == "bf16":
             total += sum(map(_numbers, files)) * dtype_of(config).itemsize
         elif (folder / part / "config.json").is_file():
             total += bytes_as(shape_of(config, part), form, within="")
@@ -118,8 +124,11 @@ def weight_bytes(config: Config, stage: Stage) -> int:
 
 def denoiser_bytes(config: Config, forms: Iterable[str]) -> dict[str, int]:
     """Of the denoiser in each form that it can be brought to, by its config.json. A folder that is
-    quantised already has the one form in which it is, as the headers of its files say.
+    quantised already has the one form in which it is, as the headers of its files say; so has a
+    GGUF file.
     """
+    if config.model.gguf:
+        return {"bf16": gguf_bytes(config)}
     folder = Path(config.model.path)
     part = next(name for name in _DENOISERS if (folder / name).is_dir())
     if read_json(folder / part / "config.json").get("quantization_config"):
@@ -131,14 +140,19 @@ def denoiser_bytes(config: Config, forms: Iterable[str]) -> dict[str, int]:
 def image_bytes(config: Config, stage: Stage, facts: ModelFacts) -> int:
     """What the VAE takes beside its weights for one image of the model's native size: in its layers
     of full resolution, where a ResNet holds what its level and it itself were given and three
-    tensors of its output's size.
+    tensors of its output's size. In tiles, that of a tile, beside all tiles and what is made of
+    them.
     """
     channels = facts.latents.widths
     if not channels:
         return 0
     last, before = channels[0], channels[min(1, len(channels) - 1)]
     held = 5 * last if stage == "encoder" else before + max(2 * before, 3 * last)
-    return (held + _PICTURE) * facts.native_resolution**2 * dtype_of(config).itemsize
+    whole, itemsize = facts.native_resolution**2, dtype_of(config).itemsize
+    if not in_tiles(config, facts):
+        return (held + _PICTURE) * whole * itemsize
+    tile = min(whole, tile_side(config) ** 2)
+    return (held * tile + _TILED * _PICTURE * whole) * itemsize
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

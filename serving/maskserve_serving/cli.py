@@ -125,6 +125,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="form of the denoiser's weights (default: the configuration's, or bf16)",
     )
     add(
+        "--gguf",
+        default="",
+        metavar="FILE",
+        help="take the transformer's weights of a FLUX model from this GGUF file",
+    )
+    add(
         "--plan",
         action="store_true",
         help="print what cards of 16 to 80 GB hold of the model, for each form of its weights, "
@@ -219,6 +225,7 @@ def _options(given: argparse.Namespace) -> ServeOptions:
         load_timeout_s=given.load_timeout,
         drain_grace_s=given.drain_grace,
         weights=given.weights,
+        gguf=given.gguf,
         compile=given.compile,
         otlp_url=given.otlp_url,
         trace_rate=given.trace_rate,

@@ -65,6 +65,9 @@ class ServeOptions:
     """Where the server from pip is laid out, once per version, and what was compiled is kept."""
     weights: str = ""
     """Form of the denoiser's weights; laid over `[model]`. Empty: what the configuration says."""
+    gguf: str = ""
+    """GGUF file of the denoiser's weights; laid over `[model]`. Empty: what the configuration
+    says."""
     compile: bool = False
     """Whether parts of the model are compiled at start; laid over `[model]`."""
     entries: Path | None = None
@@ -95,6 +98,8 @@ class ServeOptions:
     def of_model(self) -> dict[str, Any]:
         """What is laid over `[model]`."""
         given: dict[str, Any] = {"weights": self.weights} if self.weights else {}
+        if self.gguf:
+            given["gguf"] = os.path.abspath(self.gguf)
         if self.fuse_loras:
             given["fuse_loras"] = [os.path.abspath(each) for each in self.fuse_loras]
         return {**given, "compile": True} if self.compile else given

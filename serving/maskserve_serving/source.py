@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,12 @@ from maskserve_serving.files import with_values
 # "owner/name"; a path is written with a dot or slash in front, or exists.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
+_SERVED = ["*.json", "*.toml", "*/*"]
+"""Of a hub model: folders, and beside them what is no weights. FLUX.1's have the same weights once
+more there, in one file."""
+_TRANSFORMER = ["transformer/*.safetensors"]
+"""What a GGUF file takes the place of."""
+
 
 def with_model(
     tables: dict[str, Any], model: str, files: list[str] | None = None
@@ -23,33 +30,41 @@ def with_model(
     Args:
         tables: of the configuration.
         model: folder or hub id.
-        files: patterns of those that are wanted of a hub model; None: all.
+        files: patterns of those that are wanted of a hub model; None: all that is served.
 
     Raises:
         ServeError: there is no such model, or it is none that is served.
     """
-    revision = str(tables.get("model", {}).get("revision", ""))
-    tables = with_values(tables, "model", path=str(resolve_model(model, revision, files)))
+    asked = tables.get("model", {})
+    without = _TRANSFORMER if asked.get("gguf") else []
+    folder = resolve_model(model, str(asked.get("revision", "")), files, without)
+    tables = with_values(tables, "model", path=str(folder))
     if not Path(model).exists() and not tables["model"].get("name"):
         # A downloaded model's folder is named after its revision; clients know the hub id.
         tables = with_values(tables, "model", name=model.split("/")[-1])
     return tables
 
 
-def resolve_model(model: str, revision: str = "", files: list[str] | None = None) -> Path:
+def resolve_model(
+    model: str,
+    revision: str = "",
+    files: list[str] | None = None,
+    without: Sequence[str] = (),
+) -> Path:
     """The local folder of a path or hub id; a hub model is downloaded, or found downloaded.
 
     Args:
         model: path or hub id.
         revision: of a hub model; empty: the default branch.
         files: as `with_model`.
+        without: patterns of those that are not wanted.
 
     Raises:
         ServeError: there is no such model, or it is none that is served.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        folder = _download(model, revision or None, files)
+        folder = _download(model, revision or None, files or _SERVED, without)
     try:
         load_facts(folder)
     except ConfigError as error:
@@ -61,7 +76,9 @@ def resolve_model(model: str, revision: str = "", files: list[str] | None = None
     return folder.resolve()
 
 
-def _download(model: str, revision: str | None, files: list[str] | None) -> Path:
+def _download(
+    model: str, revision: str | None, files: Sequence[str], without: Sequence[str]
+) -> Path:
     if _HUB_ID.fullmatch(model) is None:
         raise ServeError(f"--model: there is no folder {model}")
     try:
@@ -71,7 +88,14 @@ def _download(model: str, revision: str | None, files: list[str] | None) -> Path
             f"--model: there is no folder {model}, and huggingface_hub is not installed"
         ) from None
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=files))
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=list(files),
+                ignore_patterns=list(without),
+            )
+        )
     except Exception as error:
         # The hub client raises its own and its transports' errors; the first line says enough.
         why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -12,7 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from maskserve_serving.errors import ServeError
-from maskserve_serving.files import WorkerFiles, folders_of, hold, read_tables, remove_stale
+from maskserve_serving.files import (
+    WorkerFiles,
+    folders_of,
+    hold,
+    read_tables,
+    remove_stale,
+    with_values,
+)
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.process import Process
 from maskserve_serving.router import RouterProcess
@@ -78,7 +85,8 @@ class Supervisor:
         options = self.options
         if options.workers < 1:
             raise ServeError(f"--workers: {options.workers} is not at least 1")
-        tables = with_trace(with_model(read_tables(options.config), options.model), options)
+        asked = with_values(read_tables(options.config), "model", **options.of_model)
+        tables = with_trace(with_model(asked, options.model), options)
         check_packages(router=options.router)
         runtime = find_runtime(options.tritonserver, options.cache_dir)
         self.workers = make_workers(options, runtime, tables)

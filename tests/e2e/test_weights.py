@@ -15,6 +15,7 @@ from maskserve_harness.checkout import CHECKOUT
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
+from tests.fakes.gguf_file import write_gguf
 from tests.fakes.pictures import blob_mask, scene
 from tests.fakes.pipelines import diffusers_edit
 from tests.support.calls import Grpc, Pixels, edit_inputs, pixels
@@ -24,14 +25,17 @@ PROMPT, STEPS, SEED, SIDE = "a red star", 4, 7, 128
 SOURCE, MASK = scene(SIDE, SIDE), blob_mask(SIDE, SIDE)
 # A level of 255 is what rounding takes. Where tokens are rounded to 8 bits, too, a difference of
 # 1e-6 before a layer may be a step of theirs.
-APART = {"int8": 1, "fp8": 1, "nf4": 1, "int8-dynamic": 40}
+APART = {"int8": 1, "fp8": 1, "nf4": 1, "gguf": 1, "int8-dynamic": 40}
 
 
 @contextmanager
 def serving(form: str, folder: Path) -> Iterator[Grpc]:
+    own: dict[str, Any] = {"weights": form}
+    if form == "gguf":
+        own = {"gguf": str(write_gguf(DEMO, folder / "demo.gguf"))}
     options = ServeOptions(
         model=str(DEMO),
-        weights=form,
+        **own,
         base_port=free_base_port(),
         log_dir=folder,
         say=lambda _: None,
@@ -40,16 +44,25 @@ def serving(form: str, folder: Path) -> Iterator[Grpc]:
         yield grpc
 
 
-def of_diffusers(form: str) -> Pixels:
+def of_diffusers(form: str, folder: Path) -> Pixels:
     """The edit by diffusers' own pipeline, whose layers the library has quantised."""
-    from diffusers import FluxFillPipeline
-    from torch import device
+    from diffusers import FluxFillPipeline, FluxTransformer2DModel, GGUFQuantizationConfig
+    from torch import device, float32
 
     from maskserve_engine.stages.quantise import quantise
 
     pipeline: Any = FluxFillPipeline.from_pretrained(DEMO)
     pipeline.set_progress_bar_config(disable=True)
-    quantise(pipeline.transformer, form, device("cpu"))
+    if form == "gguf":
+        pipeline.transformer = FluxTransformer2DModel.from_single_file(
+            str(folder / "demo.gguf"),
+            config=str(DEMO),
+            subfolder="transformer",
+            quantization_config=GGUFQuantizationConfig(compute_dtype=float32),
+            torch_dtype=float32,
+        )
+    else:
+        quantise(pipeline.transformer, form, device("cpu"))
     settings = EditSettings(num_inference_steps=STEPS, guidance_scale=1.0)
     args = SOURCE, MASK, PROMPT, settings, SEED
     return np.asarray(diffusers_edit(pipeline, *args, max_sequence_length=16)[0])
@@ -60,13 +73,13 @@ def of_diffusers(form: str) -> Pixels:
     ["int8", *(pytest.param(each, marks=pytest.mark.slow) for each in APART if each != "int8")],
 )
 def test_dense_edits_are_the_pipelines_and_cached_ones_hit(form: str, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes" if form == "nf4" else "torchao")
+    pytest.importorskip({"nf4": "bitsandbytes", "gguf": "gguf"}.get(form, "torchao"))
     asked = {"num_inference_steps": STEPS, "seed": SEED}
     with serving(form, tmp_path) as grpc:
         image, meta = grpc.edit(edit_inputs(SOURCE, MASK, PROMPT, **asked))
         cached, hit = grpc.edit(edit_inputs(SOURCE, MASK, PROMPT, **asked, cache="require"))
     inside = MASK > 0
-    own, expected = pixels(image), of_diffusers(form)
+    own, expected = pixels(image), of_diffusers(form, tmp_path)
     assert np.array_equal(own[~inside], SOURCE[~inside])
     assert np.abs(own[inside].astype(int) - expected[inside]).max() <= APART[form]
     assert (meta["cache"], hit["cache"]) == ("off", "hit")

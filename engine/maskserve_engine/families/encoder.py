@@ -31,6 +31,7 @@ from maskserve_engine.stages.vae_pieces import (
     plan_pieces,
     resnet,
 )
+from maskserve_engine.stages.vae_tiles import is_tiled
 
 RIM = 1
 """Latents at a piece's rim that miss too much of what lies beyond to be taken."""
@@ -81,7 +82,9 @@ class TextEncoder:
             truncation=True,
             return_tensors="pt",
         ).input_ids
-        return self.model(ids.to(self.model.device), output_hidden_states=hidden_states)
+        if self.model.device.type != "meta":  # else its layers' hooks fetch what they are given
+            ids = ids.to(self.model.device)
+        return self.model(ids, output_hidden_states=hidden_states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +159,11 @@ class Encoder(ABC):
 
     def template(self, pixels: NDArray[np.uint8]) -> TemplateEncoding:
         """The source's moments, bit for bit as `moments`, and what `masked_pieces` needs."""
-        if not self.has_pieces:
-            return TemplateEncoding(self.moments(pixels))
         factor = self.facts.vae_scale_factor
-        recorder = NormRecorder((pixels.shape[0] // factor, pixels.shape[1] // factor))
+        size = pixels.shape[0] // factor, pixels.shape[1] // factor
+        if not self.has_pieces or is_tiled(self.vae, size):
+            return TemplateEncoding(self.moments(pixels))
+        recorder = NormRecorder(size)
         with torch.inference_mode():
             maps = self._down([self._on_device(_image(pixels))], recorder)
             middle = None if self._local else maps[0].cpu()

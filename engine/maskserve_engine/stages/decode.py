@@ -15,7 +15,6 @@ from maskserve_core.config import Config
 from maskserve_core.models.facts import LatentSpace, ModelFacts
 from maskserve_engine.stages.cpu_threads import limit_threads
 from maskserve_engine.stages.latent_space import to_vae
-from maskserve_engine.stages.loader import load_part
 from maskserve_engine.stages.vae_pieces import (
     CellSums,
     MixedNorm,
@@ -27,6 +26,7 @@ from maskserve_engine.stages.vae_pieces import (
     plan_pieces,
     resnet,
 )
+from maskserve_engine.stages.vae_tiles import is_tiled, load_vae
 
 
 class Decoder:
@@ -47,13 +47,17 @@ class Decoder:
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> Decoder:
         """Raises ConfigError when the VAE cannot be loaded."""
-        from diffusers import AutoencoderKL
-
         limit_threads(config)
-        vae = load_part(config, "vae", AutoencoderKL)
+        vae = load_vae(config, facts)
         if vae.dtype == torch.float16 and vae.config.force_upcast:
             vae = vae.float()  # in half precision it overflows, as its folder says
         return cls(vae, facts.latents)
+
+    def takes_pieces(self, size: tuple[int, int]) -> bool:
+        """Whether latents of this size [h, w] can be decoded in pieces: tiles have norms of their
+        own.
+        """
+        return self.has_pieces and not is_tiled(self.vae, size)
 
     def decode(self, latents: NDArray[np.float32]) -> NDArray[np.uint8]:
         """[C, h, w] latents as the sampler leaves them → [H, W, 3] pixels."""

@@ -1,4 +1,4 @@
-"""Weights in fewer bits, by torchao and bitsandbytes.
+"""Weights in fewer bits, by torchao and bitsandbytes, and GGUF files, by diffusers.
 
 Of a denoiser only the products of transformer blocks change: they hold nearly all of its weights.
 What leads in and out, embeddings and convolutions stay as they are.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_engine.stages.loader import device_of, held_bytes, load_part
+from maskserve_engine.stages.loader import device_of, dtype_of, held_bytes, load_part
+from maskserve_engine.stages.revision import file_digest
 
 _BLOCKS = "transformer_blocks."
 _NF4_GROUP = 64
@@ -23,6 +25,8 @@ _FP8_CAPABILITY = (8, 9)
 """From here on a GPU multiplies numbers of 8 bits in floating point."""
 
 
+_BAD_FILE = (OSError, ValueError, RuntimeError, KeyError, IndexError, TypeError)
+"""What readers of GGUF raise for files that are none, or are another model's."""
 Prepare = Callable[[nn.Module], nn.Module]
 """What is done with a part as the folder has it, before it is quantised."""
 
@@ -38,15 +42,47 @@ def load_denoiser(config: Config, name: str, cls: Any, prepare: Prepare) -> Any:
     form = config.model.weights
     if form != "bf16" and config.model.compile:
         raise ConfigError(f'[model] compile: not with weights = "{form}"; use "bf16"')
+    if config.model.gguf and device_of(config).type != "meta":
+        return _load_gguf(config, name, cls)
     return _load(config, name, cls, "weights", form, _BLOCKS, prepare)
 
 
+def gguf_bytes(config: Config) -> int:
+    """What the tensors of `[model] gguf` will take, by the file's header: those in a form of GGUF's
+    what they take there, others as many numbers in the model's dtype.
+
+    Raises:
+        ConfigError: the file or the library is not there, or it is no GGUF file.
+    """
+    import_library("gguf", "gguf", config.model.gguf)
+    from gguf import GGMLQuantizationType, GGUFReader
+
+    plain = GGMLQuantizationType.F32, GGMLQuantizationType.F16
+    try:
+        tensors = GGUFReader(_gguf_file(config)).tensors
+    except _BAD_FILE as error:
+        raise _unreadable(config, error) from error
+    itemsize = dtype_of(config).itemsize
+    return sum(
+        int(each.n_elements) * itemsize if each.tensor_type in plain else int(each.n_bytes)
+        for each in tensors
+    )
+
+
 def load_t5(config: Config, name: str, cls: Any) -> Any:
-    """As `load_part`, with all products in the form that `[model] t5_weights` names.
+    """As `load_part`, with all products in the form that `[model] t5_weights` names; or in host
+    memory, from where each layer goes to the device when it is its turn (`t5_offload`).
 
     Raises:
         ConfigError: as `load_denoiser`.
     """
+    if config.model.t5_offload:
+        if config.model.t5_weights != "bf16":
+            raise ConfigError('[model] t5_offload: not with t5_weights = "int8"; use one of them')
+        from accelerate import cpu_offload
+
+        model = load_part(config, name, cls, device=torch.device("cpu"))
+        return cpu_offload(model, execution_device=device_of(config), offload_buffers=True)
     return _load(config, name, cls, "t5_weights", config.model.t5_weights, "")
 
 
@@ -78,6 +114,12 @@ def bytes_as(model: nn.Module, form: str, within: str = _BLOCKS) -> int:
     return total
 
 
+def largest_layer_bytes(model: nn.Module) -> int:
+    """What a model takes on a device to which its layers go one after the other."""
+    layers = (module.parameters(recurse=False) for module in model.modules())
+    return max(sum(each.nbytes for each in layer) for layer in layers)
+
+
 def form_in_words(config: Config) -> str:
     """For the names of entries: all that decides what the served products compute; empty for
     weights as the folder has them.
@@ -88,6 +130,8 @@ def form_in_words(config: Config) -> str:
         words.append(form)
     elif form != "bf16":
         words.append(f"{form} {_torchao_config(form, device_of(config))}")
+    if config.model.gguf:
+        words.append(f"gguf {file_digest(_gguf_file(config))}")
     if config.model.t5_weights != "bf16":
         words.append(f"t5 {config.model.t5_weights}")
     return "; ".join(words)
@@ -104,18 +148,64 @@ def _load(
 ) -> Any:
     if form == "bf16":
         return prepare(load_part(config, name, cls))
-    library = "bitsandbytes" if form == "nf4" else "torchao"
-    try:
-        importlib.import_module(library)
-    except ImportError as error:
-        raise ConfigError(
-            f'[model] {key}: "{form}" needs {library}: pip install "maskserve[quantised]"'
-        ) from error
+    import_library("bitsandbytes" if form == "nf4" else "torchao", key, form)
     model = load_part(config, name, cls, device=torch.device("cpu"))
     if getattr(model.config, "quantization_config", None) is not None:
         raise ConfigError(f'[model] {key}: {name} is quantised already; use "bf16"')
     quantise(prepare(model), form, device_of(config), within)
     return model.to(device_of(config))
+
+
+def import_library(library: str, key: str, value: str) -> None:
+    """Raise ConfigError where a setting of `[model]` needs a library that is not there."""
+    try:
+        importlib.import_module(library)
+    except ImportError as error:
+        raise ConfigError(
+            f'[model] {key}: "{value}" needs {library}: pip install "maskserve[quantised]"'
+        ) from error
+
+
+def _load_gguf(config: Config, name: str, cls: Any) -> Any:
+    """A part whose shape is the folder's and whose weights are `[model] gguf`'s."""
+    from diffusers import GGUFQuantizationConfig
+
+    model, dtype = config.model, dtype_of(config)
+    if model.weights != "bf16":
+        raise ConfigError(f'[model] gguf: not with weights = "{model.weights}"; use "bf16"')
+    if model.compile:
+        raise ConfigError("[model] gguf: not with compile; use false")
+    if model.fuse_loras:
+        raise ConfigError("[model] gguf: not with fuse_loras; a LoRA of an edit can be had")
+    import_library("gguf", "gguf", model.gguf)
+    try:
+        loaded = cls.from_single_file(
+            str(_gguf_file(config)),
+            config=model.path,
+            subfolder=name,
+            quantization_config=GGUFQuantizationConfig(compute_dtype=dtype),
+            torch_dtype=dtype,
+            device=str(device_of(config)),
+            local_files_only=True,
+        )
+    except _BAD_FILE as error:
+        raise _unreadable(config, error) from error
+    missing = [path for path, each in loaded.named_parameters() if each.device.type == "meta"]
+    if missing:
+        raise ConfigError(f"[model] gguf: {model.gguf} has no {missing[0]}")
+    return loaded.eval().requires_grad_(False)
+
+
+def _gguf_file(config: Config) -> Path:
+    file = Path(config.model.gguf)
+    if file.suffix != ".gguf" or not file.is_file():
+        raise ConfigError(f"[model] gguf: {file} is no file that ends in .gguf")
+    return file
+
+
+def _unreadable(config: Config, error: Exception) -> ConfigError:
+    why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return ConfigError(f"[model] gguf: {config.model.gguf} is no GGUF file of this model: {why}")
 
 
 def _products(model: nn.Module, form: str, within: str) -> Iterator[tuple[str, nn.Linear]]:

@@ -28,20 +28,41 @@ def model_revision(folder: str | Path, form: str = "") -> str:
     """
     folder = Path(folder)
     known, digest = _read(folder), xxhash.xxh3_128()
-    now: dict[str, list[int | str]] = {}
+    # Files beside the parts are `file_digest`'s.
+    now = {name: held for name, held in known.items() if "/" not in name}
     for part in _PARTS:
         for path in sorted(p for p in (folder / part).glob("*") if p.is_file()):
-            name, about = f"{part}/{path.name}", path.stat()
-            held = known.get(name, [0, 0, ""])
-            fresh = held[:2] == [about.st_size, about.st_mtime_ns]
-            of_file = str(held[2]) if fresh else _digest(path)
-            now[name] = [about.st_size, about.st_mtime_ns, of_file]
-            digest.update(f"{name}:{about.st_size}:{of_file};".encode())
+            name = f"{part}/{path.name}"
+            now[name] = _about(path, known.get(name))
+            digest.update(f"{name}:{now[name][0]}:{now[name][2]};".encode())
     if now != known:
         _write(folder, now)
     if form:
         digest.update(f"weights:{form};".encode())
     return digest.hexdigest()
+
+
+def file_digest(path: str | Path) -> str:
+    """32 hexadecimal digits over a file of weights, kept beside it likewise.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    path = Path(path)
+    known = _read(path.parent)
+    about = _about(path, known.get(path.name))
+    if about != known.get(path.name):
+        _write(path.parent, {**known, path.name: about})
+    return str(about[2])
+
+
+def _about(path: Path, held: list[int | str] | None) -> list[int | str]:
+    """A file's size, time of change and digest, which is the held one if the others still are."""
+    about = path.stat()
+    size_and_time: list[int | str] = [about.st_size, about.st_mtime_ns]
+    if held is not None and held[:2] == size_and_time:
+        return held
+    return [*size_and_time, _digest(path)]
 
 
 def _digest(path: Path) -> str:

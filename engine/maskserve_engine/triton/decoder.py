@@ -65,9 +65,10 @@ class EditDecoder:
             meta: of the event.
             context: the tensor.
         """
-        if self._stages.decode_halo and self._decoder.has_pieces:
+        size = latents.shape[1], latents.shape[2]
+        if self._stages.decode_halo and self._decoder.takes_pieces(size):
             event, edit = _read_event(meta), EditRequest.from_json(request_in(context))
-            found = self._pieces(event, edit, (latents.shape[1], latents.shape[2]))
+            found = self._pieces(event, edit, size)
             if found is not None:
                 pieces, template = found
                 pixels = self._decoder.decode_pieces(latents, pieces, template)

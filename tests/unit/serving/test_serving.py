@@ -20,7 +20,7 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_serving import command, files, ports, runtime, shm_cleanup, triton_log
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions, default_cache_dir
-from maskserve_serving.source import resolve_model
+from maskserve_serving.source import resolve_model, with_model
 from maskserve_serving.spec import Spec
 from maskserve_serving.supervisor import Supervisor
 
@@ -184,14 +184,35 @@ def test_a_hub_id_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
     asked = []
 
-    def refuse(name: str, revision: str | None, allow_patterns: None) -> str:
-        asked.append((name, revision))
+    def refuse(name: str, **asked_for: object) -> str:
+        asked.append((name, asked_for["revision"]))
         raise OSError("the network is down\nand so on")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(ServeError, match=r"no folder some/model, .* it: the network is down$"):
         resolve_model("some/model", "v2")
     assert asked == [("some/model", "v2")]
+
+
+@pytest.mark.parametrize("gguf", ["", "weights.gguf"])
+def test_of_a_hub_model_what_is_served_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tiny_fill: Path, gguf: str
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = ["model_index.json", "transformer/config.json", "vae/diffusion.safetensors"]
+    twice = ["flux1.safetensors", "README.md", "schnell.jpg"]
+    files = [*wanted, *twice, "transformer/a-00001-of-00002.safetensors"]
+    fetched: list[str] = []
+
+    def fetch(name: str, revision: str | None, **patterns: list[str]) -> str:
+        fetched.extend(filter_repo_objects(files, **patterns))
+        return str(tiny_fill)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    with_model({"model": {"gguf": gguf}}, "some/model")
+    assert fetched == (wanted if gguf else [*wanted, files[-1]])
 
 
 def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:

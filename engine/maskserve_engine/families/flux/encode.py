@@ -11,8 +11,8 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
 from maskserve_engine.job import Conditioning
 from maskserve_engine.stages.cpu_threads import limit_threads
-from maskserve_engine.stages.loader import load_part
 from maskserve_engine.stages.quantise import load_t5
+from maskserve_engine.stages.vae_tiles import load_vae
 
 
 class FluxEncoder(Encoder):
@@ -32,13 +32,12 @@ class FluxEncoder(Encoder):
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> FluxEncoder:
         """Raises ConfigError when a part cannot be loaded."""
-        from diffusers import AutoencoderKL
         from transformers import CLIPTextModel, T5EncoderModel
 
         limit_threads(config)
         return cls(
             facts,
-            load_part(config, "vae", AutoencoderKL),
+            load_vae(config, facts),
             TextEncoder.load(config, CLIPTextModel),
             TextEncoder.load(
                 config, T5EncoderModel, "_2", config.model.max_sequence_length, load=load_t5

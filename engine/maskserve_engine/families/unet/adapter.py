@@ -111,6 +111,10 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             raise ConfigError("[model] first_block_threshold: a setting of FLUX models; use 0")
         if config.model.t5_weights != "bf16":
             raise ConfigError('[model] t5_weights: a setting of FLUX models; use "bf16"')
+        if config.model.t5_offload:
+            raise ConfigError("[model] t5_offload: a setting of FLUX models; use false")
+        if config.model.gguf:
+            raise ConfigError("[model] gguf: a setting of FLUX models; use none")
         if config.cache.conv_halo and config.cache.entry_kind != "kv":
             raise ConfigError(
                 f"[cache] conv_halo: {config.cache.conv_halo} goes with entry_kind kv, "

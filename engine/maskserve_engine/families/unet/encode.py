@@ -13,7 +13,8 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.families.encoder import Encoder, TextEncoder, to_numpy
 from maskserve_engine.job import Conditioning
 from maskserve_engine.stages.cpu_threads import limit_threads
-from maskserve_engine.stages.loader import device_of, load_part
+from maskserve_engine.stages.loader import device_of
+from maskserve_engine.stages.vae_tiles import load_vae
 
 
 class UnetEncoder(Encoder):
@@ -32,11 +33,10 @@ class UnetEncoder(Encoder):
     @classmethod
     def load(cls, facts: ModelFacts, config: Config) -> UnetEncoder:
         """Raises ConfigError when a part cannot be loaded."""
-        from diffusers import AutoencoderKL
         from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
         limit_threads(config)
-        vae = load_part(config, "vae", AutoencoderKL)
+        vae = load_vae(config, facts)
         if facts.micro_conditioning and vae.config.force_upcast:
             vae = vae.to(device_of(config), torch.float32)
         encoders = [TextEncoder.load(config, CLIPTextModel)]

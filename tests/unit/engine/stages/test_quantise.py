@@ -99,6 +99,25 @@ def test_t5_in_8_bits_is_the_librarys_own() -> None:
     assert weight_bytes(config, "encoder") == pytest.approx(held, rel=1e-3)  # but for buffers
 
 
+def test_a_t5_that_comes_layer_by_layer_says_the_same() -> None:
+    config = config_of(DEMO, model={"t5_offload": True})
+    own: Any = load_encoder(config)
+    held: Any = load_encoder(config_of(DEMO))
+    for prompt in ("a red star", "", "two cats"):
+        found, expected = own.encode_prompt(prompt), held.encode_prompt(prompt)
+        assert {each.device.type for each in own.t5.model.parameters()} == {"meta"}
+        for name, numbers in expected.items():
+            np.testing.assert_array_equal(found[name], numbers)
+    whole, parts = weight_bytes(config_of(DEMO), "encoder"), (own.vae, own.clip.model)
+    layers = [
+        sum(each.nbytes for each in module.parameters(recurse=False))
+        for module in held.t5.model.modules()
+    ]
+    counted = weight_bytes(config, "encoder")
+    assert counted == pytest.approx(sum(map(held_bytes, parts)) + max(layers), rel=1e-3)
+    assert counted < whole
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("form", FORMS)
 def test_a_layer_equals_the_librarys_own(form: str) -> None:
@@ -214,6 +233,10 @@ def test_what_cannot_be_is_said(
 ) -> None:
     with pytest.raises(ConfigError, match=r"\[model\] t5_weights: a setting of FLUX"):
         load_adapter(config_of(tiny_unets["sdxl-base"], model={"t5_weights": "int8"}))
+    with pytest.raises(ConfigError, match=r"\[model\] t5_offload: a setting of FLUX"):
+        load_adapter(config_of(tiny_unets["sdxl-base"], model={"t5_offload": True}))
+    with pytest.raises(ConfigError, match=r"\[model\] t5_offload: not with t5_weights"):
+        load_encoder(config_of(tiny_fill, model={"t5_weights": "int8", "t5_offload": True}))
     with pytest.raises(ConfigError, match=r"\[model\] compile: not with weights"):
         load_adapter(config_of(tiny_fill, model={"weights": "int8", "compile": True}))
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)

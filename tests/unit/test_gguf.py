@@ -1,0 +1,159 @@
+"""GGUF files in the transformer's place: against diffusers' own reader of the same file."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maskserve_core.config import Config, ConfigError
+from maskserve_engine.card_table import Shapes, check_fits
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.layers.linear import linear
+from maskserve_engine.memory import denoiser_bytes
+from maskserve_engine.stages.quantise import form_in_words
+from maskserve_engine.stages.revision import file_digest, model_revision
+from tests.fakes.gguf_file import write_gguf
+from tests.fakes.jobs import config_of, encode_case, random_case, tolerance
+from tests.fakes.pipelines import diffusers_latents
+
+gguf: Any = pytest.importorskip("gguf")
+
+
+@pytest.fixture(scope="module")
+def file(tiny_fill: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tiny_fill, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture
+def config(tiny_fill: Path, file: Path) -> Config:
+    return config_of(tiny_fill, model={"gguf": str(file), "outside_noise": "edit"})
+
+
+def of_diffusers(folder: Path, file: Path) -> Any:
+    from diffusers import FluxTransformer2DModel, GGUFQuantizationConfig
+
+    return FluxTransformer2DModel.from_single_file(
+        str(file),
+        config=str(folder),
+        subfolder="transformer",
+        quantization_config=GGUFQuantizationConfig(compute_dtype=torch.float32),
+        torch_dtype=torch.float32,
+    )
+
+
+@torch.inference_mode()
+def test_products_equal_diffusers_layers(tiny_fill: Path, file: Path) -> None:
+    model = of_diffusers(tiny_fill, file)
+    attention = model.transformer_blocks[0].attn
+    layers = attention.to_q, attention.to_k, attention.to_v
+    x = torch.randn(7, attention.to_q.in_features)
+    expected = torch.cat([layer(x) for layer in layers], -1)
+    joined = linear(*layers)
+    torch.testing.assert_close(joined(x), expected)
+    torch.testing.assert_close(joined.columns(30, 70)(x), expected[:, 30:70])
+    assert tuple(joined.columns(30, 70)(x[:0]).shape) == (0, 40)
+
+
+def test_dense_rows_equal_the_pipeline_with_the_same_file(
+    tiny_fill: Path, file: Path, config: Config
+) -> None:
+    from diffusers import FluxFillPipeline
+
+    pipeline: Any = FluxFillPipeline.from_pretrained(
+        tiny_fill, transformer=of_diffusers(tiny_fill, file)
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    encoder, adapter = load_encoder(config), load_adapter(config)
+    case = random_case(np.random.default_rng(), num_inference_steps=3)
+    row: Any = adapter.dense_row(encode_case(encoder, case, "r"))
+    while row.step < row.steps:
+        adapter.step([row], None)
+    expected = diffusers_latents(pipeline, case)
+    assert np.abs(row.result().array() - expected).max() <= tolerance(expected)
+
+
+def test_bytes_are_counted_as_they_are_held(tiny_fill: Path, config: Config) -> None:
+    adapter = load_adapter(config)
+    assert denoiser_bytes(config, ["bf16", "int8"]) == {
+        "bf16": pytest.approx(adapter.weight_bytes, rel=0.01)
+    }
+    assert adapter.weight_bytes < 0.7 * load_adapter(config_of(tiny_fill)).weight_bytes
+    shapes = Shapes(config)
+    assert list(shapes.weights) == ["bf16"]
+    with pytest.raises(ConfigError, match="does not fit the device"):
+        check_fits(config, 2**16)
+
+
+def test_the_folders_own_weights_need_not_be_there(
+    tiny_fill: Path, file: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(
+        tiny_fill,
+        bare,
+        ignore=lambda at, _: (
+            ["diffusion_pytorch_model.safetensors"] if Path(at).name == "transformer" else []
+        ),
+    )
+    assert load_adapter(config_of(bare, model={"gguf": str(file)})).weight_bytes
+
+
+def test_entries_of_one_file_are_not_anothers(tiny_fill: Path, file: Path, tmp_path: Path) -> None:
+    other = write_gguf(tiny_fill, tmp_path / "other.gguf", ("Q8_0",))
+    same = Path(shutil.copy(other, tmp_path / "same.gguf"))
+    words = [
+        form_in_words(config_of(tiny_fill, model={"gguf": str(each)} if each else {}))
+        for each in (None, file, other, same)
+    ]
+    assert words[2] == words[3]
+    assert len({model_revision(tiny_fill, each) for each in words}) == 3
+    # A file that lies in the model folder and what is kept of the folder's own leave one another.
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_fill, folder)
+    inside = Path(shutil.copy(other, folder / "t.gguf"))
+    digest, before = file_digest(inside), model_revision(folder)
+    kept = (folder / ".maskserve-digests.json").stat().st_mtime_ns
+    assert (file_digest(inside), model_revision(folder)) == (digest, before)
+    assert (folder / ".maskserve-digests.json").stat().st_mtime_ns == kept
+    write_gguf(tiny_fill, inside, ("Q4_0",))
+    assert file_digest(inside) != digest
+
+
+def test_what_cannot_be_is_said(
+    tiny_fill: Path,
+    tiny_unets: dict[str, Path],
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(folder: Path = tiny_fill, **model: Any) -> str:
+        with pytest.raises(ConfigError) as error:
+            load_adapter(config_of(folder, model={"gguf": str(file), **model}))
+        return str(error.value)
+
+    assert "[model] gguf: a setting of FLUX models" in refused(tiny_unets["sdxl-base"])
+    assert '[model] gguf: not with weights = "nf4"' in refused(weights="nf4")
+    assert "[model] gguf: not with compile" in refused(compile=True)
+    assert "[model] gguf: not with fuse_loras" in refused(fuse_loras=["a.safetensors"])
+    check_fits(config_of(tiny_fill, model={"gguf": str(file), "weights": "nf4"}), 0)
+    none = tmp_path / "none.gguf"
+    assert f"{none} is no file that ends in .gguf" in refused(gguf=str(none))
+    none.write_bytes(b"nothing of the sort")
+    assert f"{none} is no GGUF file of this model: " in refused(gguf=str(none))
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:4000])
+    assert f"{cut} is no GGUF file of this model: " in refused(gguf=str(cut))
+    writer = gguf.GGUFWriter(tmp_path / "few.gguf", "flux")
+    writer.add_tensor("x_embedder.bias", np.zeros(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "few.gguf" in refused(gguf=str(tmp_path / "few.gguf"))
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    assert 'needs gguf: pip install "maskserve[quantised]"' in refused()
