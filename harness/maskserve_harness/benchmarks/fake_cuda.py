@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from maskserve_engine import entry_store
 from maskserve_engine.families.unet.graphs import CudaCapture
 from maskserve_engine.layers import kernels
 from maskserve_engine.stages import device_probe
@@ -155,6 +156,7 @@ class FakeCuda:
         self._facts.append(patch.object(kernels, "missing_for_launches", lambda: None))
         # What computes nothing takes no time that a probe could tell.
         self._facts.append(patch.object(device_probe, "probed", lambda peak, *_: peak))
+        self._facts.append(patch.object(entry_store, "moved_per_s", lambda *_: 0.0))
         # Torch asks `is_available` whether it may make a real tensor there first.
         none = not torch.cuda.is_available()
         self._facts.append(patch.object(FakeTensorMode, "avoid_device_init", none))

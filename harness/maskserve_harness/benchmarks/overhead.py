@@ -44,6 +44,7 @@ from maskserve_core.contracts.status_record import State
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.registry import load_facts
+from maskserve_engine.batch import flow as flow_module
 from maskserve_engine.batch import forward as forward_module
 from maskserve_engine.families.flux import batch as batch_module
 from maskserve_engine.families.flux.blocks import FluxStep
@@ -122,7 +123,7 @@ def measure_step(direct: Direct, edits: list[Edit], steps: int) -> dict[str, Any
     """
     jobs = direct.jobs(edits[:8], {"num_inference_steps": steps, "cache": "off"})
     inner = model_clock()
-    outer = Clock((batch_module, "forward"))
+    outer = Clock((flow_module, "forward"))
     marks: list[tuple[float, float, float]] = []
     publisher = direct.engine._publisher
     publish = publisher.publish

@@ -45,7 +45,7 @@ def test_the_model_is_that_of_the_configured_revision(
 ) -> None:
     asked = []
 
-    def download(model: str, revision: str | None, files: list[str] | None) -> Path:
+    def download(model: str, revision: str | None, *_: object) -> Path:
         asked.append((model, revision))
         return DEMO
 
