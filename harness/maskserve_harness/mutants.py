@@ -115,7 +115,7 @@ MUTATIONS = (
         f"{_ENGINE}/cache/entry_file.py",
         "    digest = xxhash.xxh3_128()",
         '    return metadata.get("digest", "")',
-        f"{_UNIT}/engine/cache/test_store.py::test_a_damaged_file_is_dropped_counted_and_never_read",
+        f"{_UNIT}/engine/cache/test_store.py::test_a_damaged_file_is_dropped_counted_and_never_read[bytes]",
     ),
     # Which edits are cached.
     Mutation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
+from maskserve_core.errors import Overloaded
 from maskserve_core.routing import Edit, NoWorkerAvailable, make_policy, predicted_seconds
 from maskserve_core.worker.step_scheduler import MakePolicy, StepScheduler
 from maskserve_harness.simulator.hardware import CONTROL, Hardware
@@ -78,17 +79,17 @@ class Cluster:
             self.hardware.tokens,
             request.template,
             cache=self.hardware.cacheable(request.active),
+            adapters=request.loras,
             controls=CONTROL if request.controlled and self.scenario.controls_priced else (),
         )
         views = [worker.view(now) for worker in self.workers.values()]
         try:
             chosen = self.policy.choose(edit, views, now)
-        except NoWorkerAvailable:
+            view = next(view for view in views if view.worker == chosen)
+            predicted = predicted_seconds(edit, view, now)
+            self.jobs.append(self.workers[chosen].send(request, edit, predicted, now))
+        except (NoWorkerAvailable, Overloaded):
             self.refused.append(request)
-            return
-        view = next(view for view in views if view.worker == chosen)
-        predicted = predicted_seconds(edit, view, now)
-        self.jobs.append(self.workers[chosen].send(request, edit, predicted, now))
 
     def _ended(self, job: Job, when: float) -> None:
         self.answers += 1

@@ -46,6 +46,8 @@ class Result:
     primed: int
     prediction_error: float
     """Median of |predicted - actual| / actual seconds from sending to the last step."""
+    lora_loads: int
+    """From hosts' memories and from the storage to devices."""
     interruptions_p50: float
     """Strawman: others' pre- and post-processing during an edit's denoising."""
     interruptions_p95: float
@@ -142,6 +144,7 @@ def measure(cluster: Cluster, requests: Sequence[Request], seed: int) -> Result:
         dense_misses=sum(w.dense_misses for w in workers),
         primed=sum(w.primed for w in workers),
         prediction_error=float(np.median(errors)) if errors else math.nan,
+        lora_loads=sum(sum(w.loras.loads.values()) for w in workers if w.loras),
         interruptions_p50=float(np.percentile(cuts, 50)),
         interruptions_p95=float(np.percentile(cuts, 95)),
     )

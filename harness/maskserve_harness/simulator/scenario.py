@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from maskserve_harness.simulator.loras import LoraTiers
 from maskserve_harness.simulator.workload import Workload
 
 BATCHING = ("continuous", "static", "strawman")
@@ -46,6 +47,8 @@ class Scenario:
     priming_share: float = 0.25
     controls_priced: bool = True
     """Whether the policy knows which edits have a ControlNet, and what it costs."""
+    loras: LoraTiers | None = None
+    """None: every LoRA is on every device."""
 
     def __post_init__(self) -> None:
         if self.batching not in BATCHING:

@@ -12,6 +12,7 @@ from maskserve_core.routing import Edit, RowLoad, WorkerView
 from maskserve_core.worker.step_scheduler import MakePolicy, Run, StepScheduler, Ticket
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_harness.simulator.job import Job
+from maskserve_harness.simulator.loras import WorkerLoras
 from maskserve_harness.simulator.residency import Host
 from maskserve_harness.simulator.scenario import Scenario
 from maskserve_harness.simulator.workload import Request
@@ -46,6 +47,7 @@ class Worker:
         self.hardware = hardware
         self.scenario = scenario
         self.host = host
+        self.loras = WorkerLoras(scenario.loras, at) if scenario.loras else None
         self.scheduler = policy(scenario.max_rows, scenario.max_waiting, scenario.priming_share)
         self.busy_seconds = 0.0
         self.steps = 0
@@ -89,6 +91,7 @@ class Worker:
                 running=tuple(job.row._replace(steps=job.left) for job in running),
                 waiting=tuple(job.row for job in waiting),
                 templates=None if hidden else tiers,
+                adapters=self.loras.view() if self.loras else None,
                 as_of=self._step_began,
             )
         if self._stepping is None:
@@ -98,14 +101,21 @@ class Worker:
     # An edit's way through the worker.
 
     def send(self, request: Request, edit: Edit, predicted: float, now: float) -> Job:
-        """Take an edit; it reaches the batch when it is prepared and its entries are at hand."""
+        """Take an edit; it reaches the batch when it is prepared, and its entries and LoRAs are at
+        hand.
+
+        Raises:
+            Overloaded: there is no room for its LoRAs.
+        """
+        number = str(request.number)
+        arrived = self.loras.hold(number, edit.adapters, now) if self.loras else now
         row, fetch = self._admission(edit)
         cached = row.tokens < edit.total_tokens
         job = Job(request, edit, self.name, cached, row, now, edit.steps, predicted=predicted)
-        self._assigned[str(request.number)] = job
+        self._assigned[number] = job
         self._view = None
         inline = self.scenario.batching == "strawman"
-        prepared = now + (0.0 if inline else self.scenario.pre_seconds)
+        prepared = max(arrived, now + (0.0 if inline else self.scenario.pre_seconds))
         if self.host is not None and edit.cache:
             if not cached:
                 self._missed(edit.template_id, now)
@@ -299,6 +309,8 @@ class Worker:
 
     def _end(self, job: Job, outcome: str, when: float) -> None:
         del self._assigned[str(job.request.number)]
+        if self.loras:
+            self.loras.let_go(str(job.request.number), when)
         self._view = None
         if job.outcome:
             raise RuntimeError(f"edit {job.request.number} ended twice")

@@ -82,6 +82,7 @@ class Request:
     template: str
     controlled: bool = False
     """Whether it has a ControlNet."""
+    loras: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,11 @@ class Workload:
     """Tokens computed round each mask, which is taken to be a square."""
     controlled: float = 0.0
     """Share of the edits that have a ControlNet (production: 0.98, Katz section 1)."""
+    with_lora: float = 0.0
+    """Share of the edits that have a LoRA (production: 0.95, Katz section 1)."""
+    loras: int = 94
+    lora_zipf: float = 1.0
+    """Exponent of the LoRAs' popularity."""
 
 
 def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
@@ -115,8 +121,8 @@ def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
         tokens: image tokens of the model; a mask touches at least one.
         seed: each property has a stream of its own, so that changing one leaves the others.
     """
-    arrivals, masks, steps, templates, nets = (
-        np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(5)
+    arrivals, masks, steps, templates, nets, adapters = (
+        np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(6)
     )
     n = workload.requests
     shape = 1.0 / workload.burst**2
@@ -124,16 +130,24 @@ def draw(workload: Workload, tokens: int, seed: int) -> list[Request]:
     ratios = MIXES[workload.mix].ratios(masks.random(n))
     ringed = (np.sqrt(ratios * tokens) + 2 * workload.ring) ** 2
     active = np.clip(np.round(ringed), 1, tokens).astype(int)
-    weights = np.arange(1, workload.templates + 1, dtype=float) ** -workload.zipf
-    drawn = templates.choice(workload.templates, n, p=weights / weights.sum())
+    drawn = templates.choice(workload.templates, n, p=_zipf(workload.templates, workload.zipf))
     counts = steps.choice(np.array(workload.steps), n)
     controlled = nets.random(n) < workload.controlled
+    has_lora = adapters.random(n) < workload.with_lora
+    which = adapters.choice(workload.loras, n, p=_zipf(workload.loras, workload.lora_zipf))
     return [
-        Request(i, float(at), int(count), int(a), f"t{t:05d}", bool(c))
-        for i, (at, count, a, t, c) in enumerate(
-            zip(np.cumsum(gaps), counts, active, drawn, controlled, strict=True)
+        Request(i, float(at), int(count), int(a), f"t{t:05d}", bool(c), (f"l{x:05d}",) * bool(has))
+        for i, (at, count, a, t, c, has, x) in enumerate(
+            zip(np.cumsum(gaps), counts, active, drawn, controlled, has_lora, which, strict=True)
         )
     ]
+
+
+def _zipf(names: int, exponent: float) -> Floats:
+    """[names] shares, the most popular first."""
+    weights = np.arange(1, names + 1, dtype=float) ** -exponent
+    shares: Floats = weights / weights.sum()
+    return shares
 
 
 def mean_ratio(mix: MaskMix, points: int = 100_000) -> float:

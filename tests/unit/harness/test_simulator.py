@@ -12,10 +12,12 @@ import pytest
 
 from maskserve_core.config import CacheConfig, ModelConfig
 from maskserve_core.routing import POLICIES
+from maskserve_engine.requests.loras import LoadCosts
 from maskserve_harness.simulator.capacity import at_load, capacity
 from maskserve_harness.simulator.cluster import Cluster
 from maskserve_harness.simulator.command import main
 from maskserve_harness.simulator.hardware import Hardware
+from maskserve_harness.simulator.loras import LoraTiers
 from maskserve_harness.simulator.result import NotConserved, check_conserved, run, simulate
 from maskserve_harness.simulator.scenario import BATCHING, Scenario, Tiers
 from maskserve_harness.simulator.workload import MIXES, Workload, draw, mean_ratio
@@ -260,3 +262,47 @@ def test_control_costs_its_steps_and_a_policy_may_know_of_it() -> None:
             assert (job.predicted > 0.9 * taken) == priced or net < 0.1 * alone
         seconds.append(sum(job.predicted for job in cluster.jobs))
     assert seconds[0] > 1.2 * seconds[1]
+
+
+def test_a_lora_is_waited_for_once_and_the_policy_may_know_where_it_is() -> None:
+    plain = Workload(60, 1e-3, "production")
+    with_loras = replace(plain, with_lora=1.0, loras=2)
+    before, after = (draw(each, HARDWARE.tokens, 3) for each in (plain, with_loras))
+    assert [replace(each, loras=()) for each in after] == before
+    cluster = Cluster(Scenario(with_loras, workers=1, loras=LoraTiers(slots=2)), HARDWARE)
+    cluster.run(after)
+    load = LoadCosts().published["storage"].seconds(125 << 20)
+    seen = set()
+    for job in cluster.jobs:
+        first = job.request.loras not in seen
+        seen.add(job.request.loras)
+        assert job.started - job.sent == pytest.approx(load if first else 0.0)
+        taken = job.denoised - job.sent
+        if (
+            len(seen) > 1 or not first
+        ):  # a worker that has none yet does not know how large they are
+            assert job.predicted == pytest.approx(taken, rel=0.1)
+    [worker] = cluster.workers.values()
+    assert worker.loras is not None
+    assert worker.loras.loads == {"host": 0, "storage": 2}
+
+
+def test_a_policy_that_knows_where_loras_are_has_fewer_loaded() -> None:
+    workload = Workload(300, 1.0, "production", with_lora=0.95)
+    loads = {
+        known: simulate(
+            at_load(Scenario(workload, loras=LoraTiers(slots=6, known=known)), HARDWARE, 0.6),
+            HARDWARE,
+            5,
+        ).lora_loads
+        for known in (True, False)
+    }
+    assert 0 < loads[True] < 0.7 * loads[False]
+
+
+def test_an_edit_is_refused_where_its_lora_has_no_room_beside_those_of_edits_under_way() -> None:
+    workload = Workload(50, 1e3, "production", with_lora=1.0)
+    result, cluster = run(Scenario(workload, workers=1, loras=LoraTiers(slots=1)), HARDWARE, 2)
+    assert min(result.refused, result.done) > 0
+    one = {job.request.loras for job in cluster.jobs}
+    assert len(one) < len({request.loras for request in cluster.refused} | one)

@@ -229,7 +229,7 @@ def test_two_workers_share_one_host_tier(folders: list[FolderTier], tmp_path: Pa
     two.close()
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+@pytest.mark.parametrize("damage", ["names", "bytes", "cut", "empty"])
 def test_a_damaged_file_is_dropped_counted_and_never_read(
     folders: list[FolderTier], damage: str
 ) -> None:
@@ -238,9 +238,15 @@ def test_a_damaged_file_is_dropped_counted_and_never_read(
     store.close()
     path = next((folders[0].folder / "k").glob("*.safetensors"))
     raw = bytearray(path.read_bytes())
-    if damage == "flip":
-        raw[np.random.default_rng().integers(8, len(raw))] ^= 4
-    path.write_bytes(raw if damage == "flip" else raw[: len(raw) // 2] if damage == "cut" else b"")
+    data = 8 + int.from_bytes(raw[:8], "little")
+    if damage == "cut":
+        raw = raw[: len(raw) // 2]
+    elif damage == "empty":
+        raw.clear()
+    else:
+        first, last = (8, data) if damage == "names" else (data, len(raw))
+        raw[np.random.default_rng().integers(first, last)] ^= 4
+    path.write_bytes(raw)
     again = Store(MemoryTier(0), folders[:1], None, Loader(HostMover()))
     again.fetch("k", ANCHORS)
     assert again.settle()

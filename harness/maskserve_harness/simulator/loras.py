@@ -1,0 +1,123 @@
+"""The LoRAs of one simulated worker: the production books, and loads that take virtual time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from maskserve_core.adapters.folder import AdapterFile
+from maskserve_core.config import Config, ModelConfig
+from maskserve_core.contracts.request import Lora
+from maskserve_core.errors import MaskserveError
+from maskserve_core.routing.adapters import AdapterView
+from maskserve_core.worker.observations import Observations
+from maskserve_engine.adapters.lora_loader import LoadedLora
+from maskserve_engine.requests.loras import KIND, LoadCosts, Loras
+from maskserve_engine.requests.residency import Residency
+
+_NBYTES = 125 << 20
+"""Of a file: rank 16 on every linear layer of FLUX's blocks, in half precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTiers:
+    """Where LoRAs lie, and whether routing knows."""
+
+    slots: int = 16
+    """LoRAs that a device holds: `[adapters] device_bytes` of 2 GB."""
+    host_slots: int = 64
+    known: bool = True
+    """Whether the policy sees which worker has what."""
+
+
+class WorkerLoras:
+    """LoRAs of one worker's edits, each edit with those that it waits for.
+
+    Args:
+        tiers: what there is room for.
+        at: runs a method at a time, with an argument.
+    """
+
+    def __init__(
+        self, tiers: LoraTiers, at: Callable[[float, Callable[..., None], object], None]
+    ) -> None:
+        self._tiers, self._at = tiers, at
+        self._source = _Source(self, tiers.host_slots)
+        budget = {KIND: tiers.slots * _NBYTES}
+        residency = Residency(1, budget, lambda gone: self._books.dropped(gone))
+        config = Config(model=ModelConfig(dtype="bfloat16"))  # so that a file's bytes are its size
+        self._books = Loras(config, residency, self._source, lambda *_: None, Observations())
+        self._costs = LoadCosts().published
+        """What a worker says until it has measured: so every load takes what routing expects."""
+        self._arrivals: dict[str, float] = {}
+        """Name → when it will be here, of those on their way."""
+        self._now = 0.0
+        self.loads: dict[str, int] = {"host": 0, "storage": 0}
+
+    def hold(self, edit: str, names: tuple[str, ...], now: float) -> float:
+        """Keep LoRAs for an edit until `let_go`; when the last of them is here.
+
+        Raises:
+            Overloaded: no room beside those of the edits under way.
+        """
+        self._now = now
+        self._books.hold(edit, [Lora(name=name, version=name) for name in names])
+        return max((self._arrivals.get(name, now) for name in names), default=now)
+
+    def let_go(self, edit: str, now: float) -> None:
+        self._now = now
+        self._books.let_go(edit)
+
+    def view(self) -> AdapterView | None:
+        """As a worker's record tells routers; None: they are not told."""
+        if not self._tiers.known:
+            return None
+        return AdapterView({each.name: each for each in self._books.listed()}, self._costs)
+
+    def begin_load(self, lora: Lora) -> None:
+        """Called by the books, through their source."""
+        source = self._source.where(lora.name)
+        self.loads[source] += 1
+        self._arrivals[lora.name] = self._now + self._costs[source].seconds(_NBYTES)
+        self._at(self._arrivals[lora.name], self._come, (lora, source))
+
+    def _come(self, now: float, came: object) -> None:
+        assert isinstance(came, tuple)
+        lora, source = came
+        seconds = self._costs[source].seconds(_NBYTES)
+        del self._arrivals[lora.name]
+        self._source.keep(lora.name)
+        self._books.arrived(lora, LoadedLora("", _NBYTES, seconds, _NBYTES, source))
+
+
+class _Source:
+    """The host's memory, least recently used out first, before a storage that has everything."""
+
+    def __init__(self, owner: WorkerLoras, slots: int) -> None:
+        self._owner, self._slots = owner, slots
+        self._held: OrderedDict[str, AdapterFile] = OrderedDict()
+        self._listed: tuple[AdapterFile, ...] = ()
+
+    def where(self, name: str) -> str:
+        return "host" if name in self._held else "storage"
+
+    def keep(self, name: str) -> None:
+        self._held[name] = AdapterFile(Path(name), name, name, "", _NBYTES, 0.0)
+        self._held.move_to_end(name)
+        if len(self._held) > self._slots:
+            self._held.popitem(last=False)
+        self._listed = tuple(self._held.values())
+
+    def file_bytes(self, lora: Lora) -> int:
+        return _NBYTES
+
+    def on_host(self) -> tuple[AdapterFile, ...]:
+        return self._listed
+
+    def load(self, lora: Lora, done: Callable[[LoadedLora | MaskserveError], None]) -> None:
+        self._owner.begin_load(lora)
+
+    def close(self) -> None:
+        pass
