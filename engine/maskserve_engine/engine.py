@@ -29,6 +29,7 @@ from maskserve_engine.adapters.control_net_loader import ControlNetLoader, Loade
 from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.adapters.lora_loader import Bring, LoadedLora, LoraLoader
 from maskserve_engine.cache.priming_prompt import PromptFile
+from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
 from maskserve_engine.card_table import check_fits
 from maskserve_engine.entry_store import estimated_costs, open_store, sized
@@ -74,7 +75,7 @@ class Engine:
         prompt: reads the priming prompt's embedding; by default from the runtime folder, where
             the encoder puts it.
         revision: digest of the served weights.
-        executor: makes what holds and steps the rows.
+        executor: makes what holds and steps the rows; of the store of entries, if there is one.
         policy: makes what decides which rows run.
         lora_loader: makes what brings LoRAs to the executor, where edits may have any.
         net_loader: the same of ControlNets.
@@ -89,7 +90,7 @@ class Engine:
         adapter: Adapter,
         prompt: Callable[[], Conditioning | None] | None = None,
         revision: str = "",
-        executor: Callable[[Adapter, Store], Executor] = LocalExecutor,
+        executor: Callable[[Adapter, Store | None], Executor] = LocalExecutor,
         policy: MakePolicy = StepScheduler,
         lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader,
         net_loader: Callable[[Config, ModelFacts, BringNet], ControlNetSource] = ControlNetLoader,
@@ -104,19 +105,24 @@ class Engine:
         _log.info("%s", self.memory.text())
         if self.memory.left < 0:
             _log.warning("more memory is promised than there is: make [cache] budget_bytes smaller")
-        self.cache = TemplateCache(
-            config,
-            adapter,
-            open_store(config, size, costs.model, 0 if elsewhere else self.memory.cache),
-            kinds,
-            revision,
-            str(dtype_of(config)),
-            prompt or PromptFile(runtime).read,
-        )
-        self.cache.store.lower.on_change = self._arrived
+        self._cache: TemplateCache | None = None
+        store = None
+        if config.cache.enabled:
+            here = 0 if elsewhere else self.memory.cache
+            store = open_store(config, size, costs.model, here)
+            store.lower.on_change = self._arrived
+            self._cache = TemplateCache(
+                config,
+                adapter,
+                store,
+                kinds,
+                revision,
+                str(dtype_of(config)),
+                prompt or PromptFile(runtime).read,
+            )
         self._output = OutputThread()
         self.observations = Observations()
-        self.executor: Executor = executor(adapter, self.cache.store)
+        self.executor: Executor = executor(adapter, store)
         self.audits = Audits(config.cache, self.observations)
         self.lora_loader = None
         if config.adapters.store:
@@ -128,7 +134,7 @@ class Engine:
         self.manager = RequestManager(
             config,
             adapter,
-            self.cache,
+            self._cache,
             self.executor,
             self.audits,
             self._output,
@@ -144,7 +150,7 @@ class Engine:
             adapter.facts,
             prices,
             self.manager,
-            self.cache,
+            self._cache,
             self.counters,
             self.memory,
         )
@@ -240,9 +246,7 @@ class Engine:
         runner = self._step_runner
         try:
             self.ask(
-                lambda: warm_up(
-                    self.config, self.adapter, self.cache.store, self.cache.kinds, runner.planner
-                )
+                lambda: warm_up(self.config, self.adapter, self._kept(), runner.planner)
             ).result()
         except Exception as error:
             raise ConfigError(f"the model cannot take a step: {error}") from error
@@ -271,9 +275,9 @@ class Engine:
         """
         with one_cpu_thread():
             ready = self.adapter.prepare(job)
-            if not self.cache.serves(ready):
+            if self._cache is None or not self._cache.serves(ready):
                 return ready
-            return self.adapter.prepare_template(ready, self.cache.noise_seed(job))
+            return self.adapter.prepare_template(ready, job.request.template_noise_seed)
 
     def cancel(self, request_id: str) -> None:
         """Withdraw an edit, if one of that name is held; its sink gets CANCELLED."""
@@ -290,10 +294,11 @@ class Engine:
 
     def templates(self) -> Future[list[dict[str, object]]]:
         """What is held of each template, and what is known of its drift."""
+        cache = self._cache
+        if cache is None:
+            return self.ask(list)
         return self.ask(
-            lambda: [
-                {**held, **self.audits.of(str(held["key"]))} for held in self.cache.templates()
-            ]
+            lambda: [{**held, **self.audits.of(str(held["key"]))} for held in cache.templates()]
         )
 
     def prime(self, job: EditJob) -> Future[str]:
@@ -303,12 +308,16 @@ class Engine:
 
     def pin(self, template_id: str, *, pinned: bool) -> Future[bool]:
         """Pin or unpin; whether there was something to do it to."""
-        change = self.cache.pins.pin if pinned else self.cache.pins.unpin
+        cache = self._cache
+        if cache is None:
+            return self.ask(lambda: False)
+        change = cache.pins.pin if pinned else cache.pins.unpin
         return self.ask(lambda: change(template_id))
 
     def evict(self, template_id: str) -> Future[int]:
         """Bytes given back."""
-        return self.ask(lambda: self.cache.evict(template_id))
+        cache = self._cache
+        return self.ask(lambda: 0 if cache is None else cache.evict(template_id))
 
     def drain(self) -> None:
         """Refuse new edits from now on; accepted ones go on."""
@@ -333,7 +342,18 @@ class Engine:
             self.lora_loader.close()
         if self.net_loader is not None:
             self.net_loader.close()
-        self.cache.store.close()
+        if self._cache is not None:
+            self._cache.store.close()
+
+    @property
+    def cache(self) -> TemplateCache:
+        """Of a worker that has one (`[cache] enabled`)."""
+        assert self._cache is not None, "[cache] enabled is false"
+        return self._cache
+
+    def _kept(self) -> tuple[Store, Kinds] | None:
+        """Where entries go and what is kept of each block."""
+        return None if self._cache is None else (self._cache.store, self._cache.kinds)
 
     def _step_seconds(self, costs: MeasuredCosts) -> Callable[[RequestState], tuple[float, ...]]:
         """Of an edit by the number of devices, for policies that choose it."""
@@ -415,11 +435,12 @@ class Engine:
 
     def _check_cache(self) -> None:
         """Say so if rows that are gone have left something behind, now that none is there."""
-        if len(self.manager.scheduler) or self._checked == self.counters["steps_total"]:
+        taken = self.counters["steps_total"]
+        if self._cache is None or len(self.manager.scheduler) or self._checked == taken:
             return
-        self._checked = self.counters["steps_total"]
+        self._checked = taken
         try:
-            self.cache.check_integrity(files=False)
+            self._cache.check_integrity(files=False)
         except AssertionError as error:
             self.counters["cache_integrity_failures_total"] += 1
             _log.error("the idle cache's books do not match: %s", error)

@@ -43,6 +43,7 @@ _LOST = (
     "the template's cached activations were lost while the edit ran, and a reproducible edit "
     "cannot go on without them; send it again"
 )
+_NO_STORE = "only a cache asks for rows that read or make entries"
 _FAILED_STEPS = 3
 """Steps in a row in which every row failed, after which the executor gives itself up."""
 
@@ -52,10 +53,10 @@ class LocalExecutor:
 
     Args:
         adapter: the model.
-        store: of the entries.
+        store: of the entries; None: no row reads or makes any.
     """
 
-    def __init__(self, adapter: Adapter, store: Store) -> None:
+    def __init__(self, adapter: Adapter, store: Store | None = None) -> None:
         self._adapter, self._store = adapter, store
         self._rows: dict[str, Any] = {}
         self._readers: dict[str, EntryReader] = {}
@@ -107,6 +108,7 @@ class LocalExecutor:
             adapter.control(dense, spec.job, self._nets)
             self._rows[row] = dense
             return RowMade()
+        assert self._store is not None, _NO_STORE
         made = adapter.cached_row(spec.job, spec.noise_seed)
         adapter.control(made, spec.job, self._nets)
         selection = made.selection
@@ -175,6 +177,7 @@ class LocalExecutor:
         return latents
 
     def keep_entry(self, row: str, key: str, note: Note) -> bool:
+        assert self._store is not None, _NO_STORE
         return self._store.put(key, self._rows[row].take_entry(), note)
 
     def release(self, row: str) -> RowLoads | None:
@@ -189,7 +192,7 @@ class LocalExecutor:
         self._adapter.release()
 
     def take_moves(self) -> list[tuple[str, float, float]]:
-        return self._store.loader.take_moves()
+        return [] if self._store is None else self._store.loader.take_moves()
 
     def close(self) -> None:
         """It runs nothing of its own."""

@@ -95,7 +95,7 @@ class StatusPublisher:
         facts: of the served model.
         prices: of this worker.
         manager: whose rows are published.
-        cache: whose templates are.
+        cache: whose templates are; None: there is none.
         counters: the engine's.
         memory: of the device.
     """
@@ -106,7 +106,7 @@ class StatusPublisher:
         facts: ModelFacts,
         prices: PriceList,
         manager: RequestManager,
-        cache: TemplateCache,
+        cache: TemplateCache | None,
         counters: dict[str, float],
         memory: MemoryTable,
     ) -> None:
@@ -137,17 +137,15 @@ class StatusPublisher:
     def publish(self, state: State) -> None:
         if self._writer is None:
             return
-        status, cache = self._status, self._cache
+        status = self._status
         status.pricing = self._prices.pricing
         status.state = state
         status.running, status.waiting = self._manager.rows()
-        status.templates = cache.template_ids()
-        status.tier_bytes = cache.store.tier_bytes()
-        status.counters = {
-            **self._counters,
-            **cache.counters(),
-            **self._manager.audits.counters(),
-        }
+        status.counters = {**self._counters, **self._manager.audits.counters()}
+        if self._cache is not None:
+            status.templates = self._cache.template_ids()
+            status.tier_bytes = self._cache.store.tier_bytes()
+            status.counters = {**status.counters, **self._cache.counters()}
         loras = self._manager.loras
         if loras is not None:
             status.adapters, status.adapter_tiers = loras.listed(), loras.tiers()

@@ -213,6 +213,7 @@ class StepRunner:
     def _drop(self, edit: RequestState | PrimingState, error: EngineFailed) -> None:
         """End what cannot go on."""
         if isinstance(edit, PrimingState):
+            assert self.manager.primings is not None, "only primings have such rows"
             self.manager.primings.end(edit, complete=False, unfit=True)
         else:
             self.manager.end(edit.request_id, error)
@@ -223,6 +224,7 @@ class StepRunner:
         """Count, tell the client how far it is, and let a finished row leave."""
         if isinstance(edit, PrimingState):
             self.counters["priming_rows_total"] += 1
+            assert self.manager.primings is not None, "only primings have such rows"
             self.manager.primings.keep_anchor(edit, step)
             return
         work, cached = edit.work, step.read

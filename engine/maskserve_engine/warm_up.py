@@ -23,7 +23,7 @@ from maskserve_engine.step_planner import Reading, StepPlanner, wants_of
 
 
 def warm_up(
-    config: Config, adapter: Adapter, store: Store, kinds: Kinds, planner: StepPlanner
+    config: Config, adapter: Adapter, cache: tuple[Store, Kinds] | None, planner: StepPlanner
 ) -> None:
     """Take a dense step and, where templates are cached, a priming and a cached one. A GPU's
     kernels are chosen and made by shape: dense and cached steps there have 1, 2, 4 to `max_rows`
@@ -32,15 +32,15 @@ def warm_up(
     Args:
         config: of the worker.
         adapter: the model.
-        store: of entries.
-        kinds: per block, what priming keeps.
+        cache: where entries go and what is kept of each block; None: templates are not cached.
         planner: of cached steps.
     """
     counts = row_counts(config)
     jobs = [_blank(config, adapter, number) for number in range(counts[-1])]
     for count in counts:
         adapter.step([adapter.dense_row(job) for job in jobs[:count]], None)
-    if config.cache.enabled:
+    if cache is not None:
+        store, kinds = cache
         _, height, width = jobs[0].moments.shape
         entry = _primed(config, adapter, jobs[0], kinds)
         for count in counts:

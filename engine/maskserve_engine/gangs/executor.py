@@ -88,6 +88,7 @@ class GangExecutor:
         ranks: that hold the rows.
         adapter: the model, asked about edits only.
         store: of the process that schedules; the ranks have stores of their own over its files.
+            None: there are no entries.
         post: has the engine's thread run a command.
         most: ranks that are to take a step together; their gangs meet now, and again when a rank
             is back.
@@ -97,7 +98,7 @@ class GangExecutor:
         self,
         ranks: RankProcesses,
         adapter: Adapter,
-        store: Store,
+        store: Store | None,
         post: Callable[[Callable[[], None]], object],
         most: int = 1,
     ) -> None:
@@ -121,7 +122,8 @@ class GangExecutor:
             self._post(partial(self._lost, process))
 
         ranks.on_lost = tell_lost
-        store.on_evict = self._evict
+        if store is not None:
+            store.on_evict = self._evict
         self._most = min(most, len(ranks.processes))
         self.exchange = ExchangeCosts()
         """What exchanges between two ranks cost, once they have met."""

@@ -97,7 +97,8 @@ class Rank:
         self.adapter = adapter
         if config.engine.warm_up:
             planner = StepPlanner(MeasuredCosts(costs))
-            warm_up(config, adapter, self._store, kinds, planner)
+            kept = (self._store, kinds) if config.cache.enabled else None
+            warm_up(config, adapter, kept, planner)
         self._specs: dict[str, RowSpec] = {}
         self._unmade: dict[str, EngineFailed] = {}
         """Rows that could not be made."""

@@ -41,18 +41,33 @@ from maskserve_engine.requests.residency import Residency, Resource
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 from maskserve_engine.requests.templates import DENSE, TemplateCache
 
+_ONLY_CACHED = "nothing of the kind comes about without a cache"
 _STARTS_MOST = 5
 """Times that it is decided how an edit runs: its template may be lost again before it has a row."""
 
 
 class RequestManager:
-    """Every accepted edit and every template being primed, from acceptance to its end."""
+    """Every accepted edit and every template being primed, from acceptance to its end.
+
+    Args:
+        config: of this worker.
+        adapter: the model.
+        cache: of templates; None: all edits run dense.
+        executor: of the rows.
+        audits: of cached edits.
+        output: takes events.
+        in_time: refuses what would be too late.
+        policy: makes what decides which rows run.
+        make_loras: knows the worker's LoRAs; None: edits have none.
+        make_nets: knows its ControlNets; None: edits have none.
+        step_seconds: of an edit, by the number of devices.
+    """
 
     def __init__(
         self,
         config: Config,
         adapter: Adapter,
-        cache: TemplateCache,
+        cache: TemplateCache | None,
         executor: Executor,
         audits: Audits,
         output: OutputThread,
@@ -70,9 +85,13 @@ class RequestManager:
         )
         self._step_seconds = step_seconds
         self.edits: dict[str, RequestState] = {}
-        self.primings = Primings(
-            adapter, cache, self.scheduler, executor, self._priming_ended, self._attach_to
-        )
+        self.primings: Primings | None = None
+        """None: edits have no templates."""
+        if cache is not None:
+            self.primings = Primings(
+                adapter, cache, self.scheduler, executor, self._priming_ended, self._attach_to
+            )
+        self._priming = {} if self.primings is None else self.primings.held
         self.residency = Residency(
             config.engine.max_waiting,
             {LORA: config.adapters.device_bytes, CONTROL_NET: config.controls.device_bytes},
@@ -100,7 +119,7 @@ class RequestManager:
 
     def holds(self, edit: RequestState | PrimingState) -> bool:
         """Whether it has not ended."""
-        held = self.edits if isinstance(edit, RequestState) else self.primings.held
+        held = self.edits if isinstance(edit, RequestState) else self._priming
         return held.get(edit.request_id) is edit
 
     def schedule(self) -> tuple[Run, ...]:
@@ -127,7 +146,7 @@ class RequestManager:
     def running(self, run: Run) -> list[RequestState | PrimingState]:
         """Of a run those that have a row now."""
         held: list[RequestState | PrimingState | None] = [
-            self.edits.get(t.request_id) or self.primings.held.get(t.request_id) for t in run.rows
+            self.edits.get(t.request_id) or self._priming.get(t.request_id) for t in run.rows
         ]
         return [edit for edit in held if edit is not None and edit.running]
 
@@ -142,7 +161,9 @@ class RequestManager:
         """
         if self.draining:
             raise Overloaded("the worker is draining")
-        if self.cache.wants(job) == "absent" and self.cache.config.enabled:
+        if self.cache is None or self.primings is None:
+            return "absent"
+        if self.cache.wants(job) == "absent":
             self.primings.begin(job, urgent=False)
         return self.cache.wants(job)
 
@@ -164,6 +185,7 @@ class RequestManager:
         lost = Failed(EngineFailed("the result did not come from the device"), edit.timeline())
         self.output.send_made(edit.sink, final, lost)
         if edit.mode == "cached" and not edit.tally.skipped:  # skipping is not the template's fault
+            assert self.cache is not None, _ONLY_CACHED
             self.audits.offer(self.cache.key_of(edit.job), edit.job, latents)
 
     def _leave(self, edit: RequestState) -> None:
@@ -193,12 +215,14 @@ class RequestManager:
     def end_all(self, error: MaskserveError) -> None:
         for request_id in list(self.edits):
             self.end(request_id, error)
-        self.primings.end_all()
+        if self.primings is not None:
+            self.primings.end_all()
 
     def arrived(self, key: str) -> None:
         """Entries of a template were read or written by the tiers in files. While more of it is on
         its way, those who wait for it go on waiting.
         """
+        assert self.cache is not None, _ONLY_CACHED
         if not self.cache.is_coming(key):
             self._end_waits(key)
 
@@ -252,7 +276,7 @@ class RequestManager:
         """Status of what runs and of what waits; the latter is the same object for as long as the
         same edits wait.
         """
-        held: dict[str, RequestState | PrimingState] = {**self.edits, **self.primings.held}
+        held: dict[str, RequestState | PrimingState] = {**self.edits, **self._priming}
         running = [held[t.request_id] for t in self.scheduler.running if t.request_id in held]
         listed = [*held.values(), None, *running]
         if listed != self._listed:
@@ -320,6 +344,8 @@ class RequestManager:
 
     def _prime(self, job: EditJob, *, urgent: bool) -> None:
         """Have a job's template primed, with the adapters that its entries are named by."""
+        assert self.cache is not None, _ONLY_CACHED
+        assert self.primings is not None, _ONLY_CACHED
         if self.loras is not None and job.adapters:
             self.loras.hold(f"prime:{self.cache.key_of(job)}", used(job.request))
         self.primings.begin(job, urgent=urgent)
@@ -350,6 +376,7 @@ class RequestManager:
             self.nets.waited(waited)
 
     def _wait_for_template(self, edit: RequestState) -> None:
+        assert self.cache is not None, _ONLY_CACHED
         if not self.cache.is_coming(edit.route.key):
             asked = edit.job.request.settings.cache == "require"
             raise EngineFailed(
@@ -423,6 +450,7 @@ class RequestManager:
         self.executor.attach(edit.request_id, [(lora.version, lora.scale) for lora in wanted])
         if edit.mode != "cached" or not edit.job.adapters:
             return
+        assert self.cache is not None, _ONLY_CACHED
         own = self.cache.route(edit.job)
         if own.prime:
             self._prime(edit.job, urgent=False)
@@ -472,6 +500,9 @@ class RequestManager:
 
     def _route(self, edit: RequestState) -> None:
         """Decide how it runs. A template that has drifted serves those only who insist on it."""
+        if self.cache is None:
+            edit.route = DENSE
+            return
         settings = edit.job.request.settings
         drift = self.audits.over_limit(self.cache.key_of(edit.job))
         if drift is not None and settings.cache == "auto" and not settings.reproducible:
@@ -525,6 +556,7 @@ class RequestManager:
         """Make the row; an edit whose row cannot be made is answered, and nobody else is hurt."""
         edit = self.edits.get(ticket.request_id)
         if edit is None:
+            assert self.primings is not None, _ONLY_CACHED
             self.primings.admit(ticket.request_id)
             return
         if edit.running:
@@ -535,7 +567,7 @@ class RequestManager:
             edit.running = True
             if edit.job.request.settings.insists and not made.complete:
                 self._go_back(edit)
-            else:
+            elif self.cache is not None:
                 self.cache.count(edit.route)
         except Exception as error:
             self.end(ticket.request_id, guarded(ticket.request_id, error))
@@ -564,7 +596,7 @@ class RequestManager:
         job, route = edit.job, edit.route
         if edit.mode != "cached":
             return self.executor.make(edit.request_id, DenseRowSpec(job))
-        seed, sure = self.cache.noise_seed(job), job.request.settings.insists
+        seed, sure = job.request.template_noise_seed, job.request.settings.insists
         spec = CachedRowSpec(job, seed, route.key, route.anchors, sure)
         made = self.executor.make(edit.request_id, spec)
         edit.reads = EntryReads(route.key, route.anchors, made.selection)

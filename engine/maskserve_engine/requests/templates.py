@@ -201,7 +201,7 @@ class TemplateCache:
         return TemplateKey(
             model_revision=self.model_revision,
             pixels_id=job.request.pixels_id or job.request.template_id,
-            noise_seed=self.noise_seed(job),
+            noise_seed=job.request.template_noise_seed,
             priming_prompt=PRIMING_PROMPT,
             guidance=guidance,
             text_tokens=len(job.conditioning["prompt_embeds"]),
@@ -212,16 +212,10 @@ class TemplateCache:
             adapters=job.adapters,
         ).digest()
 
-    def noise_seed(self, job: EditJob) -> int:
-        """Seed of the template's own noise."""
-        return job.request.template_noise_seed
-
     def serves(self, job: EditJob) -> bool:
         """Whether rows of the edit may read or make entries."""
         cache = job.request.settings.cache
-        if not self.config.enabled or cache == "off":
-            return False
-        return cache == "require" or not self.dense_for(job)
+        return cache == "require" or (cache != "off" and not self.dense_for(job))
 
     def dense_for(self, job: EditJob) -> str:
         """See `Route.dense_for`."""
@@ -240,9 +234,10 @@ class TemplateCache:
             again: it was decided before, and is no further sight of its template.
         """
         settings = job.request.settings
+        if settings.cache == "off":
+            return DENSE
         if not self.serves(job):
-            asked = self.config.enabled and settings.cache != "off"
-            return replace(DENSE, dense_for=self.dense_for(job)) if asked else DENSE
+            return replace(DENSE, dense_for=self.dense_for(job))
         key = self.key_of(job)
         if not again:
             self._reuse.add(key)
@@ -281,7 +276,11 @@ class TemplateCache:
             return None
         key = self.key_of(job)
         priming = Priming(
-            key, job.request.template_id, self._anchors(job), job, self.noise_seed(job)
+            key,
+            job.request.template_id,
+            self._anchors(job),
+            job,
+            job.request.template_noise_seed,
         )
         self.priming[key] = priming
         # What is half primed serves nobody and must not be evicted by its own second half.

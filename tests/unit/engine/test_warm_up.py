@@ -43,8 +43,9 @@ class Watched:
             self.engine.warm_up()
         finally:
             self.engine.close(5.0)
-        self.engine.cache.store.check_integrity()
-        assert self.engine.cache.store.memory.nbytes == 0
+        if self.engine.config.cache.enabled:
+            self.engine.cache.store.check_integrity()
+            assert self.engine.cache.store.memory.nbytes == 0
         assert self.engine.counters["steps_total"] == 0
         return self.steps
 
