@@ -10,7 +10,7 @@ from pathlib import Path
 from maskserve_core.config import Config, model_name
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.contracts.status_record import Served, State
+from maskserve_core.contracts.status_record import NodeStatus, Served, State
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.facts import ModelFacts, dense_steps
 from maskserve_core.models.registry import control_work
@@ -121,6 +121,7 @@ class StatusPublisher:
             max_rows=config.engine.max_rows,
             max_waiting=config.engine.max_waiting,
             memory=memory,
+            nodes=(NodeStatus("denoiser", model_name(config), "loading"),),
             served=Served(
                 native_resolution=facts.native_resolution,
                 token_pixels=facts.token_pixels,
@@ -139,7 +140,7 @@ class StatusPublisher:
             return
         status = self._status
         status.pricing = self._prices.pricing
-        status.state = state
+        status.state = status.nodes[0].state = state
         status.running, status.waiting = self._manager.rows()
         status.counters = {**self._counters, **self._manager.audits.counters()}
         if self._cache is not None:

@@ -38,6 +38,7 @@ _MOST_BYTES = 4 * 2**20
 """Of a record: it is read in the event loop, sixteen times a second."""
 _MOST_ROWS = 10_000
 """Rows that a record lists; each takes some microseconds at every poll."""
+_MOST_NODES = 100
 _MOST_STEPS = 100_000
 _MOST_TOKENS = 10**9
 _MOST_LOAD_S = 86_400.0
@@ -77,6 +78,7 @@ def _check_status(status: PolledStatus) -> None:
         within("active_tokens", row.active_tokens, 0, row.total_tokens)
         for _, share in row.controls:
             within("a control's share", share, 0.0, 1.0)
+    within("the number of nodes", len(status.nodes), 0, _MOST_NODES)
     within("the number of adapters", len(status.adapters), 0, _MOST_ROWS)
     for adapter in status.adapters:
         within("an adapter's bytes", adapter.nbytes, 0, 2**50)
@@ -173,12 +175,7 @@ class Worker:
     @property
     def ready(self) -> bool:
         """Whether it says that it takes edits; the breaker may still hold them back."""
-        return (
-            self.up
-            and not self.draining
-            and self.status is not None
-            and self.status.state == "ready"
-        )
+        return self.up and not self.draining and self.status is not None and self.status.takes_edits
 
     def lost(self, reason: Failure) -> None:
         """It no longer answers: the calls that wait in it are ended."""

@@ -142,8 +142,8 @@ class WorkerProcess(Process):
         hung = self._silence.too_long(status, limit_s)
         if hung is not None:
             return f"its {hung}"
-        if status.state in ("failed", "stopped"):
-            return f"its engine has {status.state}"
+        if status.ended is not None:
+            return f"its {status.ended}"
         return self._processes.unwell() or self._stuck()
 
     def _stuck(self) -> str | None:

@@ -16,6 +16,7 @@ from msgspec import structs
 from PIL import Image
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.status_record import NodeStatus
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.triton.cancels import CancelListener
 from maskserve_core.triton.control import OPERATIONS, WorkerControl
@@ -108,7 +109,8 @@ def test_an_unknown_operation_is_told_the_known_ones(
 def test_status_needs_no_engine(
     api: FakeTriton, config: Config, control: WorkerControl, beat: Callable[..., None]
 ) -> None:
-    beat(state="ready", counters={"steps_total": 3})
+    nodes = (NodeStatus("denoiser", "tiny", "ready"), NodeStatus("upscaler", "big", "loading"))
+    beat(state="ready", counters={"steps_total": 3}, nodes=nodes)
     status = ask(api, control, {"op": "status"})
     assert status["worker"] == "worker-0"
     assert status["counters"] == {"steps_total": 3}
@@ -116,7 +118,9 @@ def test_status_needs_no_engine(
     assert status["in_flight"] == 0
     assert api.calls == []
     Gate(config.runtime_dir).drain()
-    assert ask(api, control, {"op": "status"})["state"] == "draining"
+    drained = ask(api, control, {"op": "status"})
+    assert drained["state"] == "draining"
+    assert [node["state"] for node in drained["nodes"]] == ["draining", "loading"]
 
 
 def test_drain_closes_the_admission(

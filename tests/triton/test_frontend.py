@@ -18,7 +18,7 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.keys import template_id
 from maskserve_core.contracts.request import AcceptedEdit
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.contracts.status_record import RowStatus
+from maskserve_core.contracts.status_record import NodeStatus, RowStatus
 from maskserve_core.errors import Cancelled
 from maskserve_core.imaging.images import to_base64
 from maskserve_core.triton import call as calls_module
@@ -550,6 +550,16 @@ def test_a_failed_engine_is_noticed(
     front.execute([request])
     beat(state="failed")
     assert error_of(request)[0] == "[ENGINE_FAILED] the engine has failed"
+
+
+def test_a_failed_node_is_named(
+    api: FakeTriton, front: EditFront, stuck: Stuck, beat: Callable[..., None]
+) -> None:
+    api.models["edit_pipeline"] = stuck
+    request = edit(api)
+    front.execute([request])
+    beat(nodes=(NodeStatus("upscaler", "big", "failed"),))
+    assert error_of(request)[0] == "[ENGINE_FAILED] the upscaler (big) has failed"
 
 
 def test_draining_refuses_new_edits_and_finishes_old_ones(

@@ -22,6 +22,7 @@ ADAPTERS_LISTED = 256
 Kind = Literal["dense", "cached", "prime"]
 AdapterTier = Literal["device", "coming", "host"]
 State = Literal["loading", "ready", "draining", "stopped", "failed"]
+_ENDED: tuple[State, ...] = ("stopped", "failed")
 
 
 class RowStatus(msgspec.Struct):
@@ -68,6 +69,15 @@ class Served:
     """First steps of a cached row that compute all tokens."""
     due_ms: tuple[int, ...] = ()
     """When edits are due that do not say so (`due_times.due_by_size`)."""
+
+
+class NodeStatus(msgspec.Struct):
+    """A part of a worker that runs a model of its own, step by step."""
+
+    name: str
+    """Such as `denoiser`; no other node of the worker has it."""
+    model: str
+    state: State
 
 
 class AdapterStatus(msgspec.Struct, frozen=True):
@@ -144,7 +154,23 @@ class WorkerStatus(msgspec.Struct):
     adapter_loads: Mapping[str, LoadCost] = msgspec.field(default_factory=dict)
     """`host` or `storage` -> what it costs to bring an adapter from there to the device, as it was
     measured lately. Empty: the worker serves none."""
+    nodes: tuple[NodeStatus, ...] = ()
+    """All that an edit passes through by steps; `state` is that of the engine that runs them. Empty
+    in the records of writers that know of no nodes."""
     version: int = VERSION
+
+    @property
+    def takes_edits(self) -> bool:
+        """Whether every node is ready, and the engine that runs them."""
+        return self.state == "ready" and all(node.state == "ready" for node in self.nodes)
+
+    @property
+    def ended(self) -> str | None:
+        """What will not run again, in words, if anything."""
+        if self.state in _ENDED:
+            return f"engine has {self.state}"
+        gone = [node for node in self.nodes if node.state in _ENDED]
+        return f"{gone[0].name} ({gone[0].model}) has {gone[0].state}" if gone else None
 
     def age_s(self, now_ns: int | None = None) -> float:
         """Seconds since the record was written; only on the host that wrote it."""

@@ -178,6 +178,6 @@ class WorkerView:
             templates=templates,
             adapters=AdapterView.from_status(status),
             model=status.model,
-            ready=status.state == "ready",
+            ready=status.takes_edits,
             as_of=as_of,
         )

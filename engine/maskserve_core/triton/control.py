@@ -206,8 +206,9 @@ class WorkerControl:
             raise EngineFailed("the engine has not started")
         values: dict[str, Any] = json.loads(status.to_json())
         age = status.age_s()
-        if self._admission.state() != OPEN and values["state"] == "ready":
-            values["state"] = "draining"
+        if self._admission.state() != OPEN:
+            for each in (values, *values["nodes"]):
+                each["state"] = "draining" if each["state"] == "ready" else each["state"]
         alive = age <= silence_limit_s(status, self._config.engine.heartbeat_timeout_s)
         return {
             **values,

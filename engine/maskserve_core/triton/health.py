@@ -58,8 +58,8 @@ class Health:
         hung = self._silence.too_long(status, timeout_s)
         if hung is not None:
             return EngineFailed(f"the {hung}")
-        if status.state in ("failed", "stopped"):
-            return EngineFailed(f"the engine has {status.state}")
+        if status.ended is not None:
+            return EngineFailed(f"the {status.ended}")
         return self._dead_or_stopped()
 
     def _dead_or_stopped(self) -> MaskserveError | None:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from maskserve_core.contracts.status_record import NodeStatus
 from maskserve_core.errors import Cancelled, DeadlineExceeded
 from maskserve_core.routing import Edit, NoWorkerAvailable, make_policy
 from maskserve_router.config import router_config_of
@@ -21,6 +22,16 @@ def full_pool(places: int) -> tuple[Pool, Worker]:
     worker = pool.workers["w:1"] = Worker("w:1", config)
     worker.heard(PolledStatus("w", "m", "ready", max_rows=1, max_waiting=99), 0.0)
     return pool, worker
+
+
+def test_a_worker_takes_edits_once_all_its_nodes_are_ready() -> None:
+    _, worker = full_pool(1)
+    assert worker.ready
+    node = NodeStatus("upscaler", "big", "loading")
+    worker.heard(PolledStatus("w", "m", "ready", 1, 99, nodes=(node,)), 0.0)
+    assert not worker.ready
+    node.state = "ready"
+    assert worker.ready
 
 
 async def test_a_low_priority_that_has_waited_is_not_overtaken_for_ever():

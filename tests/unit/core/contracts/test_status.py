@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.contracts.status_record import Served
+from maskserve_core.contracts.status_record import NodeStatus, Served
 from maskserve_core.worker.status import RowStatus, StatusReader, StatusWriter, WorkerStatus
 
 ROW = RowStatus("edit-1", "cached", 103, 4096, 17, "0f" * 32, 3)
@@ -63,6 +63,33 @@ def is_whole(status: WorkerStatus) -> bool:
 def test_json_there_and_back():
     assert WorkerStatus.from_json(STATUS.to_json()) == STATUS
     assert json.loads(STATUS.to_json())["running"][0]["active_tokens"] == 103
+
+
+def test_a_record_names_the_nodes_and_their_models() -> None:
+    nodes = (NodeStatus("denoiser", "demo", "ready"), NodeStatus("upscaler", "big", "loading"))
+    status = replace(STATUS, nodes=nodes)
+    assert WorkerStatus.from_json(status.to_json()) == status
+    assert STATUS.takes_edits
+    assert not status.takes_edits
+    assert status.ended is None
+    nodes[1].state = "ready"
+    assert status.takes_edits
+    nodes[1].state = "failed"
+    assert status.ended == "upscaler (big) has failed"
+    assert not status.takes_edits
+    assert replace(status, state="stopped").ended == "engine has stopped"
+
+
+def test_a_record_without_nodes_is_read_as_before() -> None:
+    values = json.loads(STATUS.to_json())
+    del values["nodes"]
+    for state, takes, ended in (
+        ("ready", True, None),
+        ("loading", False, None),
+        ("failed", False, "engine has failed"),
+    ):
+        read = WorkerStatus.from_json(json.dumps({**values, "state": state}))
+        assert (read.nodes, read.takes_edits, read.ended) == ((), takes, ended)
 
 
 def test_fields_of_a_later_writer_are_skipped_and_missing_ones_take_defaults():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as changed
 
-from maskserve_core.contracts.status_record import AdapterStatus, LoadCost
+from maskserve_core.contracts.status_record import AdapterStatus, LoadCost, NodeStatus
 from maskserve_core.routing import (
     POLICIES,
     AdapterView,
@@ -257,6 +257,8 @@ def test_a_view_of_a_status_record():
     assert [view.tier_of(t) for t in ("host-one", "device-one", "c")] == ["host", "device", None]
     assert view.ready
     assert not WorkerView.from_status(changed(status, state="draining"), pricing, 3.0).ready
+    coming = (NodeStatus("denoiser", "demo", "ready"), NodeStatus("upscaler", "big", "loading"))
+    assert not WorkerView.from_status(changed(status, nodes=coming), pricing, 3.0).ready
 
 
 def test_pricing_and_its_limits():
