@@ -16,6 +16,7 @@ def room_of(folder: Path) -> Path:
 
 
 def test_each_folder_of_unit_tests_is_named_like_a_room() -> None:
-    folders = {path.parent for path in UNIT.rglob("test_*.py")} - {UNIT}
+    folders = {path.parent for path in UNIT.rglob("test_*.py")}
     assert folders
+    assert UNIT not in folders, "a test lies in the room that it is of"
     assert [folder for folder in sorted(folders) if not room_of(folder).is_dir()] == []

@@ -80,11 +80,7 @@ def test_a_stopped_server_is_restarted(start: Start, said: list[str]) -> None:
     assert any("failed: tritonserver is stopped" in line for line in said)
 
 
-def test_a_deaf_server_is_restarted(
-    start: Start, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeat, "_EVERY_S", 0.1)
-    monkeypatch.setattr(heartbeat, "_TIMEOUT_S", 0.5)
+def test_a_deaf_server_is_restarted(start: Start, said: list[str], tmp_path: Path) -> None:
     supervisor = start("[engine]\nheartbeat_timeout_s = 2.0\n")
     deaf = tmp_path / "deaf"
     deaf.touch()

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from maskserve_core.contracts.keys import Anchor
-from maskserve_engine.cache import lower_tiers
 from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.loader import HostMover, Loader
@@ -79,18 +78,16 @@ def test_evicting_and_reading_while_files_and_network_fetch(tmp_path: Path) -> N
     assert failed == []
 
 
-def test_what_was_looked_for_in_vain_is_not_remembered_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lower_tiers, "_REMEMBERED", 8)
+def test_what_was_looked_for_in_vain_is_not_remembered_for_ever(tmp_path: Path) -> None:
+    most = 1024
     store = open_store(tmp_path)
-    for n in range(50):
+    for n in range(most + 50):
         key, anchor = f"never{n}", Anchor(0.5, float(n))
         assert store.locate(key, [anchor]) is None
         assert store.hold(key, anchor) is None
     assert store.settle()
     assert store.lower.settle_network(30)
-    assert store.lower.lost("never49", Anchor(0.5, 49.0))  # the newest are remembered
-    assert len(store.lower._lost) <= 8
-    assert len(store.lower._probed) <= 8
+    assert store.lower.lost(key, anchor)  # the newest are remembered
+    assert len(store.lower._lost) <= most
+    assert len(store.lower._probed) <= most
     store.close()
