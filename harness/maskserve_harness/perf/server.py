@@ -122,13 +122,33 @@ def own_server(model: str, log_dir: Path, config: Path | None = None) -> Iterato
     Raises:
         ServeError: it cannot start.
     """
-    options = ServeOptions(model=model, base_port=free_base_port(), log_dir=log_dir, config=config)
+    with own_workers(model, log_dir, 1, config) as [server]:
+        yield server
+
+
+@contextmanager
+def own_workers(
+    model: str, log_dir: Path, count: int, config: Path | None = None
+) -> Iterator[list[Server]]:
+    """The same of several workers, which share the cores."""
+    options = ServeOptions(
+        model=model,
+        base_port=free_base_port(count),
+        log_dir=log_dir,
+        config=config,
+        workers=count,
+    )
     supervisor = Supervisor(options)
     supervisor.start()
     try:
-        worker = supervisor.workers[0]
-        http = worker.http_url.removeprefix("http://")
-        yield Server(http, worker.grpc_url, patience_s=_RESTART_LIMIT_S)
+        yield [
+            Server(
+                worker.http_url.removeprefix("http://"),
+                worker.grpc_url,
+                patience_s=_RESTART_LIMIT_S,
+            )
+            for worker in supervisor.workers
+        ]
     except BaseException:
         # Nobody waits for the edits of a measurement that was given up.
         supervisor.kill()

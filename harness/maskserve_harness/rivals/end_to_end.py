@@ -77,7 +77,8 @@ _CURVES: dict[str, Any] = {
 QUICK = {
     "demo": Plan(
         128, 24, 4, 2, (1.0,), 60.0, tuple(TUNINGS[n] for n in (2, 4)),
-        batches=(1, 4, 8), ratios=(0.1, 0.35, 0.8), ablation=True, loras=True,
+        batches=(1, 4, 8), ratios=(0.1, 0.35, 0.8), ablation=True, routed=True,
+        loras=True,
     ),
     "bench": Plan(
         256, 12, 2, 1, (1.0,), 150.0, TUNINGS[4:], judged=2, everywhere=False, ratios=(0.1, 0.35)
@@ -85,8 +86,8 @@ QUICK = {
 }  # fmt: skip
 FULL = {
     "demo": Plan(
-        128, 96, 8, 5, (0.5, 0.8, 1.0, 1.5), 240.0, TUNINGS, _BOTH, rings=(0, 2), loras=True,
-        **_CURVES,
+        128, 96, 8, 5, (0.5, 0.8, 1.0, 1.5), 240.0, TUNINGS, _BOTH, rings=(0, 2), routed=True,
+        loras=True, **_CURVES,
     ),
     "bench": Plan(
         256, 48, 4, 3, (0.5, 0.8, 1.0, 3.0), 900.0, TUNINGS, _BOTH, rings=(0, 2), **_CURVES
@@ -154,6 +155,8 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
             looked["mask_ratio"] = studies.by_mask_ratio(bench, [whole, dense, own])
         if plan.ablation:
             looked["ablation"] = studies.ablation(bench, model, folder)
+        if plan.routed:
+            looked["routing"] = studies.by_policy(bench, model, folder)
         if plan.loras:
             assert whole.rival is not None
             pipeline = replace(whole, rival=with_loras(whole.rival, store))

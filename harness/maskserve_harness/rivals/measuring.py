@@ -124,6 +124,8 @@ class Plan:
     """Of the study of mask ratios."""
     ablation: bool = False
     """Whether workers that lack a part are measured."""
+    routed: bool = False
+    """Whether policies of routing are compared."""
     loras: bool = False
     """Whether edits with LoRAs are measured; the demo model has some."""
 

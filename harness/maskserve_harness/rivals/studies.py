@@ -18,12 +18,18 @@ import tomli_w
 
 from maskserve_core.imaging.images import encode_image
 from maskserve_harness.benchmarks.adapter_misses import SERVICES, drawn
+from maskserve_harness.cluster.site import RouterSite
 from maskserve_harness.perf.inputs import Edit, draw_mask
 from maskserve_harness.perf.load import Load
-from maskserve_harness.perf.server import own_server
+from maskserve_harness.perf.server import Server, own_server, own_workers
 from maskserve_harness.rivals.measuring import IN_FLIGHT, WARM, Bench, Figures, System
 from maskserve_harness.simulator.bars import FEW_TOKENS_IDLE, batching, routing, routing_cases
 
+POLICIES = ("round_robin", "least_requests", "mask_aware")
+ROUTED_LOAD = 0.8
+"""Of what two workers can do."""
+ROUTED = 3
+"""Times that the edits of a run are sent: P95 wants many."""
 LORA_SHARE = 0.95
 """Of production's edits that have one (Katz, section 3.1)."""
 OTHERWISE: Mapping[str, dict[str, Any]] = {
@@ -103,6 +109,43 @@ def ablation(bench: Bench, model: Path, folder: Path) -> Figures:
             "alone_ms": round(statistics.median(alone[name]), 1),
         }
         for name in benches
+    }
+
+
+def by_policy(bench: Bench, model: Path, folder: Path) -> Figures:
+    """P95 of milliseconds behind a router with each policy, medians over rounds (Fig. 16 right):
+    two workers that share the cores, Poisson arrivals, the public mix.
+
+    Args:
+        bench: of the model.
+        model: that workers serve.
+        folder: for files.
+    """
+    system, edits = System("ours", "behind a router"), bench.edits("public")
+    p95: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    with ExitStack() as running:
+        workers = running.enter_context(own_workers(str(model), folder / "routed", 2))
+        benches = {}
+        for policy in POLICIES:
+            own = folder / f"router-{policy}"
+            own.mkdir()
+            addresses = [worker.grpc for worker in workers]
+            site = RouterSite(addresses, own, {"routing": {"policy": policy}})
+            running.enter_context(site)
+            benches[policy] = bench.at(Server(site.http_url, site.grpc_url), own)
+        for worker in workers:
+            worker.warm(2 * edits[:WARM])
+        full = _rate(benches[POLICIES[-1]], system, 2 * IN_FLIGHT, len(edits), edits)
+        load = Load("request_rate", ROUTED_LOAD * full)
+        for _ in range(bench.plan.rounds):
+            for policy, one in benches.items():
+                stamps = one.run(system, load, ROUTED * len(edits), edits)
+                p95[policy].append(stamps.latencies().p95)
+    return {
+        "sent_per_s": round(load.value, 3),
+        "edits": ROUTED * len(edits),
+        "load": ROUTED_LOAD,
+        "p95_ms": {policy: round(statistics.median(each), 1) for policy, each in p95.items()},
     }
 
 
