@@ -148,9 +148,10 @@ def _studies(report: Figures) -> list[str]:
             p95 = ", ".join(f"{name} {ms:.0f} ms" for name, ms in routed["p95_ms"].items())
             lines += [
                 f"Two workers that share the cores behind a router (Fig. 16), the public mix, "
-                f"{routed['edits']} edits a run at {routed['sent_per_s']:.2f}/s ({routed['load']:g} of what both "
-                f"can do), P95 by policy: {p95}. What one leaves idle the other uses, so here a "
-                "policy matters little; with a device for each worker it does "
+                f"{routed['edits']} edits a run at {routed['sent_per_s']:.2f}/s "
+                f"({routed['load']:g} of what both can do), P95 by policy: {p95}. What one leaves "
+                "idle the other uses, so here a policy matters little; with a device for each "
+                "worker it does "
                 "([emulated workers](../../benchmarks.md#a-router), "
                 "[simulated ones](../../decisions/routing.md)).",
                 "",
