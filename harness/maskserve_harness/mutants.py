@@ -92,8 +92,8 @@ MUTATIONS = (
     Mutation(
         "the template's noise is the edit's own",
         f"{_ENGINE}/requests/templates.py",
-        "return job.request.template_noise_seed",
-        "return job.request.seed",
+        "noise_seed=job.request.template_noise_seed,",
+        "noise_seed=job.request.seed,",
         f"{_WAY}::test_a_key_changes_with_all_that_entries_depend_on_and_with_nothing_else",
     ),
     Mutation(

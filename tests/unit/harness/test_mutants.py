@@ -19,6 +19,7 @@ def test_each_lines_is_there_and_its_test_too(mutation: Mutation) -> None:
     assert text.count(mutation.line) == 1
     assert "\n" not in mutation.line
     path, _, name = mutation.test.partition("::")
+    name = name.partition("[")[0]  # that of a case has its parameters behind it
     assert f"def {name}(" in (CHECKOUT / path).read_text(encoding="utf-8")
 
 

@@ -24,7 +24,7 @@ def full_pool(places: int) -> tuple[Pool, Worker]:
     return pool, worker
 
 
-def test_a_worker_takes_edits_once_all_its_nodes_are_ready() -> None:
+async def test_a_worker_takes_edits_once_all_its_nodes_are_ready() -> None:
     _, worker = full_pool(1)
     assert worker.ready
     node = NodeStatus("upscaler", "big", "loading")
@@ -32,6 +32,7 @@ def test_a_worker_takes_edits_once_all_its_nodes_are_ready() -> None:
     assert not worker.ready
     node.state = "ready"
     assert worker.ready
+    await worker.upstream.close()
 
 
 async def test_a_low_priority_that_has_waited_is_not_overtaken_for_ever():
