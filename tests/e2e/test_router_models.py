@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,8 +62,12 @@ def router(
 ) -> Iterator[RouterSite]:
     urls = [worker.grpc_url for worker in workers.values()]
     with RouterSite(urls, tmp_path_factory.mktemp("router")) as site:
-        eventually("both serve", lambda: site.read("/workers").count(b'"state":"ready"') == 3)
+        eventually("both serve", lambda: _states(site) == ["ready", "ready"])
         yield site
+
+
+def _states(site: RouterSite) -> list[str]:
+    return [worker["state"] for worker in json.loads(site.read("/workers"))["workers"].values()]
 
 
 @pytest.fixture
