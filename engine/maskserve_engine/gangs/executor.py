@@ -316,7 +316,12 @@ class GangExecutor:
             if after is None:
                 continue
             row.after, row.steps, row.carried = after, after.step.done, after.carried
-            row.there = {} if after.result is not None else dict.fromkeys(step.gang, row.steps)
+            if after.result is None:
+                row.there.update(dict.fromkeys(step.gang, row.steps))
+                continue
+            for process in row.there.keys() - step.gang:  # where it was before; the gang let it go
+                process.call("release", row.name)
+            row.there = {}
         ids = {row.name: asked for row, asked in zip(step.rows, step.step.rows, strict=True)}
         result = said.result
         step.done(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from maskserve_core.worker.gangs.few_edits import FewEdits
 from maskserve_core.worker.gangs.work import (
     GangPlan,
     Work,
     allocate,
+    blocks,
     choose_block,
     device_seconds,
     devices_of,
@@ -37,8 +39,11 @@ class Deadline:
     Of a few edits the best list is searched instead (`FewEdits`): it knows when devices are free,
     which sums do not. What stands behind the list then takes only devices that delay none of it.
 
-    An edit that has not stepped for `patience` seconds gets one step before all others, so that
-    edits without due time do not starve.
+    No device idles for nothing: what nobody waits for goes to any edit, and what an edit waits for,
+    to those whose step ends before it can begin.
+
+    An edit without due time, or one that cannot be in time, gets one step before all others when it
+    has not stepped for `patience` seconds, so that none starves.
     """
 
     def __init__(self, devices: int, patience: float = 10.0, longest_step: float = 0.15) -> None:
@@ -56,47 +61,62 @@ class Deadline:
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         """As `GangPolicy.decide`; each run is of one step."""
-        busy = sum(work.gang for work in works if work.until is not None)
-        if busy == (1 << self.devices) - 1:
+        books = _Books(now, works, self.devices)
+        if not books.idle or not any(work.until is None for work in works):
             return GangPlan()
-        if len(works) <= _FEW:
-            return GangPlan(tuple(self._place(self._listed(now, works), busy, claimed=busy)))
-        kept, rest = self._kept(now, works)
-        wanted: list[tuple[Work, int]] = []
-        starved = self._starved(now, rest)
+        starved = self._starved(now, works)
         if starved is not None:
-            rest.remove(starved)
-            wanted.append((starved, self._short(starved)))
-        wanted += kept
-        wanted += [(work, self._short(work)) for work in sorted(rest, key=_cheapest)]
-        return GangPlan(tuple(self._place(self._scale_up(wanted), busy)))
+            books.place(starved, self._short(books, starved), books.busy)
+            works = [books.begun(work) if work is starved else work for work in works]
+        if len(works) <= _FEW:
+            wanted, waits = self._listed(books, works)
+            for work, degree in wanted:
+                books.place(work, degree, books.busy)
+            if waits:
+                books.claimed = -1  # the list says when each device is needed
+        else:
+            self._place_by_demand(books, works)
+        books.fill(sorted(works, key=_cheapest))
+        return GangPlan(tuple(books.runs))
 
-    def _listed(self, now: float, works: Sequence[Work]) -> list[tuple[Work, int]]:
-        """What steps now, and its degree: what of the list begins, then others."""
-        few = FewEdits(now, works, self.devices)
+    def _place_by_demand(self, books: _Books, works: Sequence[Work]) -> None:
+        kept, rest = self._kept(books, works)
+        hopeful = {work.ticket.request_id for work, _ in kept}
+        others = [(work, self._short(books, work)) for work in sorted(rest, key=_cheapest)]
+        for work, degree in self._scale_up(books, kept + others):
+            # Only for an edit that can be in time are devices kept from others.
+            if work.ticket.request_id in hopeful:
+                books.place(work, degree)
+            elif work.until is None:
+                books.place(work, degree, books.busy)
+
+    def _listed(self, books: _Books, works: Sequence[Work]) -> tuple[list[tuple[Work, int]], bool]:
+        """What steps now, and its degree: what of the list begins, then others; and whether more of
+        the list is to come.
+        """
+        few = FewEdits(books.now, works, self.devices, books.most)
         first = few.begin()
         rest = [w for w in works if w.until is None and w not in [j.work for j, _ in few.chosen]]
-        others = self._behind(now, few, first, rest)
+        others = self._behind(books, few, first, rest)
         self._widen(few, first, others)
-        return [(few.chosen[number][0].work, degree) for number, degree in first.items()] + others
+        begun = [(few.chosen[number][0].work, degree) for number, degree in first.items()]
+        waits = any(job.steps > (n in first) for n, (job, _) in enumerate(few.chosen))
+        return begun + others, waits
 
     def _behind(
-        self, now: float, few: FewEdits, first: Mapping[int, int], rest: Sequence[Work]
+        self, books: _Books, few: FewEdits, first: Mapping[int, int], rest: Sequence[Work]
     ) -> list[tuple[Work, int]]:
-        """Edits that are not in the list, on devices that delay none of it; the starved one on any
-        that are idle.
-        """
+        """Edits that are not in the list, on devices that delay none of it."""
         others: list[tuple[Work, int]] = []
         idle, planned = few.idle - sum(first.values()), few.starts(first) or few.starts({})
-        starved = self._starved(now, rest)
-        for work in sorted(rest, key=lambda work: (work is not starved, _cheapest(work))):
-            degree = self._short(work)
+        for work in sorted(rest, key=_cheapest):
+            degree = self._short(books, work)
             while degree > idle:
                 degree //= 2
             if not degree:
                 break
             begun = few.starts(first, [*others, (work, degree)])
-            if work is starved or _none_later(begun, planned, first):
+            if _none_later(begun, planned, first):
                 others.append((work, degree))
                 idle -= degree
         return others
@@ -118,9 +138,9 @@ class Deadline:
                 return
             first[best] *= 2
 
-    def _starved(self, now: float, rest: Sequence[Work]) -> Work | None:
+    def _starved(self, now: float, works: Sequence[Work]) -> Work | None:
         """The one that has waited longest, if that is too long and none was helped just now."""
-        idle = [work for work in rest if work.until is None]
+        idle = [work for work in works if work.until is None and _slack(work, now) < 0.0]
         if not idle or now - self._helped < self.patience / 5:
             return None
         oldest = min(idle, key=lambda work: work.idle_since)
@@ -129,12 +149,14 @@ class Deadline:
         self._helped = now
         return oldest
 
-    def _short(self, work: Work) -> int:
+    def _short(self, books: _Books, work: Work) -> int:
         """The cheapest degree whose step is not in the way of an edit that comes now."""
-        points = frontier(work.ticket.seconds)
+        points = frontier(books.seconds(work))
         return next((k for k, seconds in points if seconds <= self.longest_step), points[-1][0])
 
-    def _kept(self, now: float, works: Sequence[Work]) -> tuple[list[tuple[Work, int]], list[Work]]:
+    def _kept(
+        self, books: _Books, works: Sequence[Work]
+    ) -> tuple[list[tuple[Work, int]], list[Work]]:
         """Edits that can all be in time, with the degree of their next step, the least slack
         first; and the others.
         """
@@ -147,8 +169,8 @@ class Deadline:
         )
         rest += [work for work in works if work.ticket.due is None]
         for number, work in enumerate(ordered):
-            seconds, steps = work.ticket.seconds, work.remaining
-            start = now
+            seconds, steps = books.seconds(work), work.remaining
+            start = books.now
             if work.until is not None:
                 start, steps = work.until, steps - work.under_way
             slack = (work.ticket.due or 0.0) - start
@@ -162,16 +184,16 @@ class Deadline:
             demand += needs
             heapq.heappush(heap, (-needs, number))
             chosen[number] = (work, shares[0].degree, slack - steps * min(seconds))
-            while demand > self.devices * ((work.ticket.due or 0.0) - now):
+            while demand > books.living * ((work.ticket.due or 0.0) - books.now):
                 most, gone = heapq.heappop(heap)
                 demand += most
                 rest.append(chosen.pop(gone)[0])
         kept = sorted(chosen.values(), key=lambda each: each[2])
         return [(work, degree) for work, degree, _ in kept], rest
 
-    def _scale_up(self, wanted: list[tuple[Work, int]]) -> list[tuple[Work, int]]:
+    def _scale_up(self, books: _Books, wanted: list[tuple[Work, int]]) -> list[tuple[Work, int]]:
         """Devices that are left, to the edits that save most time by twice theirs."""
-        left = self.devices
+        left = books.living
         degrees = []
         for _, degree in wanted:
             degrees.append(degree if degree <= left else 0)
@@ -180,7 +202,7 @@ class Deadline:
             best, best_gain = -1, 0.0
             for index, (work, _) in enumerate(wanted):
                 degree = degrees[index]
-                if 0 < degree <= left and 2 * degree <= self.devices:
+                if 0 < degree <= left and 2 * degree <= books.most:
                     seconds, at = work.ticket.seconds, degree.bit_length() - 1
                     gain = work.remaining * (seconds[at] - seconds[at + 1])
                     if gain > best_gain:
@@ -191,26 +213,96 @@ class Deadline:
             degrees[best] *= 2
         return [(work, degree) for (work, _), degree in zip(wanted, degrees, strict=True) if degree]
 
-    def _place(self, wanted: list[tuple[Work, int]], busy: int, *, claimed: int = 0) -> list[Run]:
-        """Gangs for those that can step now; the others claim what they wait for.
+
+class _Books:
+    """Devices while one decision is made, as bit masks.
+
+    Args:
+        now: seconds of the caller's clock.
+        works: all edits with steps left.
+        devices: of the worker.
+    """
+
+    def __init__(self, now: float, works: Sequence[Work], devices: int) -> None:
+        self.now, self.devices = now, devices
+        self.runs: list[Run] = []
+        ends = [(work.until, work.gang) for work in works if work.until is not None]
+        self.busy = sum(gang for _, gang in ends)
+        lost = sum(gang for end, gang in ends if end == math.inf)
+        self.claimed = lost
+        """Given, or wanted by an edit that waits for them."""
+        self.living = devices - lost.bit_count()
+        self.most = devices
+        """The largest gang that is whole."""
+        while self.most > 1 and all(block & lost for block in blocks(self.most, devices)):
+            self.most //= 2
+        self._soonest = min((end for end, _ in ends), default=math.inf)
+        """When the first step ends that is under way."""
+
+    @property
+    def idle(self) -> int:
+        return ((1 << self.devices) - 1) & ~self.busy
+
+    def seconds(self, work: Work) -> tuple[float, ...]:
+        """Of a step by the degrees that it can have here."""
+        return work.ticket.seconds[: self.most.bit_length()]
+
+    def place(self, work: Work, degree: int, taken: int = 0) -> None:
+        """Begin a step, or claim the devices that it waits for.
 
         Args:
-            wanted: with their degrees, the first to be served first.
-            busy: devices.
-            claimed: devices that nobody may wait for.
+            work: that wants devices.
+            degree: how many; if there is no such gang, the next that is worth having.
+            taken: devices that it may not wait for.
         """
-        runs = []
-        for work, degree in wanted:
-            last = work.gang
-            own = last if work.until is not None else 0
-            block = 0
-            while degree and not block:
-                block = choose_block(degree, self.devices, claimed, last, busy & ~own)
-                degree = degree if block else degree // 2
-            claimed |= block
-            if block and work.until is None and not block & busy:
-                runs.append(Run((work.ticket,), devices_of(block)))
-        return runs
+        own = work.gang if work.until is not None else 0
+        taken, busy, block = self.claimed | taken, self.busy & ~own, 0
+        for fewer, _ in self._degrees(work, degree):
+            block = block or choose_block(fewer, self.devices, taken, work.gang, busy)
+        self.claimed |= block
+        if block and work.until is None and not block & self.busy:
+            self._begin(work, block)
+
+    def fill(self, works: Sequence[Work]) -> None:
+        """Let no device idle for nothing: those that nobody has claimed go to edits that wait, and
+        those that are claimed, to edits whose step ends before any of those under way.
+
+        Args:
+            works: the first to be served first.
+        """
+        begun = {run.rows[0].request_id for run in self.runs}
+        for work in works:
+            if work.until is not None or work.ticket.request_id in begun:
+                continue
+            for degree, seconds in self._degrees(work, self.most):
+                taken = self.busy
+                if self.now + seconds > self._soonest:
+                    taken |= self.claimed
+                block = choose_block(degree, self.devices, taken, work.gang)
+                if block:
+                    self._begin(work, block)
+                    break
+
+    def _degrees(self, work: Work, most: int) -> Iterator[tuple[int, float]]:
+        """(degree, seconds of a step), the largest first, without those that gain nothing."""
+        times = work.ticket.seconds[: most.bit_length()]
+        for at in reversed(range(len(times))):
+            if not at or times[at] < times[at - 1]:
+                yield 1 << at, times[at]
+
+    def begun(self, work: Work) -> Work:
+        """An edit whose step has just begun, as it will be seen from now on."""
+        (devices,) = [run.devices for run in self.runs if run.rows == (work.ticket,)]
+        until = self.now + work.ticket.seconds[len(devices).bit_length() - 1]
+        gang = sum(1 << device for device in devices)
+        return replace(work, gang=gang, until=until, under_way=1)
+
+    def _begin(self, work: Work, block: int) -> None:
+        self.runs.append(Run((work.ticket,), devices_of(block)))
+        self.busy |= block
+        self.claimed |= block
+        seconds = work.ticket.seconds[block.bit_count().bit_length() - 1]
+        self._soonest = min(self._soonest, self.now + seconds)
 
 
 def _none_later(
@@ -221,6 +313,13 @@ def _none_later(
         return False
     both = enumerate(zip(begun, planned, strict=True))
     return all(now <= then for number, (now, then) in both if number not in first)
+
+
+def _slack(work: Work, now: float) -> float:
+    """Seconds that an edit may wait which is to be in time; below 0: it need not be, or cannot."""
+    if work.ticket.due is None:
+        return -math.inf
+    return work.ticket.due - now - work.remaining * min(work.ticket.seconds)
 
 
 def _cheapest(work: Work) -> tuple[float, float]:

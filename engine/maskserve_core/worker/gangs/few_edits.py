@@ -18,6 +18,9 @@ NODES = 120
 """Places in the tree of lists that a search looks at; the first list that it tries is that of least
 slack first, each edit at the fewest devices that will do."""
 
+_OVERDUE_S = 1e-3
+"""After which a step is over that should be by now."""
+
 _Free = tuple[float, ...]
 """When each device is free, the first one first."""
 
@@ -45,18 +48,21 @@ class FewEdits:
         now: seconds of the caller's clock.
         works: all edits with steps left.
         devices: of the worker.
+        most: the largest gang that there is; None: all devices.
     """
 
-    def __init__(self, now: float, works: Sequence[Work], devices: int) -> None:
+    def __init__(
+        self, now: float, works: Sequence[Work], devices: int, most: int | None = None
+    ) -> None:
         self.now = now
         free = [now] * devices
         for work in works:
             if work.until is not None:
                 for device in devices_of(work.gang):
-                    free[device] = work.until
+                    free[device] = max(work.until, now + _OVERDUE_S)
         self.idle = free.count(now)
         self._free: _Free = tuple(sorted(free))
-        jobs = [_job(now, work, devices) for work in works if work.ticket.due is not None]
+        jobs = [_job(now, work, most or devices) for work in works if work.ticket.due is not None]
         hopeful = [job for job in jobs if job.steps and job.slack >= 0.0]
         self.chosen = _search(sorted(hopeful, key=lambda job: job.slack), self._free)
 
@@ -100,13 +106,13 @@ class FewEdits:
         return begun
 
 
-def _job(now: float, work: Work, devices: int) -> Job:
+def _job(now: float, work: Work, most: int) -> Job:
     ready, steps = now, work.remaining
     if work.until is not None:
-        ready, steps = work.until, steps - work.under_way
+        ready, steps = max(work.until, now + _OVERDUE_S), steps - work.under_way
     degrees: list[tuple[int, float]] = []
     for at, seconds in enumerate(work.ticket.seconds):
-        if 1 << at <= devices and (not degrees or seconds < degrees[-1][1]):
+        if 1 << at <= most and (not degrees or seconds < degrees[-1][1]):
             degrees.append((1 << at, seconds))
     due = math.inf if work.ticket.due is None else work.ticket.due + 1e-9
     return Job(work, ready, steps, due, tuple(degrees))

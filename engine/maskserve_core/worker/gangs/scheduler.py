@@ -20,7 +20,7 @@ from maskserve_core.worker.step_scheduler import (
 _UNKNOWN_S = 0.05
 """What a step counts as whose seconds nobody has foretold."""
 _SOON_S = 1.0
-"""When a device counts as free again that has no edit of ours."""
+"""When a device counts as free again whose edit was withdrawn in its step."""
 
 
 @dataclass(slots=True)
@@ -180,7 +180,7 @@ class GangScheduler:
         return Run(rows, each.run.devices)
 
     def _taken(self, now: float, devices: Devices) -> list[Work]:
-        """Stands for what is on devices that no edit of ours has."""
+        """Stands for what is on devices that no edit of ours has; a lost one is not waited for."""
         ours = {
             device
             for each in self._under_way
@@ -193,7 +193,7 @@ class GangScheduler:
                 remaining=1,
                 idle_since=now,
                 gang=1 << device,
-                until=now + _SOON_S,
+                until=math.inf if device in devices.lost else now + _SOON_S,
                 under_way=1,
             )
             for device in sorted((devices.busy | devices.lost) - ours)

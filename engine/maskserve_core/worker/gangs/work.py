@@ -27,7 +27,7 @@ class Work:
     gang: int = 0
     """The devices that step it or did so last, as a bit mask; 0: none yet."""
     until: float | None = None
-    """When the step that runs ends; None: none runs."""
+    """When the step that runs ends; None: none runs; inf: its devices are lost."""
     under_way: int = 0
     """Steps of the run that has not ended; they count as remaining."""
 

@@ -52,6 +52,18 @@ def test_what_is_lost_or_runs_for_nobody_is_not_given_away() -> None:
     scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("others", [0, 6])
+def test_nobody_waits_for_a_device_that_is_lost(others: int) -> None:
+    """One that gains by two devices, and is due when it had them: it steps on the one left."""
+    scheduler = GangScheduler(Deadline(2), 2, 8, 8)
+    scheduler.submit(ticket("a", 10, due=7.0, seconds=(1.0, 0.6)))
+    for number in range(others):
+        scheduler.submit(ticket(str(number), 10, seconds=(1.0, 0.6)))
+    for now in (0.0, 1.0, 2.0):
+        (run,) = scheduler.schedule(now, Devices(lost=frozenset({0}))).runs
+        assert run.devices == (1,)
+
+
 def test_a_step_that_was_lost_does_not_count() -> None:
     scheduler = deadline()
     scheduler.submit(ticket("a", 3, seconds=(0.4,)))

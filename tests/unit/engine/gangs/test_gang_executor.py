@@ -167,6 +167,12 @@ def test_cached_edits_read_on_both_devices_what_one_of_them_made(
     assert {final.meta["cache"] for final in finals} == {"hit"}
 
 
+def test_ranks_let_go_of_edits_that_went_on_elsewhere(two: Engine, encoder: Encoder) -> None:
+    run(two, [job(encoder, seed, f"moved-{seed}", cache="off") for seed in range(6)])
+    for process in ranks(two)._ranks.processes:
+        assert process.call("__getattribute__", "_specs").result(10.0) == {}
+
+
 def test_previews_come_from_the_ranks(two: Engine, encoder: Encoder) -> None:
     sink = Sink()
     two.submit(job(encoder, 1, "shown", num_inference_steps=4, preview_every=2, cache="off"), sink)
