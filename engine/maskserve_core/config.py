@@ -224,6 +224,11 @@ class StagesConfig(Table, frozen=True):
     decoded as a whole."""
     decode_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 2**26
     """Bytes of templates' norms that the decoder keeps for this; FLUX.1's take 2 MB."""
+    vae_batches: Literal["auto", "on", "off"] = "auto"
+    """Whether pictures of one size go through the VAE in one call where several wait: masked
+    pictures that are encoded as a whole, latents that are decoded as a whole; as many as make one
+    picture of 1024 x 1024. Those of `reproducible` edits go alone. `auto`: on a GPU; on a CPU two
+    take longer together than one after the other."""
     vae_tiles: Literal["auto", "on", "off"] = "auto"
     """Whether the VAE takes large pictures in tiles, as diffusers' `enable_tiling` does: those with
     a side above its own `sample_size` (FLUX.1 and SDXL: 1024). It needs memory for one tile, and

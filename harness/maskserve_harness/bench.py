@@ -18,6 +18,7 @@ COMMANDS = {
     "first_run": "benchmarks.first_run",
     "overhead": "benchmarks.overhead",
     "bench_edit": "benchmarks.edit",
+    "vae_batches": "benchmarks.vae_batches",
     "bytes_table": "benchmarks.bytes_table",
     "adapter_misses": "benchmarks.adapter_misses",
     # Many workers.

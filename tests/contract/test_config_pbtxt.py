@@ -75,7 +75,10 @@ def test_a_tensor_more_that_clients_may_send_is_one_declaration() -> None:
 def test_tensors(name: str) -> None:
     config, contract = read(name), CONTRACTS[name]
     assert config.name == name
-    assert config.max_batch_size == 0
+    assert config.max_batch_size == contract.together
+    assert config.HasField("dynamic_batching") == (contract.together > 0)
+    assert config.dynamic_batching.max_queue_delay_microseconds == 0
+    assert all(tensor.allow_ragged_batch == (contract.together > 0) for tensor in config.input)
     assert tensors(config.input) == contract.inputs
     assert tensors(config.output) == contract.outputs
 

@@ -7,13 +7,20 @@ import json
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from safetensors.numpy import load
+from tritonclient.utils import np_to_triton_dtype
 
 from maskserve_core.contracts.meta import STAGES, TIMINGS
+from maskserve_core.contracts.settings import EditSettings
+from maskserve_harness.benchmarks.direct import request_of
 from maskserve_serving.worker import WorkerProcess
 from tests.fakes.pictures import blob_mask, scene
 from tests.support.calls import (
@@ -218,3 +225,52 @@ def test_control_says_how_the_worker_is(grpc: Grpc) -> None:
     assert status["alive"]
     assert status["in_flight"] == 0
     assert grpc.control(op="heartbeat")["state"] == "ready"
+
+
+def test_the_encoder_takes_what_waits_together(worker: WorkerProcess) -> None:
+    """Triton gives it all that came while it was busy; each still gets what it gets alone."""
+    rng = np.random.default_rng()
+
+    def inputs(side: int, prompt: str) -> list[triton_grpc.InferInput]:
+        pixels = rng.integers(0, 256, (side, side, 3), dtype=np.uint8)
+        mask = np.full((side, side), 255, np.uint8)
+        request = request_of(pixels, prompt, EditSettings(cache="off"), 1, "direct")
+        return [
+            _input("PIXELS", pixels[None]),
+            _input("EDIT_MASK", mask[None]),
+            _input("CONTROLS", np.zeros((1, 0, 0, 0, 3), np.uint8)),
+            _input("REQUEST", np.array([[request.to_json()]], np.object_)),
+        ]
+
+    def arrays(result: triton_grpc.InferResult) -> dict[str, np.ndarray]:
+        return dict(load(result.as_numpy("CONDITIONING")[0].tobytes()))
+
+    answers: dict[int, Any] = {}
+    done = threading.Semaphore(0)
+
+    def keep(number: int, result: triton_grpc.InferResult | None, error: Exception | None) -> None:
+        answers[number] = error or result
+        done.release()
+
+    asked = [inputs(320, "a large one")] + [inputs(64, f"{n} red stars") for n in range(5)]
+    with closing(triton_grpc.InferenceServerClient(worker.grpc_url)) as client:
+        for number, tensors in enumerate(asked):
+            client.async_infer("encoder", tensors, partial(keep, number))
+        for _ in asked:
+            assert done.acquire(timeout=60)
+        reports = [json.loads(answers[n].as_numpy("ENCODED")[0, 0]) for n in range(1, 6)]
+        assert max(report["batch"] for report in reports) > 1
+        for number, tensors in list(enumerate(asked))[1:]:
+            again = client.infer("encoder", tensors)
+            np.testing.assert_array_equal(
+                again.as_numpy("MOMENTS"), answers[number].as_numpy("MOMENTS")
+            )
+            alone, found = arrays(again), arrays(answers[number])
+            for name, array in alone.items():
+                np.testing.assert_allclose(found[name], array, atol=2e-5)
+
+
+def _input(name: str, value: np.ndarray) -> triton_grpc.InferInput:
+    made = triton_grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
+    made.set_data_from_numpy(value)
+    return made

@@ -20,6 +20,7 @@ from maskserve_core.contracts.status_record import NodeStatus
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.triton.cancels import CancelListener
 from maskserve_core.triton.control import OPERATIONS, WorkerControl
+from maskserve_core.triton.together import batched
 from maskserve_core.worker.admission import Gate
 from tests.fakes.pb_utils import Call, FakeTriton, InferenceResponse, Request, failure, reply
 
@@ -268,7 +269,8 @@ def test_a_registered_template_is_encoded_and_primed(
         seen[-1]["tensors"] = sorted(call.tensors)
         return [reply(META=b'{"state": "priming"}')]
 
-    api.models["encoder"] = lambda call: [reply(**encoded)]
+    # It takes requests together, so its tensors have a batch dimension.
+    api.models["encoder"] = lambda call: [reply(**batched(encoded))]
     api.models["denoiser"] = denoiser
     served = WorkerControl(api, structs.replace(config, model=ModelConfig(path=str(tiny_fill))))
     picture = np.full((40, 48, 3), 7, np.uint8)

@@ -58,6 +58,7 @@ def final_meta(
         "template_id": request.template_id,
         **engine,
         "decoded": 1.0,
+        "decode_batch": 1,
         "timings_ms": {name: round(float(timings.get(name, 0.0)), 3) for name in TIMINGS},
     }
     values.setdefault("steps", 0)
@@ -76,12 +77,17 @@ def with_timing(meta: bytes, name: str, milliseconds: float) -> bytes:
     return b"%b%b%.3f%b" % (before, slot[:-3], milliseconds, after) if slot else meta
 
 
-def with_decoded(meta: bytes, share: float) -> bytes:
-    """META of a final event that says how much of the picture was decoded, so far all; spliced as
-    by `with_timing`.
+def with_decoded(meta: bytes, *, share: float = 1.0, batch: int = 1) -> bytes:
+    """META of a final event that says how its picture was decoded; spliced as by `with_timing`.
+
+    Args:
+        meta: so far it says that all was decoded, and alone.
+        share: of the picture that was decoded.
+        batch: pictures that were decoded in one call.
     """
-    before, slot, after = meta.rpartition(b'"decoded":1.0')
-    return b'%b"decoded":%.3f%b' % (before, share, after) if slot else meta
+    before, slot, after = meta.rpartition(b'"decoded":1.0,"decode_batch":1')
+    said = b'"decoded":%.3f,"decode_batch":%d' % (share, batch)
+    return b"%b%b%b" % (before, said, after) if slot else meta
 
 
 def with_slack(meta: bytes, due_ms: int, taken_ms: float) -> bytes:

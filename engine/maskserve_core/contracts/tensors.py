@@ -1,9 +1,9 @@
 """The tensors of every Triton model, declared once: the ports of a worker.
 
 From these tables come every config.pbtxt and the ensemble's wiring (`python
-scripts/model_configs.py`), what a front hands on, and what client, router and probe send. All
-models have `max_batch_size: 0`: edits are batched step by step inside the denoiser, never by
-Triton.
+scripts/model_configs.py`), what a front hands on, and what client, router and probe send. Edits
+are batched step by step inside the denoiser, not by Triton; but Triton hands encoder and decoder
+the requests that came while they were busy all at once (`Contract.together`).
 
 To let clients send one more tensor, add it to `PICTURES`, optional: `edit` and `edit_stream` then
 take it, and the fronts hand it to the ensemble, with no element where a client sent none. The step
@@ -39,6 +39,10 @@ class Contract:
     """Places itself on the device; else it runs on the CPU."""
     instances: int = 1
     """Processes."""
+    together: int = 0
+    """Requests that wait are given to one `execute`, up to so many and whatever their shapes; no
+    request waits for others to come. Triton then puts a batch dimension of 1 before the dims of
+    each tensor, within the ensemble, too. 0: they are given one by one, without that dimension."""
 
     def input(self, name: str) -> Tensor:
         """Raises KeyError: there is none of this name."""
@@ -129,6 +133,7 @@ CONTRACTS: dict[str, Contract] = {
         (PIXELS, EDIT_MASK, CONTROLS, REQUEST),
         (MOMENTS, MASKED_MOMENTS, CONTROL_MOMENTS, CONDITIONING, ENCODED),
         on_device=True,
+        together=8,
     ),
     "denoiser": Contract(
         "Decoupled: progress, previews and the result of an edit are responses of one request. One "
@@ -156,6 +161,7 @@ CONTRACTS: dict[str, Contract] = {
         (LATENTS, META, CONTEXT),
         (PIXELS, META, CONTEXT),
         on_device=True,
+        together=8,
     ),
     "postprocess": Contract(
         "Two processes: encoding one large image does not hold up the next. The fronts drop events "

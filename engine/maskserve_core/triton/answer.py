@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from maskserve_core.errors import EngineFailed, MaskserveError
-from maskserve_core.triton.tensor_io import error_response, output_tensors
+from maskserve_core.triton.tensor_io import error_response, named_tensors
 
 log = logging.getLogger("maskserve")
 
@@ -47,7 +47,7 @@ class Answer:
 
     def event(self, kind: str, outputs: dict[str, Any]) -> bool:
         """Send an event that others follow, of whatever kind; False when it is too late."""
-        tensors = output_tensors(self._api, outputs)
+        tensors = named_tensors(self._api, outputs)
         message = self._api.InferenceResponse(tensors)
         with self._lock:
             if self._done:
@@ -57,7 +57,7 @@ class Answer:
 
     def finish(self, outputs: dict[str, Any]) -> bool:
         """Send the result; False when the request has been answered already."""
-        tensors = output_tensors(self._api, outputs)
+        tensors = named_tensors(self._api, outputs)
         return self._final(self._api.InferenceResponse(tensors), None, outputs)
 
     def fail(self, error: MaskserveError) -> bool:

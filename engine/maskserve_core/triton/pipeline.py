@@ -17,7 +17,8 @@ from maskserve_core.errors import EngineFailed
 from maskserve_core.imaging.preprocess import PreparedTemplate, prepare_template
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.triton.acks import ACKS, AckSender
-from maskserve_core.triton.tensor_io import output, relayed, tensor
+from maskserve_core.triton.tensor_io import named_tensors, output, relayed, tensor
+from maskserve_core.triton.together import batched
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +98,22 @@ def encode_template(api: Any, prepared: PreparedTemplate) -> list[Any]:
     Raises:
         MaskserveError: what the encoder answered.
     """
-    edit_mask = api.Tensor("EDIT_MASK", prepared.edit_mask)
+    inputs = {
+        "PIXELS": prepared.pixels,
+        "EDIT_MASK": prepared.edit_mask,
+        "CONTROLS": np.zeros((0, 0, 0, 3), np.uint8),
+        "REQUEST": prepared.request.to_json(),
+    }
     call = api.InferenceRequest(
         model_name="encoder",
         requested_output_names=list(_ENCODED),
-        inputs=[
-            api.Tensor("PIXELS", prepared.pixels),
-            edit_mask,
-            api.Tensor("CONTROLS", np.zeros((0, 0, 0, 3), np.uint8)),
-            tensor(api, "REQUEST", prepared.request.to_json()),
-        ],
+        inputs=named_tensors(api, batched(inputs)),
     )
     answer = call.exec()
     if answer.has_error():
         raise relayed(answer.error().message(), prepared.request.request_id)
-    return [edit_mask, *answer.output_tensors()]
+    encoded = [tensor(api, each.name(), each.as_numpy()[0]) for each in answer.output_tensors()]
+    return [tensor(api, "EDIT_MASK", prepared.edit_mask), *encoded]
 
 
 def prime_template(api: Any, encoded: bytes, facts: ModelFacts, config: Config) -> dict[str, Any]:

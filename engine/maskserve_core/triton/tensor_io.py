@@ -135,14 +135,14 @@ def parameters(request: Any) -> dict[str, Any]:
     return found
 
 
-def output_tensors(api: Any, outputs: Mapping[str, npt.NDArray[Any] | bytes]) -> list[Any]:
-    """The tensors of a response that carries `outputs`."""
+def named_tensors(api: Any, outputs: Mapping[str, npt.NDArray[Any] | bytes]) -> list[Any]:
+    """Tensors of these names and values, of a response or a request."""
     return [tensor(api, name, value) for name, value in outputs.items()]
 
 
 def response(api: Any, outputs: Mapping[str, npt.NDArray[Any] | bytes]) -> Any:
     """A Triton response that carries `outputs`, to be returned from `execute`."""
-    return api.InferenceResponse(output_tensors(api, outputs))
+    return api.InferenceResponse(named_tensors(api, outputs))
 
 
 def error_response(api: Any, error: MaskserveError) -> Any:

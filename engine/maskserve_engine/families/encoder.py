@@ -73,10 +73,10 @@ class TextEncoder:
         own = fused(config, load(config, f"text_encoder{number}", model), f"text_encoder{number}")
         return cls(tokenizer, own, length or tokenizer.model_max_length)
 
-    def __call__(self, prompt: str, *, hidden_states: bool = False) -> Any:
-        """The model's output, with every layer's states if asked for."""
+    def __call__(self, prompts: Sequence[str], *, hidden_states: bool = False) -> Any:
+        """The model's output for all of them, with every layer's states if asked for."""
         ids = self.tokenizer(
-            [prompt],
+            list(prompts),
             padding="max_length",
             max_length=self.length,
             truncation=True,
@@ -154,8 +154,16 @@ class Encoder(ABC):
         self, pixels: NDArray[np.uint8], edit_mask: NDArray[np.uint8]
     ) -> NDArray[np.float32]:
         """[2C, h, w] of the source with the masked area blanked."""
+        [moments] = self.all_masked_moments([(pixels, edit_mask)])
+        return moments
+
+    def all_masked_moments(
+        self, edits: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
+    ) -> list[NDArray[np.float32]]:
+        """The same of several edits' pixels and masks of one size, in one call."""
         with torch.inference_mode():
-            return self._moments(_image(pixels) * torch.from_numpy(edit_mask <= 127))
+            blanked = [_image(pixels) * torch.from_numpy(mask <= 127) for pixels, mask in edits]
+            return list(self._all_moments(torch.cat(blanked)))
 
     def template(self, pixels: NDArray[np.uint8]) -> TemplateEncoding:
         """The source's moments, bit for bit as `moments`, and what `masked_pieces` needs."""
@@ -208,16 +216,29 @@ class Encoder(ABC):
         """The text encoders that adapters may change, by their folders' names."""
 
     @abstractmethod
+    def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """Each prompt's arrays, by the family's own names; computed in one call."""
+
     def encode_prompt(self, prompt: str) -> Conditioning:
-        """A prompt's arrays, by the family's own names."""
+        """One prompt's arrays."""
+        [encoded] = self.encode_prompts([prompt])
+        return encoded
 
     def encode_negative(self, prompt: str) -> Conditioning:
         """The same of a negative prompt."""
-        return self.encode_prompt(prompt)
+        return self.as_negative(prompt, self.encode_prompt(prompt))
+
+    def as_negative(self, prompt: str, encoded: Conditioning) -> Conditioning:
+        """What is led away from where `prompt`, which was `encoded`, is the negative one."""
+        return encoded
 
     def _moments(self, image: Tensor) -> NDArray[np.float32]:
-        posterior = self.vae.encode(self._on_device(image)).latent_dist
-        return to_numpy(posterior.parameters[0])
+        moments: NDArray[np.float32] = self._all_moments(image)[0]
+        return moments
+
+    def _all_moments(self, images: Tensor) -> NDArray[np.float32]:
+        posterior = self.vae.encode(self._on_device(images)).latent_dist
+        return to_numpy(posterior.parameters)
 
     def _on_device(self, image: Tensor) -> Tensor:
         return image.to(self.vae.device, self.vae.dtype)

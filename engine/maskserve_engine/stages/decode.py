@@ -61,8 +61,14 @@ class Decoder:
 
     def decode(self, latents: NDArray[np.float32]) -> NDArray[np.uint8]:
         """[C, h, w] latents as the sampler leaves them → [H, W, 3] pixels."""
+        [pixels] = self.decode_all([latents])
+        return pixels
+
+    def decode_all(self, latents: Sequence[NDArray[np.float32]]) -> list[NDArray[np.uint8]]:
+        """The same of several of one size, in one call."""
         with torch.inference_mode():
-            return _pixels(self.vae.decode(self._scaled(latents))[0])
+            scaled = torch.cat([self._scaled(each) for each in latents])
+            return [_pixels(image[None]) for image in self.vae.decode(scaled).sample]
 
     def sums(self, latents: NDArray[np.float32]) -> CellSums:
         """What edits of a template need of its own latents [C, h, w] to be decoded in pieces."""

@@ -56,11 +56,18 @@ class EncodeReport(msgspec.Struct, frozen=True):
 
     masked: Literal["whole", "pieces"] = "whole"
     """How much of the masked picture was encoded, where the model takes one."""
+    batch: int = 1
+    """Edits that shared a call: of the text encoders, or of the VAE; the larger of both."""
 
     @property
-    def meta(self) -> dict[str, str]:
+    def meta(self) -> dict[str, str | int]:
         """What META says of it."""
-        return {"prompt": self.prompt, "template": self.template, "masked": self.masked}
+        return {
+            "prompt": self.prompt,
+            "template": self.template,
+            "masked": self.masked,
+            "batch": self.batch,
+        }
 
 
 _decode_report = msgspec.json.Decoder(EncodeReport).decode

@@ -28,6 +28,9 @@ class Kept(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
+
     def get(self, key: K) -> V | None:
         value = self._values.get(key)
         if value is not None:

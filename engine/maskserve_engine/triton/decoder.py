@@ -1,4 +1,4 @@
-"""What the decoder model does with an event: all of its latents become pixels, or those round what
+"""What the decoder model does with events: all of their latents become pixels, or those round what
 is pasted.
 
 A dense edit is exactly the pipeline's, and reproducible ones are equal on every worker, so these
@@ -8,6 +8,9 @@ edit comes, from the moments that the encoder has left in the runtime folder.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +26,7 @@ from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.kept import Kept
 from maskserve_engine.stages.latent_space import to_model
 from maskserve_engine.stages.moments_folder import MomentsFolder
+from maskserve_engine.stages.vae_batches import shares_calls, vae_batches
 from maskserve_engine.stages.vae_pieces import CellSums, Pieces, PixelBox
 
 _WHOLE_FROM = 0.7
@@ -41,6 +45,30 @@ class _Event(msgspec.Struct):
 _read_event = msgspec.json.Decoder(_Event).decode
 
 
+class ToDecode(NamedTuple):
+    """An event with latents."""
+
+    latents: NDArray[np.float32]
+    """[C, h, w]"""
+    meta: bytes
+    context: NDArray[np.uint8]
+    """The tensor."""
+
+
+class _Whole(NamedTuple):
+    """All of an event's latents are decoded."""
+
+    alone: bool
+    """In a call of its own."""
+
+
+class _InPieces(NamedTuple):
+    """What is pasted of an event is."""
+
+    pieces: Pieces
+    template: CellSums
+
+
 class EditDecoder:
     """The decoder of a worker. One thread decodes at a time.
 
@@ -52,32 +80,69 @@ class EditDecoder:
 
     def __init__(self, decoder: Decoder, facts: ModelFacts, config: Config) -> None:
         self._decoder, self._facts, self._stages = decoder, facts, config.stages
+        self._shares_calls = shares_calls(config.stages, decoder.vae.device.type)
         self._moments = MomentsFolder(config.runtime_dir)
         self._sums: Kept[str, CellSums] = Kept(config.stages.decode_bytes, lambda sums: sums.nbytes)
 
     def decode(
         self, latents: NDArray[np.float32], meta: bytes, context: NDArray[np.uint8]
     ) -> tuple[NDArray[np.uint8], bytes]:
-        """Pixels [H, W, 3] of a final event or a preview, and META that says how much was decoded.
+        """Decode one event alone: `decode_all` of it, with its error raised."""
+        [made] = self.decode_all([ToDecode(latents, meta, context)])
+        if isinstance(made, Exception):
+            raise made
+        return made
 
-        Args:
-            latents: [C, h, w].
-            meta: of the event.
-            context: the tensor.
+    def decode_all(
+        self, events: Sequence[ToDecode]
+    ) -> Iterator[tuple[NDArray[np.uint8], bytes] | Exception]:
+        """Pixels [H, W, 3] of final events or previews that came together, and META that says how
+        they were decoded; each as soon as it is done, in this order, or its error.
+
+        Those that are decoded as a whole share calls of the VAE where that pays, but for
+        `reproducible` edits.
         """
-        size = latents.shape[1], latents.shape[2]
-        if self._stages.decode_halo and self._decoder.takes_pieces(size):
-            event, edit = _read_event(meta), EditRequest.from_json(request_in(context))
-            found = self._pieces(event, edit, size)
-            if found is not None:
-                pieces, template = found
-                pixels = self._decoder.decode_pieces(latents, pieces, template)
-                return pixels, with_decoded(meta, pieces.share)
-        return self._decoder.decode(latents), meta
+        plans = [self._plan(event) for event in events]
+        sharing = {
+            number: (event.latents.shape[1], event.latents.shape[2])
+            for number, (event, plan) in enumerate(zip(events, plans, strict=True))
+            if isinstance(plan, _Whole) and not plan.alone and self._shares_calls
+        }
+        factor = self._facts.latents.pixels
+        batches = vae_batches({n: (h * factor, w * factor) for n, (h, w) in sharing.items()})
+        done: dict[int, NDArray[np.uint8]] = {}
+        for number, (event, plan) in enumerate(zip(events, plans, strict=True)):
+            made: tuple[NDArray[np.uint8], bytes] | Exception
+            try:
+                if isinstance(plan, Exception):
+                    raise plan
+                if isinstance(plan, _InPieces):
+                    pixels = self._decoder.decode_pieces(event.latents, plan.pieces, plan.template)
+                    made = pixels, with_decoded(event.meta, share=plan.pieces.share)
+                else:
+                    batch = batches.get(number, (number,))
+                    if number not in done:
+                        pixels_of = self._decoder.decode_all([events[n].latents for n in batch])
+                        done |= zip(batch, pixels_of, strict=True)
+                    made = done.pop(number), with_decoded(event.meta, batch=len(batch))
+            except Exception as error:
+                made = error
+            yield made
 
-    def _pieces(
-        self, event: _Event, edit: EditRequest, size: tuple[int, int]
-    ) -> tuple[Pieces, CellSums] | None:
+    def _plan(self, event: ToDecode) -> _Whole | _InPieces | Exception:
+        """How an event is decoded."""
+        size = event.latents.shape[1], event.latents.shape[2]
+        try:
+            in_pieces = self._stages.decode_halo and self._decoder.takes_pieces(size)
+            if not (in_pieces or self._shares_calls):
+                return _Whole(alone=True)
+            edit = EditRequest.from_json(request_in(event.context))
+            found = self._pieces(_read_event(event.meta), edit, size) if in_pieces else None
+            return found or _Whole(alone=edit.settings.reproducible)
+        except Exception as error:
+            return error
+
+    def _pieces(self, event: _Event, edit: EditRequest, size: tuple[int, int]) -> _InPieces | None:
         """What to decode, beside what is known of its template; None: everything."""
         settings = edit.settings
         cached, shown = event.cache == "hit", event.event == "preview"
@@ -96,7 +161,7 @@ class EditDecoder:
         if pieces.share >= _WHOLE_FROM:
             return None
         template = self._template(edit.pixels_id, make=cached)
-        return None if template is None else (pieces, template)
+        return None if template is None else _InPieces(pieces, template)
 
     def _template(self, pixels_id: str, *, make: bool) -> CellSums | None:
         """Of a template's decode; where it is not kept, it is decoded if `make`."""

@@ -25,7 +25,7 @@ class Timer:
         self.device = device
         self._now = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
 
-    def ms(self, call: Callable[[], None]) -> float:
+    def ms(self, call: Callable[[], object]) -> float:
         self._settle()
         begin = self._now()
         call()

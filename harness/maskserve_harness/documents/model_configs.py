@@ -48,6 +48,9 @@ def config_text(name: str) -> str:
         config.instance_group.add(count=contract.instances, kind=kind)
         if contract.decoupled:
             config.model_transaction_policy.decoupled = True
+        if contract.together:
+            config.max_batch_size = contract.together
+            config.dynamic_batching.SetInParent()
     lines = [*_comment(contract.about), *_comment(_MADE), ""]
     body: str = text_format.MessageToString(config, use_short_repeated_primitives=True)
     return "\n".join(lines) + body
@@ -60,6 +63,7 @@ def _declare(config: Any, contract: Contract) -> None:
             data_type=_TYPES[tensor.dtype],
             dims=tensor.dims,
             optional=tensor.optional,
+            allow_ragged_batch=contract.together > 0,
         )
     for tensor in contract.outputs:
         config.output.add(name=tensor.name, data_type=_TYPES[tensor.dtype], dims=tensor.dims)

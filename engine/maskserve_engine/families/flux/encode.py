@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,10 +50,12 @@ class FluxEncoder(Encoder):
         """CLIP: diffusers applies no LoRA to FLUX's T5."""
         return {"text_encoder": self.clip.model}
 
-    def encode_prompt(self, prompt: str) -> Conditioning:
-        """`prompt_embeds` [T, width] and `pooled` [width] of a prompt."""
+    def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """`prompt_embeds` [T, width] and `pooled` [width] of each prompt."""
         with torch.inference_mode():
-            return {
-                "prompt_embeds": to_numpy(self.t5(prompt).last_hidden_state[0]),
-                "pooled": to_numpy(self.clip(prompt).pooler_output[0]),
-            }
+            states = to_numpy(self.t5(prompts).last_hidden_state)
+            pooled = to_numpy(self.clip(prompts).pooler_output)
+        return [
+            {"prompt_embeds": states[i].copy(), "pooled": pooled[i].copy()}
+            for i in range(len(prompts))
+        ]

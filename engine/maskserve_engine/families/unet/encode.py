@@ -49,23 +49,24 @@ class UnetEncoder(Encoder):
         names = ("text_encoder", "text_encoder_2")
         return {name: each.model for name, each in zip(names, self.encoders, strict=False)}
 
-    def encode_prompt(self, prompt: str) -> Conditioning:
-        """`prompt_embeds` [T, width] and, for SDXL, `pooled` [width] of a prompt."""
+    def encode_prompts(self, prompts: Sequence[str]) -> list[Conditioning]:
+        """`prompt_embeds` [T, width] and, for SDXL, `pooled` [width] of each prompt."""
         xl = self.facts.micro_conditioning
         with torch.inference_mode():
-            answers = [encoder(prompt, hidden_states=xl) for encoder in self.encoders]
+            answers = [encoder(prompts, hidden_states=xl) for encoder in self.encoders]
             if not xl:
-                return {"prompt_embeds": to_numpy(answers[0].last_hidden_state[0])}
+                states = to_numpy(answers[0].last_hidden_state)
+                return [{"prompt_embeds": each.copy()} for each in states]
             # SDXL reads the layer before the last of both, and the second one's projection.
-            states = torch.cat([answer.hidden_states[-2][0] for answer in answers], dim=1)
-            return {
-                "prompt_embeds": to_numpy(states),
-                "pooled": to_numpy(answers[1].text_embeds[0]),
-            }
+            states = to_numpy(torch.cat([answer.hidden_states[-2] for answer in answers], dim=2))
+            pooled = to_numpy(answers[1].text_embeds)
+        return [
+            {"prompt_embeds": states[i].copy(), "pooled": pooled[i].copy()}
+            for i in range(len(prompts))
+        ]
 
-    def encode_negative(self, prompt: str) -> Conditioning:
+    def as_negative(self, prompt: str, encoded: Conditioning) -> Conditioning:
         """SDXL base was trained with zeros where there is no prompt."""
-        encoded = self.encode_prompt(prompt)
         if not prompt and self.facts.zeros_for_empty_prompt:
             return {name: np.zeros_like(array) for name, array in encoded.items()}
         return encoded

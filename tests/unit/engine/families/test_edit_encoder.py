@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import EditRequest
 from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.errors import Overloaded
 from maskserve_core.imaging.masks import component_boxes
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.families.encoder import Encoder
@@ -22,7 +23,7 @@ from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_engine.stages.encoded import Encoded
 from maskserve_engine.stages.vae_pieces import PixelBox
-from maskserve_engine.triton.encoder import EditEncoder
+from maskserve_engine.triton.encoder import EditEncoder, ToEncode
 from maskserve_harness.benchmarks.direct import Direct, request_of
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
@@ -293,3 +294,99 @@ def test_an_edit_looks_the_same_whether_its_masked_picture_was_encoded_in_pieces
     assert found
     assert np.median(found) >= 45.0
     assert min(found) >= 40.0
+
+
+@pytest.mark.parametrize("aside", [False, True], ids=["one thread", "prompts aside"])
+@pytest.mark.parametrize("model", ["fill", "inpaint", "sdxl-base"])
+def test_edits_encoded_together_are_as_each_alone(
+    model: str,
+    aside: bool,
+    tmp_path: Path,
+    tiny_fill: Path,
+    tiny_inpaint: Path,
+    tiny_unets: dict[str, Path],
+) -> None:
+    folder = {"fill": tiny_fill, "inpaint": tiny_inpaint, **tiny_unets}[model]
+    config, rng = config_of(folder), np.random.default_rng()
+    encoder = load_encoder(config)
+    stages = structs.replace(config.stages, vae_batches="on")
+    config = structs.replace(config, stages=stages, runtime_dir=str(tmp_path))
+    kept = EditEncoder(encoder, config, texts_aside=aside)
+    for _ in range(4):
+        work = []
+        for number in range(6):
+            pixels = random_case(rng).pixels
+            mask = (rng.random(pixels.shape[:2]) < 0.5).astype(np.uint8) * 255
+            negative = str(rng.choice(WORDS)) if model != "fill" and rng.random() < 0.5 else None
+            asked = EditSettings(negative_prompt=negative, reproducible=number % 3 == 0)
+            case = Case(pixels, mask, f"{rng.choice(WORDS)} {rng.integers(9)}", asked, 1)
+            work.append(ToEncode(edit_of(case), pixels, mask))
+        for each, made in zip(work, kept.encode_all(work), strict=True):
+            assert not isinstance(made, Exception), made
+            found, report = made
+            settings = each.edit.settings
+            expected = encoder.encode(
+                each.pixels, each.edit_mask, each.edit.prompt, settings.negative_prompt
+            )
+            if settings.reproducible:
+                assert report.batch == 1
+                same(found, expected)
+            else:
+                assert report.batch > 1 or report.prompt == "kept"
+                near(found, expected)
+    kept.close()
+
+
+def near(found: Encoded, expected: Encoded) -> None:
+    np.testing.assert_array_equal(found.moments, expected.moments)
+    np.testing.assert_allclose(found.masked_moments, expected.masked_moments, atol=2e-5)
+    pairs = [(found.conditioning, expected.conditioning)]
+    pairs.append((found.negative or {}, expected.negative or {}))
+    for some, others in pairs:
+        assert some.keys() == others.keys()
+        for name, array in others.items():
+            np.testing.assert_allclose(some[name], array, atol=2e-5)
+
+
+def test_one_whose_lora_is_gone_harms_no_other(tmp_path: Path, make: Make, tiny_fill: Path) -> None:
+    config, [lora] = served(tmp_path, tiny_fill, {"one": of_text("text_encoder", rank=2)})
+    encoder = load_encoder(config)
+    kept, rng = make(encoder, config), np.random.default_rng()
+    gone = structs.replace(lora, version="0" * 16)
+    cases = [random_case(rng) for _ in range(3)]
+    work = [
+        ToEncode(
+            replace(edit_of(replace(case, settings=EditSettings())), loras=loras),
+            case.pixels,
+            case.mask,
+        )
+        for case, loras in zip(cases, [(), (gone,), (lora,)], strict=True)
+    ]
+    made = list(kept.encode_all(work))
+    assert isinstance(made[1], Overloaded)
+    for number in (0, 2):
+        assert not isinstance(made[number], Exception), made[number]
+
+
+def test_prompts_that_fail_together_go_alone(
+    make: Make, tiny_fill: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tiny_fill)
+    encoder = load_encoder(config)
+    alone = encoder.encode_prompts
+
+    def one_at_a_time(prompts: Any) -> Any:
+        if len(prompts) > 1:
+            raise MemoryError("too many")
+        return alone(prompts)
+
+    encoder.encode_prompts = one_at_a_time
+    cases = [random_case(np.random.default_rng()) for _ in range(2)]
+    work = [
+        ToEncode(edit_of(case, f"{number} stars"), case.pixels, case.mask)
+        for number, case in enumerate(cases)
+    ]
+    for each, made in zip(work, make(encoder, config).encode_all(work), strict=True):
+        assert not isinstance(made, Exception), made
+        same(made[0], encoder.encode(each.pixels, each.edit_mask, each.edit.prompt))
+    assert "too many" in caplog.text

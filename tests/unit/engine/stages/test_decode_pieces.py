@@ -25,7 +25,7 @@ from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.moments_folder import MomentsFolder
 from maskserve_engine.stages.vae_pieces import MixedNorm, Pieces, PixelBox, plan_pieces
-from maskserve_engine.triton.decoder import EditDecoder
+from maskserve_engine.triton.decoder import EditDecoder, ToDecode
 from maskserve_harness.benchmarks.direct import request_of
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
@@ -284,3 +284,52 @@ def test_a_file_that_is_broken_is_none(tmp_path: Path) -> None:
     np.testing.assert_array_equal(folder.read("0f"), moments)
     MomentsFolder(tmp_path).clear()
     assert folder.read("0f") is None
+
+
+@pytest.mark.parametrize("together", ["on", "auto"])
+def test_events_decoded_together_are_as_each_alone(
+    tmp_path: Path, tiny_fill: Path, together: str
+) -> None:
+    """Dense edits share calls of the VAE, on a CPU only where that is configured; reproducible ones
+    do not, nor those in pieces.
+    """
+    edits = Edits(tmp_path, tiny_fill)
+    stages = msgspec.structs.replace(edits.config.stages, vae_batches=together)
+    config = msgspec.structs.replace(edits.config, stages=stages)
+    facts = load_facts(str(tiny_fill), config.model.native_resolution)
+    decoder = EditDecoder(edits.plain, facts, config)
+    folder = MomentsFolder(tmp_path)
+    folder.clear()
+    folder.write(edits.request().pixels_id, edits.moments)
+    kinds = [("miss", False), ("hit", False), ("miss", True), ("miss", False), ("hit", True)]
+    work, expected = [], []
+    for cache, exact in kinds:
+        edit = edits.request(reproducible=exact)
+        context = PostprocessContext(edit.to_json(), b"source", b"paste", True).pack()
+        event = ToDecode(edits.latents(), edits.final(edit, cache), context)
+        work.append(event)
+        expected.append(decoder.decode(*event)[0])
+    found = list(decoder.decode_all(work))
+    for (cache, exact), made, alone in zip(kinds, found, expected, strict=True):
+        assert not isinstance(made, Exception), made
+        pixels, meta = made
+        shares = together == "on" and cache == "miss" and not exact
+        assert json.loads(meta)["decode_batch"] == (2 if shares else 1)
+        if shares:
+            assert np.abs(pixels.astype(int) - alone).max() <= 1
+        else:
+            np.testing.assert_array_equal(pixels, alone)
+
+
+def test_an_event_that_cannot_be_decoded_harms_no_other(tmp_path: Path, tiny_fill: Path) -> None:
+    edits = Edits(tmp_path, tiny_fill)
+    MomentsFolder(tmp_path).clear()
+    edit = edits.request()
+    context = PostprocessContext(edit.to_json(), b"source", b"paste", True).pack()
+    good = ToDecode(edits.latents(), edits.final(edit, "miss"), context)
+    bad = good._replace(latents=np.zeros((3, 16, 16), np.float32))
+    first, second, third = edits.decoder.decode_all([good, bad, good])
+    assert isinstance(second, Exception)
+    for made in (first, third):
+        assert not isinstance(made, Exception), made
+        np.testing.assert_array_equal(made[0], edits.plain.decode(good.latents))

@@ -1,0 +1,47 @@
+"""Which pictures share a call of the VAE."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from maskserve_core.config import StagesConfig
+from maskserve_engine.stages.vae_batches import shares_calls, vae_batches
+
+FULL = 1024 * 1024
+
+
+def test_pictures_of_one_size_go_together_as_far_as_there_is_room() -> None:
+    rng = np.random.default_rng()
+    choices = [(256, 256), (512, 512), (512, 256), (256, 512), (1024, 1024), (2048, 1024)]
+    for _ in range(200):
+        sizes = {
+            int(name): choices[rng.integers(len(choices))]
+            for name in rng.permutation(100)[: rng.integers(1, 30)]
+        }
+        found = vae_batches(sizes)
+        assert list(found) == list(sizes)
+        for name, batch in found.items():
+            assert name in batch
+            assert {sizes[each] for each in batch} == {sizes[name]}
+            assert all(found[each] == batch for each in batch)
+            assert len(batch) == 1 or len(batch) * sizes[name][0] * sizes[name][1] <= FULL
+        for size in set(sizes.values()):
+            batches = list(dict.fromkeys(b for name, b in found.items() if sizes[name] == size))
+            most = max(1, FULL // (size[0] * size[1]))
+            assert all(len(batch) == most for batch, _ in pairwise(batches)), "all but the last"
+
+
+@pytest.mark.parametrize(
+    ("configured", "device", "expected"),
+    [
+        ("auto", "cpu", False),
+        ("auto", "cuda", True),
+        ("on", "cpu", True),
+        ("off", "cuda", False),
+    ],
+)
+def test_where_they_do(configured: str, device: str, expected: bool) -> None:
+    assert shares_calls(StagesConfig(vae_batches=configured), device) == expected
