@@ -8,5 +8,7 @@ cluster    the events, from arrival to answer
 result     figures of a run, and what must be conserved
 capacity   what a worker can serve at most
 bars       the comparisons that must hold
-plots      pictures of them
+gangs      a worker of several devices
+deadlines  due times on it, beside TetriServe's figures
+deadline_plots  pictures of that
 """

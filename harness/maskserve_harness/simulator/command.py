@@ -2,7 +2,7 @@
 
     python scripts/bench simulate_cluster --workers 8 --load 0.8 --mix public --json run.json
     python scripts/bench simulate_cluster --bars --json bars.json
-    python scripts/bench simulate_cluster --deadlines --json deadlines.json
+    python scripts/bench simulate_cluster --deadlines --json deadlines.json --plots docs/images
 
 The production scheduler, planner, cost model and routing policies decide; only time, the network
 and the numbers of the device are made up. Equal arguments give equal output.
@@ -32,6 +32,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--bars", action="store_true", help="run the comparisons that must hold; exit 1 if not")
     add("--deadlines", action="store_true", help="due times on eight devices that share edits")
     add("--json", type=Path, help="write all figures here")
+    add("--plots", type=Path, metavar="FOLDER", help="of --deadlines: draw them there")
     add("--seed", type=int, default=1)
     add("--policy", choices=[*POLICIES, "all"], default="all")
     add("--workers", type=int, default=8, help="1 to 256")
@@ -65,6 +66,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if not 1 <= args.workers <= 256:
         parser.error("--workers: accepted: 1 to 256")
+    if args.plots and not args.deadlines:
+        parser.error("--plots: of --deadlines alone")
     if args.halo and args.model == "flux":
         parser.error("--halo: of UNets alone")
     for name in ("edits", "burst", "load", "max_rows", "templates", "workers_per_host"):
@@ -155,6 +158,10 @@ def deadlines(args: argparse.Namespace) -> int:
     report = run_deadlines(lambda line: print(line, flush=True), args.seed)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.plots:
+        from maskserve_harness.simulator.deadline_plots import draw
+
+        draw(report, args.plots)
     return 0
 
 
