@@ -10,7 +10,9 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from msgspec import structs
@@ -47,33 +49,25 @@ def main() -> int:
               f"of {count} together {together_ms:7.2f} ms: {rate:.2f}x")  # fmt: skip
 
     for side in args.sides:
-        pixels = rng.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
-        mask = np.zeros((side, side), np.uint8)
-        edits = [(each, mask) for each in pixels]
-        compare(
-            "encode",
-            side,
-            lambda edits=edits: encoder.all_masked_moments(edits),
-            lambda edits=edits: [encoder.masked_moments(*each) for each in edits],
-        )
-        moments = [encoder.moments(each) for each in pixels]
-        latents = [each[: len(each) // 2] for each in moments]
-        compare(
-            "decode",
-            side,
-            lambda latents=latents: decoder.decode_all(latents),
-            lambda latents=latents: [decoder.decode(each) for each in latents],
-        )
+        pixels = list(rng.integers(0, 256, (count, side, side, 3), dtype=np.uint8))
+        masks = [np.zeros((side, side), np.uint8)] * count
+        edits = list(zip(pixels, masks, strict=True))
+        encode = partial(encoder.all_masked_moments, edits)
+        compare("encode", side, encode, partial(_each, encoder.all_masked_moments, edits))
+        latents = [moments[: len(moments) // 2] for moments in map(encoder.moments, pixels)]
+        decode = partial(decoder.decode_all, latents)
+        compare("decode", side, decode, partial(_each, decoder.decode_all, latents))
     prompts = [f"{number} red stars" for number in range(count)]
-    compare(
-        "prompts",
-        None,
-        lambda: encoder.encode_prompts(prompts),
-        lambda: [encoder.encode_prompt(each) for each in prompts],
-    )
+    together = partial(encoder.encode_prompts, prompts)
+    compare("prompts", None, together, partial(_each, encoder.encode_prompts, prompts))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     return 0
+
+
+def _each(work: Callable[[list[Any]], object], items: list[Any]) -> None:
+    for item in items:
+        work([item])
 
 
 def _in_turn(timer: Timer, works: list[Work], repeat: int) -> list[float]:
