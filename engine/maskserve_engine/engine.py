@@ -60,7 +60,7 @@ from maskserve_engine.stages.revision import model_revision
 from maskserve_engine.status_publisher import PriceList, StatusPublisher, new_counters
 from maskserve_engine.step_planner import StepPlanner
 from maskserve_engine.step_runner import StepRunner
-from maskserve_engine.warm_up import warm_up
+from maskserve_engine.warm_up import rows_per_s, warm_up
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -251,6 +251,15 @@ class Engine:
         except Exception as error:
             raise ConfigError(f"the model cannot take a step: {error}") from error
         _log.info("the denoiser was warmed up in %.2f s", time.perf_counter() - begin)
+
+    def rows_per_s(self, count: int, seconds: float) -> float:
+        """How many rows are stepped in a second by cached steps of `count` rows, tried for so many
+        seconds before there are edits.
+        """
+        planner = self._step_runner.planner
+        return self.ask(
+            lambda: rows_per_s(self.config, self.adapter, self._kept(), planner, count, seconds)
+        ).result()
 
     def submit(self, job: EditJob, sink: Sink) -> None:
         """Take an edit; its answer, an error included, comes through `sink`."""

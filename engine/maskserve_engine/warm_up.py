@@ -4,7 +4,9 @@ first one needs: kernels to load and choose, memory to take from the system, imp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -46,6 +48,34 @@ def warm_up(
         for count in counts:
             _cached(adapter, jobs[:count], entry, store, planner, adapter.work(height, width))
     adapter.release()
+
+
+def rows_per_s(
+    config: Config,
+    adapter: Adapter,
+    cache: tuple[Store, Kinds] | None,
+    planner: StepPlanner,
+    count: int,
+    seconds: float,
+) -> float:
+    """How many rows are stepped in a second by steps of `count` rows, tried for so many seconds:
+    cached rows, or dense ones where templates are not cached. The rest as of `warm_up`.
+    """
+    jobs = [_blank(config, adapter, number) for number in range(count)]
+    if cache is None:
+        rows = [adapter.dense_row(job) for job in jobs]
+        step: Callable[[], None] = partial(adapter.step, rows, None)
+    else:
+        store, kinds = cache
+        _, height, width = jobs[0].moments.shape
+        entry, work = _primed(config, adapter, jobs[0], kinds), adapter.work(height, width)
+        step = partial(_cached, adapter, jobs, entry, store, planner, work)
+    begin, steps = time.perf_counter(), 0
+    while (taken := time.perf_counter() - begin) < seconds:
+        step()
+        steps += 1
+    adapter.release()
+    return count * steps / taken
 
 
 def row_counts(config: Config) -> list[int]:

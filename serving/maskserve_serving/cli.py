@@ -47,11 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, default=1, metavar="N", help="Triton servers (default %(default)s)")
     add(
         "--devices-per-worker",
-        type=int,
+        type=lambda text: text if text == "auto" else int(text),
         default=0,
-        choices=(1, 2, 4, 8),
-        metavar="N",
-        help="devices of each worker, 1, 2, 4 or 8 (default: the configuration's, or 1)",
+        choices=(1, 2, 4, 8, "auto"),
+        metavar="N|auto",
+        help="devices of each worker, 1, 2, 4 or 8 (default: the configuration's, or 1); auto: on "
+        "a CPU the number of processes sharing its cores that serves most edits at once, tried "
+        "with the model at start (a lone edit then has fewer cores); on GPUs 1",
     )
     add("--share-gpus", action="store_true", help="allow more workers than there are GPUs")
     add(

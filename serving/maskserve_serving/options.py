@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 _PACKAGE = Path(__file__).resolve().parent
 # An installed package carries Triton's models; in a checkout they lie at its root.
@@ -40,8 +40,9 @@ class ServeOptions:
     model: str
     """Folder in diffusers format, or a hub id."""
     workers: int = 1
-    devices_per_worker: int = 0
-    """Laid over `[engine] devices`; 0: what the configuration says."""
+    devices_per_worker: int | Literal["auto"] = 0
+    """Laid over `[engine] devices`; 0: what the configuration says; `auto`: on a CPU tried with the
+    model at start, on GPUs 1."""
     share_gpus: bool = False
     """Whether there may be more workers than GPUs."""
     name: str = "worker"

@@ -50,6 +50,7 @@ class Spec:
     def with_devices(self, tables: dict[str, Any]) -> dict[str, Any]:
         """`tables`, with as many devices as the command line says."""
         given = self.options.devices_per_worker
+        assert given != "auto", "the supervisor has it tried"
         return with_values(tables, "engine", devices=given) if given else tables
 
     def with_entries(self, tables: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,10 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import TracebackType
 
+from maskserve_serving.cpu_split import tried_devices
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import (
     WorkerFiles,
@@ -89,6 +91,8 @@ class Supervisor:
         tables = with_trace(with_model(asked, options.model), options)
         check_packages(router=options.router)
         runtime = find_runtime(options.tritonserver, options.cache_dir)
+        if options.devices_per_worker == "auto":
+            options = replace(options, devices_per_worker=tried_devices(options, tables))
         self.workers = make_workers(options, runtime, tables)
         if options.router:
             addresses = [worker.grpc_url for worker in self.workers]

@@ -1,8 +1,8 @@
 """Which pictures go through the VAE in one call: those of one size, as many as pay.
 
 On a CPU they go one by one: the maps of several push each other out of its caches (docs:
-benchmarks.md, "Several pictures in one call"). A GPU is full with one picture of 1024 x 1024, and idles
-between the kernels of small ones.
+benchmarks.md, "Several pictures in one call"). A GPU is full with one picture of 1024 x 1024, and
+idles between the kernels of small ones.
 """
 
 from __future__ import annotations

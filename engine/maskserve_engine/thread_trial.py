@@ -1,0 +1,143 @@
+"""How many processes should share a CPU's cores, tried with the model's own steps.
+
+One process with all cores finishes a lone edit first. But steps of cached rows are small products,
+which gain little from a second thread; several processes with a share of the cores each may serve
+more edits at once. `maskserve serve --devices-per-worker auto` runs this before its workers:
+
+    python -m maskserve_engine.thread_trial CONFIG [--threads N]
+
+It loads the model for each number of processes, as the worker will, lets all of them step eight
+rows among them at the same time, and prints a `Trial` as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from maskserve_core.config import Config, cores
+from maskserve_core.config_file import load_config
+from maskserve_engine.engine import Engine
+from maskserve_engine.stages.loader import device_of
+
+ROWS = 8
+"""Edits at once."""
+_COUNTS = (1, 2, 4, 8)
+_SECONDS = 2.0
+_MODULE = "maskserve_engine.thread_trial"
+_READY = "ready"
+_GAIN = 1.1
+"""More processes must serve so many times as much: a lone edit pays for them, and so does memory,
+as each has the model.
+"""
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """What was tried, and what follows."""
+
+    processes: int
+    """To serve with."""
+    rows_per_s: dict[int, float]
+    """Steps of one row per second, of all processes, by their number."""
+
+
+def best(rows_per_s: Mapping[int, float]) -> int:
+    """Of numbers of processes the one to serve with: a larger one only for a tenth more."""
+    chosen = 1
+    for count in sorted(rows_per_s):
+        if rows_per_s[count] > _GAIN * rows_per_s.get(chosen, 0.0):
+            chosen = count
+    return chosen
+
+
+def try_counts(config: Path, threads: int) -> Trial:
+    """Try every number of processes that have a core each, and divide the rows evenly.
+
+    Args:
+        config: file of the worker's configuration.
+        threads: cores of all processes.
+
+    Raises:
+        RuntimeError: the model cannot be stepped in one process.
+    """
+    found = {}
+    for count in _COUNTS:
+        if count == 1 or count <= threads:
+            rate = _together(config, count, max(1, threads // count))
+            if rate is None and count == 1:
+                raise RuntimeError("the model took no step in one process")
+            if rate is None:  # such as for want of memory
+                break
+            found[count] = round(rate, 2)
+    return Trial(best(found), found)
+
+
+def _together(config: Path, count: int, threads: int) -> float | None:
+    """Rows per second of so many processes at the same time; None: one of them ended early."""
+    command = [sys.executable, "-m", _MODULE, str(config), "--rows", str(ROWS // count)]
+    command += ["--threads", str(threads)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    with ExitStack() as stack:
+        children = []
+        for _ in range(count):
+            child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+            )
+            stack.enter_context(child)
+            stack.callback(child.kill)
+            children.append(child)
+        if any(_line(child) != _READY for child in children):
+            return None
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("\n")
+            child.stdin.flush()
+        rates = [_line(child) for child in children]
+        return sum(map(float, rates)) if all(rates) else None
+
+
+def _line(child: subprocess.Popen[str]) -> str:
+    """The next one that it prints; empty when it has ended."""
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def _step(config: Config, rows: int) -> None:
+    """What one of the processes does: load, wait for a line, step for a while, print the rate."""
+    engine = Engine.load(config)
+    engine.start()
+    try:
+        engine.warm_up()
+        print(_READY, flush=True)
+        sys.stdin.readline()
+        print(engine.rows_per_s(rows, _SECONDS), flush=True)
+    finally:
+        engine.close(1.0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="thread_trial", description=__doc__)
+    parser.add_argument("config", type=Path, help="of the worker")
+    parser.add_argument("--threads", type=int, default=cores(), help="cores of all processes")
+    parser.add_argument("--rows", type=int, default=0, help="be one of the processes")
+    given = parser.parse_args(arguments)
+    config = load_config(given.config)
+    if given.rows:
+        _step(replace(config, model=replace(config.model, torch_threads=given.threads)), given.rows)
+    elif device_of(config).type != "cpu":
+        print(msgspec.json.encode(Trial(1, {})).decode())
+    else:
+        print(msgspec.json.encode(try_counts(given.config, given.threads)).decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
