@@ -30,6 +30,7 @@ COMMANDS = {
     "scale": "simulator.scale",
     # Load and harm.
     "end_to_end": "rivals.end_to_end",
+    "due_times": "perf.due_times",
     "perf_analyzer": "perf.command",
     "soak": "soaking.command",
     "measure_faults": "faults.command",
