@@ -152,7 +152,7 @@ def main() -> int:
         without = share_followed(base, args.look, args.judge, None)
         with_it = share_followed(base, args.look, args.judge, path)
         print(
-            f"{path.stem}: followed in {with_it:.0%} of {args.judge} edits, without {without:.0%}"
+            f"{path.stem}: followed in {with_it:.1%} of {args.judge} edits, without {without:.1%}"
         )
     else:
         seconds = args.minutes * 60
