@@ -25,12 +25,11 @@ def install(model: Any) -> None:
 def _install_in_decoder(model: Any) -> None:
     decode = model._decode
 
-    def decode_or_obey(self: Any, request: Any) -> Any:
-        if (Path(self._config.runtime_dir) / PREVIEWS).exists():
-            tensor = next(t for t in request.inputs() if t.name() == "META")
-            if b'"preview"' in tensor.as_numpy()[0]:
-                raise RuntimeError("sabotaged")
-        return decode(self, request)
+    def decode_or_obey(self: Any, events: Any) -> Any:
+        ordered = (Path(self._config.runtime_dir) / PREVIEWS).exists()
+        for event, made in zip(events, decode(self, events), strict=True):
+            is_preview = b'"preview"' in event.meta
+            yield RuntimeError("sabotaged") if ordered and is_preview else made
 
     model._decode = decode_or_obey
 
