@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import threading
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from maskserve_core.config import WEIGHT_FORMS
@@ -21,6 +19,7 @@ from maskserve_serving.options import (
     default_entries,
 )
 from maskserve_serving.runtime import check_packages
+from maskserve_serving.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from maskserve_serving.router import RouterProcess
@@ -180,19 +179,17 @@ def serve(given: argparse.Namespace) -> int:
     # Only here: the other commands of `maskserve` have no use for it, nor for what it imports.
     from maskserve_serving.supervisor import Supervisor
 
-    stop = threading.Event()
     supervisor = Supervisor(_options(given))
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            print("stopping at once", flush=True)
-            supervisor.abort()
-        stop.set()
+    def at_once() -> None:
+        # Not print: the signal may have come in the middle of one.
+        with suppress(OSError):
+            os.write(sys.stdout.fileno(), b"stopping at once\n")
+        supervisor.abort()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    stop = StopSignals(at_once)
     try:
-        supervisor.start(until=stop)
+        supervisor.start(until=stop.is_set)
     except ServeError as error:
         print(f"maskserve serve: {error}", file=sys.stderr)
         return 1

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
@@ -78,8 +79,8 @@ class Supervisor:
     ) -> None:
         self.stop()
 
-    def start(self, until: threading.Event | None = None) -> None:
-        """Start every worker and wait until all are ready, or until `until` is set.
+    def start(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Start every worker and wait until all are ready, or until `until` says so.
 
         Raises:
             ServeError: with nothing left running.
@@ -258,14 +259,14 @@ class Supervisor:
 
     # The rest
 
-    def _await_ready(self, until: threading.Event | None) -> None:
+    def _await_ready(self, until: Callable[[], bool]) -> None:
         with self._changed:
             while not all(watch.ready for watch in self._watches):
                 if self._failure is not None:
                     raise self._failure
-                if until is not None and until.is_set():
+                if until():
                     return
-                # Short waits: a signal handler can set `until` but not notify.
+                # Short waits: nobody notifies of what `until` says.
                 self._changed.wait(_TICK_S)
 
     def _look_away(self) -> None:

@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.soaking.run import Report, SoakOptions, drift, soak, summary
 from maskserve_serving.errors import ServeError
+from maskserve_serving.stop_signals import StopSignals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,11 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=given.seed,
         say=lambda line: print(line, flush=True),
     )
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     try:
-        report = soak(options, stop)
+        report = soak(options, StopSignals())
     except ServeError as error:
         print(f"soak.py: {error}", file=sys.stderr)
         return 2

@@ -40,6 +40,7 @@ from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
 from maskserve_serving.source import with_model
+from maskserve_serving.stop_signals import StopSignals
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
 
@@ -111,7 +112,7 @@ class Report:
         return all(bar.ok for bar in self.bars)
 
 
-def soak(options: SoakOptions, stop: threading.Event) -> Report:
+def soak(options: SoakOptions, stop: StopSignals | threading.Event) -> Report:
     """Start a worker, load it for the given time or until `stop` is set, stop it, and judge.
 
     Raises:
@@ -127,7 +128,7 @@ def soak(options: SoakOptions, stop: threading.Event) -> Report:
     )
     ledger = Ledger()
     supervisor = Supervisor(serve)
-    supervisor.start(until=stop)
+    supervisor.start(until=stop.is_set)
     try:
         if stop.is_set():
             raise ServeError("stopped before its worker was ready")
@@ -181,7 +182,7 @@ def _load_worker(
     worker: WorkerProcess,
     ledger: Ledger,
     sampler: Sampler,
-    stop: threading.Event,
+    stop: StopSignals | threading.Event,
 ) -> None:
     """Visitors come and go until the time is over."""
     config = worker.config

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -298,9 +297,8 @@ def test_what_a_living_supervisor_has_is_left(
         tritonserver=server,
         say=lambda line: None,
     )
-    supervisor, enough = Supervisor(options), threading.Event()
-    enough.set()
-    supervisor.start(until=enough)
+    supervisor = Supervisor(options)
+    supervisor.start(until=lambda: True)
     own = supervisor.workers[0].spec.files
     try:
         with pytest.raises(ServeError, match=r"another maskserve serve"):
