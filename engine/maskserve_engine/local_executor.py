@@ -16,8 +16,7 @@ from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.transfer import HostCopy, beside
 from maskserve_engine.cache.loader import EntryLost
 from maskserve_engine.cache.reader import EntryReader
-from maskserve_engine.cache.shared_loads import Handle
-from maskserve_engine.cache.store import Store
+from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.device_clock import Span, mark
 from maskserve_engine.executor import (

@@ -10,10 +10,9 @@ from itertools import count
 from maskserve_core.config import Config
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
-from maskserve_core.planning.flops import ModelWork, Totals
+from maskserve_core.planning.flops import BatchFlops, ModelWork, Totals
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.counted_work import CountedWork
 from maskserve_engine.executor import Executor, LoadState, Read, RowStep, StepInput, StepResult
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import PreviewEvent, ProgressEvent
@@ -63,7 +62,7 @@ class StepRunner:
         self._fixed = config.cache.plan == "fixed" or config.cache.conv_halo > 0
         self._dense = ("dense",) * adapter.blocks
         self._numbers = count(1)
-        self._counted = CountedWork()
+        self._batch_flops = BatchFlops()
 
     def step(self, running: Running, devices: tuple[int, ...] = (0,)) -> None:
         """Take one step of these rows.
@@ -185,7 +184,7 @@ class StepRunner:
         going = [edit for edit in running if edit.request_id not in result.failed]
         if not going or any(map(_skipped, going, result.rows)):
             return None
-        return self._counted.flops(
+        return self._batch_flops.of(
             self._work(going),
             [edit.counted for edit in going],
             [step.read for step in result.rows],

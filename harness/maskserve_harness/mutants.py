@@ -55,7 +55,7 @@ MUTATIONS = (
     # Which entry a row reads.
     Mutation(
         "shared loads ignore the template",
-        f"{_ENGINE}/cache/shared_loads.py",
+        f"{_ENGINE}/cache/store.py",
         'name = (key, anchor, b"" if whole else selection.digest)',
         'name = ("", anchor, b"" if whole else selection.digest)',
         f"{_WAY}::test_two_templates_with_one_mask_at_once_give_the_pixels_of_lone_runs",
@@ -98,7 +98,7 @@ MUTATIONS = (
     ),
     Mutation(
         "all templates have one noise",
-        f"{_ENGINE}/families/posterior.py",
+        f"{_ENGINE}/stages/latents.py",
         'return draw(shape, torch.Generator("cpu").manual_seed(seed), dtype)',
         'return draw(shape, torch.Generator("cpu").manual_seed(0), dtype)',
         f"{_UNIT}/engine/families/test_outside_noise.py::test_a_flux_row_equals_the_pipeline_given_its_noise",
@@ -179,7 +179,7 @@ MUTATIONS = (
     ),
     Mutation(
         "base models have their own noise everywhere",
-        f"{_ENGINE}/families/posterior.py",
+        f"{_ENGINE}/stages/latents.py",
         "return torch.where(mask > 0, noise, template_noise(noise.shape, seed, noise.dtype))",
         "return noise",
         f"{_UNIT}/engine/families/test_outside_noise.py"

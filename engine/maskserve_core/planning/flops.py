@@ -21,7 +21,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from operator import add
+from operator import add, is_
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -310,3 +311,54 @@ def flop_limit(
         flops = work.block_flops(work.totals([row])).sum(axis=0)
         return float(flops[DENSE] / flops[KINDS.index(kind)])
     return work.step_flops([row], "dense") / work.step_flops([row], kind)
+
+
+class _Batch(NamedTuple):
+    """All that a step's work follows from."""
+
+    counted: Sequence[Totals]
+    reads: Sequence[bool]
+    kinds: Sequence[str]
+
+    def same(self, other: _Batch) -> bool:
+        return (
+            self[1:] == other[1:]
+            and len(self.counted) == len(other.counted)
+            and all(map(is_, self.counted, other.counted))
+        )
+
+
+class BatchFlops:
+    """The FLOPs of a batch's steps, kept for as long as the same rows go on in the same way."""
+
+    def __init__(self) -> None:
+        self._way, self._flops = _Batch((), (), ()), 0.0
+
+    def of(
+        self,
+        work: ModelWork,
+        counted: Sequence[Totals],
+        reads: Sequence[bool],
+        kinds: Sequence[str],
+    ) -> float:
+        """Of one step.
+
+        Args:
+            work: of the model at the rows' size.
+            counted: what each row costs.
+            reads: whether each reads an entry.
+            kinds: per block, of the rows that do.
+        """
+        way = _Batch(counted, reads, kinds)
+        if not way.same(self._way):
+            cached, dense = (
+                [own for own, reading in zip(counted, reads, strict=True) if reading is wanted]
+                for wanted in (True, False)
+            )
+            self._way = way
+            self._flops = work.batch_flops(
+                Totals.sum_of(cached) if cached else None,
+                kinds,
+                Totals.sum_of(dense) if dense else None,
+            )
+        return self._flops

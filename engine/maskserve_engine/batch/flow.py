@@ -11,20 +11,42 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, Self, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from maskserve_engine.batch.forward import Transformer, forward
 from maskserve_engine.batch.inputs import Packed, RowInput
-from maskserve_engine.batch.schedule import Walk
 from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
 from maskserve_engine.batch.skipping import FirstBlockCache, Skipper, forward_skipping
 from maskserve_engine.batch.stepping import KeptBatch, ReadingRow
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
+
+
+class Walk(NamedTuple):
+    """One step in plain numbers, each exactly a float32."""
+
+    timestep: float
+    """0 to 1000, what the model is told."""
+    sigma: float
+    change: float
+    """Of sigma, to the next step: negative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Flow-matching Euler steps of one row: its own walk through the sigmas."""
+
+    sigmas: Tensor
+    """[n + 1] float32, the last one 0."""
+    walk: tuple[Walk, ...]
+
+    @property
+    def steps(self) -> int:
+        return len(self.walk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 
 from maskserve_core.planning.two_stream import Plan
 from maskserve_engine.batch.sequence_parallel import Exchange
-from maskserve_engine.cache.shared_loads import Handle
+from maskserve_engine.cache.store import Handle
 from maskserve_engine.layers.low_rank import Adapters
 
 

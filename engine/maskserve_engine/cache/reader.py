@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.cache.shared_loads import Handle
-from maskserve_engine.cache.store import Store
+from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.device_clock import Span
 
 

@@ -1,5 +1,8 @@
 """The store: entries in tiers, and the way from there to the rows that read them.
 
+Rows that read the same tokens of an entry share one load of them, for as long as any of them reads
+it; each has a handle of its own.
+
     device    memory_tier.py    whole entries, and the books of what rows hold
     host      folder_tier.py    files on a tmpfs, shared by the host's workers
     disk      folder_tier.py    files
@@ -12,18 +15,103 @@ waits for a file: "not now" is an answer, and the row computes all its tokens un
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
-from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.entry_file import EntrySource
 from maskserve_engine.cache.folder_tier import FolderTier
-from maskserve_engine.cache.loader import Loader, Selection
+from maskserve_engine.cache.loader import Arrival, Load, Loader, Selection, Want
 from maskserve_engine.cache.lower_tiers import LowerTiers
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.remote_tier import RemoteTier
-from maskserve_engine.cache.shared_loads import Handle, SharedLoads
 from maskserve_engine.cache.tier import Held, Note, Tier
+from maskserve_engine.device_clock import Span, mark
+
+
+class Handle:
+    """One entry as one row reads it; valid until released.
+
+    Args:
+        anchor: of the entry.
+        load: shared by the rows that read the same.
+        loader: that brings it in.
+        selection: the row's own tokens.
+        release: told once, when the row lets go.
+    """
+
+    def __init__(
+        self,
+        anchor: Anchor,
+        load: Load,
+        loader: Loader,
+        selection: Selection,
+        release: Callable[[], None],
+    ) -> None:
+        self.anchor, self.load = anchor, load
+        self.stalls: list[Span] = []
+        """Where steps have waited for a part."""
+        self._loader, self._selection, self._release = loader, selection, release
+        self._released = False
+
+    def want(self, wants: Iterable[Want], turn: int) -> None:
+        """Have parts brought in for a step; see `Loader.ask`."""
+        self._loader.ask(self.load, wants, turn)
+
+    def ready(self, block: int, part: str) -> bool:
+        """Whether `wait` would return at once."""
+        arrival = self.load.arrived.get((block, part))
+        return arrival is not None and arrival.ready()
+
+    def wait(self, block: int, part: str) -> tuple[Coded, ...]:
+        """The row's own tokens of a part: (keys, values) of `kv`, one of any other of PARTS.
+
+        Raises:
+            EntryLost: it will not come; the row can be stepped without entries.
+        """
+        parts, ids = self.wait_whole(block, part)
+        return parts if ids is None else tuple(coded.take(ids) for coded in parts)
+
+    def wait_whole(self, block: int, part: str) -> tuple[tuple[Coded, ...], Tensor | None]:
+        """A part as it lies on the device, and which of its tokens are the row's; None: all are.
+
+        Raises:
+            EntryLost: as `wait`.
+        """
+        arrival = self.load.arrived.get((block, part))
+        if arrival is not None and arrival.ready():
+            parts = arrival.get()
+        else:
+            begin = mark(self._loader.mover.device)
+            parts = (arrival or self._loader.wait(self.load, (block, part))).get()
+            self.stalls.append(Span(begin, mark(self._loader.mover.device)))
+        if self.load.selection is not None:
+            return parts, None
+        return parts, self._selection.on(block, parts[0].data.device)
+
+    def release(self) -> None:
+        """Let go; what nobody else reads is dropped."""
+        if not self._released:
+            self._released = True
+            self._release()
+
+
+_Name = tuple[str, Anchor, bytes]
+"""Template, anchor, and which tokens; of whole entries no bytes."""
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A load and how many handles there are of it."""
+
+    load: Load
+    source: EntrySource
+    booked: int
+    users: int = 0
 
 
 class Store:
@@ -51,7 +139,9 @@ class Store:
         self.lower = LowerTiers(folders, remote, on_change, patience_s)
         self.tiers: tuple[Tier, ...] = (memory, *self.lower.tiers)
         """The nearest first."""
-        self._loads = SharedLoads(memory, loader)
+        self._shared: dict[_Name, _Shared] = {}
+        self._travelled: Counter[str] = Counter()
+        """Bytes accounted for, by the tier in which they were found."""
         self._changes = 0
         self.on_evict: Callable[[str], None] = lambda key: None
         """Told the key of each template that is dropped from every tier."""
@@ -101,7 +191,15 @@ class Store:
         """
         self.memory.touch(key)
         self.lower.touch(key)
-        return self._loads.take(key, anchor, selection, source, whole=whole, force=force)
+        name = (key, anchor, b"" if whole else selection.digest)
+        shared = self._shared.get(name)
+        if shared is None:
+            shared = self._share(source, None if whole else selection, force)
+            if shared is None:
+                return None
+            self._shared[name] = shared
+        shared.users += 1
+        return Handle(anchor, shared.load, self.loader, selection, lambda: self._release(name))
 
     def hold(self, key: str, anchor: Anchor) -> EntrySource | None:
         """Keep an entry readable until `let_go`, evicted or not; None: not now."""
@@ -121,7 +219,12 @@ class Store:
         """(tier, bytes) that have travelled for the handle's load and were not told before; the
         tier is where its entry was found, of the first reader, and where it lies now, of others.
         """
-        return self._loads.account(handle)
+        load = handle.load
+        shared = next(each for each in self._shared.values() if each.load is load)
+        came, shared.source.came = shared.source.came, shared.source.tier
+        moved, load.moved = load.moved, 0
+        self._travelled[came] += moved
+        return came, moved
 
     # What comes and goes.
 
@@ -168,7 +271,7 @@ class Store:
             counters[f"cache_evictions_total.{tier.name}"] = tier.evictions
             counters[f"cache_corrupt_total.{tier.name}"] = tier.corrupt
             counters[f"cache_failures_total.{tier.name}"] = tier.failures
-            counters[f"cache_loaded_bytes_total.{tier.name}"] = self._loads.travelled[tier.name]
+            counters[f"cache_loaded_bytes_total.{tier.name}"] = self._travelled[tier.name]
         return counters
 
     def settle(self, timeout_s: float = 30.0) -> bool:
@@ -188,7 +291,7 @@ class Store:
         Raises:
             AssertionError: something is held that nobody holds, or books do not match.
         """
-        assert not len(self._loads), f"{len(self._loads)} handles that were not released"
+        assert not self._shared, f"{len(self._shared)} loads that were not released"
         assert not self.memory.lent, f"{self.memory.lent} entries lent to nobody"
         assert self.memory.booked == 0, f"{self.memory.booked} bytes booked for nobody"
         self.memory.check_integrity()
@@ -200,3 +303,30 @@ class Store:
         if entry is not None:
             return EntrySource(entry, self.memory.name, self.memory.name)
         return self.lower.source(key, anchor)
+
+    def _share(
+        self, source: EntrySource, selection: Selection | None, force: bool
+    ) -> _Shared | None:
+        entry = source.entry
+        on_device = source.tier == self.memory.name and self.loader.mover.reads_device
+        if isinstance(entry, AnchorEntry) and on_device:
+            load = Load(entry, source.tier, None)
+            for block, each in enumerate(entry.blocks):
+                for part in PARTS:
+                    if each.part(part):
+                        load.arrive((block, part), Arrival(each.part(part)))
+            load.moved = booked = 0
+        else:
+            load = Load(source.entry, source.tier, selection)
+            booked = load.nbytes
+            if not self.memory.book(booked, force=force):
+                return None
+        return _Shared(load, source, booked)
+
+    def _release(self, name: _Name) -> None:
+        shared = self._shared[name]
+        shared.users -= 1
+        if not shared.users:
+            del self._shared[name]
+            self.loader.drop(shared.load)
+            self.memory.unbook(shared.booked)

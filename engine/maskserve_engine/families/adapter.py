@@ -17,7 +17,7 @@ from maskserve_engine.batch.stepping import Row
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.cache.shared_loads import Handle
+from maskserve_engine.cache.store import Handle
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet
 

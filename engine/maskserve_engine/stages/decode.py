@@ -14,7 +14,7 @@ from torch import Tensor
 from maskserve_core.config import Config
 from maskserve_core.models.facts import LatentSpace, ModelFacts
 from maskserve_engine.stages.cpu_threads import limit_threads
-from maskserve_engine.stages.latent_space import to_vae
+from maskserve_engine.stages.latents import to_vae
 from maskserve_engine.stages.vae_pieces import (
     CellSums,
     MixedNorm,

@@ -24,7 +24,7 @@ from maskserve_core.contracts.request import EditRequest
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.stages.decode import Decoder
 from maskserve_engine.stages.kept import Kept
-from maskserve_engine.stages.latent_space import to_model
+from maskserve_engine.stages.latents import to_model
 from maskserve_engine.stages.moments_folder import MomentsFolder
 from maskserve_engine.stages.vae_batches import shares_calls, vae_batches
 from maskserve_engine.stages.vae_pieces import CellSums, Pieces, PixelBox

@@ -11,7 +11,7 @@ from maskserve_core.planning.two_stream import Plan, StepCosts, evaluate
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.loader import Arrival, HostMover, Load, Loader, Selection
-from maskserve_engine.cache.shared_loads import Handle
+from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.adapter import Adapter, EditRow
 from maskserve_engine.job import EditJob
 

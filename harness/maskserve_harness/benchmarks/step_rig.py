@@ -12,8 +12,7 @@ import torch
 from maskserve_core.config import CacheConfig
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.flux import flux_work
-from maskserve_engine.batch.flow import Negative
-from maskserve_engine.batch.schedule import Schedule, Walk
+from maskserve_engine.batch.flow import Negative, Schedule, Walk
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flux.batch import FluxBatch

@@ -29,7 +29,7 @@ from maskserve_core.imaging.masks import active_tokens, component_boxes
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.stages.decode import Decoder
-from maskserve_engine.stages.latent_space import to_model
+from maskserve_engine.stages.latents import to_model
 from maskserve_engine.stages.vae_pieces import Pieces, PixelBox
 from maskserve_harness.benchmarks.machine import machine
 from maskserve_harness.checkout import DEMO_MODEL

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from maskserve_core.models.flux import flux_work
-from maskserve_core.planning.flops import ModelWork
+from maskserve_core.planning.flops import BatchFlops, ModelWork
 from maskserve_engine.cache.loader import HostMover
-from maskserve_engine.counted_work import CountedWork
 from maskserve_engine.families.registry import load_encoder
 from maskserve_harness.benchmarks.models import FLUX_DEV
 from tests.fakes.jobs import config_of
@@ -39,9 +38,9 @@ def test_a_batch_is_counted_once_for_as_long_as_it_goes_on_in_the_same_way(
         return batch_flops(*args)
 
     monkeypatch.setattr(ModelWork, "batch_flops", watched)
-    counted, found = CountedWork(), []
+    counted, found = BatchFlops(), []
     for number, way in enumerate(ways, 1):
-        each = {counted.flops(work, *way) for _ in range(3)}
+        each = {counted.of(work, *way) for _ in range(3)}
         assert len(each) == 1
         assert calls["batch_flops"] == number
         found += each

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.batch.schedule import Schedule
-from maskserve_engine.families.posterior import Posterior, draw, noise_outside, template_noise
+from maskserve_engine.batch.flow import Schedule
+from maskserve_engine.stages.latents import Posterior, draw, noise_outside, template_noise
 
 PATCH = 2  # latents per token along one side, fixed in diffusers' Flux pipelines
 

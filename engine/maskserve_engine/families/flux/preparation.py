@@ -13,7 +13,7 @@ from torch import Tensor
 from maskserve_core.contracts.control_range import acting
 from maskserve_core.imaging.masks import TokenIds, active_tokens
 from maskserve_core.models.facts import ModelFacts
-from maskserve_engine.batch.schedule import Schedule
+from maskserve_engine.batch.flow import Schedule
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flux.conditioning import (
     PATCH,
@@ -27,8 +27,8 @@ from maskserve_engine.families.flux.conditioning import (
     template_inputs,
 )
 from maskserve_engine.families.flux.schedule import make_schedule
-from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.job import Conditioning, ControlInput, EditJob
+from maskserve_engine.stages.latents import Posterior
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
-from maskserve_engine.batch.flow import Negative
+from maskserve_engine.batch.flow import Negative, Schedule, Walk
 from maskserve_engine.batch.inputs import Residuals, RowInput
-from maskserve_engine.batch.schedule import Schedule, Walk
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.cache.shared_loads import Handle
+from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.flux.conditioning import FluxBlend, FluxTemplate, unpack_latents
 from maskserve_engine.layers.low_rank import Adapters
 from maskserve_engine.layers.scatter_kv import KvSource

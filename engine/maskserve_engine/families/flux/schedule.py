@@ -9,7 +9,7 @@ import numpy as np
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.request import steps_run
-from maskserve_engine.batch.schedule import Schedule, Walk
+from maskserve_engine.batch.flow import Schedule, Walk
 from maskserve_engine.stages.loader import load_plain, sampler_name
 
 _SERVED = "FlowMatchEulerDiscreteScheduler"

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.families.posterior import Posterior, draw, noise_outside, template_noise
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
+from maskserve_engine.stages.latents import Posterior, draw, noise_outside, template_noise
 
 
 @dataclass(frozen=True, slots=True)

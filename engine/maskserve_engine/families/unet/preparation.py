@@ -13,7 +13,6 @@ from torch import Tensor
 
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.planning.flops import ModelWork
-from maskserve_engine.families.posterior import Posterior
 from maskserve_engine.families.unet.conditioning import (
     UnetInputs,
     UnetStart,
@@ -24,6 +23,7 @@ from maskserve_engine.families.unet.rows import UnetInactive
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.job import Conditioning, EditJob
+from maskserve_engine.stages.latents import Posterior
 
 
 @dataclass(frozen=True, slots=True)

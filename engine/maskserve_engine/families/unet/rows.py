@@ -12,7 +12,7 @@ from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.cache.shared_loads import Handle
+from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
 from maskserve_engine.families.unet.control import UnetRowControl
 from maskserve_engine.families.unet.forward import PassInput

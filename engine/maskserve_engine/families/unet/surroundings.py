@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from maskserve_engine.cache.shared_loads import Handle
+from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.unet.moments import Moments
 from maskserve_engine.families.unet.tile import Frame, Tile
 

@@ -17,8 +17,7 @@ from maskserve_engine.cache.loader import Arrival, EntryLost, HostMover, Loader,
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.cache.remote_tier import RemoteTier
-from maskserve_engine.cache.shared_loads import Handle
-from maskserve_engine.cache.store import Store
+from maskserve_engine.cache.store import Handle, Store
 from tests.fakes.entries import ANCHORS, NOTE, random_entry, same
 
 SIZE = random_entry(0).nbytes

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from maskserve_core.config import Config
+from maskserve_engine.batch.flow import Schedule, Walk
 from maskserve_engine.batch.forward import forward
 from maskserve_engine.batch.inputs import Packed
-from maskserve_engine.batch.schedule import Schedule, Walk
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.blocks import FluxStep

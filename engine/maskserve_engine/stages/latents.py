@@ -1,4 +1,6 @@
-"""Latents of an image as a VAE gives them: a Gaussian, drawn from where the pipeline draws."""
+"""Latents: between what a VAE gives of an image, a Gaussian, and what the denoiser takes; and the
+noise, drawn from where the pipelines draw it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_core.models.facts import LatentSpace
-from maskserve_engine.stages.latent_space import to_model
+
+
+def to_model(latents: Tensor, space: LatentSpace) -> Tensor:
+    """The VAE's latents […, C, h, w] as the denoiser takes them."""
+    return (latents - _each(space.shift, latents)) * _each(space.scale, latents)
+
+
+def to_vae(latents: Tensor, space: LatentSpace) -> Tensor:
+    """The denoiser's latents […, C, h, w] as the VAE decodes them."""
+    return latents / _each(space.scale, latents) + _each(space.shift, latents)
+
+
+def _each(values: tuple[float, ...], like: Tensor) -> float | Tensor:
+    """A number for all channels stays a number: as a tensor in half precision it would be rounded
+    once more than in the pipelines.
+    """
+    return values[0] if len(values) == 1 else like.new_tensor(values)[:, None, None]
 
 
 class Posterior:

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLQwenImage
 
 from maskserve_core.config import ConfigError
 from maskserve_core.models.facts import LatentSpace, latent_space
-from maskserve_engine.stages.latent_space import to_model, to_vae
+from maskserve_engine.stages.latents import to_model, to_vae
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
