@@ -18,16 +18,10 @@ COMMANDS = {
     "first_run": "benchmarks.first_run",
     "overhead": "benchmarks.overhead",
     "bench_edit": "benchmarks.edit",
-    "vae_batches": "benchmarks.vae_batches",
     "bytes_table": "benchmarks.bytes_table",
     "adapter_misses": "benchmarks.adapter_misses",
     # Many workers.
-    "router": "cluster.added",
-    "front_doors": "cluster.front_doors",
-    "page": "benchmarks.page",
-    "containers": "benchmarks.containers",
     "simulate_cluster": "simulator.command",
-    "scale": "simulator.scale",
     # Load and harm.
     "end_to_end": "rivals.end_to_end",
     "due_times": "perf.due_times",
@@ -37,11 +31,9 @@ COMMANDS = {
     "measure_router_faults": "cluster.faults_command",
     # The quality of pictures.
     "eval_demo_model": "demo_model.eval_command",
-    "pieces": "quality.pieces",
     "eval_quality": "quality.command",
     "profile_lora": "quality.profile_lora",
     "eval_unet_quality": "quality.unet_command",
-    "unet_parts": "quality.unet_parts",
 }
 """The module of each command inside this package. It has a `main()` that reads `sys.argv`, and its
 docstring's first paragraph says what is measured."""

@@ -13,11 +13,11 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
-from maskserve_harness.cluster.emulated import EmulatedWorker
-from maskserve_harness.cluster.requests import INFER, edit_request, mask_of
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.config import router_config_of
 from maskserve_router.router import Router
+from tests.fakes.emulated_worker import EmulatedWorker
+from tests.support.router_requests import INFER, edit_request, mask_of
 
 SIDE = 64
 FAST = Hardware(dense_seconds=0.01)

@@ -21,12 +21,12 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from maskserve_core.routing import Edit
-from maskserve_harness.cluster.requests import INFER, mask_of
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.config import router_config_of
 from maskserve_router.router import Router
 from tests.fakes.collector import collector
 from tests.support.router import FAST, SIDE, calling, cluster, control_request, edit, until
+from tests.support.router_requests import INFER, mask_of
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():

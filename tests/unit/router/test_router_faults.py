@@ -9,11 +9,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from maskserve_harness.cluster.emulated import KEPT
-from maskserve_harness.cluster.requests import edit_request, mask_of
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_router.control import cluster_status
+from tests.fakes.emulated_worker import KEPT
 from tests.support.router import SIDE, calling, cluster, control_request, edit, until
+from tests.support.router_requests import edit_request, mask_of
 
 
 async def test_an_edit_that_a_worker_fails_is_done_by_another_with_the_same_seed():
@@ -142,7 +142,7 @@ async def test_a_worker_that_keeps_failing_is_ejected_and_comes_back():
 
 
 async def test_what_a_silent_worker_holds_goes_to_another():
-    running = cluster(hardware=Hardware(dense_seconds=0.2))
+    running = cluster(hardware=Hardware(dense_seconds=0.05))
     async with running as (router, workers), calling(router) as call:
         pending = [asyncio.ensure_future(call(edit(active=4096))) for _ in range(4)]
         held = router.pool.workers

@@ -1,4 +1,4 @@
-"""What the measurements of UNets rest on: parts of an edit's entries, and a base model."""
+"""The base model that Inpaint semantics on a UNet are measured with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.demo_model.edit_classes import edits_of
-from maskserve_harness.quality.metrics import compare, summary
 from maskserve_harness.quality.unet_base import write_base
-from maskserve_harness.quality.unet_parts import PARTS, Parts, PartsRig, TracedRow
 
 UNET = DEMO_MODEL.with_name("demo-unet")
 
@@ -24,27 +21,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def test_a_row_that_reads_all_of_its_own_is_the_pinned_row_that_computes_all() -> None:
-    rig = PartsRig(UNET, 3, 0.0)
-    with torch.inference_mode():
-        edits = edits_of("strip", 1)
-        job = rig.job(edits[0], 0, 1)
-        row = TracedRow.of(
-            rig.adapter.cached_row(job, job.request.template_noise_seed), rig.adapter.blocks
-        )
-        while row.step < row.steps:
-            rig.adapter.step([row], None)
-        pinned = rig._finish(edits, [row.row.result().array()])
-        entries, traced = rig.primed(edits, ""), rig.traced(edits, 1)
-
-        def psnr(parts: Parts) -> float:
-            made = rig.made_of(edits, entries, traced, parts)
-            return summary(compare(edits, made, pinned)).worst_psnr_in_mask
-
-        assert psnr(Parts("all", keys=True, ends=True)) > 60 > psnr(Parts("none"))
-    assert len({parts.name for parts in PARTS}) == len(PARTS)
 
 
 def test_a_base_models_first_layer_is_the_inpainting_ones_with_all_masked(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A worker for routers to be measured against: a real gRPC server, the production step scheduler,
+"""A worker for routers to be tested against: a real gRPC server, the production step scheduler,
 and steps that take the time that the model of a device gives them. It edits nothing.
 
 Its model's picture is of as many pixels as tokens, so a mask says its tokens by itself.
