@@ -147,9 +147,14 @@ class Site:
             },
             "cache": dict(Counter(meta["cache"] for meta in metas)),
             "decoded": round(statistics.mean(meta["decoded"] for meta in metas), 3),
-            "encoded": dict(Counter(" ".join(meta["encoded"].values()) for meta in metas)),
+            "encoded": dict(Counter(_encoded(meta) for meta in metas)),
             "mask_ratio": round(statistics.mean(edit.mask_ratio for edit in edits), 3),
         }
+
+
+def _encoded(meta: dict[str, Any]) -> str:
+    """What META says of how an edit's parts were encoded, without how many edits shared a call."""
+    return " ".join(how for part, how in meta["encoded"].items() if part != "batch")
 
 
 @contextmanager
