@@ -51,6 +51,8 @@ def load(
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", api)
     # That is for processes of their own.
     monkeypatch.setattr("maskserve_core.triton.worker_model.end_when_stuck", lambda: None)
+    hides = "maskserve_engine.stages.unused_libraries.hide_unused_libraries"
+    monkeypatch.setattr(hides, lambda config: None)
     loaded: list[Any] = []
 
     def load(name: str) -> Any:

@@ -63,6 +63,7 @@ from maskserve_engine.memory import device_memory, memory_table
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
 from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
 from maskserve_engine.stages.revision import model_revision
+from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_engine.step_planner import StepPlanner
 from maskserve_engine.warm_up import warm_up
 
@@ -312,6 +313,7 @@ def main(pipe: Connection) -> None:
     threading.Thread(target=read, name="calls", daemon=True).start()
     config = calls.get()
     start_log(config, "denoiser")
+    hide_unused_libraries(config)
     try:
         rank = Rank(config)
     except Exception as error:

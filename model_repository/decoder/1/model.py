@@ -17,6 +17,7 @@ from maskserve_core.triton.together import Together, view_item
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
 from maskserve_engine.families.registry import load_decoder
+from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_engine.triton.decoder import EditDecoder, ToDecode
 
 _NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
@@ -26,6 +27,7 @@ class TritonPythonModel(WorkerModel):
     name = "decoder"
 
     def open(self, config: Config) -> None:
+        hide_unused_libraries(config)
         config = beside_denoiser(config, "decoder")
         facts = load_facts(config.model.path, config.model.native_resolution)
         self._decoder = EditDecoder(load_decoder(config), facts, config)

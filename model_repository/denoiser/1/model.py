@@ -9,6 +9,7 @@ from maskserve_core.triton.metrics import EngineMetrics, MetricsThread
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
 from maskserve_engine.engine import Engine
+from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_engine.triton.frontend import DenoiserFrontend
 
 # A drain has come before; what is still in flight is told that it failed.
@@ -19,6 +20,7 @@ class TritonPythonModel(WorkerModel):
     name = "denoiser"
 
     def open(self, config: Config) -> None:
+        hide_unused_libraries(config)
         self._engine = Engine.load(config)
         self._engine.start()
         self._engine.warm_up()

@@ -14,6 +14,7 @@ from maskserve_core.triton.together import Together, view_item
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
 from maskserve_engine.stages.encoded import pack_conditioning
+from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_engine.triton.encoder import EditEncoder, ToEncode
 
 
@@ -21,6 +22,7 @@ class TritonPythonModel(WorkerModel):
     name = "encoder"
 
     def open(self, config: Config) -> None:
+        hide_unused_libraries(config)
         self._encoder = EditEncoder.load(beside_denoiser(config, "encoder"))
         self._tracer = make_tracer(config, "encoder")
         self._requests = Together(pb_utils, self._tracer, "encode", _read, self._encode)

@@ -1,0 +1,63 @@
+"""What a worker's process imports of the libraries that are installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maskserve_core.config import Config, ModelConfig
+from maskserve_engine.stages.unused_libraries import unused_libraries
+
+ALL = {"peft", "torchao", "bitsandbytes", "gguf"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"),
+    [
+        ({}, set()),
+        ({"weights": "int8"}, {"torchao"}),
+        ({"weights": "int8-dynamic"}, {"torchao"}),
+        ({"weights": "fp8"}, {"torchao"}),
+        ({"weights": "nf4"}, {"bitsandbytes"}),
+        ({"t5_weights": "int8"}, {"torchao"}),
+        ({"weights": "nf4", "t5_weights": "int8"}, {"bitsandbytes", "torchao"}),
+        ({"gguf": "/models/f.gguf"}, {"gguf"}),
+    ],
+)
+def test_what_is_asked_for_is_left(asked: dict[str, str], used: set[str], tmp_path: Path) -> None:
+    config = Config(model=ModelConfig(path=str(tmp_path), **asked))
+    assert set(unused_libraries(config)) == ALL - used
+
+
+def test_a_folder_that_is_quantised_may_want_any(tmp_path: Path) -> None:
+    for part, said in (("vae", {}), ("transformer", {"quantization_config": {"bits": 4}})):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text(json.dumps(said))
+    assert unused_libraries(Config(model=ModelConfig(path=str(tmp_path)))) == []
+
+
+def test_a_process_does_without_the_others(tiny_fill: Path) -> None:
+    program = f"""
+import sys
+from maskserve_core.config import Config, ModelConfig
+from maskserve_engine.families.registry import load_decoder
+from maskserve_engine.stages.unused_libraries import hide_unused_libraries
+config = Config(model=ModelConfig(path={str(tiny_fill)!r}))
+assert "diffusers" not in sys.modules
+hide_unused_libraries(config)
+load_decoder(config)
+print(sorted(name for name in {sorted(ALL)} if sys.modules.get(name)))
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"
+    assert "torchao" not in done.stderr
+    assert "bitsandbytes" not in done.stderr
