@@ -76,21 +76,22 @@ _CURVES: dict[str, Any] = {
 }
 QUICK = {
     "demo": Plan(
-        128, 24, 4, 2, (1.0,), 60.0, tuple(TUNINGS[n] for n in (2, 4)),
+        128, 24, 4, 2, (1.0,), 24, 60.0, tuple(TUNINGS[n] for n in (2, 4)),
         batches=(1, 4, 8), ratios=(0.1, 0.35, 0.8), ablation=True, routed=True,
         loras=True,
     ),
     "bench": Plan(
-        256, 12, 2, 1, (1.0,), 150.0, TUNINGS[4:], judged=2, everywhere=False, ratios=(0.1, 0.35)
+        256, 12, 2, 1, (1.0,), 30, 300.0, TUNINGS[4:], judged=2, everywhere=False,
+        ratios=(0.1, 0.35),
     ),
 }  # fmt: skip
 FULL = {
     "demo": Plan(
-        128, 96, 8, 5, (0.5, 0.8, 1.0, 1.5), 240.0, TUNINGS, _BOTH, rings=(0, 2), routed=True,
+        128, 96, 8, 5, (0.5, 0.8, 1.0, 1.5), 96, 240.0, TUNINGS, _BOTH, rings=(0, 2), routed=True,
         loras=True, **_CURVES,
     ),
     "bench": Plan(
-        256, 48, 4, 3, (0.5, 0.8, 1.0, 3.0), 900.0, TUNINGS, _BOTH, rings=(0, 2), **_CURVES
+        256, 48, 4, 3, (0.5, 0.8, 1.0, 3.0), 48, 900.0, TUNINGS, _BOTH, rings=(0, 2), **_CURVES
     ),
 }  # fmt: skip
 
@@ -209,7 +210,7 @@ def take_turn(bench: Bench, system: System, runs: dict[str, list[Stamps]], rate:
     runs.setdefault("alone", []).append(alone)
     paced = bench.plan.everywhere or system.key in ("diffusers", "maskserve")
     for share in bench.plan.rates if paced else ():
-        stamps = bench.run(system, Load("request_rate", share * rate), bench.plan.edits)
+        stamps = bench.run(system, Load("request_rate", share * rate), bench.plan.paced)
         runs.setdefault(f"rate {share:g}", []).append(stamps)
     return rate
 

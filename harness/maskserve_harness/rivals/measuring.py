@@ -108,6 +108,9 @@ class Plan:
     rounds: int
     rates: tuple[float, ...]
     """Shares of the rival's edits per second at saturation."""
+    paced: int
+    """Edits of a run at such a rate. The longer it is held, the longer the queue of what saturates
+    there."""
     limit_s: float
     """Of a run."""
     tunings: tuple[Rival, ...] = TUNINGS

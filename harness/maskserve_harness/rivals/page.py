@@ -136,7 +136,7 @@ def _studies(report: Figures) -> list[str]:
                     "alone_ms": dense["alone"]["p50_ms"],
                 },
             }
-            lines += ["maskserve without a part, or with its cores shared otherwise:", ""]
+            lines += ["maskserve without a part, or configured otherwise:", ""]
             lines += ["| worker | edits/s, 8 in flight | alone ms |", "|---|---|---|"]
             lines += [
                 f"| {name} | {one['edits_per_s']:.2f} | {one['alone_ms']:.0f} |"
@@ -207,7 +207,12 @@ READING = """## Measured elsewhere
 - Adapters by the step: [LoRAs](../../benchmarks.md#rows-with-loras),
   [ControlNets](../../benchmarks.md#cached-rows-with-a-controlnet). FluxFillPipeline takes no
   ControlNet, so none is compared here.
-- [Due times](../../benchmarks.md#due-times-on-eight-devices), simulated.
+- Due times: [on a real worker of two devices](../../benchmarks.md#on-a-real-worker-of-two-devices),
+  and [simulated on eight](../../benchmarks.md#due-times-on-eight-devices) beside TetriServe's
+  figures. *Good* above is the share in time without any.
+- Weights in fewer bits: the line *--weights int8* above is a CPU, which multiplies in the model's
+  dtype; what they save on cards is counted ([memory](../../gpu.md#which-card-holds-what),
+  [time](../../gpu.md#by-card-and-beside-a-dense-server)).
 - A GPU: counted, [gpu.md](../../gpu.md); `scripts/bench first_run` measures it on one, in one call.
 
 ## Reading these numbers

@@ -36,8 +36,10 @@ OTHERWISE: Mapping[str, dict[str, Any]] = {
     "one edit at a time": {"engine": {"max_rows": 1}},
     "no planner: every block takes its entry": {"cache": {"plan": "fixed"}},
     "two processes of half the threads (--devices-per-worker 2)": {"engine": {"devices": 2}},
+    "weights of 8 bits (--weights int8)": {"model": {"weights": "int8"}},
 }
-"""Configurations of a worker: without a part of it, or with its cores shared otherwise."""
+"""Configurations of a worker: without a part of it, with its cores shared otherwise, or with other
+weights."""
 
 
 def by_batch_size(bench: Bench, systems: Sequence[System]) -> Figures:
