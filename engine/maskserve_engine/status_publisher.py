@@ -13,7 +13,7 @@ from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.status_record import NodeStatus, Served, State
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.facts import ModelFacts, dense_steps
-from maskserve_core.models.registry import control_work
+from maskserve_core.models.registry import control_work, typical_lora
 from maskserve_core.planning.flops import KINDS
 from maskserve_core.routing.estimate import pricing_of
 from maskserve_core.worker.status import StatusWriter, WorkerStatus
@@ -41,15 +41,17 @@ class PriceList:
         self._costs, facts = costs, adapter.facts
         nets = [net for net in ControlNets(config, facts).all() if not net.problem]
         side = facts.native_resolution // facts.vae_scale_factor
+        work = adapter.work(side, side)
         self._priced = partial(
             pricing_of,
-            adapter.work(side, side),
+            work,
             fmt=entry_format(config),
             text=facts.text_tokens(config.model.max_sequence_length),
             anchors=anchors,
             steps_per_anchor=facts.steps_default(config.model.num_inference_steps) / anchors,
             halves=adapter.entry_halves,
             controls={net.name: control_work(facts, net.config, side, side) for net in nets},
+            lora=typical_lora(facts, work),
             refresh=facts.control.refresh(config.controls.refresh),
         )
         self._made, self._pricing = costs.sequence, self._priced(costs.model)
@@ -151,6 +153,7 @@ class StatusPublisher:
         if loras is not None:
             status.adapters, status.adapter_tiers = loras.listed(), loras.tiers()
             status.adapter_loads = loras.costs.published
+            status.typical_adapter_bytes = loras.typical_bytes()
             status.counters = {**status.counters, **loras.counters}
         self._writer.write(status)
 

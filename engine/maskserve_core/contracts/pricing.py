@@ -19,9 +19,10 @@ from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
-class ControlPrice:
-    """Seconds that a ControlNet adds to a row's step in which it acts, as in `Pricing`. Beside a
-    cached row it is the mean over its steps, at some of which it computes all tokens.
+class RowPrice:
+    """Seconds that something adds to a row's step, as in `Pricing`: a ControlNet in a step in which
+    it acts (beside a cached row the mean over its steps, at some of which it computes all tokens),
+    or a byte of a LoRA's file.
     """
 
     dense_row: float
@@ -52,14 +53,20 @@ class Pricing:
     tokens: float = 0.0
     """Of the image that the coefficients are of; a dense row of another costs in proportion.
     0: every dense row costs the same."""
-    controls: Mapping[str, ControlPrice] = field(default_factory=dict)
+    controls: Mapping[str, RowPrice] = field(default_factory=dict)
     """Of the ControlNets that the worker has, by name."""
+    lora_byte: RowPrice | None = None
+    """Of a byte of a LoRA's file, were it one of every linear layer of the blocks in half
+    precision. None: LoRAs cost nothing."""
 
     def __post_init__(self) -> None:
-        tables = ("fetch", "controls")
+        tables = ("fetch", "controls", "lora_byte")
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
         for net, price in self.controls.items():
             values |= {f"controls.{net}.{f.name}": getattr(price, f.name) for f in fields(price)}
+        if self.lora_byte is not None:
+            each = self.lora_byte
+            values |= {f"lora_byte.{f.name}": getattr(each, f.name) for f in fields(each)}
         for name, value in (values | dict(self.fetch)).items():
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"pricing: {name} is {value}")
@@ -92,14 +99,23 @@ class Pricing:
             total: of the row.
             cached: whether the row is cached.
         """
-        seconds, size = 0.0, total / self.tokens if self.tokens else 1.0
-        for name, share in controls:
-            price = self.controls.get(name)
-            if price is not None and cached:
-                seconds += share * (price.cached_row * size + price.active_token * active)
-            elif price is not None:
-                seconds += share * price.dense_row * size
-        return seconds
+        return sum(
+            share * self._added(self.controls[name], active, total, cached=cached)
+            for name, share in controls
+            if name in self.controls
+        )
+
+    def lora_seconds(self, nbytes: float, active: float, total: float, *, cached: bool) -> float:
+        """What LoRAs of so many bytes add to a row per step; the rest as `control_seconds`."""
+        if self.lora_byte is None:
+            return 0.0
+        return nbytes * self._added(self.lora_byte, active, total, cached=cached)
+
+    def _added(self, price: RowPrice, active: float, total: float, *, cached: bool) -> float:
+        size = total / self.tokens if self.tokens else 1.0
+        if cached:
+            return price.cached_row * size + price.active_token * active
+        return price.dense_row * size
 
     def fetch_s(self, tier: str) -> float:
         """Seconds until entries from `tier` can be loaded by steps; infinite if never."""

@@ -45,6 +45,8 @@ class RowStatus(msgspec.Struct):
     time.monotonic_ns; 0: it is due at no time."""
     controls: tuple[tuple[str, float], ...] = ()
     """Its ControlNets, each with the share of the steps in which it acts."""
+    adapter_bytes: int = 0
+    """Of the files of the LoRAs that its steps are computed with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,8 @@ class WorkerStatus(msgspec.Struct):
     """Of those at hand the ones that were used last, at most `ADAPTERS_LISTED`."""
     adapter_tiers: Mapping[str, AdapterTierTotal] = msgspec.field(default_factory=dict)
     """Tier -> all that it holds."""
+    typical_adapter_bytes: float = 0.0
+    """Of the file of any other, on average over all that the worker knows of."""
     adapter_loads: Mapping[str, LoadCost] = msgspec.field(default_factory=dict)
     """`host` or `storage` -> what it costs to bring an adapter from there to the device, as it was
     measured lately. Empty: the worker serves none."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +150,75 @@ def control_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
         before=(replace(embed, token=embed.token + hint),),
         after=FixedWork(),
     )
+
+
+_OF_BLOCK = re.compile(r"((?:single_)?transformer_blocks)\.(\d+)\.(.+)")
+_BLOCKS = ("transformer_blocks", "single_transformer_blocks")
+_OUTSIDE = {
+    "x_embedder": ("before", "token"),
+    "context_embedder": ("before", "text"),
+    "norm_out": ("after", "row"),
+    "proj_out": ("after", "token"),
+}
+"""Layers outside the blocks: where, and what they run once for. All others are embeddings of what
+a row has one of."""
+
+
+def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
+    """What a LoRA adds to the model's work.
+
+    Args:
+        base: of the model.
+        layers: numbers in its factors, by the layer's dotted name in FluxTransformer2DModel.
+    """
+    blocks: list[Counter[str]] = [Counter() for _ in base.blocks]
+    outside: dict[str, Counter[str]] = {"before": Counter(), "after": Counter()}
+    double = sum(block.name.startswith("double") for block in base.blocks)
+    for name, numbers in layers.items():
+        found = _OF_BLOCK.fullmatch(name)
+        if found is None:
+            place, term = _OUTSIDE.get(name.split(".")[0], ("before", "row"))
+            outside[place][term] += numbers
+            continue
+        kind, number, layer = found.groups()
+        single = kind == _BLOCKS[1]
+        own = blocks[int(number) + double * single]
+        if layer.startswith("norm"):
+            own["row"] += numbers
+            continue
+        words = "context" in layer or "add_" in layer
+        for term in ("token", "text") if single else ("text",) if words else ("token",):
+            own[term] += numbers
+        if layer in ("attn.to_k", "attn.to_v"):
+            own["spare"] += numbers
+    return base.lora_work(blocks, outside["before"], outside["after"])
+
+
+def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
+    """Numbers per rank of a LoRA of every linear layer of the blocks, those of the modulation
+    apart, as of `lora_work`.
+    """
+    h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+    streams = (
+        ("to_q", "to_k", "to_v", "to_out.0"),
+        ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    )
+    double = {f"attn.{layer}": 2 * h for each in streams for layer in each}
+    double |= {f"{ff}.net.{n}": 5 * h for ff in ("ff", "ff_context") for n in ("0.proj", "2")}
+    single = {
+        "attn.to_q": 2 * h,
+        "attn.to_k": 2 * h,
+        "attn.to_v": 2 * h,
+        "proj_mlp": 5 * h,
+        "proj_out": 6 * h,
+    }
+    counts = int(config["num_layers"]), int(config["num_single_layers"])
+    return {
+        f"{blocks}.{number}.{layer}": numbers
+        for blocks, count, layers in zip(_BLOCKS, counts, (double, single), strict=True)
+        for number in range(count)
+        for layer, numbers in layers.items()
+    }
 
 
 def _mlp(inputs: int, width: int) -> float:

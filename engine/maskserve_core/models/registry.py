@@ -27,6 +27,12 @@ class FamilyFacts(Protocol):
     def control_work(self, config: dict[str, Any], height: int, width: int, /) -> ModelWork:
         """The work of a ControlNet beside it, for as many evaluations of a row as `count` has."""
 
+    def lora_work(self, base: ModelWork, layers: Mapping[str, int], /) -> ModelWork:
+        """What a LoRA adds to the work of its denoiser."""
+
+    def lora_layers(self, config: Mapping[str, Any], /) -> dict[str, int]:
+        """What a LoRA of the blocks has per rank, as `lora_work` takes it."""
+
 
 FAMILIES: dict[str, FamilyFacts] = {"flux": flux, "unet": unet}
 """By the name in ModelFacts.family, which the engine's adapters have, too."""
@@ -80,3 +86,22 @@ def control_work(
         KeyError: the config lacks what tells the net's size.
     """
     return FAMILIES[facts.family].control_work(dict(config), height, width)
+
+
+def lora_work(facts: ModelFacts, base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
+    """What a LoRA adds to a model's work on a picture.
+
+    Args:
+        facts: of the model.
+        base: its work.
+        layers: numbers in the LoRA's factors, by the layer's dotted name in the diffusers model.
+    """
+    return FAMILIES[facts.family].lora_work(base, layers)
+
+
+def typical_lora(facts: ModelFacts, base: ModelWork) -> tuple[ModelWork, int]:
+    """A LoRA of rank 1 of every linear layer of a model's blocks: what it adds to the model's work,
+    and the bytes of its file in half precision.
+    """
+    layers = FAMILIES[facts.family].lora_layers(facts.denoiser)
+    return lora_work(facts, base, layers), 2 * sum(layers.values())

@@ -8,6 +8,9 @@ between two stacks is one fixed amount, which is where the load stream gets ahea
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -323,6 +326,64 @@ def unet_work(
         # Keys and values of the prompt, kept in every block for as long as the batch holds.
         peak_text=float(sum(2 * block.width for block in walk.blocks)),
     )
+
+
+_IN_BLOCK = re.compile(r"(.+\.transformer_blocks\.\d+)\.(.+)")
+_IN_STAGE = re.compile(r"(?:(down|up)_blocks\.(\d+)|mid_block)\.(\w+)\.\d+\.(.+)")
+
+
+def _module_of(block: str) -> str:
+    """`down1.0.2` → `down_blocks.1.attentions.0.transformer_blocks.2`, say."""
+    stack, number = block.rsplit(".", 1)
+    stack = re.sub(r"(down|up)(\d+)\.", r"\1_blocks.\2.attentions.", stack)
+    return f"{stack.replace('mid', 'mid_block.attentions.0')}.transformer_blocks.{number}"
+
+
+def lora_work(base: ModelWork, layers: Mapping[str, int]) -> ModelWork:
+    """What a LoRA adds to the model's work. What it adds to convolutions is counted behind the
+    last stack, wherever they are.
+
+    Args:
+        base: of the model.
+        layers: numbers in its factors, by the layer's dotted name in UNet2DConditionModel.
+    """
+    bottom = len(base.tokens) - 1
+    blocks: list[Counter[str]] = [Counter() for _ in base.blocks]
+    by_module = {_module_of(each.name): own for each, own in zip(base.blocks, blocks, strict=True)}
+    rows, positions = 0, [0.0] * len(base.tokens)
+    for name, numbers in layers.items():
+        in_block, in_stage = _IN_BLOCK.fullmatch(name), _IN_STAGE.fullmatch(name)
+        if in_block is not None:
+            own, layer = by_module[in_block[1]], in_block[2]
+            own["text" if layer in ("attn2.to_k", "attn2.to_v") else "token"] += numbers
+            if layer in ("attn1.to_k", "attn1.to_v"):
+                own["spare"] += numbers
+        elif in_stage is not None and in_stage[4] != "time_emb_proj":
+            way, stage, part, _ = in_stage.groups()
+            level = {"down": int(stage or 0), "up": bottom - int(stage or 0)}.get(way, bottom)
+            level += {"downsamplers": 1, "upsamplers": -1}.get(part, 0)
+            positions[level] += numbers
+        elif name in ("conv_in", "conv_out"):
+            positions[0] += numbers
+        else:
+            rows += numbers
+    return base.lora_work(blocks, {}, {"row": rows}, positions)
+
+
+def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
+    """Numbers per rank of a LoRA of every linear layer of the transformer blocks, as of
+    `lora_work`.
+    """
+    found = {}
+    for block in unet_work(dict(config), 8, 8).blocks:
+        h, cross = block.width, round(block.text / (4 * block.width))
+        widths = dict.fromkeys(("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"), 2 * h)
+        widths |= dict.fromkeys(("attn2.to_q", "attn2.to_out.0"), 2 * h)
+        widths |= dict.fromkeys(("attn2.to_k", "attn2.to_v"), cross + h)
+        widths |= {"ff.net.0.proj": 9 * h, "ff.net.2": 5 * h}
+        for name, numbers in widths.items():
+            found[f"{_module_of(block.name)}.{name}"] = numbers
+    return found
 
 
 _PICTURE_CHANNELS = 3

@@ -18,8 +18,8 @@ product however many rows it holds:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add, is_
 from typing import NamedTuple
@@ -107,6 +107,36 @@ class RowTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Added:
+    """FLOPs that the LoRAs of a batch's rows add to its step, where the model's own are."""
+
+    blocks: Floats
+    """`[blocks, len(KINDS)]`"""
+    fixed: Floats
+    """`[2, stacks + 1]` outside the blocks: of rows that compute all tokens, and of others."""
+
+    @classmethod
+    def by(cls, loras: Iterable[ModelWork], totals: Totals) -> Added:
+        """What these add to all rows of `totals`; there is at least one."""
+        made = [
+            cls(
+                each.block_flops(totals),
+                np.stack((each.fixed_flops(totals, dense=True), each.fixed_flops(totals))),
+            )
+            for each in loras
+        ]
+        return reduce(add, made)
+
+    def __add__(self, other: Added) -> Added:
+        return Added(self.blocks + other.blocks, self.fixed + other.fixed)
+
+    @property
+    def cached(self) -> float:
+        """Of rows whose blocks all load their keys and values."""
+        return float(self.blocks[:, KV].sum() + self.fixed[1].sum())
+
+
+@dataclass(frozen=True, slots=True)
 class Totals:
     """A batch reduced to the sums its cost depends on; arrays are `[levels, len(TERMS)]`."""
 
@@ -118,9 +148,12 @@ class Totals:
     text: float
     convolved: tuple[float, ...]
     """Positions that all rows' convolutions compute when they run cached, per level."""
+    added: Added | None = None
+    """By the rows' LoRAs; None: they have none."""
 
     def __add__(self, other: Totals) -> Totals:
         """Of both batches together."""
+        added = [each for each in (self.added, other.added) if each is not None]
         return Totals(
             self.rows + other.rows,
             self.dense + other.dense,
@@ -128,7 +161,13 @@ class Totals:
             tuple(a + b for a, b in zip(self.active, other.active, strict=True)),
             self.text + other.text,
             tuple(a + b for a, b in zip(self.convolved, other.convolved, strict=True)),
+            reduce(add, added) if added else None,
         )
+
+    def with_loras(self, loras: Sequence[ModelWork]) -> Totals:
+        """The same rows, all with these LoRAs and no others (`lora_work`)."""
+        bare = replace(self, added=None)
+        return replace(bare, added=Added.by(loras, bare)) if loras else bare
 
     @staticmethod
     def sum_of(totals: Iterable[Totals]) -> Totals:
@@ -250,7 +289,10 @@ class ModelWork:
         spare = cached[:, _SPARE]
         project = cached.sum(axis=1)
         dense = (self.coefficients * totals.dense[self.levels]).sum(axis=1)
-        return np.stack((dense, project, project - spare), axis=1)
+        flops: Floats = np.stack((dense, project, project - spare), axis=1)
+        if totals.added is not None:
+            flops += totals.added.blocks
+        return flops
 
     def fixed_flops(self, totals: Totals, *, dense: bool = False) -> Floats:
         """FLOPs before each stack and, last, after the final one: `[stacks + 1]`."""
@@ -260,6 +302,8 @@ class ModelWork:
         else:
             tokens, positions = totals.cached[0, 1], totals.convolved
         flops: Floats = self.fixed @ np.array((totals.rows, tokens, totals.text, *positions))
+        if totals.added is not None:
+            flops += totals.added.fixed[0 if dense else 1]
         return flops
 
     def batch_flops(
@@ -275,6 +319,42 @@ class ModelWork:
             flops += float(self.block_flops(dense)[:, DENSE].sum())
             flops += float(self.fixed_flops(dense, dense=True).sum())
         return flops
+
+    def lora_work(
+        self,
+        blocks: Sequence[Mapping[str, float]],
+        before: Mapping[str, float],
+        after: Mapping[str, float],
+        positions: Sequence[float] = (),
+    ) -> ModelWork:
+        """What a LoRA adds to this model, by the numbers in its factors: each takes part in one
+        multiply-add per token.
+
+        Args:
+            blocks: of each block, numbers by the term that they are counted for.
+            before: what the first stack is fed by, by the fields of `FixedWork`.
+            after: what is behind the last stack, likewise.
+            positions: of convolutions, per level.
+        """
+        own = []
+        for block, numbers in zip(self.blocks, blocks, strict=True):
+            row, token, text, spare = (
+                2.0 * numbers.get(term, 0.0) for term in ("row", "token", "text", "spare")
+            )
+            own.append(
+                replace(block, row=row, token=token, text=text, spare=spare, pair=0.0, cross=0.0)
+            )
+        first, last = (
+            FixedWork(
+                row=2.0 * numbers.get("row", 0.0),
+                token=2.0 * numbers.get("token", 0.0),
+                text=2.0 * numbers.get("text", 0.0),
+            )
+            for numbers in (before, after)
+        )
+        last = replace(last, positions=tuple(2.0 * n for n in positions))
+        others = (FixedWork(),) * (len(self.before) - 1)
+        return replace(self, blocks=tuple(own), before=(first, *others), after=last)
 
     def batch_launches(self, kinds: Sequence[str]) -> float:
         """Kernels of one step whose block i runs as `kinds[i]`."""

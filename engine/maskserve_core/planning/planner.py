@@ -312,7 +312,8 @@ def plan_totals(
         dense: sums over the dense rows of the step.
     """
     beside = (float(dense.rows), dense.text) if dense is not None else (0.0, 0.0)
-    return (float(cached.rows), cached.text, *cached.active, *tier_tokens.values(), *beside)
+    loras = sum(each.added.cached for each in (cached, dense) if each and each.added)
+    return (float(cached.rows), cached.text, *cached.active, *tier_tokens.values(), *beside, loras)
 
 
 class PlanCache:

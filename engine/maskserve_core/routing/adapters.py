@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from maskserve_core.contracts.status_record import AdapterStatus, LoadCost, WorkerStatus
 
@@ -18,25 +18,26 @@ class AdapterView:
     held: Mapping[str, AdapterStatus]
     loads: Mapping[str, LoadCost]
     """`host` and `storage` -> cost of a load from there."""
+    typical_bytes: float
+    """Of a file that the worker does not have."""
     coming: frozenset[str] = frozenset()
     """Asked for by edits on their way to the worker."""
-    typical_bytes: float = field(init=False)
-    """Of a file that the worker does not have: the mean of those that it has."""
-
-    def __post_init__(self) -> None:
-        sizes = [each.nbytes for each in self.held.values()]
-        object.__setattr__(self, "typical_bytes", sum(sizes) / len(sizes) if sizes else 0.0)
 
     @classmethod
     def from_status(cls, status: WorkerStatus) -> AdapterView | None:
         """None: the worker says nothing of adapters."""
         if not status.adapter_loads:
             return None
-        return cls({each.name: each for each in status.adapters}, status.adapter_loads)
+        held = {each.name: each for each in status.adapters}
+        return cls(held, status.adapter_loads, status.typical_adapter_bytes)
 
     def seconds(self, names: Iterable[str]) -> float:
         """Until all of these can be used. They come side by side, so the longest load counts."""
         return max((self._seconds(name) for name in names), default=0.0)
+
+    def nbytes(self, names: Iterable[str]) -> float:
+        """Of the files of all of these."""
+        return sum(map(self._nbytes, names))
 
     def asked(self, names: Iterable[str]) -> AdapterView:
         """The same, with edits on their way that need these."""
@@ -51,6 +52,10 @@ class AdapterView:
         cost = self.loads.get(source)
         if cost is None:
             return 0.0
-        whole = cost.seconds(self.typical_bytes if held is None else held.nbytes)
+        whole = cost.seconds(self._nbytes(name))
         begun = name in self.coming or (held is not None and held.tier == "coming")
         return whole * (_LEFT if begun else 1.0)
+
+    def _nbytes(self, name: str) -> float:
+        held = self.held.get(name)
+        return self.typical_bytes if held is None else held.nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from maskserve_core.contracts.pricing import ControlPrice, Pricing
+from maskserve_core.contracts.pricing import Pricing, RowPrice
 from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.entry_bytes import EntryFormat, block_bytes, entry_bytes
 from maskserve_core.planning.flops import ModelWork
@@ -26,6 +26,7 @@ def pricing_of(
     halves: int = 1,
     controls: Mapping[str, ModelWork] = MappingProxyType({}),
     refresh: int = 1,
+    lora: tuple[ModelWork, int] | None = None,
 ) -> Pricing:
     """Coefficients of a worker whose cached rows take K and V ready from the cache.
 
@@ -43,6 +44,7 @@ def pricing_of(
         halves: entries kept per token.
         controls: the ControlNets' work at that size, by name.
         refresh: steps from one at which a net beside a cached row computes all tokens to the next.
+        lora: what a LoRA adds to `work`, and its file's bytes (`registry.typical_lora`).
     """
     per_flop = costs.compute.per_unit
     tokens = work.tokens[0]
@@ -68,15 +70,24 @@ def pricing_of(
         controls={
             name: _control_price(net, per_flop, text, refresh) for name, net in controls.items()
         },
+        lora_byte=None if lora is None else _row_price(lora[0], per_flop / lora[1], text),
     )
 
 
-def _control_price(net: ModelWork, per_flop: float, text: float, refresh: int) -> ControlPrice:
-    dense = net.step_flops([net.row_at(1.0, text)], "dense") * per_flop
-    few, many = (net.step_flops([net.row_at(m, text)], "kv") * per_flop for m in (0.0, 1.0))
-    between = 1.0 - 1.0 / refresh
-    return ControlPrice(
-        dense_row=dense,
-        cached_row=dense / refresh + between * few,
-        active_token=between * (many - few) / net.tokens[0],
+def _control_price(net: ModelWork, per_flop: float, text: float, refresh: int) -> RowPrice:
+    own, between = _row_price(net, per_flop, text), 1.0 - 1.0 / refresh
+    return RowPrice(
+        dense_row=own.dense_row,
+        cached_row=own.dense_row / refresh + between * own.cached_row,
+        active_token=between * own.active_token,
+    )
+
+
+def _row_price(work: ModelWork, per_flop: float, text: float) -> RowPrice:
+    """Of work beside a row's own, at all of its steps."""
+    few, many = (work.step_flops([work.row_at(m, text)], "kv") * per_flop for m in (0.0, 1.0))
+    return RowPrice(
+        dense_row=work.step_flops([work.row_at(1.0, text)], "dense") * per_flop,
+        cached_row=few,
+        active_token=(many - few) / work.tokens[0],
     )

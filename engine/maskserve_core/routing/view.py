@@ -89,10 +89,10 @@ class WorkerView:
         dense at once.
         """
         compute, load, fetch, cached = self._base_price(edit)
-        return compute + self._control_seconds(edit, cached=cached), load, fetch
+        return compute + self._added_seconds(edit, cached=cached), load, fetch
 
     def _base_price(self, edit: Edit) -> tuple[float, float, float, bool]:
-        """The same without ControlNets, and whether the edit runs cached."""
+        """The same without ControlNets and LoRAs, and whether the edit runs cached."""
         pricing = self.pricing
         dense = pricing.dense(edit.total_tokens)
         tier = self.tier_of(edit.template_id) if edit.cache else None
@@ -108,12 +108,16 @@ class WorkerView:
             return dense, 0.0, 0.0, False
         return compute, load, fetch, compute != dense
 
-    def _control_seconds(self, edit: Edit, *, cached: bool) -> float:
-        if not edit.controls:
-            return 0.0
-        return self.pricing.control_seconds(
-            edit.controls, edit.active_tokens, edit.total_tokens, cached=cached
-        )
+    def _added_seconds(self, edit: Edit, *, cached: bool) -> float:
+        """What its ControlNets and LoRAs add to a step."""
+        pricing, tokens = self.pricing, (edit.active_tokens, edit.total_tokens)
+        seconds = 0.0
+        if edit.controls:
+            seconds += pricing.control_seconds(edit.controls, *tokens, cached=cached)
+        if edit.adapters and self.adapters is not None:
+            nbytes = self.adapters.nbytes(edit.adapters)
+            seconds += pricing.lora_seconds(nbytes, *tokens, cached=cached)
+        return seconds
 
     def adapter_seconds(self, edit: Edit) -> float:
         """Seconds until the LoRAs of `edit` can be used here."""
@@ -124,7 +128,7 @@ class WorkerView:
     def row(self, edit: Edit) -> RowLoad:
         """`edit` as a row of this worker."""
         compute, load, _, cached = self._base_price(edit)
-        compute += self._control_seconds(edit, cached=cached)
+        compute += self._added_seconds(edit, cached=cached)
         tokens = edit.active_tokens if cached else edit.total_tokens
         return RowLoad(edit.steps, compute, load, tokens, edit.priority)
 
@@ -155,12 +159,10 @@ class WorkerView:
             for row in given:
                 if row.kind == "prime":
                     continue
-                compute, load = pricing.row(
-                    row.active_tokens, row.total_tokens, cached=row.kind == "cached"
-                )
-                compute += pricing.control_seconds(
-                    row.controls, row.active_tokens, row.total_tokens, cached=row.kind == "cached"
-                )
+                tokens, cached = (row.active_tokens, row.total_tokens), row.kind == "cached"
+                compute, load = pricing.row(*tokens, cached=cached)
+                compute += pricing.control_seconds(row.controls, *tokens, cached=cached)
+                compute += pricing.lora_seconds(row.adapter_bytes, *tokens, cached=cached)
                 if row.template_id in on_device:
                     load = 0.0
                 loads.append(

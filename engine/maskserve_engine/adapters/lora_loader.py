@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from maskserve_core.adapters.base_layers import BaseLayers
+from maskserve_core.adapters.catalogue import KnownAdapter
 from maskserve_core.adapters.folder import AdapterFile
 from maskserve_core.adapters.lora_header import BadAdapter
 from maskserve_core.adapters.store import AdapterStore
@@ -40,6 +42,8 @@ class LoadedLora(NamedTuple):
     file_bytes: int = 0
     source: str = "host"
     """Where its file was when it was asked for: `host` or `storage`."""
+    layers: Mapping[str, int] = MappingProxyType({})
+    """Numbers in its factors, by the denoiser's layers."""
 
 
 Bring = Callable[[str, Mapping[str, Factors]], int]
@@ -59,6 +63,7 @@ class LoraLoader:
         self._store = AdapterStore(config)
         self._pool = ThreadPoolExecutor(_AT_ONCE, "loras")
         self._host: tuple[AdapterFile, ...] = ()
+        self._typical_bytes = 0.0
         self._closing = threading.Event()
         self._looks = threading.Thread(target=self._look, name="adapters-on-host", daemon=True)
         self._looks.start()
@@ -77,6 +82,10 @@ class LoraLoader:
         """
         return self._store.catalogue.find(lora.name, _FIELD).nbytes
 
+    def typical_bytes(self) -> float:
+        """Of a file of the catalogue, on average; as of the last second. 0: none is known."""
+        return self._typical_bytes
+
     def on_host(self) -> tuple[AdapterFile, ...]:
         """Files in the host's memory, whoever brought them, the least recently used first; as of
         the last second. The same object for as long as they are the same.
@@ -94,10 +103,12 @@ class LoraLoader:
             there = self._store.host.find(lora.name, lora.version) is not None
             file = self._store.fetch(lora.name, lora.version)
             parts = read_lora(file.path, self._base, self._config.model.path)
-            nbytes = self._bring(lora.version, parts.get("denoiser", {}))
+            factors = parts.get("denoiser", {})
+            nbytes = self._bring(lora.version, factors)
             source = "host" if there else "storage"
             taken = time.monotonic() - begin
-            done(LoadedLora(file.digest, nbytes, taken, file.nbytes, source))
+            layers = {name: each.numbers for name, each in factors.items()}
+            done(LoadedLora(file.digest, nbytes, taken, file.nbytes, source, layers))
         except MaskserveError as error:
             done(error)
         except (BadAdapter, ValueError) as error:
@@ -111,8 +122,12 @@ class LoraLoader:
             done(EngineFailed(f"{_FIELD}: adapter {lora.name} could not be loaded"))
 
     def _look(self) -> None:
+        known: Mapping[str, KnownAdapter] = {}
         while not self._closing.wait(_LOOK_EVERY_S):
             try:
+                catalogue = self._store.catalogue.all()
+                if catalogue is not known:
+                    known, self._typical_bytes = catalogue, _mean_bytes(catalogue.values())
                 found = tuple(self._store.host.held())
             except OSError as error:
                 _log.warning("the folder of adapters cannot be read: %s", error)
@@ -126,3 +141,9 @@ class LoraLoader:
         if found is None:
             raise ConfigError(f"{self._config.model.path}: no layers that an adapter could change")
         return found
+
+
+def _mean_bytes(adapters: Iterable[KnownAdapter]) -> float:
+    """Of the files that are served."""
+    sizes = [each.nbytes for each in adapters if not each.problem]
+    return sum(sizes) / len(sizes) if sizes else 0.0

@@ -10,14 +10,21 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.kernels import kernels_on
 from maskserve_engine.layers.linear import Linear
-from maskserve_engine.layers.low_rank import Adapters, LowRank, low_rank
-from maskserve_engine.layers.shrink_expand import FIELDS, TOKENS, add_slices
+from maskserve_engine.layers.low_rank import (
+    Adapters,
+    LowRank,
+    LowRankConv,
+    low_rank,
+    low_rank_conv,
+)
+from maskserve_engine.layers.shrink_expand import FIELDS, TOKENS, add_map_slices, add_slices
 
 
 class RowUpdates:
@@ -40,6 +47,15 @@ class RowUpdates:
         if table is None:
             return base
         return FusedLowRank(base, table, tuple(range(len(self._rows))), self._tiles)
+
+    def conv(self, place: str, base: nn.Conv2d) -> LowRankConv | FusedLowRankConv | None:
+        """The same of a convolution of passes, which are the rows; None: they add nothing."""
+        if self._tables is None:
+            return low_rank_conv(place, base, self._rows)
+        table = self._tables.get(place)
+        if table is None:
+            return None
+        return FusedLowRankConv(base, table, tuple(range(len(self._rows))), self._tiles)
 
 
 class UpdateTable(NamedTuple):
@@ -152,5 +168,51 @@ class FusedLowRank:
         return replace(self, rows=tuple([self.rows[row] for row in rows]))
 
 
+@dataclass(frozen=True, slots=True)
+class FusedLowRankConv:
+    """`LowRankConv` as two kernels for all passes."""
+
+    base: nn.Conv2d
+    table: UpdateTable
+    rows: tuple[int, ...]
+    """Of the table, each pass's own."""
+    tiles: Tiles
+    """Of the batch."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x)
+        return self._added(out, x, int(self.base.padding[0]))
+
+    def valid(self, x: Tensor) -> Tensor:
+        """Where all that is read beyond the result is in `x`."""
+        own = self.base
+        return self._added(F.conv2d(x, own.weight, own.bias, own.stride), x, 0)
+
+    def take(self, passes: slice) -> FusedLowRankConv | None:
+        """For some of the passes; None: nothing is added to them."""
+        own = self.rows[passes]
+        return replace(self, rows=own) if any(self.table.counts[row] for row in own) else None
+
+    def _added(self, out: Tensor, x: Tensor, padding: int) -> Tensor:
+        table, places, passes = self.table, out[0, 0].numel(), len(out)
+        spans = tuple([(n * places, (n + 1) * places) for n in range(passes)])
+        own = [row if table.counts[row] else None for row in self.rows]
+        add_map_slices(
+            out,
+            x,
+            self.tiles.of(spans, own, passes * places, 1),
+            table.slices,
+            table.ends,
+            table.scales,
+            side=self.base.kernel_size[0],
+            stride=self.base.stride[0],
+            padding=padding,
+            most=max(table.counts),
+        )
+        return out
+
+
 ByRow = LowRank | FusedLowRank
 """A product that differs by row."""
+ByPass = LowRankConv | FusedLowRankConv
+"""A convolution that differs by pass."""

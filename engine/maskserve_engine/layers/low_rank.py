@@ -30,6 +30,11 @@ class Factors(NamedTuple):
     up: Tensor
     """B, [out, rank]; of a convolution [out, rank, 1, 1]"""
 
+    @property
+    def numbers(self) -> int:
+        """In both."""
+        return self.down.numel() + self.up.numel()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
@@ -72,9 +77,14 @@ class ConvUpdate:
     """One adapter's part of a convolution."""
 
     down: Tensor
-    """[rank, in, kh, kw]"""
+    """[rank, in, kh, kw]; the inputs of a position lie side by side."""
     up: Tensor
     """[out, rank, 1, 1]"""
+
+    def flat(self) -> tuple[Tensor, tuple[Part, ...]]:
+        """As `Update` has them: A [rank, kh · kw · in] and its one part."""
+        down = self.down.permute(0, 2, 3, 1)
+        return down.view(len(down), -1), (Part(self.up.flatten(1), 0, 0),)
 
 
 ConvUpdates: TypeAlias = tuple[tuple[ConvUpdate, float], ...]
@@ -95,6 +105,11 @@ class LowRankConv:
         """Where all that is read beyond the result is in `x`."""
         own = self.base
         return self._added(F.conv2d(x, own.weight, own.bias, own.stride), x, 0)
+
+    def take(self, passes: slice) -> LowRankConv | None:
+        """For some of the passes; None: nothing is added to them."""
+        own = self.updates[passes]
+        return LowRankConv(self.base, own) if any(own) else None
 
     def _added(self, out: Tensor, x: Tensor, padding: Any) -> Tensor:
         for number, updates in enumerate(self.updates):
@@ -223,7 +238,8 @@ def low_rank_set(
         down, up = (each.to(device, dtype) for each in given)
         if place.convolves:
             maps = (*down.shape, 1, 1)[:4], (*up.shape, 1, 1)[:4]
-            convolutions[place.name] = ConvUpdate(down.view(maps[0]), up.view(maps[1]))
+            channels_last = down.view(maps[0]).contiguous(memory_format=torch.channels_last)
+            convolutions[place.name] = ConvUpdate(channels_last, up.view(maps[1]))
         else:  # of tokens, a 1x1 convolution too
             flat = Factors(down.flatten(1), up.flatten(1))
             joined.setdefault(place.name, []).append((place.begin, flat))
@@ -233,6 +249,7 @@ def low_rank_set(
     ]
     tensors += [each for conv in convolutions.values() for each in (conv.down, conv.up)]
     of_kernels = {place: (own.down, own.parts) for place, own in updates.items()}
+    of_kernels |= {place: conv.flat() for place, conv in convolutions.items()}
     slices = slices_of(of_kernels) if kernels_on(device) else {}
     return LowRankSet(updates, convolutions, sum(t.nbytes for t in tensors), slices)
 

@@ -4,6 +4,9 @@ Punica's SGMV: a table says which row reads which factors).
 An update is cut into *slices* of up to RANKS ranks that add to the same outputs. `shrink` makes
 x · Aᵀ of each slice of each row, `expand` adds Σ scale · (x · Aᵀ) · Bᵀ to the outputs. Which slices
 a row has is a table on the device (`batch.row_updates`); factors are read where they lie.
+
+Of a convolution `shrink_map` reads each position's square of the feature map where it lies, as an
+implicit product; a pass's positions are its tokens.
 """
 
 from __future__ import annotations
@@ -86,7 +89,41 @@ def add_slices(
         first: see `out`.
     """
     low = torch.ops.maskserve.shrink(x, tiles, slices, ends, first, out.shape[1], most)
-    torch.ops.maskserve.expand(out, low, tiles, slices, ends, scales, first)
+    # Tokens are places of one pass, and outputs its channels.
+    torch.ops.maskserve.expand(out.T[None], low, tiles, slices, ends, scales, first)
+
+
+def add_map_slices(
+    out: Tensor,
+    x: Tensor,
+    tiles: Tensor,
+    slices: Tensor,
+    ends: Tensor,
+    scales: Tensor,
+    *,
+    side: int,
+    stride: int,
+    padding: int,
+    most: int,
+) -> None:
+    """The same of a convolution's passes.
+
+    Args:
+        out: [P, out, h, w], written to; its positions lie side by side.
+        x: [P, in, h, w] of another size.
+        tiles: as `add_slices`; pass p has the tokens from p · h · w on, row by row.
+        slices: likewise, with A as [rank, side, side, in].
+        ends: likewise.
+        scales: likewise.
+        side: of the convolution's square.
+        stride: of its steps.
+        padding: zeros round `x`.
+        most: slices of a row.
+    """
+    args = side, stride, padding, most
+    low = torch.ops.maskserve.shrink_map(x, tiles, slices, ends, *out.shape[2:], *args)
+    places = out.view(*out.shape[:2], -1)
+    torch.ops.maskserve.expand(places, low, tiles, slices, ends, scales, 0)
 
 
 @torch.library.custom_op("maskserve::addresses", mutates_args=())
@@ -121,6 +158,44 @@ def _shrink(
     return low
 
 
+@torch.library.custom_op("maskserve::shrink_map", mutates_args=())
+def _shrink_map(
+    x: Tensor,
+    tiles: Tensor,
+    slices: Tensor,
+    ends: Tensor,
+    height: int,
+    width: int,
+    side: int,
+    stride: int,
+    padding: int,
+    most: int,
+) -> Tensor:
+    from maskserve_engine.layers.shrink_expand_kernels import shrink_map_kernel
+
+    low = x.new_empty(len(tiles), TOKENS, most, RANKS)
+    shrink_map_kernel[(len(tiles), most)](
+        x,
+        low,
+        tiles,
+        slices,
+        ends,
+        *x.stride(),
+        *x.shape[1:],
+        height * width,
+        width,
+        stride,
+        padding,
+        most,
+        tokens=TOKENS,
+        ranks=RANKS,
+        block=64,
+        fields=FIELDS,
+        side=side,
+    )
+    return low
+
+
 @torch.library.custom_op("maskserve::expand", mutates_args=("out",))
 def _expand(
     out: Tensor,
@@ -133,8 +208,9 @@ def _expand(
 ) -> None:
     from maskserve_engine.layers.shrink_expand_kernels import expand_kernel
 
-    block = 128
-    expand_kernel[(len(tiles), -(-out.shape[1] // block))](
+    block, (_, outputs, places) = 128, out.shape
+    of_pass, of_output, of_place = out.stride()
+    expand_kernel[(len(tiles), -(-outputs // block))](
         out,
         low,
         tiles,
@@ -142,8 +218,11 @@ def _expand(
         ends,
         scales,
         first,
-        out.stride(0),
-        out.shape[1],
+        places,
+        of_pass,
+        of_place,
+        of_output,
+        outputs,
         low.shape[2],
         tokens=TOKENS,
         ranks=RANKS,
@@ -160,6 +239,11 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
 @_shrink.register_fake
 def _(x: Tensor, tiles: Tensor, _s: Tensor, _e: Tensor, _f: int, _o: int, most: int) -> Tensor:
     return x.new_empty(tiles.shape[0], TOKENS, most, RANKS)
+
+
+@_shrink_map.register_fake
+def _(x: Tensor, tiles: Tensor, _s: Tensor, _e: Tensor, *args: int) -> Tensor:
+    return x.new_empty(tiles.shape[0], TOKENS, args[-1], RANKS)
 
 
 @_expand.register_fake

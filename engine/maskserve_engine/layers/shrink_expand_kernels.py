@@ -61,6 +61,74 @@ def shrink_kernel(
 
 
 @triton.jit
+def shrink_map_kernel(
+    x,
+    low,
+    tiles,
+    slices,
+    ends,
+    pass_stride,
+    channel_stride,
+    row_stride,
+    column_stride,
+    channels,
+    height,
+    width,
+    places,
+    out_width,
+    stride,
+    padding,
+    most,
+    tokens: tl.constexpr,
+    ranks: tl.constexpr,
+    block: tl.constexpr,
+    fields: tl.constexpr,
+    side: tl.constexpr,
+):
+    """`shrink_kernel` of convolutions: each position of the result reads a square of the map, and
+    A is [rank, side, side, channels]. `places` is the positions of a pass's result; grid and `low`
+    are the same.
+    """
+    tile, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(tiles + tile * 3)
+    begin = tl.load(tiles + tile * 3 + 1)
+    end = tl.load(tiles + tile * 3 + 2)
+    at = tl.load(ends + row) + number
+    if at < tl.load(ends + row + 1):
+        own = slices + at * fields
+        down = tl.cast(tl.load(own), x.dtype)
+        rank, token = tl.arange(0, ranks), begin + tl.arange(0, tokens)
+        there = token < end
+        known = rank < tl.load(own + 2)
+        of_pass = begin // places
+        place = token - of_pass * places
+        top = place // out_width * stride - padding
+        left = place % out_width * stride - padding
+        found = tl.zeros((tokens, ranks), tl.float32)
+        for tap in range(side * side):
+            y, z = top + tap // side, left + tap % side
+            seen = there & (y >= 0) & (y < height) & (z >= 0) & (z < width)
+            ours_at = x + of_pass * pass_stride + y * row_stride + z * column_stride
+            theirs_at = down + rank * (side * side * channels) + tap * channels
+            for k in range(0, channels, block):
+                channel = k + tl.arange(0, block)
+                inside = channel < channels
+                ours = tl.load(
+                    ours_at[:, None] + channel[None, :] * channel_stride,
+                    mask=seen[:, None] & inside[None, :],
+                    other=0.0,
+                )
+                theirs = tl.load(
+                    theirs_at[None, :] + channel[:, None],
+                    mask=inside[:, None] & known[None, :],
+                    other=0.0,
+                )
+                found += tl.dot(ours, theirs, input_precision="ieee")
+        to = low + ((tile * tokens + tl.arange(0, tokens)) * most + number)[:, None] * ranks
+        tl.store(to + rank[None, :], found.to(low.dtype.element_ty))
+
+
+@triton.jit
 def expand_kernel(
     out,
     low,
@@ -69,7 +137,10 @@ def expand_kernel(
     ends,
     scales,
     first,
-    out_stride,
+    places,
+    pass_stride,
+    place_stride,
+    output_stride,
     outputs,
     most,
     tokens: tl.constexpr,
@@ -78,7 +149,8 @@ def expand_kernel(
     fields: tl.constexpr,
 ):
     """Grid: (tiles, blocks of outputs). Adds all slices of a row to its outputs, summed in
-    float32; `out` begins with the product's output `first`.
+    float32; `out` begins with the product's output `first`. Tokens lie in passes of `places` each;
+    a tile is of one pass.
     """
     tile, least = tl.program_id(0).to(tl.int64), tl.program_id(1) * block
     row = tl.load(tiles + tile * 3)
@@ -104,7 +176,8 @@ def expand_kernel(
                 other=0.0,
             )
             added += tl.load(scales + at) * tl.dot(ours, theirs, input_precision="ieee")
-    token = begin + number
-    to = out + token[:, None] * out_stride + column[None, :]
+    token, of_pass = begin + number, begin // places
+    from_pass = out + of_pass * pass_stride + (token - of_pass * places) * place_stride
+    to = from_pass[:, None] + column[None, :] * output_stride
     there = (token < end)[:, None] & (column < outputs)[None, :]
     tl.store(to, tl.load(to, mask=there, other=0.0).to(tl.float32) + added, mask=there)

@@ -44,6 +44,8 @@ class LoraSource(Protocol):
 
     def file_bytes(self, lora: Lora) -> int: ...
 
+    def typical_bytes(self) -> float: ...
+
     def on_host(self) -> tuple[AdapterFile, ...]: ...
 
     def load(self, lora: Lora, done: Callable[[LoadedLora | MaskserveError], None]) -> None: ...
@@ -151,6 +153,18 @@ class Loras:
     def digest(self, lora: Lora) -> str:
         """sha256 of the file of a LoRA that is here."""
         return self._loaded[lora.version][1].digest
+
+    def layers(self, lora: Lora) -> Mapping[str, int]:
+        """Numbers in the factors of a LoRA that is here, by the denoiser's layers."""
+        return self._loaded[lora.version][1].layers
+
+    def file_bytes(self, loras: Sequence[Lora]) -> int:
+        """Of the files of LoRAs that are here."""
+        return sum(self._loaded[lora.version][1].file_bytes for lora in loras)
+
+    def typical_bytes(self) -> float:
+        """Of a file, on average over all that may be asked for; 0: none is known."""
+        return self._loader.typical_bytes()
 
     def names(self) -> tuple[str, ...]:
         """Of those on the device."""

@@ -22,6 +22,8 @@ from maskserve_core.errors import (
     Overloaded,
     guarded,
 )
+from maskserve_core.models.registry import lora_work
+from maskserve_core.planning.flops import ModelWork
 from maskserve_core.worker.status import RowStatus
 from maskserve_core.worker.step_scheduler import MakePolicy, Run, StepScheduler, Ticket
 from maskserve_engine.adapters.control_net_loader import LoadedNet
@@ -89,7 +91,13 @@ class RequestManager:
         """None: edits have no templates."""
         if cache is not None:
             self.primings = Primings(
-                adapter, cache, self.scheduler, executor, self._priming_ended, self._attach_to
+                adapter,
+                cache,
+                self.scheduler,
+                executor,
+                self._priming_ended,
+                self._attach_to,
+                lambda job: self._lora_works(job) if job.adapters else (),
             )
         self._priming = {} if self.primings is None else self.primings.held
         self.residency = Residency(
@@ -436,10 +444,19 @@ class RequestManager:
         if not edit.loras.wanted or self.loras is None:
             return
         edit.loras.digests = tuple([self.loras.digest(lora) for lora in edit.loras.wanted])
+        edit.loras.nbytes, edit.said = self.loras.file_bytes(edit.loras.wanted), None
+        work = self.adapter.work(*edit.job.moments.shape[1:])
+        edit.work = edit.work.with_loras(self._lora_works(edit.job), work)
         if self.config.adapters.entries == "own":
             scales = [lora.scale for lora in edit.loras.wanted]
             name = adapters_id(list(zip(edit.loras.digests, scales, strict=True)))
             edit.job = replace(edit.job, adapters=name)
+
+    def _lora_works(self, job: EditJob) -> list[ModelWork]:
+        """What its LoRAs, which are here, add to the model's work."""
+        assert self.loras is not None
+        work, facts = self.adapter.work(*job.moments.shape[1:]), self.adapter.facts
+        return [lora_work(facts, work, self.loras.layers(lora)) for lora in used(job.request)]
 
     def _attach(self, edit: RequestState) -> None:
         """LoRAs have come while the row ran: its next steps have them, and their entries."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from maskserve_core.errors import Overloaded
+from maskserve_core.planning.flops import ModelWork
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.step_scheduler import SchedulingPolicy, Ticket
 from maskserve_engine.executor import Executor, PrimingRowSpec, RowStep
@@ -31,6 +32,7 @@ class Primings:
         executor: of the rows.
         ended: told a template's key when it is in the store or will not be.
         attach: has a row computed with the adapters of a job's entries.
+        loras: what those add to the model's work.
     """
 
     def __init__(
@@ -41,8 +43,9 @@ class Primings:
         executor: Executor,
         ended: Callable[[str], None],
         attach: Callable[[str, EditJob], None],
+        loras: Callable[[EditJob], Sequence[ModelWork]],
     ) -> None:
-        self._attach = attach
+        self._attach, self._loras = attach, loras
         self._adapter, self._cache, self._executor = adapter, cache, executor
         self._scheduler, self._ended = scheduler, ended
         self.held: dict[str, PrimingState] = {}
@@ -74,7 +77,8 @@ class Primings:
         except Overloaded:
             self._cache.end(priming, complete=False)
             return
-        state = PrimingState(priming, ticket, tokens, self._adapter.counted(job))
+        counted = self._adapter.counted(job).with_loras(self._loras(job))
+        state = PrimingState(priming, ticket, tokens, counted)
         self.held[ticket.request_id] = state
 
     def admit(self, row_id: str) -> None:

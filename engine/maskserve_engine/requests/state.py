@@ -14,7 +14,7 @@ from maskserve_core.contracts.due_times import due_by_size
 from maskserve_core.contracts.keys import Anchor, name_of
 from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.contracts.status_record import Kind, RowStatus
-from maskserve_core.planning.flops import Totals
+from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_engine.executor import RowLoads, RowStep
 from maskserve_engine.families.adapter import Adapter
@@ -49,17 +49,29 @@ class EditWork:
 
     @classmethod
     def of(cls, job: EditJob, adapter: Adapter) -> EditWork:
-        tokens, counted = adapter.tokens(job), adapter.counted(job)
-        work = adapter.work(*job.moments.shape[1:])
+        tokens = adapter.tokens(job)
         return cls(
             total_tokens=tokens.total,
             active_tokens=tokens.active,
             steps=adapter.steps(job),
-            counted=counted,
+            counted=adapter.counted(job),
             batch_key=adapter.batch_key(job),
             passes=1 if job.negative is None else 2,
+        ).with_loras((), adapter.work(*job.moments.shape[1:]))
+
+    def with_loras(self, loras: Sequence[ModelWork], work: ModelWork) -> EditWork:
+        """The same edit with these LoRAs.
+
+        Args:
+            loras: what each adds to `work`.
+            work: of the model at the edit's size.
+        """
+        counted = self.counted.with_loras(loras)
+        return replace(
+            self,
+            counted=counted,
             dense_flops=work.batch_flops(None, (), counted),
-            cached_flops=work.batch_flops(counted, ("kv",) * adapter.blocks, None),
+            cached_flops=work.batch_flops(counted, ("kv",) * len(work.blocks), None),
         )
 
     def step_flops(self, mode: ExecutionMode) -> float:
@@ -164,6 +176,8 @@ class LoraUse:
     """The first step that was computed with them."""
     digests: tuple[str, ...] = ()
     """Of their files, once they are here."""
+    nbytes: int = 0
+    """Likewise."""
     asked: float = 0.0
     """When they were first asked for; 0: never."""
     waited_s: float = 0.0
@@ -375,6 +389,7 @@ class RequestState:
                 priority=self.job.request.settings.priority,
                 due_ns=0 if self.due is None else int(1e9 * self.due),
                 controls=shares(self.controls.wanted, self.work.steps),
+                adapter_bytes=self.loras.nbytes,
             )
         self.said.steps_left = left
         return self.said

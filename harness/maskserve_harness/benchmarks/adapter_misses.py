@@ -120,6 +120,9 @@ class _AtOnce:
     def file_bytes(self, lora: Lora) -> int:
         return NBYTES
 
+    def typical_bytes(self) -> float:
+        return 0.0
+
     def on_host(self) -> tuple[()]:
         return ()
 

@@ -99,6 +99,8 @@ class UnetCase:
     """Two passes per row."""
     recorded: bool = True
     """Whether steps are CUDA graphs, as far as they may be."""
+    loras: int = 0
+    """As of `Case`, of every layer."""
 
 
 SDXL_GUIDED = UnetCase("SDXL, kv int8, 1 guided row", "sdxl-1024", (0.11,), guided=True)
@@ -254,6 +256,8 @@ def unet_step(case: UnetCase) -> tuple[Log, int]:
             bench.weights = replace(bench.weights, graphs=recorder)
         bench.fill_entry(case.kind)
         rows = [bench.row(ratio, seed) for seed, ratio in enumerate(case.ratios)]
+        for row in rows[: case.loras]:
+            row.adapters = ((bench.lora(16), 0.8),)
         if case.guided:
             for row in rows:
                 row.guidance = Guidance(row.prompt, 7.5)

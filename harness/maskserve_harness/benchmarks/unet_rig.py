@@ -25,7 +25,8 @@ from maskserve_engine.families.unet.forward import added_embedding
 from maskserve_engine.families.unet.rows import UnetInactive, UnetPrompt, UnetRow
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.tokens import ActiveTokens
-from maskserve_engine.families.unet.weights import UnetWeights
+from maskserve_engine.families.unet.weights import UnetWeights, places_of
+from maskserve_engine.layers.low_rank import Factors, LowRankSet, low_rank_set
 from maskserve_harness.benchmarks.models import SD21, SDXL
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.benchmarks.timing import Timer
@@ -127,6 +128,17 @@ class UnetBench:
             whole = self.device.type == "cuda"
             row.entry = in_memory(self.entry, inactive.selection, whole=whole)
         return row
+
+    def lora(self, rank: int) -> LowRankSet:
+        """A random one of every layer that one may change, convolutions too."""
+        places = places_of(self.model)
+        factors = {
+            name: Factors(self._random(rank, *inner), self._random(out, rank, *[1] * len(side)))
+            for name, place in places.items()
+            for out, *inner in [place.shape]
+            for side in [inner[1:]]
+        }
+        return low_rank_set(factors, places, self.device, self.dtype)
 
     def step(self, rows: Sequence[UnetRow], kind: str) -> None:
         """What the engine does with a batch at one step; `kind` of all blocks."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from maskserve_core.config import CacheConfig, ControlsConfig, ModelConfig
 from maskserve_core.contracts.keys import anchor_steps
 from maskserve_core.models.facts import ModelFacts, anchor_stride
-from maskserve_core.models.registry import control_work, counted_work
+from maskserve_core.models.registry import control_work, counted_work, typical_lora
 from maskserve_core.planning.cost_model import (
     H100,
     CostModel,
@@ -98,6 +98,7 @@ class Hardware:
             steps_per_anchor=STEPS / anchors,
             controls={NET: self._net(side)} if self.model == "flux" else {},
             refresh=facts.control.refresh(ControlsConfig().refresh),
+            lora=typical_lora(facts, work),
         )
         given = {"work": work, "costs": costs, "pricing": pricing, "anchors": anchors}
         for name, value in given.items():
@@ -162,6 +163,10 @@ class Hardware:
     def control_seconds(self, active: int, *, cached: bool) -> float:
         """What a row's ControlNet adds to a step, on average."""
         return self.pricing.control_seconds(CONTROL, active, self.tokens, cached=cached)
+
+    def lora_seconds(self, nbytes: float, active: int, *, cached: bool) -> float:
+        """What LoRAs of so many bytes add to a row's step."""
+        return self.pricing.lora_seconds(nbytes, active, self.tokens, cached=cached)
 
     def _planned(self, cached: int, active: int, dense: int) -> float:
         full = self.work.row_at(1.0, self.text)

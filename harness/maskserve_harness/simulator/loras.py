@@ -17,7 +17,7 @@ from maskserve_engine.adapters.lora_loader import LoadedLora
 from maskserve_engine.requests.loras import KIND, LoadCosts, Loras
 from maskserve_engine.requests.residency import Residency
 
-_NBYTES = 125 << 20
+NBYTES = 125 << 20
 """Of a file: rank 16 on every linear layer of FLUX's blocks, in half precision."""
 
 
@@ -45,7 +45,7 @@ class WorkerLoras:
     ) -> None:
         self._tiers, self._at = tiers, at
         self._source = _Source(self, tiers.host_slots)
-        budget = {KIND: tiers.slots * _NBYTES}
+        budget = {KIND: tiers.slots * NBYTES}
         residency = Residency(1, budget, lambda gone: self._books.dropped(gone))
         config = Config(model=ModelConfig(dtype="bfloat16"))  # so that a file's bytes are its size
         self._books = Loras(config, residency, self._source, lambda *_: None, Observations())
@@ -74,22 +74,23 @@ class WorkerLoras:
         """As a worker's record tells routers; None: they are not told."""
         if not self._tiers.known:
             return None
-        return AdapterView({each.name: each for each in self._books.listed()}, self._costs)
+        held = {each.name: each for each in self._books.listed()}
+        return AdapterView(held, self._costs, self._books.typical_bytes())
 
     def begin_load(self, lora: Lora) -> None:
         """Called by the books, through their source."""
         source = self._source.where(lora.name)
         self.loads[source] += 1
-        self._arrivals[lora.name] = self._now + self._costs[source].seconds(_NBYTES)
+        self._arrivals[lora.name] = self._now + self._costs[source].seconds(NBYTES)
         self._at(self._arrivals[lora.name], self._come, (lora, source))
 
     def _come(self, now: float, came: object) -> None:
         assert isinstance(came, tuple)
         lora, source = came
-        seconds = self._costs[source].seconds(_NBYTES)
+        seconds = self._costs[source].seconds(NBYTES)
         del self._arrivals[lora.name]
         self._source.keep(lora.name)
-        self._books.arrived(lora, LoadedLora("", _NBYTES, seconds, _NBYTES, source))
+        self._books.arrived(lora, LoadedLora("", NBYTES, seconds, NBYTES, source))
 
 
 class _Source:
@@ -104,14 +105,17 @@ class _Source:
         return "host" if name in self._held else "storage"
 
     def keep(self, name: str) -> None:
-        self._held[name] = AdapterFile(Path(name), name, name, "", _NBYTES, 0.0)
+        self._held[name] = AdapterFile(Path(name), name, name, "", NBYTES, 0.0)
         self._held.move_to_end(name)
         if len(self._held) > self._slots:
             self._held.popitem(last=False)
         self._listed = tuple(self._held.values())
 
     def file_bytes(self, lora: Lora) -> int:
-        return _NBYTES
+        return NBYTES
+
+    def typical_bytes(self) -> float:
+        return NBYTES
 
     def on_host(self) -> tuple[AdapterFile, ...]:
         return self._listed

@@ -12,7 +12,7 @@ from maskserve_core.routing import Edit, RowLoad, WorkerView
 from maskserve_core.worker.step_scheduler import MakePolicy, Run, StepScheduler, Ticket
 from maskserve_harness.simulator.hardware import Hardware
 from maskserve_harness.simulator.job import Job
-from maskserve_harness.simulator.loras import WorkerLoras
+from maskserve_harness.simulator.loras import NBYTES, WorkerLoras
 from maskserve_harness.simulator.residency import Host
 from maskserve_harness.simulator.scenario import Scenario
 from maskserve_harness.simulator.workload import Request
@@ -131,7 +131,8 @@ class Worker:
     def _admission(self, edit: Edit) -> tuple[RowLoad, float]:
         """How the worker runs the edit, by what it really has, and the seconds of a fetch."""
         tiers = self.host.tiers() if self.host is not None else None
-        bare = WorkerView(self.name, self.hardware.pricing, 1, 1, templates=tiers)
+        loras = self.loras.view() if self.loras else None
+        bare = WorkerView(self.name, self.hardware.pricing, 1, 1, templates=tiers, adapters=loras)
         return bare.row(edit), bare.price(edit)[2]
 
     def _fetched(self, now: float, template: object) -> None:
@@ -242,20 +243,23 @@ class Worker:
             else:
                 dense += 1
         seconds = self.hardware.step_seconds(cached, active, dense)
-        seconds += sum(
-            self.hardware.control_seconds(
-                ticket.active_tokens, cached=ticket.active_tokens < ticket.total_tokens
-            )
-            for ticket in running
-            if self._is_controlled(ticket)
-        )
+        seconds += sum(map(self._added_seconds, running))
         if self.scenario.noise:
             seconds *= math.exp(self._random.gauss(0.0, self.scenario.noise))
         return seconds
 
-    def _is_controlled(self, ticket: Ticket) -> bool:
+    def _added_seconds(self, ticket: Ticket) -> float:
+        """What a row's ControlNet and LoRAs add to a step."""
         job = self._assigned.get(ticket.request_id)
-        return job is not None and job.request.controlled
+        if job is None:
+            return 0.0
+        seconds, cached = 0.0, ticket.active_tokens < ticket.total_tokens
+        if job.request.controlled:
+            seconds += self.hardware.control_seconds(ticket.active_tokens, cached=cached)
+        if self.loras and job.request.loras:
+            nbytes = NBYTES * len(job.request.loras)
+            seconds += self.hardware.lora_seconds(nbytes, ticket.active_tokens, cached=cached)
+        return seconds
 
     def _stepped(self, now: float, _: object) -> None:
         assert self._stepping is not None

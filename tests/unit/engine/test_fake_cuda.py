@@ -111,6 +111,24 @@ def test_a_unet_step_copies_nothing_and_launches_no_more_than_the_table_says(
     assert log.launches <= COMMITTED[case.name]["step"]
 
 
+@pytest.mark.parametrize("halo", [0, pytest.param(4, marks=pytest.mark.slow)])
+def test_any_number_of_loras_adds_two_kernels_per_layer_of_a_unet(halo: int) -> None:
+    """Convolutions too, of which the library would launch three for each pass with a LoRA."""
+    ratios = MIXED[:1] if halo else MIXED[:2]
+    log, _ = unet_step(
+        UnetCase("LoRAs", "sd21-768", ratios, halo=halo, guided=True, loras=len(ratios))
+    )
+    assert log.copies == []
+    convolved, multiplied, expanded = (
+        log.kernels[f"maskserve.{name}.default"] for name in ("shrink_map", "shrink", "expand")
+    )
+    # 16 blocks with queries, keys and values as one product and 5 others, two ends of each stack,
+    # and what 22 ResNets read of the time; the prompts' keys and values are kept.
+    assert (convolved, multiplied) == (66, 16 * 6 + 16 * 2 + 22)
+    assert expanded == convolved + multiplied
+    assert log.kernels["convolution.default"] == convolved
+
+
 def test_who_joins_and_leaves_is_never_waited_for() -> None:
     """Packing anew sends its indices in transfers that the host does not wait for."""
     with FakeCuda() as cuda:

@@ -18,7 +18,7 @@ from maskserve_harness.simulator.cluster import Cluster
 from maskserve_harness.simulator.command import main
 from maskserve_harness.simulator.deadline_plots import draw as draw_due_times
 from maskserve_harness.simulator.hardware import Hardware
-from maskserve_harness.simulator.loras import LoraTiers
+from maskserve_harness.simulator.loras import NBYTES, LoraTiers
 from maskserve_harness.simulator.result import NotConserved, check_conserved, run, simulate
 from maskserve_harness.simulator.scenario import BATCHING, Scenario, Tiers
 from maskserve_harness.simulator.workload import MIXES, Workload, draw, mean_ratio
@@ -291,17 +291,19 @@ def test_a_lora_is_waited_for_once_and_the_policy_may_know_where_it_is() -> None
     assert [replace(each, loras=()) for each in after] == before
     cluster = Cluster(Scenario(with_loras, workers=1, loras=LoraTiers(slots=2)), HARDWARE)
     cluster.run(after)
-    load = LoadCosts().published["storage"].seconds(125 << 20)
+    load = LoadCosts().published["storage"].seconds(NBYTES)
     seen = set()
     for job in cluster.jobs:
         first = job.request.loras not in seen
         seen.add(job.request.loras)
         assert job.started - job.sent == pytest.approx(load if first else 0.0)
-        taken = job.denoised - job.sent
-        if (
-            len(seen) > 1 or not first
-        ):  # a worker that has none yet does not know how large they are
-            assert job.predicted == pytest.approx(taken, rel=0.1)
+        assert job.predicted == pytest.approx(job.denoised - job.sent, rel=0.1)
+        cached = job.row.tokens < HARDWARE.tokens
+        alone = HARDWARE.step_seconds(*((1, job.row.tokens, 0) if cached else (0, 0, 1)))
+        added = HARDWARE.lora_seconds(NBYTES, job.row.tokens, cached=cached)
+        assert 0.003 * alone < added < 0.01 * alone
+        taken = job.denoised - job.started
+        assert taken == pytest.approx(job.request.steps * (alone + added))
     [worker] = cluster.workers.values()
     assert worker.loras is not None
     assert worker.loras.loads == {"host": 0, "storage": 2}

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from maskserve_engine.batch.row_updates import ByPass
 from maskserve_engine.families.unet.moments import Moments, normalise
 from maskserve_engine.families.unet.surroundings import Around, Surroundings
-from maskserve_engine.layers.low_rank import LowRankConv
 
 
 class Site(NamedTuple):
@@ -170,6 +170,6 @@ class Tiled(Canvas):
 
 def _convolved(conv: Any, x: Tensor) -> Tensor:
     """What is read beyond the tile is in `x`."""
-    if isinstance(conv, LowRankConv):
+    if isinstance(conv, ByPass):
         return conv.valid(x)
     return F.conv2d(x, conv.weight, conv.bias, conv.stride)

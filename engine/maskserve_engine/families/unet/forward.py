@@ -13,6 +13,7 @@ from torch import Tensor
 
 from maskserve_core.models.unet import level_sizes
 from maskserve_engine.batch.inputs import Residuals
+from maskserve_engine.batch.row_updates import ByPass
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.families.unet.canvas import Canvas, Site, Tiled, Whole
@@ -22,7 +23,6 @@ from maskserve_engine.families.unet.stack import InactivePassTokens, Stack, Text
 from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids
 from maskserve_engine.families.unet.weights import StackWeights, Stage, UnetWeights
-from maskserve_engine.layers.low_rank import LowRankConv
 from maskserve_engine.layers.scatter_kv import scatter_kv
 
 
@@ -338,10 +338,8 @@ class _Walk:
     def _conv(self, module: Any, canvas: Canvas) -> Any:
         """The model's convolution, or what passes of the canvas have in its place."""
         own = self.layers.get(module)
-        if not isinstance(own, LowRankConv):
-            return module
-        taken = own.updates[canvas.passes]
-        return LowRankConv(module, taken) if any(taken) else module
+        taken = own.take(canvas.passes) if isinstance(own, ByPass) else None
+        return module if taken is None else taken
 
     def _timed(self, module: Any, embedding: Tensor) -> Tensor:
         """[P, C, 1, 1] what a layer makes of the timesteps."""

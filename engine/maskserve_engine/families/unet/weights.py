@@ -20,7 +20,6 @@ from maskserve_engine.layers.low_rank import (
     Place,
     is_layer,
     layer_shape,
-    low_rank_conv,
 )
 
 
@@ -124,7 +123,7 @@ class UnetWeights:
         updates = RowUpdates(passes, self.model.device)
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Conv2d):
-                conv = low_rank_conv(name, module, passes)
+                conv = updates.conv(name, module)
                 if conv is not None:
                     layers[module] = conv
             elif name.endswith("time_emb_proj"):

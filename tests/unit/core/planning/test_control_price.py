@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maskserve_core.contracts.control_range import acting, scale_at, shares
-from maskserve_core.contracts.pricing import ControlPrice, Pricing
+from maskserve_core.contracts.pricing import Pricing, RowPrice
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
 from maskserve_core.models.registry import control_work, counted_work, load_facts
@@ -26,7 +26,7 @@ from tests.fakes.jobs import config_of
 from tests.support.engines import job
 
 PLAIN = Pricing(step=0.01, dense_row=0.4, cached_row=0.01, active_token=1e-4, tokens=1000)
-WITH_NET = replace(PLAIN, controls={"outline": ControlPrice(0.2, 0.03, 5e-5)})
+WITH_NET = replace(PLAIN, controls={"outline": RowPrice(0.2, 0.03, 5e-5)})
 
 
 def view(pricing: Pricing, *rows: RowStatus) -> WorkerView:
@@ -137,4 +137,4 @@ def test_routers_price_edits_and_rows_with_control() -> None:
 
 def test_a_price_that_is_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match=r"pricing: controls\.outline\.active_token is nan"):
-        replace(PLAIN, controls={"outline": ControlPrice(0.1, 0.1, float("nan"))})
+        replace(PLAIN, controls={"outline": RowPrice(0.1, 0.1, float("nan"))})

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as changed
 
+from maskserve_core.contracts.pricing import RowPrice
 from maskserve_core.contracts.status_record import AdapterStatus, LoadCost, NodeStatus
 from maskserve_core.routing import (
     POLICIES,
@@ -284,7 +285,7 @@ LOADS = {"host": LoadCost(0.1, 1e-9), "storage": LoadCost(1.0, 1e-8)}
 
 def having(**tiers: str) -> AdapterView:
     held = {name: AdapterStatus(name, tier, 10**8) for name, tier in tiers.items()}  # type: ignore[arg-type]
-    return AdapterView(held, LOADS)
+    return AdapterView(held, LOADS, 1e8)
 
 
 def test_a_lora_is_priced_by_where_it_is() -> None:
@@ -307,7 +308,7 @@ def test_an_edit_goes_where_its_lora_is_unless_the_queue_there_is_longer_than_th
     silent = worker("a")  # says nothing of adapters: as it was before there were any
     assert predicted_seconds(edit, silent, 0.0) == predicted_seconds(EDIT, silent, 0.0)
     gap = predicted_seconds(edit, without, 0.0) - predicted_seconds(edit, with_it, 0.0)
-    assert gap == pytest.approx(1.0)
+    assert gap == pytest.approx(2.0)
     busy = replace(with_it, running=tuple([row(400)] * 4))
     assert MaskAware().choose(edit, [without, busy], 0.0) == "a"
 
@@ -323,8 +324,40 @@ def test_a_load_goes_on_while_the_edit_waits_for_its_place() -> None:
 def test_a_record_says_where_loras_are() -> None:
     status = WorkerStatus("w", "m", "ready", 4, 16)
     assert WorkerView.from_status(status, PRICING, 0.0).adapters is None
-    told = changed(status, adapter_loads=LOADS, adapters=(AdapterStatus("x", "device", 5, "sha"),))
+    held = AdapterStatus("x", "device", 5, "sha")
+    told = changed(status, adapter_loads=LOADS, adapters=(held,), typical_adapter_bytes=2e8)
     view = WorkerView.from_status(WorkerStatus.from_json(told.to_json()), PRICING, 0.0)
     assert view.adapter_seconds(replace(EDIT, adapters=("x",))) == 0.0
     far = replace(EDIT, adapters=("far",))
-    assert view.adapter_seconds(far) > view.sent([far]).adapter_seconds(far) > 0.0
+    assert view.adapter_seconds(far) == pytest.approx(3.0)  # 1 s and 10 ns per byte
+    assert view.sent([far]).adapter_seconds(far) == pytest.approx(1.5)
+
+
+def test_what_a_worker_knows_of_its_storage_prices_the_first_lora() -> None:
+    """It has none yet, and says how large they are."""
+    none = WorkerStatus("w", "m", "ready", 4, 16, adapter_loads=LOADS, typical_adapter_bytes=5e7)
+    view = WorkerView.from_status(none, PRICING, 0.0)
+    assert view.adapter_seconds(replace(EDIT, adapters=("x",))) == pytest.approx(1.5)
+
+
+def test_the_steps_of_rows_with_loras_are_priced_by_bytes() -> None:
+    pricing = replace(PRICING, lora_byte=RowPrice(4e-12, 1e-12, 1e-15))
+    row = RowStatus("r", "cached", 100, FULL, 10)
+    with_loras = changed(row, adapter_bytes=3 * 10**8)
+    dense = changed(with_loras, kind="dense")
+
+    def compute(own: RowStatus) -> float:
+        status = WorkerStatus("w", "m", "ready", 4, 16, running=(own,))
+        return WorkerView.from_status(status, pricing, 0.0).running[0].compute
+
+    added = 3e8 * (1e-12 + 100 * 1e-15)
+    assert compute(with_loras) - compute(row) == pytest.approx(added)
+    assert compute(dense) - compute(changed(dense, adapter_bytes=0)) == pytest.approx(1.2e-3)
+
+    view = replace(worker("a"), pricing=pricing, adapters=having(x="host"))
+    one, two = (replace(EDIT, adapters=names) for names in (("x",), ("x", "far")))
+    base, dear, dearer = (view.price(each)[0] for each in (EDIT, one, two))
+    # Of those that it does not have it knows the usual size.
+    assert dearer - base == pytest.approx(2 * (dear - base))
+    assert dear > base
+    assert view.row(one).compute == dear

@@ -24,6 +24,7 @@ from maskserve_engine.adapters.lora_loader import LoadedLora, LoraLoader
 from maskserve_engine.layers.low_rank import Factors
 from maskserve_harness.checkout import DEMO_MODEL
 from tests.fakes.loras import lora, write
+from tests.support.eventually import eventually
 
 
 def config_of(folder: Path) -> Config:
@@ -45,10 +46,12 @@ class Taken:
 
     def __init__(self) -> None:
         self.fails: Exception | None = None
+        self.numbers: dict[str, int] = {}
 
     def __call__(self, version: str, factors: Mapping[str, Factors]) -> int:
         if self.fails is not None:
             raise self.fails
+        self.numbers = {name: each.down.numel() + each.up.numel() for name, each in factors.items()}
         return 7
 
 
@@ -101,6 +104,25 @@ def test_each_failure_is_told_in_one_sentence_and_the_next_load_works(
     assert isinstance(again, LoadedLora)
     assert (again.nbytes, again.source) == (7, "host")
     caplog.clear()  # what operators read
+
+
+def test_what_a_file_holds_is_known_and_how_large_files_are(tmp_path: Path, taken: Taken) -> None:
+    """The latter before any is loaded; files that are not served do not count."""
+    write(tmp_path / "store" / "good.safetensors")
+    write(tmp_path / "store" / "other.safetensors", lora({"down_blocks.0.proj_in": (800, 800)}))
+    asked = known(config_of(tmp_path), "good")
+    loader = LoraLoader(config_of(tmp_path), taken)
+    try:
+        nbytes = (tmp_path / "store" / "good.safetensors").stat().st_size
+        eventually("sizes are known", lambda: loader.typical_bytes() == nbytes)
+        answers: queue.Queue[LoadedLora | MaskserveError] = queue.Queue()
+        loader.load(asked, answers.put)
+        loaded = answers.get(timeout=30)
+        assert isinstance(loaded, LoadedLora)
+        assert loaded.file_bytes == nbytes
+        assert loaded.layers == taken.numbers
+    finally:
+        loader.close()
 
 
 def test_a_file_that_is_gone_or_bad_ends_its_own_load_alone(

@@ -28,6 +28,7 @@ from maskserve_engine.layers.shrink_expand import FIELDS, RANKS, TOKENS  # noqa:
 from maskserve_engine.layers.shrink_expand_kernels import (  # noqa: E402
     expand_kernel,
     shrink_kernel,
+    shrink_map_kernel,
 )
 
 AMPERE, ADA, HOPPER, BLACKWELL = 80, 89, 90, 100
@@ -149,6 +150,15 @@ def test_updates_of_rows(dtype: str, target: int) -> None:
     tables = dict.fromkeys(("tiles", "slices", "ends"), "*i64") | {"low": f"*{dtype}"}
     tables |= dict.fromkeys(("first", "most"), "i32")
     shrink = {"x": f"*{dtype}", "last": "i32", "x_stride": "i32", "inner": "i32"}
-    expand = {"out": f"*{dtype}", "scales": "*fp32", "out_stride": "i32", "outputs": "i32"}
+    expand = {"out": f"*{dtype}", "scales": "*fp32", "outputs": "i32", "places": "i32"}
+    expand |= dict.fromkeys(("pass_stride", "place_stride", "output_stride"), "i32")
     for kernel, own in ((shrink_kernel, shrink), (expand_kernel, expand)):
         assert machine_code(kernel, tables | own, sizes, target).startswith(b"\x7fELF")
+    del tables["first"]
+    numbers = ("pass", "channel", "row", "column")
+    of_map = {"x": f"*{dtype}"} | dict.fromkeys([f"{each}_stride" for each in numbers], "i32")
+    numbers = ("channels", "height", "width", "places", "out_width", "stride", "padding")
+    of_map |= dict.fromkeys(numbers, "i32")
+    square = {**sizes, "block": 64, "side": 3}
+    made = machine_code(shrink_map_kernel, tables | of_map, square, target)
+    assert made.startswith(b"\x7fELF")

@@ -94,6 +94,74 @@ for _ in range(4):
     assert_close(fused(steps, each), plain(steps, each))
 """
 
+MAPS = """
+import sys
+import torch
+from torch import nn
+from maskserve_engine.batch.row_updates import FusedLowRankConv, Tiles, tables
+from maskserve_engine.layers.low_rank import Factors, LowRankConv, Place, low_rank_conv
+from maskserve_engine.layers.low_rank import LowRankSet, low_rank_set
+from maskserve_engine.layers.shrink_expand import slices_of
+
+torch.seed()
+dtype = getattr(torch, sys.argv[1])
+draw = lambda low, high: int(torch.randint(low, high, ()))
+host = torch.device("cpu")
+
+def adapter(inner, outputs, side):
+    rank = draw(1, 40)
+    down = torch.randn(rank, inner, side, side) / (inner * side * side) ** 0.5
+    factors = {"conv": Factors(down, torch.randn(outputs, rank, 1, 1))}
+    shape = outputs, inner, side, side
+    own = low_rank_set(factors, {"conv": Place("place", 0, shape, True)}, host, dtype)
+    made = slices_of({place: conv.flat() for place, conv in own.convolutions.items()})
+    return LowRankSet(own.updates, own.convolutions, own.nbytes, made)
+
+def assert_close(one, other):
+    assert one.shape == other.shape
+    limit = 1e-4 if dtype == torch.float32 else 2 ** -5
+    bound = limit * (1 + other.float().abs().max())
+    assert (one.float() - other.float()).abs().max() <= bound
+
+for side, stride in ((3, 1), (3, 2), (1, 1)):
+    inner, outputs, count = draw(3, 150), draw(5, 150), draw(1, 5)
+    known = [adapter(inner, outputs, side) for _ in range(3)]
+    passes = [
+        tuple((known[draw(0, 3)], draw(1, 30) / 10 - 1.55) for _ in range(draw(0, 3)))
+        for _ in range(count)
+    ]
+    passes[draw(0, count)] = ((known[0], 0.7),)
+    base = nn.Conv2d(inner, outputs, side, stride, side // 2).to(dtype).requires_grad_(False)
+    x = torch.randn(count, inner, draw(side, 12), draw(side, 12)).to(dtype)
+    if draw(0, 2):
+        x = x.contiguous(memory_format=torch.channels_last)
+    plain = low_rank_conv("place", base, passes)
+    table = tables(passes, host)["place"]
+    fused = FusedLowRankConv(base, table, tuple(range(count)), Tiles(host))
+    assert isinstance(plain, LowRankConv)
+
+    found, unchanged = fused(x), base(x)
+    assert_close(found, plain(x))
+    assert_close(fused.valid(x), plain.valid(x))
+    for number, updates in enumerate(passes):
+        one = slice(number, number + 1)
+        if not updates:
+            assert torch.equal(found[one], unchanged[one])
+            assert fused.take(one) is None and plain.take(one) is None
+        else:
+            assert_close(fused.take(one)(x[one]), plain.take(one)(x[one]))
+            assert not torch.equal(found[one], unchanged[one])
+    begin = draw(0, count)
+    some = slice(begin, draw(begin + 1, count + 1))
+    if any(passes[some]):
+        assert_close(fused.take(some)(x[some]), plain.take(some)(x[some]))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_kernels_add_what_convolutions_of_each_pass_add(dtype: str) -> None:
+    run_interpreted(MAPS, dtype)
+
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_kernels_add_what_grouped_products_add(dtype: str) -> None:

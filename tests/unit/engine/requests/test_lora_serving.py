@@ -23,6 +23,7 @@ from maskserve_core.errors import (
     MaskserveError,
     Overloaded,
 )
+from maskserve_core.models.registry import lora_work
 from maskserve_core.triton.metric_table import ENGINE_METRICS
 from maskserve_engine.adapters.lora_loader import Bring, LoadedLora
 from maskserve_engine.engine import Engine
@@ -58,6 +59,9 @@ class Held:
     def file_bytes(self, lora: Lora) -> int:
         return self.nbytes
 
+    def typical_bytes(self) -> float:
+        return 7.0 * FILE_BYTES
+
     def on_host(self) -> tuple[AdapterFile, ...]:
         return self.host
 
@@ -70,7 +74,9 @@ class Held:
                 done(self.fails[lora.name])
                 return
             nbytes = self._bring(lora.version, self.factors(lora.name))
-            done(LoadedLora(f"digest-of-{lora.name}", nbytes, 0.5, self.nbytes, "storage"))
+            layers = {path: each.numbers for path, each in self.factors(lora.name).items()}
+            digest = f"digest-of-{lora.name}"
+            done(LoadedLora(digest, nbytes, 0.5, self.nbytes, "storage", layers))
 
         threading.Thread(target=work, daemon=True).start()
 
@@ -254,6 +260,26 @@ def test_a_fast_edit_runs_without_until_it_may_not_and_then_parks(
     assert close(final.latents, site.alone(edit, attach_at=without))
     late = site.begin(site.job("late", 1, ("a", 1.0), adapters="fast")).final()
     assert late.meta["loras_from_step"] == 0  # it is here now
+
+
+def test_what_a_lora_computes_is_counted_from_when_its_row_has_it(
+    make: Callable[..., Site], tmp_path: Path
+) -> None:
+    site = make(profiles=profile(tmp_path, a=0.6))
+    sink = site.begin(site.job("fast", 1, ("a", 1.0), adapters="fast"))
+    eventually("it is parked", lambda: site.waits("fast"))
+    edit = site.engine.manager.edits["fast"]
+    bare, adapter = edit.work, site.engine.adapter
+    assert (bare.counted.added, edit.status().adapter_bytes) == (None, 0)
+    site.loader.let_come("a")
+    sink.final()
+    base = adapter.work(*edit.job.moments.shape[1:])
+    layers = {path: each.numbers for path, each in site.loader.factors("a").items()}
+    added = lora_work(adapter.facts, base, layers).batch_flops(None, (), bare.counted)
+    assert edit.work.dense_flops == pytest.approx(bare.dense_flops + added)
+    assert edit.work.cached_flops > bare.cached_flops
+    assert edit.work.step_flops("dense") == edit.work.dense_flops  # what its ticket says
+    assert edit.status().adapter_bytes == FILE_BYTES
 
 
 def test_a_fast_edit_without_a_profile_is_an_exact_one(make: Callable[..., Site]) -> None:
