@@ -291,10 +291,11 @@ class _Pictures:
 
     Args:
         folder: for their files.
+        most: that are kept; the one that was not used for longest goes first.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, most: int = _MOST_PICTURES) -> None:
+        self._folder, self._most = folder, most
         self._kept: OrderedDict[str, _Picture] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -318,7 +319,7 @@ class _Pictures:
                 picture.file.write_bytes(encoded)
                 self._kept[name] = picture
             self._kept.move_to_end(name)
-            if len(self._kept) > _MOST_PICTURES:
+            if len(self._kept) > self._most:
                 _, gone = self._kept.popitem(last=False)
                 gone.file.unlink(missing_ok=True)
         return picture

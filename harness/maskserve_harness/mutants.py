@@ -218,15 +218,15 @@ MUTATIONS = (
 
 
 class Copy:
-    """A copy of the tree, in which a file can be made wrong for a while."""
+    """A copy of a tree, in which a file can be made wrong for a while."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tree: Path) -> None:
         self.folder = folder
         ignored = shutil.ignore_patterns("__pycache__", ".*")
         for name in _COPIED:
-            shutil.copytree(CHECKOUT / name, folder / name, ignore=ignored)
-        shutil.copy(CHECKOUT / "pyproject.toml", folder)
-        (folder / "assets").symlink_to(CHECKOUT / "assets")
+            shutil.copytree(tree / name, folder / name, ignore=ignored)
+        shutil.copy(tree / "pyproject.toml", folder)
+        (folder / "assets").symlink_to(tree / "assets")
 
     @contextmanager
     def with_mutation(self, mutation: Mutation) -> Iterator[None]:
@@ -270,15 +270,15 @@ def judge(copy: Copy, mutation: Mutation) -> tuple[Verdict, str]:
     return "broken", f"{mutation.test} was not run:\n{said}"
 
 
-def run(mutations: Sequence[Mutation]) -> dict[str, Verdict]:
-    """Judges each in turn, and prints what became of it.
+def run(mutations: Sequence[Mutation], tree: Path = CHECKOUT) -> dict[str, Verdict]:
+    """Judges each in turn in a copy of `tree`, and prints what became of it.
 
     Raises:
         RuntimeError: a test fails without any mutation, so that its failing would say nothing.
     """
     found: dict[str, Verdict] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(Path(folder))
+        copy = Copy(Path(folder), tree)
         code, said = copy.test(*dict.fromkeys(mutation.test for mutation in mutations))
         if code != _PASSED:
             raise RuntimeError(f"the tests do not pass as they are:\n{said}")

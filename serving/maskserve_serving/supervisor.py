@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
@@ -54,8 +54,8 @@ class Supervisor:
     Leaving the block drains: accepted edits are finished, within the grace.
     """
 
-    def __init__(self, options: ServeOptions) -> None:
-        self.options = options
+    def __init__(self, options: ServeOptions, backoff_s: Sequence[float] = _BACKOFF_S) -> None:
+        self.options, self._backoff_s = options, backoff_s
         self.workers: list[WorkerProcess] = []
         self.router: RouterProcess | None = None
         self._watches: list[Watch] = []
@@ -244,7 +244,7 @@ class Supervisor:
                 self._failure = ServeError(f"{watch.process.name}: {reason}")
             self._changed.notify_all()
         watch.process.kill()
-        pause = _BACKOFF_S[min(watch.failures, len(_BACKOFF_S) - 1)]
+        pause = self._backoff_s[min(watch.failures, len(self._backoff_s) - 1)]
         watch.failures += 1
         if not never_served:
             watch.process.restarts += 1

@@ -126,14 +126,13 @@ def test_a_killed_denoisers_pipe_is_replaced(tmp_path: Path, told: queue.SimpleQ
 
 
 def test_an_event_that_never_arrives_is_not_waited_for(
-    tmp_path: Path, told: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, told: queue.SimpleQueue[str]
 ) -> None:
     class Waiting(Call):
         def waits_s(self) -> float:
             return 31.0
 
-    monkeypatch.setattr("maskserve_core.triton.acks._LOOK_EVERY_S", 0.01)
-    receiver = AckReceiver(tmp_path)
+    receiver = AckReceiver(tmp_path, look_every_s=0.01)
     receiver.keep("well", Call("well", told))
     receiver.keep("lost", Waiting("lost", told))
     assert told.get(timeout=5) == "lost over"

@@ -69,6 +69,8 @@ def prepare_edit(
     config: Config,
     find_template: FindTemplate | None = None,
     control: Sequence[bytes] = (),
+    *,
+    decoded_pixels: int = DECODED_PIXELS,
 ) -> PreparedEdit:
     """Check an edit's pictures and bring them to the model's resolution.
 
@@ -80,6 +82,7 @@ def prepare_edit(
         config: of this worker.
         find_template: reads a registered template; None when the worker keeps none.
         control: the elements of CONTROL.
+        decoded_pixels: up to so many a source travels decoded.
 
     Raises:
         InvalidRequest: naming the field.
@@ -104,7 +107,7 @@ def prepare_edit(
     request = _request(replace(accepted, settings=asked), source, source_id, pixels)
     edit = mask_for_model(masks.edit, facts)
     request = replace(request, edit_boxes=component_boxes(edit, facts.token_pixels))
-    decoded = masks.paste.size <= DECODED_PIXELS
+    decoded = masks.paste.size <= decoded_pixels
     source_bytes = source.pixels.tobytes() if decoded else source.encoded
     paste = masks.paste.tobytes() if decoded else encode_png(masks.paste)
     taken_ms = (time.perf_counter() - start) * 1e3

@@ -156,9 +156,17 @@ class AckSender:
 
 
 class AckReceiver:
-    """The denoiser's end: tells what is kept under an ack's key, in a thread of its own."""
+    """The denoiser's end: tells what is kept under an ack's key, in a thread of its own.
 
-    def __init__(self, runtime_dir: str | os.PathLike[str]) -> None:
+    Args:
+        runtime_dir: of the worker.
+        look_every_s: seconds between two looks for events that were lost on their way.
+    """
+
+    def __init__(
+        self, runtime_dir: str | os.PathLike[str], look_every_s: float = _LOOK_EVERY_S
+    ) -> None:
+        self._look_every_s = look_every_s
         path = Path(runtime_dir) / _NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # of a denoiser that was killed
@@ -185,9 +193,9 @@ class AckReceiver:
         rest, next_look = b"", 0.0
         while True:
             if time.monotonic() >= next_look:
-                next_look = time.monotonic() + _LOOK_EVERY_S
+                next_look = time.monotonic() + self._look_every_s
                 self._release_lost()
-            if not select.select([self._file], [], [], _LOOK_EVERY_S)[0]:
+            if not select.select([self._file], [], [], self._look_every_s)[0]:
                 continue
             *lines, rest = (rest + os.read(self._file, _READ_BYTES)).split(b"\n")
             for line in lines:

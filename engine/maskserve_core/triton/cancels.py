@@ -36,7 +36,9 @@ _TELL_EVERY_S = 0.05
 _TELLING_THREADS = 4
 
 
-def cancel_edit(runtime_dir: str | os.PathLike[str], request_id: str) -> bool:
+def cancel_edit(
+    runtime_dir: str | os.PathLike[str], request_id: str, timeout_s: float = _TIMEOUT_S
+) -> bool:
     """Have the fronts withdraw an edit; False when none of them has it, or it is answered already.
 
     Raises:
@@ -44,14 +46,14 @@ def cancel_edit(runtime_dir: str | os.PathLike[str], request_id: str) -> bool:
     """
     folder = Path(runtime_dir) / _NAME
     fronts = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    withdrawn = [_ask(folder, front, request_id) for front in fronts]
+    withdrawn = [_ask(folder, front, request_id, timeout_s) for front in fronts]
     return any(withdrawn)
 
 
-def _ask(folder: Path, front: str, request_id: str) -> bool:
+def _ask(folder: Path, front: str, request_id: str, timeout_s: float) -> bool:
     try:
         with _socket() as asking, _short(folder) as short:
-            asking.settimeout(_TIMEOUT_S)
+            asking.settimeout(timeout_s)
             asking.connect(f"{short}/{front}")
             # What is no text names no edit: "?" is in no request id.
             asking.send(request_id.encode("utf-8", "replace")[:_MAX_ID_BYTES])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -153,11 +153,22 @@ class MetricsPublisher(Protocol):
 
 
 class MetricsThread:
-    """Publishes every quarter of a second until closed, or its server is gone."""
+    """Publishes until closed, or its server is gone.
 
-    def __init__(self, metrics: MetricsPublisher) -> None:
-        self._metrics = metrics
-        self._server = os.getppid()
+    Args:
+        metrics: to be published.
+        every_s: seconds from one time to the next.
+        server: the process id of who started this one, whoever that is by now.
+    """
+
+    def __init__(
+        self,
+        metrics: MetricsPublisher,
+        every_s: float = _EVERY_S,
+        server: Callable[[], int] = os.getppid,
+    ) -> None:
+        self._metrics, self._every_s, self._server = metrics, every_s, server
+        self._started_by = server()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -167,10 +178,10 @@ class MetricsThread:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closing.wait(_EVERY_S):
+        while not self._closing.wait(self._every_s):
             # TRITON-2.51: a server that was killed takes no metric, and the stub waits for it with
             # Python's lock in its hands: this process could not even end itself.
-            if os.getppid() != self._server:
+            if self._server() != self._started_by:
                 return
             try:
                 self._metrics.publish()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +34,14 @@ class TextAdapters:
     Args:
         config: of the worker.
         models: the text encoders, by part (`lora_header.PARTS`).
+        held_bytes: of factors that stay with the encoders, the least recently used going first. A
+            LoRA of rank 16 has 10 MB for CLIP.
     """
 
-    HELD_BYTES: Final = 2**28
-    """Of factors that stay with the encoders, the least recently used going first. A LoRA of rank
-    16 has 10 MB for CLIP."""
-
-    def __init__(self, config: Config, models: Mapping[str, nn.Module]) -> None:
-        self._models = models
+    def __init__(
+        self, config: Config, models: Mapping[str, nn.Module], held_bytes: int = 2**28
+    ) -> None:
+        self._models, self._held_bytes = models, held_bytes
         self._folder = config.model.path
         self._store = AdapterStore(config)
         self._base: BaseLayers | None = None
@@ -76,7 +76,7 @@ class TextAdapters:
             except BadAdapter as error:
                 raise InvalidRequest(_FIELD, f"adapter {lora.name} {error}") from error
         self._held[lora.version] = held
-        while len(self._held) > 1 and sum(map(_nbytes, self._held.values())) > self.HELD_BYTES:
+        while len(self._held) > 1 and sum(map(_nbytes, self._held.values())) > self._held_bytes:
             self._held.popitem(last=False)
         return held
 

@@ -56,7 +56,15 @@ def peak_rates(device: torch.device, dtype: torch.dtype, threads: int = 0) -> Ra
     return gpu_rates(gpu, str(dtype).removeprefix("torch."))
 
 
-def probed(peak: Rates, device: torch.device, dtype: torch.dtype, seconds: Timer) -> Rates:
+def probed(
+    peak: Rates,
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: Timer,
+    *,
+    side: int = _SIDE,
+    copied: int = _COPIED,
+) -> Rates:
     """Rates as a large product, large pinned copies and small kernels have them now.
 
     Args:
@@ -64,22 +72,24 @@ def probed(peak: Rates, device: torch.device, dtype: torch.dtype, seconds: Timer
         device: the GPU.
         dtype: of the products.
         seconds: how long one run of some work takes.
+        side: of the squares that are multiplied.
+        copied: bytes of a pinned copy.
     """
-    a = torch.randn(_SIDE, _SIDE, device=device, dtype=dtype)
+    a = torch.randn(side, side, device=device, dtype=dtype)
     out = torch.empty_like(a)
     product = seconds(lambda: torch.mm(a, a, out=out))
-    here = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+    here = torch.empty(copied, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty(copied, dtype=torch.uint8, device=device)
     copy = seconds(lambda: there.copy_(here, non_blocking=True))
     small = torch.zeros(_SMALL, device=device, dtype=dtype)
     launch = seconds(lambda: small.add_(1)) if device.type == "cuda" else 0.0
     rates = peak
     if product > 0:
-        flops = 2 * _SIDE**3 / product
+        flops = 2 * side**3 / product
         rates = replace(rates, product_flops=flops, step_share=PROBED_EFFICIENCY)
     if launch > 0:
         rates = replace(rates, launch=launch)
-    return replace(rates, link_bytes=_COPIED / copy) if copy > 0 else rates
+    return replace(rates, link_bytes=copied / copy) if copy > 0 else rates
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:

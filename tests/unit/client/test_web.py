@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maskserve_client import web
 from maskserve_client.events import EditResult, Event, Progress
 from maskserve_client.web import (
     _Pictures,
@@ -94,10 +93,8 @@ def test_what_is_no_picture_is_refused(kept: _Pictures, raw: bytes) -> None:
         kept.take(raw)
 
 
-def test_the_picture_that_was_not_used_for_longest_goes(
-    kept: _Pictures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(web, "_MOST_PICTURES", 2)
+def test_the_picture_that_was_not_used_for_longest_goes(tmp_path: Path) -> None:
+    kept = _Pictures(tmp_path, most=2)
     one, two = (kept.take(encode(Image.new("RGB", (n, n)))) for n in (1, 2))
     kept.get(one.name)
     three = kept.take(encode(Image.new("RGB", (3, 3))))

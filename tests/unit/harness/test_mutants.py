@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ def test_names_differ() -> None:
 
 
 @pytest.fixture
-def checkout(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     for name in mutants._COPIED:
         (folder / name).mkdir()
@@ -40,28 +41,26 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     )
     weak = "import sys\nsys.path.insert(0, 'engine')\nimport added\n\ndef test_it():\n    pass\n"
     (folder / "tests/test_weak.py").write_text(weak)
-    monkeypatch.setattr(mutants, "CHECKOUT", folder)
+    return folder
 
 
-@pytest.mark.usefixtures("checkout")
-def test_what_becomes_of_a_mutation() -> None:
+def test_what_becomes_of_a_mutation(tree: Path) -> None:
     weak = replace(ADDS, name="weak", test="tests/test_weak.py")
     gone = replace(ADDS, name="gone", line="return a * b")
     unread = replace(ADDS, name="unread", wrong="return (")
-    assert mutants.run([ADDS, weak, gone, unread]) == {
+    assert mutants.run([ADDS, weak, gone, unread], tree) == {
         "adds": "killed",
         "weak": "survived",
         "gone": "broken",
         "unread": "broken",
     }
-    assert "a + b" in (mutants.CHECKOUT / "engine/added.py").read_text()  # the tree is as it was
+    assert "a + b" in (tree / "engine/added.py").read_text()  # the tree is as it was
 
 
-@pytest.mark.usefixtures("checkout")
-def test_a_test_that_fails_by_itself_kills_nothing() -> None:
-    (mutants.CHECKOUT / "tests/test_added.py").write_text("def test_it():\n    assert False\n")
+def test_a_test_that_fails_by_itself_kills_nothing(tree: Path) -> None:
+    (tree / "tests/test_added.py").write_text("def test_it():\n    assert False\n")
     with pytest.raises(RuntimeError, match="do not pass as they are"):
-        mutants.run([ADDS])
+        mutants.run([ADDS], tree)
 
 
 @pytest.mark.slow

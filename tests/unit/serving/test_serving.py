@@ -356,7 +356,6 @@ def test_a_first_start_is_tried_again_when_the_machine_stalled(
     tries: int,
     error: str | None,
 ) -> None:
-    monkeypatch.setattr("maskserve_serving.supervisor._BACKOFF_S", (0.1,))
     monkeypatch.setattr("maskserve_serving.worker._UNHEARD_S", 0.3)
     count, server = tmp_path / "tries", tmp_path / "tritonserver"
     server.write_text(
@@ -370,7 +369,7 @@ def test_a_first_start_is_tried_again_when_the_machine_stalled(
         tritonserver=server,
         say=lambda line: None,
     )
-    supervisor = Supervisor(options)
+    supervisor = Supervisor(options, backoff_s=(0.1,))
     try:
         if error is None:
             supervisor.start()

@@ -34,8 +34,7 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr("maskserve_serving.supervisor._BACKOFF_S", (0.1,))
+def start(tmp_path: Path, said: list[str]) -> Iterator[Start]:
     config = tmp_path / "maskserve.toml"
     running: list[Supervisor] = []
 
@@ -49,7 +48,7 @@ def start(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> I
             tritonserver=fake_triton(tmp_path),
             say=said.append,
         )
-        running.append(Supervisor(options))
+        running.append(Supervisor(options, backoff_s=(0.1,)))
         running[-1].start()
         return running[-1]
 

@@ -36,12 +36,18 @@ CONFIG = Config(model=ModelConfig(path="models/demo", num_inference_steps=20))
 
 
 def prepare(
-    facts: ModelFacts = FILL_FACTS, config: Config = CONFIG, templates: Any = None, **inputs: bytes
+    facts: ModelFacts = FILL_FACTS,
+    config: Config = CONFIG,
+    templates: Any = None,
+    decoded_pixels: int = preprocess.DECODED_PIXELS,
+    **inputs: bytes,
 ) -> PreparedEdit:
     given = {**good_inputs(), **inputs}
     accepted = accept_edit(parse_settings(given["SETTINGS"]), given["PROMPT"], facts, config)
     find = None if templates is None else templates.get
-    return prepare_edit(given["IMAGE"], given["MASK"], accepted, facts, config, find)
+    return prepare_edit(
+        given["IMAGE"], given["MASK"], accepted, facts, config, find, decoded_pixels=decoded_pixels
+    )
 
 
 def settings(**values: Any) -> bytes:
@@ -117,10 +123,9 @@ def test_large_images_are_brought_to_the_models_area() -> None:
     np.testing.assert_array_equal(weights, blob_mask(300, 200))
 
 
-def test_sources_travel_decoded_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_travel_decoded_up_to_a_size() -> None:
     assert prepare().context.decoded
-    monkeypatch.setattr(preprocess, "DECODED_PIXELS", SIZE[0] * SIZE[1] - 1)
-    large = prepare().context
+    large = prepare(decoded_pixels=SIZE[0] * SIZE[1] - 1).context
     assert not large.decoded
     assert large.source == good_inputs()["IMAGE"]
     _, weights = source_and_weights(large, SIZE)

@@ -141,7 +141,7 @@ def test_adapters_without_a_text_part_need_no_file(
 
 
 def test_few_bytes_stay_with_the_encoders(
-    encoder: tuple[Encoder, Config, list[Lora]], monkeypatch: pytest.MonkeyPatch
+    encoder: tuple[Encoder, Config, list[Lora]],
 ) -> None:
     made, config, loras = encoder
     adapters = TextAdapters(config, made.text_models)
@@ -149,10 +149,11 @@ def test_few_bytes_stay_with_the_encoders(
         with adapters.applied([lora_]):
             made.encode_prompt(PROMPT)
     assert list(adapters._held) == [loras[1].version, loras[2].version, loras[0].version]
-    monkeypatch.setattr(TextAdapters, "HELD_BYTES", 1)
-    with adapters.applied([loras[1]]):
-        made.encode_prompt(PROMPT)
-    assert list(adapters._held) == [loras[1].version]
+    narrow = TextAdapters(config, made.text_models, held_bytes=1)
+    for lora_ in (loras[0], loras[1]):
+        with narrow.applied([lora_]):
+            made.encode_prompt(PROMPT)
+        assert list(narrow._held) == [lora_.version]
 
 
 def test_a_file_of_another_model_is_refused(

@@ -205,9 +205,11 @@ def test_a_masked_picture_is_encoded_round_its_mask(make: Make) -> None:
     config = config_of(DEMO_MODEL)
     encoder = load_encoder(config)
     kept, rng, errors = make(encoder, config), np.random.default_rng(), []
-    for number in rng.choice(200, 16, replace=False):
-        scene = held_out_edits(int(number) + 1)[-1]
+    scenes = held_out_edits(200)
+    for number in rng.choice(len(scenes), 16, replace=False):
+        scene = scenes[number]
         mask = scene.mask * np.uint8(255)
+        expected = encoder.encode(scene.source, mask, "")
         for settings, how in (
             (EditSettings(), "whole"),  # its template was not there before
             (EditSettings(), "pieces"),
@@ -218,7 +220,6 @@ def test_a_masked_picture_is_encoded_round_its_mask(make: Make) -> None:
             case = Case(scene.source, mask, "", settings, 1)
             edit = replace(edit_of(case), edit_boxes=component_boxes(mask, 8))
             found, report = kept.encode(edit, scene.source, mask)
-            expected = encoder.encode(scene.source, mask, "")
             if how == "whole":
                 assert report.masked == "whole"
                 same(found, expected)

@@ -14,17 +14,10 @@ from maskserve_core.planning.cost_model import H100, estimate
 from maskserve_engine import entry_store
 from maskserve_engine.cache.loader import Arrival, HostMover, Travelling
 from maskserve_engine.entry_store import moved_per_s
-from maskserve_engine.stages import device_probe
 from maskserve_engine.stages.device_probe import device_rates, peak_rates, probed
 from tests.fakes.jobs import config_of
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_probe, "_SIDE", 32)
-    monkeypatch.setattr(device_probe, "_COPIED", 1024)
 
 
 def test_a_probe_times_one_product_and_one_copy() -> None:
@@ -34,7 +27,7 @@ def test_a_probe_times_one_product_and_one_copy() -> None:
         work()
         return next(seconds)
 
-    rates = probed(H100, CPU, torch.float32, timer)
+    rates = probed(H100, CPU, torch.float32, timer, side=32, copied=1024)
     assert rates.product_flops == pytest.approx(2 * 32**3 / 1e-6)
     assert rates.link_bytes == pytest.approx(1024 / 1e-7)
     model = estimate(rates)
@@ -75,7 +68,7 @@ def test_loads_are_planned_with_what_was_tried(
 
 
 def test_times_that_say_nothing_leave_what_the_device_says_of_itself() -> None:
-    assert probed(H100, CPU, torch.float32, lambda work: 0.0) == H100
+    assert probed(H100, CPU, torch.float32, lambda work: 0.0, side=32, copied=1024) == H100
 
 
 def test_a_gpu_is_asked_for_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:
