@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import diffusers
-
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
@@ -84,6 +82,8 @@ class ControlNetLoader:
         done: Callable[[LoadedNet | MaskserveError], None],
         begin: float,
     ) -> None:
+        import diffusers  # here: a process first says which libraries it has no use for
+
         try:
             net = self._nets.find(control.name, _FIELD)
             if net.version != control.version:
