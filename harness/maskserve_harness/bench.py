@@ -24,7 +24,7 @@ COMMANDS = {
     "simulate_cluster": "simulator.command",
     # Load and harm.
     "end_to_end": "rivals.end_to_end",
-    "due_times": "perf.due_times",
+    "due_times": "benchmarks.due_times",
     "perf_analyzer": "perf.command",
     "soak": "soaking.command",
     "measure_faults": "faults.command",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maskserve_harness.benchmarks.models import SD21, SDXL
+from maskserve_harness.published_models import SD21, SDXL
 
 TINY_FLUX = {
     "patch_size": 1,

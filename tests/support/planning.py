@@ -12,7 +12,7 @@ from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.cost_model import H100, CostModel, Line, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes
 from maskserve_core.planning.two_stream import NO_RESTORE, StepCosts, step_costs
-from maskserve_harness.benchmarks.models import FLUX_DEV
+from maskserve_harness.published_models import FLUX_DEV
 
 INF = math.inf
 

@@ -27,7 +27,7 @@ from maskserve_core.triton.metrics import EngineMetrics, FrontMetrics, MetricsTh
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.engine import Engine
 from maskserve_engine.requests.loras import new_counters as adapter_counters
-from maskserve_harness.benchmarks.models import FLUX_DEV
+from maskserve_harness.published_models import FLUX_DEV
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pb_utils import FakeTriton, Metric
 from tests.fakes.status import READY

@@ -24,8 +24,8 @@ from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.job import EditJob
 from maskserve_engine.requests.state import RequestState
 from maskserve_harness.benchmarks.direct import request_of
-from maskserve_harness.benchmarks.models import FLUX_DEV_SAMPLER, FLUX_FILL_FACTS
 from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.published_models import FLUX_DEV_SAMPLER, FLUX_FILL_FACTS
 
 _TEXT, _STEPS = 512, 28
 _SIDE = FLUX_FILL_FACTS.native_resolution

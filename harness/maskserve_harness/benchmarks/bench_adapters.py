@@ -49,10 +49,10 @@ from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.linear import linear
 from maskserve_harness.benchmarks.lora_edits import lora_edits
 from maskserve_harness.benchmarks.lora_loading import lora_loading
-from maskserve_harness.benchmarks.models import FLUX_DEV
 from maskserve_harness.benchmarks.step import kept
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
+from maskserve_harness.published_models import FLUX_DEV
 
 ROWS, RANK, RATIO = 8, 16, 0.25
 CONTROL_RATIO = 0.11

@@ -19,7 +19,7 @@ from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_harness.benchmarks.models import (
+from maskserve_harness.published_models import (
     FLUX_DEV,
     FLUX_DEV_FACTS,
     FLUX_DEV_SAMPLER,

@@ -47,8 +47,8 @@ from maskserve_core.models.registry import load_facts
 from maskserve_core.worker.liveness import signed_in
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.stages.encoded import pack_conditioning
-from maskserve_harness.benchmarks.machine import machine, stolen_s
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_harness.machine import machine, stolen_s
 from maskserve_harness.perf.inputs import Edit, InputOptions, draw_mask, find_photos, make_edits
 from maskserve_harness.probing.calls import Grpc, decode
 from maskserve_serving.command import TUNING

@@ -33,7 +33,7 @@ from maskserve_harness.benchmarks.kernel_counts import (
     unet_step,
 )
 from maskserve_harness.benchmarks.launch_log import WEIGHTS
-from maskserve_harness.benchmarks.models import FLUX_DEV, SDXL
+from maskserve_harness.published_models import FLUX_DEV, SDXL
 
 
 class Card(NamedTuple):

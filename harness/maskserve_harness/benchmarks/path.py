@@ -12,7 +12,7 @@ import numpy as np
 from maskserve_core.config import cores
 from maskserve_core.contracts.meta import STAGES
 from maskserve_harness.benchmarks.direct import Edit
-from maskserve_harness.benchmarks.machine import stolen_s
+from maskserve_harness.machine import stolen_s
 
 T = TypeVar("T")
 Meta = dict[str, Any]

@@ -32,8 +32,8 @@ from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.batch.sequence_parallel import Exchange, Ranks, share_of
 from maskserve_engine.families.flux.batch import FluxBatch
 from maskserve_engine.families.flux.rows import FluxRow
-from maskserve_harness.benchmarks.machine import processor
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
+from maskserve_harness.machine import processor
 
 _TIMEOUT_S = 600.0
 _CPU = torch.device("cpu")

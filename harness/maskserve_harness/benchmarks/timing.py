@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from maskserve_harness.benchmarks.machine import processor
+from maskserve_harness.machine import processor
 
 
 class Timer:

@@ -27,9 +27,9 @@ from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, low_rank_set
-from maskserve_harness.benchmarks.models import SD21, SDXL
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.benchmarks.timing import Timer
+from maskserve_harness.published_models import SD21, SDXL
 
 UNETS: dict[str, dict[str, Any]] = {"sdxl-1024": SDXL, "sd21-768": SD21}
 TEXT = 77

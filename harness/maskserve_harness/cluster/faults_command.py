@@ -10,9 +10,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from maskserve_harness.benchmarks.machine import machine
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.cluster.faults import faults, measure
+from maskserve_harness.machine import machine
 
 
 def main() -> int:

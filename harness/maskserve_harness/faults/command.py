@@ -23,7 +23,6 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-from maskserve_harness.benchmarks.machine import machine
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.faults.bars import missed_bars
 from maskserve_harness.faults.client_faults import (
@@ -36,6 +35,7 @@ from maskserve_harness.faults.site import Site
 from maskserve_harness.faults.supervisor_faults import FAULT, try_supervisor_kill
 from maskserve_harness.faults.table import client_table, worker_table
 from maskserve_harness.faults.worker_faults import try_worker_fault, worker_faults
+from maskserve_harness.machine import machine
 from maskserve_serving.errors import ServeError
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port

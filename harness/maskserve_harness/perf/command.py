@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from maskserve_core.contracts.settings import CACHE_MODES
-from maskserve_harness.benchmarks.machine import machine
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_harness.machine import machine
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.inputs import Edit, InputOptions, find_photos, make_edits, write_edits
 from maskserve_harness.perf.load import FRONTS, PROTOCOLS, Load, parse_loads, targets

@@ -10,7 +10,7 @@ from maskserve_core.models.facts import ALL_STEPS, ModelFacts, anchor_stride
 from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.entry_bytes import FORMATS, entry_bytes
 from maskserve_core.planning.flops import ModelWork, RowTokens
-from maskserve_harness.benchmarks.models import FLUX_DEV
+from maskserve_harness.published_models import FLUX_DEV
 
 FLUX_STEPS = 28
 FLUX_TEXT = 512

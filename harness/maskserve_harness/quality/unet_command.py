@@ -40,11 +40,11 @@ from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import UnetPrimingRow
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import job_of, request_of
-from maskserve_harness.benchmarks.machine import processor
 from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.edit_classes import CLASSES, edits_of
 from maskserve_harness.demo_model.scenes import Edit
+from maskserve_harness.machine import processor
 from maskserve_harness.quality.metrics import EditQuality, Picture, by_class, compare
 from maskserve_harness.quality.report import table
 from maskserve_harness.quality.unet_base import write_base

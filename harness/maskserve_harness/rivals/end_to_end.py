@@ -32,8 +32,8 @@ from skimage.metrics import structural_similarity
 from maskserve_core.models.registry import counted_work, load_facts
 from maskserve_harness.benchmarks.edit import large_model
 from maskserve_harness.benchmarks.lora_edits import write_loras
-from maskserve_harness.benchmarks.machine import machine, stolen_s
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_harness.machine import machine, stolen_s
 from maskserve_harness.perf.command import CACHE
 from maskserve_harness.perf.inputs import Edit
 from maskserve_harness.perf.load import Load

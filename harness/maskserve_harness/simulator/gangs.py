@@ -16,7 +16,7 @@ from maskserve_core.planning.cost_model import Line
 from maskserve_core.planning.degree_costs import DEGREES, ExchangeCosts, seconds_by_degree
 from maskserve_core.worker.gangs.work import GangPlan, GangPolicy, Work, choose_block, devices_of
 from maskserve_core.worker.step_scheduler import Run, Ticket
-from maskserve_harness.benchmarks.models import FLUX_DEV_FACTS
+from maskserve_harness.published_models import FLUX_DEV_FACTS
 
 DUE = {256: 1.5, 512: 2.0, 1024: 3.0, 2048: 5.0}
 """Seconds by side of the picture (TetriServe §6.1)."""

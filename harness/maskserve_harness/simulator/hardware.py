@@ -30,7 +30,7 @@ from maskserve_core.planning.planner import plan
 from maskserve_core.planning.two_stream import evaluate, step_costs
 from maskserve_core.routing import Pricing
 from maskserve_core.routing.estimate import pricing_of
-from maskserve_harness.benchmarks.models import FLUX_FILL_FACTS, SD21_FACTS, SDXL_FACTS
+from maskserve_harness.published_models import FLUX_FILL_FACTS, SD21_FACTS, SDXL_FACTS
 
 MODELS = {"flux": FLUX_FILL_FACTS, "sdxl": SDXL_FACTS, "sd21": SD21_FACTS}
 """FLUX.1 Fill dev, SDXL base and Stable Diffusion 2.1, each at its native size."""

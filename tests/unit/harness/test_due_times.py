@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from maskserve_core.worker.gangs.deadline import Deadline
-from maskserve_harness.perf.due_times import DEVICES, DUE, STEPS, Times, parse, sides, simulated
+from maskserve_harness.benchmarks.due_times import (
+    DEVICES,
+    DUE,
+    STEPS,
+    Times,
+    parse,
+    sides,
+    simulated,
+)
 from maskserve_harness.simulator.gangs import Fixed
 
 TIMES = {side: Times((side / 1e3, side / 1.8e3), 0.05) for side in DUE}

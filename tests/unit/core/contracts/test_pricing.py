@@ -13,7 +13,7 @@ from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, entry_byte
 from maskserve_core.planning.flops import RowTokens
 from maskserve_core.routing import Pricing
 from maskserve_core.routing.estimate import pricing_of
-from maskserve_harness.benchmarks.models import SD21, SDXL
+from maskserve_harness.published_models import SD21, SDXL
 
 CONFIG = {
     "num_attention_heads": 4,

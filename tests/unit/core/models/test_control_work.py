@@ -10,7 +10,7 @@ import torch
 from diffusers import ControlNetModel, FluxControlNetModel
 
 from maskserve_core.models import flux, unet
-from maskserve_harness.benchmarks.models import FLUX_DEV, SD21, SDXL
+from maskserve_harness.published_models import FLUX_DEV, SD21, SDXL
 from tests.support.flop_count import counted
 from tests.support.model_configs import TINY_FLUX, TINY_SD21, TINY_SDXL
 

@@ -10,7 +10,7 @@ from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.entry_bytes import FORMATS, block_bytes, end_bytes, entry_bytes
 from maskserve_engine.cache.entries import encode
-from maskserve_harness.benchmarks.models import FLUX_DEV
+from maskserve_harness.published_models import FLUX_DEV
 from tests.support.model_configs import TINY_SDXL
 
 

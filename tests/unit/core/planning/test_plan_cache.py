@@ -7,7 +7,7 @@ import pytest
 from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.planner import PlanCache, plan, plan_totals
 from maskserve_core.planning.two_stream import StepCosts, evaluate
-from maskserve_harness.benchmarks.models import FLUX_DEV
+from maskserve_harness.published_models import FLUX_DEV
 from tests.support.planning import flux_costs
 
 

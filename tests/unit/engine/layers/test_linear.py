@@ -33,9 +33,9 @@ from maskserve_engine.layers.linear import (
 )
 from maskserve_engine.layers.low_rank import LowRank, Update, Updates
 from maskserve_engine.layers.shrink_expand import Part
-from maskserve_harness.benchmarks.models import SD21
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
+from maskserve_harness.published_models import SD21
 
 KINDS = ("kv", "project", "dense")
 BLOCKS = (2, 2)

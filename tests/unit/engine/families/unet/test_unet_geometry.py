@@ -17,7 +17,7 @@ from maskserve_core.models.unet import level_sizes, unet_work
 from maskserve_core.planning.entry_bytes import FORMATS, map_bytes, tile_bytes
 from maskserve_engine.families.unet.moments import Moments, normalise
 from maskserve_engine.families.unet.tile import Frame, TileBox, tile_of
-from maskserve_harness.benchmarks.models import SD21, SDXL
+from maskserve_harness.published_models import SD21, SDXL
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -32,8 +32,8 @@ from maskserve_core.worker.gangs.deadline import Deadline
 from maskserve_core.worker.gangs.work import GangPolicy
 from maskserve_core.worker.step_scheduler import Ticket
 from maskserve_harness.benchmarks.edit import large_model
-from maskserve_harness.benchmarks.machine import machine, stolen_s
 from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.machine import machine, stolen_s
 from maskserve_harness.perf.inputs import Edit, InputOptions, find_photos, make_edits
 from maskserve_harness.perf.load import draw_gaps
 from maskserve_harness.perf.server import Server, own_workers
