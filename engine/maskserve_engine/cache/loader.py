@@ -264,9 +264,7 @@ class Load:
         self, entry: AnchorEntry | StoredEntry, tier: str, selection: Selection | None
     ) -> None:
         self.entry, self.tier, self.selection = entry, tier, selection
-        self.sizes = np.array(
-            [[self._size(block, part) for part in PARTS] for block in range(len(entry.blocks))]
-        )
+        self.sizes = np.array([self._sizes(block) for block in range(len(entry.blocks))])
         """[blocks, len(PARTS)] bytes that travel; `inf` for what is not kept."""
         self.missing = self.sizes.copy()
         """The same of what has not arrived."""
@@ -302,13 +300,17 @@ class Load:
         cut: Any = [coded.columns(begin, end, of) for coded in found]
         return tuple(cut)
 
-    def _size(self, block: int, part: str) -> float:
-        parts = self.parts(block, part)
-        if not parts:
-            return np.inf
-        if self.selection is None:
-            return sum(coded.nbytes for coded in parts)
-        return sum(coded.nbytes_of(len(self.selection.of(block))) for coded in parts)
+    def _sizes(self, block: int) -> list[float]:
+        tokens = None if self.selection is None else len(self.selection.of(block))
+        sizes: list[float] = []
+        for part in PARTS:
+            kept = self.parts(block, part)
+            if tokens is None:
+                size = sum(coded.nbytes for coded in kept)
+            else:
+                size = sum(coded.nbytes_of(tokens) for coded in kept)
+            sizes.append(size if kept else np.inf)
+        return sizes
 
 
 class Loader:
