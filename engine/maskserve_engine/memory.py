@@ -101,7 +101,7 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
 
 def peak_values(work: ModelWork, passes: int, text: int) -> int:
     """Numbers that a dense step of so many passes holds at once."""
-    return int(passes * (work.peak_row + text * work.peak_text))
+    return int(passes * (work.peak_row + text * work.peak_text) + work.peak_once)
 
 
 def weight_bytes(config: Config, stage: Stage) -> int:

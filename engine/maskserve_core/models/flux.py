@@ -56,7 +56,9 @@ CONTROL = ControlFacts(
 )
 
 STEPS_AHEAD = 8
-"""Steps for which a FLUX batch has its shifts, scales and gates computed at once."""
+"""Steps for which a FLUX batch has its shifts, scales and gates computed at once, at least."""
+VECTORS_AT_ONCE = 32
+"""Those of so many steps and passes are computed at once where passes are few."""
 _FLUX_HELD = 24
 """Widths that a token holds at most, before a single block's attention where that runs as plain
 operations: the block's input, all that one product made of it (7), queries and keys in float32 (4
@@ -64,9 +66,9 @@ widths of half precision) and turned (4), and what they become; one that a dense
 the next ones that are not; and what a row that may skip steps remembers (5).
 """
 
-_LAUNCHES = {"double": (16.2, 25.2, 20.2), "single": (7.4, 16.4, 11.4)}
+_LAUNCHES = {"double": (14.4, 21.4, 16.4), "single": (7.1, 14.1, 9.1)}
 """Kernels of a block, as they are counted on a device without memory (`bench kernel_table`)."""
-_LAUNCHES_OUTSIDE = 14.0
+_LAUNCHES_OUTSIDE = 11.0
 _OUT_LAUNCHES = 1.0
 """Of a ControlNet, behind each block."""
 
@@ -111,6 +113,7 @@ def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
     )
     tokens = (height // 2) * (width // 2)
     held = _FLUX_HELD * h + 2.0 * int(config["attention_head_dim"])  # and rotary factors, complex
+    vectors = (12 * counts[0] + 3 * counts[1] + 2) * h
     return ModelWork(
         family="flux",
         blocks=tuple(blocks),
@@ -120,9 +123,9 @@ def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
         after=FixedWork(row=4.0 * h * h, token=2.0 * h * out, launches=_LAUNCHES_OUTSIDE),
         restore_ends=False,
         # What a block holds, the model's input and output, and all blocks' shifts, scales, gates.
-        peak_row=tokens * (held + channels + out)
-        + STEPS_AHEAD * (12 * counts[0] + 3 * counts[1] + 2) * h,
+        peak_row=tokens * (held + channels + out) + STEPS_AHEAD * vectors,
         peak_text=held,
+        peak_once=(VECTORS_AT_ONCE - STEPS_AHEAD) * vectors,
     )
 
 

@@ -196,6 +196,8 @@ class ModelWork:
     text apart; what kernels keep for themselves is not counted."""
     peak_text: float
     """The same per text token."""
+    peak_once: float = 0.0
+    """The same of the whole batch, however many rows it has."""
     copies: int = 1
     halo: int = 0
     """Positions round a mask's box, at each level, that a cached row's convolutions compute; 0: it

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -143,19 +143,17 @@ W = TypeVar("W", bound=FlowWeights)
 class FlowBatch(KeptBatch[R, W]):
     """Some rows and their packed inputs. Rows belong to the batch that packed them last."""
 
-    ahead: ClassVar[int] = 1
-    """Steps for which a family computes at once what follows from the timestep."""
-
     def __init__(self, rows: Sequence[R]) -> None:
         super().__init__(rows)
+        self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
+        """Index and negative prompt of rows that take a second pass, packed behind all rows."""
+        self.ahead = self.steps_ahead(len(rows) + len(self._guided))
         back = rows[0].step % self.ahead if len(rows) == 1 else 0
         """Products of other shapes round differently. So what is computed ahead for a row by itself
         is computed for the same steps together, wherever between them it was packed."""
         self.steps = back + min(row.steady for row in rows)
         """That are laid out: the next ones, and `back` before them."""
         self._begin = rows[0].step - back
-        self._guided = tuple((i, row.negative) for i, row in enumerate(rows) if row.negative)
-        """Index and negative prompt of rows that take a second pass, packed behind all rows."""
         second = {i: len(rows) + at for at, (i, _) in enumerate(self._guided)}
         self._skippers = tuple(
             Skipper(row.first_block, (i, second[i]) if i in second else (i,))
@@ -173,6 +171,13 @@ class FlowBatch(KeptBatch[R, W]):
         self._share: RankShare | None = None
         """Of the ranks that took the last step with this one."""
         self._lay_out()
+
+    @staticmethod
+    def steps_ahead(passes: int) -> int:
+        """Steps for which a family computes at once what follows from the timestep, of a batch of
+        so many rows and second passes.
+        """
+        return 1
 
     def holds(self, rows: Sequence[R]) -> bool:
         return super().holds(rows) and 0 <= rows[0].step - self._begin < self.steps

@@ -49,6 +49,10 @@ class Transformer(Protocol):
         """[N, width] image tokens at the first block, from [N, in_channels]."""
         ...
 
+    def writes_to(self, number: int, device: torch.device) -> bool:
+        """Whether `pre` of that block can write into a `room`."""
+        ...
+
     def pre(
         self,
         number: int,
@@ -57,6 +61,7 @@ class Transformer(Protocol):
         packing: Packing,
         cis: Tensor,
         ahead: Any,
+        room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         """What of a block is before attention.
 
@@ -67,6 +72,8 @@ class Transformer(Protocol):
             packing: where the rows lie.
             cis: [N, head_dim / 2] complex rotary factors in row order.
             ahead: what `post` of the block before has left for this one; None: nothing.
+            room: [N or more, 3 · width] where queries, keys and values of the only row are to lie,
+                if `writes_to`; None: anywhere.
 
         Returns:
             queries and keys, rotated, [N, 2, heads, head_dim]; values [N, heads, head_dim], which
@@ -84,6 +91,7 @@ class Transformer(Protocol):
         packing: Packing,
         *,
         goes_on: bool,
+        image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:
         """What is after attention: the streams behind the block, and what `pre` of the next one is
         given beside them.
@@ -96,6 +104,7 @@ class Transformer(Protocol):
             kept: what `pre` has left.
             packing: where the rows lie.
             goes_on: whether the next block is given just these streams.
+            image_alone: whether of the only row, in row order, the image tokens alone are wanted.
         """
         ...
 
@@ -191,6 +200,7 @@ class State:
         self.carried: tuple[int, Tensor] | None = None
         self.joined = False  # one stream in row order, no longer two
         self.ahead: Any = None  # what the last block has left for the next one
+        self.room: Tensor | None = None  # where the present block's keys and values lie already
         packed.resident_kv.keep_for([rest.entry for rest in packed.rests if rest is not None])
         self.text, self.image = streams or (
             packed.text,
@@ -225,13 +235,19 @@ class State:
         fill, capture = self.enter(number)
         streams, ahead = (self.text, self.image), self.ahead
         self.ahead = None
-        qk, v, kept = self.model.pre(number, *streams, self.packing, self.cis, ahead)
-        del ahead
+        self.room = self.room_for(number) if fill is not None else None
+        pre = self.model.pre(number, *streams, self.packing, self.cis, ahead, self.room)
+        qk, v, kept = pre
+        del pre, ahead
         attended = self.attend(qk, v, fill, capture)
+        self.room = None
         del qk, v  # the values may hold all that their product made, seven widths of each token
+        # Nobody reads the text behind the last block. (That of several rows lies between.)
+        alone = self.joined and self.packing.in_front and number + 1 == self.model.block_count
         *behind, self.ahead = self.model.post(
-            number, *streams, attended, kept, self.packing, goes_on=goes_on
+            number, *streams, attended, kept, self.packing, goes_on=goes_on, image_alone=alone
         )
+        self.joined = self.joined and not alone
         return behind[0], behind[1]
 
     def attend(
@@ -308,14 +324,41 @@ class State:
     def _sources(self, index: int, part: str) -> list[KvSource | None]:
         return [None if rest is None else rest.source(index, part) for rest in self.packed.rests]
 
+    def room_for(self, number: int) -> Tensor | None:
+        """[keys, 3 · width] of a lone row, for a block that lacks keys: its products write where
+        attention reads, and nothing is moved. None: keys and values are put together elsewhere.
+        """
+        packing, device = self.packing, self.image.device
+        if not packing.in_front or not self.model.writes_to(number, device):
+            return None
+        width, keys = self.image.shape[1], packing.all_keys.k_spans[-1][1]
+        if 2 * keys * width * self.image.element_size() <= self._resident_bytes:
+            return None
+        return self.image.new_empty(keys, 3 * width)
+
+    @property
+    def _resident_bytes(self) -> int:
+        """That a block's keys and values may take to stay in place."""
+        return self.model.resident_bytes // self.model.block_count
+
+    def _all_keys(self, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens, not written yet; those of the room have the computed
+        ones.
+        """
+        if self.room is None:
+            return packing.all_keys_like(k), packing.all_keys_like(v)
+        _, keys, values = self.room.unflatten(1, (3, *k.shape[1:])).unbind(1)
+        return keys, values
+
     def _load(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         both = self.packed.resident_kv.get(index)
         if both is None:
-            both = packing.all_keys_like(k), packing.all_keys_like(v)
+            both = self._all_keys(k, v, packing)
             scatter_kv(self._sources(index, "kv"), both, packing.slots)
-            room = self.model.resident_bytes // self.model.block_count
-            self.packed.resident_kv.keep(index, both, room)
-        packing.scatter_computed((k, v), both)
+            if self.room is None:
+                self.packed.resident_kv.keep(index, both, self._resident_bytes)
+        if self.room is None:
+            packing.scatter_computed((k, v), both)
         return both
 
     def rest_keys(self, index: int) -> tuple[Tensor, Tensor]:
@@ -325,9 +368,9 @@ class State:
         return self.model.project(index, hidden, stream, self.rest_cis)
 
     def _project(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        rest = self.rest_keys(index)
-        both = packing.all_keys_like(k), packing.all_keys_like(v)
-        packing.scatter_computed((k, v), both)
+        rest, both = self.rest_keys(index), self._all_keys(k, v, packing)
+        if self.room is None:
+            packing.scatter_computed((k, v), both)
         packing.scatter_inactive(rest, both)
         return both
 

@@ -114,6 +114,11 @@ class Packing:
             return wide[:, self.text[0] :].flatten(0, 1)
         return rows.index_select(0, self.image_in_rows)
 
+    @property
+    def in_front(self) -> bool:
+        """Whether the computed tokens are the first ones of all keys."""
+        return self.core_in_keys is None
+
     def all_keys_like(self, k: Tensor) -> Tensor:
         """[keys, …] for the keys or values of all tokens, not written yet."""
         return k.new_empty(self.all_keys.k_spans[-1][1], *k.shape[1:])

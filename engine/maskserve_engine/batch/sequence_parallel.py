@@ -328,6 +328,9 @@ class _SharedState(State):
         found = attend(both[:, :2], both[:, 2], self._of_all, fill, capture)
         return self.share.to_tokens(found, route)
 
+    def room_for(self, number: int) -> None:
+        """None: keys come from other ranks, too."""
+
     def rest_keys(self, index: int) -> tuple[Tensor, Tensor]:
         """Projected from the rank's own tokens, all heads; exchanged as the computed ones are."""
         k, v = super().rest_keys(index)

@@ -58,6 +58,10 @@ class Fp8Linear(NamedTuple):
         tokens = quantised(x) if isinstance(x, Tensor) else x
         if not len(tokens.data):
             return self.weight.new_empty((0, self.out_features), dtype=self.dtype)
+        return self.write(tokens, None)
+
+    def write(self, tokens: Fp8Tokens, out: Tensor | None) -> Tensor:
+        """The product of one token or more, written into `out` [N, out] if given."""
         return torch._scaled_mm(
             tokens.data,
             self.weight.t(),
@@ -66,6 +70,7 @@ class Fp8Linear(NamedTuple):
             bias=self.bias,
             out_dtype=self.dtype,
             use_fast_accum=True,
+            out=out,
         )
 
     def columns(self, begin: int, end: int) -> Fp8Linear:

@@ -63,9 +63,9 @@ class PlainLinear(NamedTuple):
 
 
 def in_epilogues(*products: Linear, device: torch.device) -> bool:
-    """Whether torch's products on the device do what `gelu_of`, `write_product` and `sum_of_parts`
-    need beside a product: cuBLAS has GELU (tanh) in its epilogue. Elsewhere, and where weights have
-    a form of their own, each is an operation of its own.
+    """Whether torch's products on the device do what `gelu_of` and `sum_of_parts` need beside a
+    product: cuBLAS has GELU (tanh) in its epilogue. Elsewhere, and where weights have a form of
+    their own, each is an operation of its own.
     """
     return device.type == "cuda" and all(
         isinstance(product, PlainLinear) and product.bias is not None for product in products
@@ -89,8 +89,15 @@ def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
     return F.gelu(product(x, rows), approximate="tanh")
 
 
-def write_product(product: PlainLinear, x: Tensor, out: Tensor) -> None:
-    """A product of `x` [N, in], written into `out` [N, out]."""
+def write_product(product: Linear, x: Tokens, out: Tensor) -> None:
+    """A product of `x` [N, in], written into `out` [N, out], of weights that are `in_epilogues` or
+    in FP8.
+    """
+    if isinstance(x, Fp8Tokens):
+        assert isinstance(product, Fp8Linear)
+        product.write(x, out)
+        return
+    assert isinstance(product, PlainLinear)
     assert product.bias is not None
     torch.addmm(product.bias, x, product.weight.t(), out=out)
 

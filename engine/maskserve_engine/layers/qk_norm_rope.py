@@ -17,55 +17,59 @@ def norm_heads(x: Tensor, norms: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
     """Rotary embedding of `x` [N, P, heads, head_dim], as `dtype`; `cis` as in `qk_norm_rope`."""
-    pairs = torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2))
-    return torch.view_as_real(pairs * cis[:, None, None]).flatten(-2).to(dtype)
+    return torch.view_as_real(_pairs(x) * cis[:, None, None]).flatten(-2).to(dtype)
 
 
-def qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
-    """`norm_heads`, then `rotate`.
+def _pairs(x: Tensor) -> Tensor:
+    """A view: each two float32 numbers of a head as a complex one."""
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | None = None) -> None:
+    """`norm_heads`, then `rotate`, in place.
 
     Args:
-        x: [N, P, heads, head_dim] queries and keys, or keys alone: P is 2 or 1.
-        norms: [P, 1, head_dim] weights, float32, or [N, P, 1, head_dim] of each token's.
+        x: [N, P, heads, head_dim] queries and keys, or keys alone: P is 2 or 1. Written to.
+        norms: [P, 1, head_dim] weights, float32, or [S, P, 1, head_dim] of each stream.
         cis: [N, head_dim / 2] complex rotary factors.
-
-    Returns:
-        [N, P, heads, head_dim] in the dtype of `x`.
+        stream_of: [N] of each token, where `norms` are of streams.
     """
     if has_kernels(x) and x.shape[-1].bit_count() == 1:
-        return fused(x, norms, cis)
-    return rotate(norm_heads(x, norms), cis, x.dtype)
+        fused(x, norms, cis, stream_of)
+        return
+    normed = norm_heads(x, norms if stream_of is None else norms.index_select(0, stream_of))
+    if x.dtype == torch.float32:
+        torch.mul(_pairs(normed), cis[:, None, None], out=_pairs(x))
+    else:
+        x.copy_(rotate(normed, cis, x.dtype))
 
 
-def fused(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
+def fused(x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | None = None) -> None:
     """`qk_norm_rope` as one kernel; a token's heads are adjacent, head_dim is a power of two."""
-    rotated: Tensor = torch.ops.maskserve.qk_norm_rope(x, norms, torch.view_as_real(cis))
-    return rotated
+    torch.ops.maskserve.qk_norm_rope(x, norms, torch.view_as_real(cis), stream_of)
 
 
-@torch.library.custom_op("maskserve::qk_norm_rope", mutates_args=())
-def _qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
+@torch.library.custom_op("maskserve::qk_norm_rope", mutates_args=("x",))
+def _qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | None) -> None:
     import triton
 
     from maskserve_engine.layers.qk_norm_rope_kernel import qk_norm_rope_kernel
 
     tokens, parts, heads, head_dim = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     qk_norm_rope_kernel[(tokens, parts)](
         x,
         norms,
         cis,
-        out,
+        x if stream_of is None else stream_of,
         x.stride(0),
-        norms.stride(0) if norms.dim() == 4 else 0,
         EPS,
         heads=heads,
         head_dim=head_dim,
         block=triton.next_power_of_2(heads),
+        streams=stream_of is not None,
     )
-    return out
 
 
 @_qk_norm_rope.register_fake
-def _(x: Tensor, norms: Tensor, cis: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _(*_: Tensor | None) -> None:
+    return None

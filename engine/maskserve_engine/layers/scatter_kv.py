@@ -66,7 +66,8 @@ def scatter_kv(sources: Sequence[KvSource | None], outs: Sequence[Tensor], slots
 
     Args:
         sources: per row; None where it has none.
-        outs: a buffer for each of their parts, [tokens, …]; written to.
+        outs: a buffer for each of their parts, [tokens, …], a token's numbers one behind the other
+            and the same way from token to token in each; written to.
         slots: of the rows' tokens in each buffer.
     """
     device = outs[0].device
@@ -153,7 +154,9 @@ def _scatter_kv(
         for tensors in (data, scales, groups)
         for part in (tensors[:given], tensors[-given:])
     ]
-    aligned = not any(at % _VECTOR for part in (addresses(outs), *parts) for at in part)
+    step = outs[0].stride(0)
+    steps = (step * outs[0].element_size(),)
+    aligned = not any(at % _VECTOR for part in (addresses(outs), *parts, steps) for at in part)
     scatter_kv_kernel[(len(to), len(outs))](
         outs[0],
         outs[-1],
@@ -162,6 +165,7 @@ def _scatter_kv(
         to,
         addresses(ids),
         *parts,
+        step=step,
         width=width,
         block=triton.next_power_of_2(width),
         rows=rows,

@@ -36,6 +36,7 @@ def scatter_kv_kernel(
     scale_b,
     groups_a,
     groups_b,
+    step: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
     rows: tl.constexpr,
@@ -44,8 +45,9 @@ def scatter_kv_kernel(
     aligned: tl.constexpr,
 ):
     """Grid: (inactive tokens of all rows, buffers: 1 or 2). `ids` to `groups_b` are addresses, one
-    per row and some more, of which no token speaks. `aligned`: all of them are multiples of 16, so
-    that threads may read and write as many bytes at once.
+    per row and some more, of which no token speaks. `step`: from token to token in the buffers.
+    `aligned`: all addresses and steps are multiples of 16 bytes, so that threads may read and write
+    as many at once.
     """
     token = tl.program_id(0)
     second = tl.program_id(1) == 1
@@ -62,7 +64,7 @@ def scatter_kv_kernel(
         groups = tl.where(mine, tl.where(second, groups_b[i], groups_a[i]), groups)
     out = tl.where(second, tl.cast(other, tl.int64), tl.cast(first, tl.int64))
     source = tl.load(tl.cast(at_ids, tl.pointer_type(tl.int64)) + tl.load(local + token))
-    out = _pointer(out, first.dtype, aligned) + tl.load(to + token) * width
+    out = _pointer(out, first.dtype, aligned) + tl.load(to + token) * step
     dtype = first.dtype.element_ty
 
     at = tl.arange(0, block)

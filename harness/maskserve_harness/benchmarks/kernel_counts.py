@@ -12,7 +12,7 @@ import torch
 from maskserve_engine.batch.packing import sparse_layout
 from maskserve_engine.families.flux.compiled import CompiledSegments
 from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
-from maskserve_engine.families.flux.vectors import AHEAD
+from maskserve_engine.families.flux.vectors import steps_ahead
 from maskserve_engine.families.unet.graphs import Graphs
 from maskserve_engine.families.unet.rows import Guidance
 from maskserve_engine.layers.fp8 import FP8, Fp8Linear
@@ -32,6 +32,8 @@ TOKENS, WIDTH = 4096, 3072
 """Of an image of 1024x1024, and of the model."""
 BYTES = {"model": 2.0, "int8": 1.0, "float8": 1.0, "int4": 0.5 + 2 / 32}
 """Per stored number; int4 has a scale of 2 bytes per 32."""
+STEPS = 28
+"""Of an edit, by default."""
 MIXED = (0.1, 0.2, 0.3, 0.11, 0.05, 0.35, 0.15, 0.25)
 """Mask ratios of batches whose rows differ."""
 
@@ -149,14 +151,20 @@ def count(case: Case) -> Counts:
 
 
 def mean_launches(case: Case, blocks: tuple[int, int]) -> float:
-    """Of the AHEAD steps for which the first one computes the vectors."""
-    first, other = steady_steps(case, blocks)
-    return (first.launches + (AHEAD - 1) * other.launches) / AHEAD
+    """Of the steps for which the first one computes the vectors."""
+    (first, other), steps = steady_steps(case, blocks), steps_of(case)
+    return (first.launches + (steps - 1) * other.launches) / steps
+
+
+def steps_of(case: Case) -> int:
+    """For how many steps of an edit vectors are computed at once."""
+    passes = len(case.ratios) * (2 if case.guided else 1) + case.primes
+    return min(STEPS, steps_ahead(passes))
 
 
 GROUPS = {
     WEIGHTS: ("weights",),
-    "products": ("linear.", "fp8.__call__"),
+    "products": ("linear.", "fp8.write"),
     "attention": ("attention.",),
     "entries": ("scatter_kv.", "forward._hidden"),
     "heads and order": ("qk_norm_rope.", "forward.attend", "packing."),
@@ -179,12 +187,12 @@ def moved_bytes(case: Case) -> Counter[str]:
 
 
 def mean_bytes(case: Case, blocks: tuple[int, int]) -> Counter[str]:
-    """Per group, of the AHEAD steps for which the first one computes the vectors."""
-    first, other = steady_steps(case, blocks)
+    """Per group, of the steps for which the first one computes the vectors."""
+    (first, other), steps = steady_steps(case, blocks), steps_of(case)
     mean: Counter[str] = Counter()
-    for log, steps in ((first, 1), (other, AHEAD - 1)):
+    for log, times in ((first, 1), (other, steps - 1)):
         for place, nbytes in log.nbytes.items():
-            mean[_group(place)] += nbytes * steps // AHEAD
+            mean[_group(place)] += nbytes * times // steps
     return mean
 
 
@@ -271,7 +279,7 @@ def fake_bench(blocks: tuple[int, int], format: str) -> Bench:
     """FLUX.1-dev with so many double and single blocks; call inside FakeCuda."""
     sparse_layout.cache_clear()  # its tensors belong to the device before
     model = fake_weights(build_model("flux-1024", blocks, torch.bfloat16, torch.device("meta")))
-    return Bench("flux-1024", blocks, torch.bfloat16, DEVICE, format, model)
+    return Bench("flux-1024", blocks, torch.bfloat16, DEVICE, format, model, STEPS)
 
 
 def make_rows(bench: Bench, case: Case) -> list[FluxRow | FluxPrimingRow]:

@@ -75,6 +75,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(func).removeprefix("aten.")
         if name.startswith("scaled_dot_product_attention"):
             out = torch.empty_like(args[0])  # CUDA's kernels keep the layout of the queries
+        elif name == "_scaled_mm.out":  # which no fake tensor knows
+            out = kwargs.pop("out")
         elif name.startswith("dropout."):
             return args[0]  # nothing is trained here
         else:
@@ -85,7 +87,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return out
             out = func(*args, **kwargs)
         given = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        made = [t for t in tree_iter(out) if isinstance(t, Tensor)]
+        made = [t for t in tree_iter(out) if isinstance(t, Tensor)] or _written(func, args)
         self._write_down(name, func._schema.is_mutable, given, made, args, kwargs)
         return out
 
@@ -154,6 +156,13 @@ def _on_host(args: Any, kwargs: dict[str, Any]) -> bool:
         and not kwargs.get("pin_memory")
         and not any(isinstance(each, FakeTensor) for each in tree_iter((args, kwargs)))
     )
+
+
+def _written(func: Any, args: Any) -> list[Tensor]:
+    """What an operation that answers with nothing writes to."""
+    named = zip(func._schema.arguments, args, strict=False)
+    written = [x for of, x in named if of.alias_info is not None and of.alias_info.is_write]
+    return [t for t in tree_iter(written) if isinstance(t, Tensor)]
 
 
 def _views(given: list[Tensor], made: list[Tensor]) -> bool:

@@ -61,7 +61,8 @@ class Bench:
         device: where it runs.
         format: storage format of entries.
         model: of `preset` and `blocks`; made if not given.
-        steps: of each row, which then begins anew. Some of a step's work is done for AHEAD steps.
+        steps: of each row, which then begins anew. Some of a step's work is done for AHEAD
+            steps or more.
     """
 
     def __init__(

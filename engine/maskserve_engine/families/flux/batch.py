@@ -8,7 +8,7 @@ from maskserve_engine.batch.flow import FlowBatch
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.control import FluxControlled, FluxRowControl, Nets
 from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
-from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
+from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, steps_ahead, vectors
 from maskserve_engine.families.flux.weights import FluxWeights
 
 Row = FluxRow | FluxPrimingRow
@@ -16,8 +16,6 @@ Row = FluxRow | FluxPrimingRow
 
 class FluxBatch(FlowBatch[Row, FluxWeights]):
     """Rows stepped by a FluxTransformer2DModel."""
-
-    ahead = AHEAD
 
     def __init__(self, rows: Sequence[Row]) -> None:
         super().__init__(rows)
@@ -28,7 +26,11 @@ class FluxBatch(FlowBatch[Row, FluxWeights]):
         )
         self._nets = Nets()
         self._vectors: tuple[Vectors, ...] = ()
-        """Of `AHEAD` steps, the present one among them."""
+        """Of `ahead` steps, the present one among them."""
+
+    @staticmethod
+    def steps_ahead(passes: int) -> int:
+        return steps_ahead(passes)
 
     def begin_step(self, weights: FluxWeights, at: int) -> FluxStep:
         if self._controlled:
@@ -36,13 +38,13 @@ class FluxBatch(FlowBatch[Row, FluxWeights]):
         return FluxStep(weights, self._vectors_of(weights, at))
 
     def _vectors_of(self, weights: FluxWeights, at: int) -> Vectors:
-        """The vectors of a step, computed when the first of `AHEAD` steps needs its own."""
-        if at % AHEAD == 0 or not self._vectors:
-            first = at - at % AHEAD
-            ahead, packed = self.timesteps[first : first + AHEAD], self.packed
+        """The vectors of a step, computed when the first of `ahead` steps needs its own."""
+        if at % self.ahead == 0 or not self._vectors:
+            first = at - at % self.ahead
+            ahead, packed = self.timesteps[first : first + self.ahead], self.packed
             emb = embed(weights, ahead, packed.pooled, packed.guidance)
             self._vectors = vectors(weights, emb)
-        return self._vectors[at % AHEAD]
+        return self._vectors[at % self.ahead]
 
     def _run_nets(self) -> None:
         """Have ControlNets say what they add to this step."""

@@ -156,6 +156,17 @@ class FluxStep:
     def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
         return self.weights.x_embedder(tokens, rows)
 
+    def writes_to(self, number: int, device: torch.device) -> bool:
+        if self.weights.segments is not None:
+            return False
+        block = self.blocks[number]
+        if isinstance(block, Double):
+            own = block.text.qkv, block.image.qkv
+        else:
+            own = block.qkv_up, block.out
+        in_fp8 = all(isinstance(product, Fp8Linear) for product in own)
+        return in_fp8 or in_epilogues(*own, device=device)
+
     def pre(
         self,
         number: int,
@@ -164,27 +175,37 @@ class FluxStep:
         packing: Packing,
         cis: Tensor,
         ahead: Any,
+        room: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
         block, segments = self.blocks[number], self.weights.segments
         if isinstance(block, Double):
             both = self.vectors.double[number]
             if segments is not None:
                 return *segments.before_double(block, text, image, both, packing, cis), None
-            return _before_double(block, text, image, both, packing, cis, ahead)
+            return _before_double(block, text, image, both, packing, cis, ahead, room)
         vectors = self.vectors.single[number - self.two_streams]
         if segments is not None:
             return segments.before_single(block, image, vectors, packing, cis)
         shift, scale, gate = packing.row_stream.spread(vectors, 3)
         wide = packing.row_stream.wide(image)
         normed = modulated(block.qkv_up, wide, shift, scale) if ahead is None else ahead
-        if in_epilogues(block.qkv_up, block.out, device=image.device):
-            assert isinstance(normed, Tensor)
-            width, normed = image.shape[1], normed.flatten(0, -2)
-            qkv, up = block.qkv_up.columns(0, 3 * width), block.qkv_up.columns(3 * width, 7 * width)
-            qk, v = split(qkv(normed), block.norms.shape[-1])
-            return qk_norm_rope(qk, block.norms, cis), v, (gelu_of(up, normed), wide, gate)
-        qk, v, joined = before_single(block, normed, rows=packing.row_stream.spans)
-        return qk_norm_rope(qk, block.norms, cis), v, (joined, wide, gate)
+        kept: Tensor
+        inside = in_epilogues(block.qkv_up, block.out, device=image.device)
+        if inside or room is not None:
+            width, normed = image.shape[1], _flat(normed)
+            own, up = block.qkv_up.columns(0, 3 * width), block.qkv_up.columns(3 * width, 7 * width)
+            qkv = image.new_empty(len(image), 3 * width) if room is None else room[: len(image)]
+            write_product(own, normed, qkv)
+            qk, v = split(qkv, block.norms.shape[-1])
+            if inside:
+                assert isinstance(normed, Tensor)
+                kept = gelu_of(up, normed)
+            else:
+                kept = product_of(up, normed)
+        else:
+            qk, v, kept = before_single(block, normed, rows=packing.row_stream.spans)
+        qk_norm_rope(qk, block.norms, cis)
+        return qk, v, (kept, wide, gate)
 
     def post(
         self,
@@ -196,6 +217,7 @@ class FluxStep:
         packing: Packing,
         *,
         goes_on: bool,
+        image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:
         block, segments = self.blocks[number], self.weights.segments
         goes_on = goes_on and image.dtype != torch.float16  # whose streams are clipped first
@@ -213,23 +235,29 @@ class FluxStep:
                 )
             return _after_double(block, text, image, attended, kept, packing, norms)
         number -= self.two_streams
-        vectors = self.vectors.single[number]
+        vectors, rows = self.vectors.single[number], packing.row_stream.spans
+        begin = packing.text[0] if image_alone else 0
         if segments is not None:
             out = segments.after_single(block, image, attended, kept, vectors, packing)
-            return text, out, None
+            return text, out[begin:], None
         joined, wide, gate = kept
+        if image_alone:
+            attended, joined, wide, image = (
+                tokens[begin:] for tokens in (attended, joined, wide, image)
+            )
+            rows = packing.image_stream.spans
         then = None
         if goes_on:
             spread = packing.row_stream.spread(self.vectors.single[number + 1], 3)
             then = Then.of(self.weights.single_blocks[number + 1].qkv_up, spread)
-        rows = packing.row_stream.spans
         if in_epilogues(block.qkv_up, block.out, device=image.device):
             assert isinstance(block.out, PlainLinear)
             found = sum_of_parts(block.out, (attended, joined))
             out, normed = _add_gated(wide, gate, found, then)
             return text, clip(out).view_as(image), normed
         if isinstance(block.out, Fp8Linear):
-            quantised = quantised_gelu(joined[:, attended.shape[1] :], attended)
+            up = joined[:, -4 * attended.shape[1] :]  # beside the values, or alone
+            quantised = quantised_gelu(up, attended)
             out, normed = after_single(block, wide, quantised, gate, then=then)
             return text, out.view_as(image), normed
         # Nobody needs the values any more: in their place what was found needs not be joined by a
@@ -253,7 +281,8 @@ class FluxStep:
         normed = modulated(keys_values, stream.wide(hidden), shift, scale)
         k, v = product_of(keys_values, _flat(normed), stream.spans).chunk(2, dim=1)
         k, v = (each.unflatten(-1, (-1, norms.shape[-1])) for each in (k, v))
-        return qk_norm_rope(k[:, None], norms[1:], cis)[:, 0], v
+        qk_norm_rope(k[:, None], norms[1:], cis)
+        return k, v
 
     def last(self, image: Tensor, stream: Stream) -> Tensor:
         assert self.vectors.last is not None
@@ -275,6 +304,7 @@ def _before_double(
     packing: Packing,
     cis: Tensor,
     ahead: tuple[Tokens, Tokens] | None,
+    room: Tensor | None,
 ) -> tuple[Tensor, Tensor, _Kept]:
     """`FluxStep.pre` with the vectors of image and text, [R, 6 · width]."""
     of_image = packing.image_stream.spread(vectors[0], 6)
@@ -286,22 +316,23 @@ def _before_double(
         modulated(of_streams[0], c, *of_text[:2]),
         modulated(of_streams[1], x, *of_image[:2]),
     )
-    if in_epilogues(*of_streams, device=image.device):
-        both = image.new_empty(len(text) + len(image), of_streams[0].out_features)
+    if room is not None or in_epilogues(*of_streams, device=image.device):
+        both = room
+        if both is None:
+            both = image.new_empty(len(text) + len(image), of_streams[0].out_features)
+        both = both[: len(text) + len(image)]
         for product, each, out in zip(
             of_streams, normed, both.split((len(text), len(image))), strict=True
         ):
-            assert isinstance(product, PlainLinear)
-            assert isinstance(each, Tensor)
-            write_product(product, each.flatten(0, -2), out)
+            write_product(product, _flat(each), out)
         qkv = packing.in_row_order(both)
     else:
         qkv_text = stream_pre(block.text, normed[0], rows=texts)
         qkv_image = stream_pre(block.image, normed[1], rows=images)
         qkv = packing.rows_from(qkv_text, qkv_image)
-    norms = block.norms.index_select(0, packing.stream_of)
-    qk, v = split(qkv, norms.shape[-1])
-    return qk_norm_rope(qk, norms, cis), v, (x, c, of_image, of_text)
+    qk, v = split(qkv, block.norms.shape[-1])
+    qk_norm_rope(qk, block.norms, cis, packing.stream_of)
+    return qk, v, (x, c, of_image, of_text)
 
 
 def _after_double(

@@ -13,15 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_core.models.flux import STEPS_AHEAD
+from maskserve_core.models.flux import STEPS_AHEAD, VECTORS_AT_ONCE
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flux.weights import FluxWeights, TwoLayers
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.linear import Linear
 
 AHEAD = STEPS_AHEAD
-"""Steps whose vectors are computed at once. A batch that ends earlier has lost little: the time
-goes into reading the weights, not into the products."""
+"""Steps whose vectors are computed at once, at least. A batch that ends earlier has lost little:
+the time goes into reading the weights, not into the products."""
+
+
+def steps_ahead(passes: int) -> int:
+    """Those of a batch of so many passes: few passes have more, all of an edit for one alone."""
+    return max(AHEAD, VECTORS_AT_ONCE // passes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from tests.support.interpreted import run_interpreted
 
 PROGRAM = """
 import torch
-from maskserve_engine.layers.qk_norm_rope import fused, norm_heads, rotate
+from maskserve_engine.layers.qk_norm_rope import fused, norm_heads, qk_norm_rope, rotate
 
 for seed in range(12):
     torch.manual_seed(seed)
@@ -19,12 +19,19 @@ for seed in range(12):
     heads, head_dim = ((1, 8), (3, 32), (4, 64), (24, 128))[seed % 4]
     wide = torch.randn(tokens, parts * heads * head_dim + 7).to(dtype)
     x = wide[:, : parts * heads * head_dim].unflatten(-1, (parts, heads, head_dim))
-    norms = torch.randn(*(() if seed % 3 else (tokens,)), parts, 1, head_dim)
+    streams = None if seed % 3 else torch.randint(0, 3, (tokens,))
+    norms = torch.randn(*(() if streams is None else (3,)), parts, 1, head_dim)
+    each = norms if streams is None else norms[streams]
     cis = torch.polar(torch.ones(tokens, head_dim // 2), torch.randn(tokens, head_dim // 2))
-    plain = rotate(norm_heads(x, norms), cis, dtype)
+    plain, beside = rotate(norm_heads(x, each), cis, dtype), wide[:, -7:].clone()
+    in_place = x.clone()
+    qk_norm_rope(in_place, norms, cis, streams)
+    assert torch.equal(in_place, plain)
     # The interpreter cuts bfloat16 off where hardware and torch round, twice.
     ulps = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-10}[dtype]
-    torch.testing.assert_close(fused(x, norms, cis), plain, rtol=ulps, atol=4 * ulps)
+    fused(x, norms, cis, streams)
+    torch.testing.assert_close(x, plain, rtol=ulps, atol=4 * ulps)
+    assert torch.equal(wide[:, -7:], beside)
 """
 
 

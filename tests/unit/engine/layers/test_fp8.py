@@ -4,6 +4,7 @@ rows against diffusers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from maskserve_engine.batch.forward import forward
+from maskserve_engine.families.flux.batch import FluxBatch
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.layers.fp8 import Fp8Linear, in_fp8, quantised, quantised_gelu
 from maskserve_engine.layers.linear import JoinedLinear, linear, product_of
 from maskserve_engine.layers.modulation import modulate, modulate_fp8
 from maskserve_harness.benchmarks.replay import Replay
+from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.checkout import DEMO_MODEL
 from tests.fakes.jobs import config_of, encode_case, random_case
 from tests.fakes.pipelines import diffusers_latents
@@ -144,6 +148,28 @@ def test_with_all_tokens_active_cached_equals_dense(adapter: Any, kind: str) -> 
     encoder = load_encoder(config_of(DEMO_MODEL))
     job = encode_case(encoder, random_case(np.random.default_rng(4), num_inference_steps=2), "r")
     cached_rows.check_all_active(Replay(adapter), encoder, job, kind)
+
+
+@pytest.mark.parametrize("kind", ["kv", "project"])
+def test_products_write_a_lone_rows_keys_where_attention_reads_them(
+    adapter: Any, kind: str
+) -> None:
+    """Oracle: the same with keys and values that stay in place, where they are put by a copy."""
+    bench = Bench("demo", None, torch.float32, torch.device("cpu"), "model")
+    bench.fill_entry("both")
+    row = bench.row(0.3, 1)
+    own = adapter._stepped
+
+    def velocity(resident_bytes: int) -> Tensor:
+        weights = replace(own, resident_bytes=resident_bytes)
+        batch = FluxBatch([row])
+        with torch.inference_mode():
+            step = batch.begin_step(weights, 0)
+            return forward(step, batch.packed, [kind] * step.block_count)
+
+    in_place, copied = velocity(0), velocity(2**30)
+    torch.testing.assert_close(in_place, copied)
+    assert in_place.abs().max() > 0
 
 
 PROGRAM = """

@@ -79,6 +79,7 @@ def test_placing(format: str, target: int) -> None:
     types |= dict.fromkeys(("row_of", "local", "to"), "*i64")
     types |= dict.fromkeys(ADDRESSES, ("i64",) * rows)
     sizes = {"width": 3072, "block": 4096, "rows": rows, "kind": format, "group": GROUP}
+    sizes["step"] = 3 * 3072  # among queries, keys and values
     for aligned in (False, True):
         made = compiled(scatter_kv_kernel, types, {**sizes, "aligned": aligned}, target)
         assert made["cubin"].startswith(b"\x7fELF")
@@ -91,10 +92,11 @@ def test_placing(format: str, target: int) -> None:
 @pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_turning_heads(dtype: str, target: int) -> None:
-    types = {"x": f"*{dtype}", "norms": "*fp32", "cis": "*fp32", "out": f"*{dtype}"}
-    types |= {"x_stride": "i64", "norms_stride": "i32", "eps": "fp32"}
-    sizes = {"heads": 24, "head_dim": 128, "block": 32}
-    assert machine_code(qk_norm_rope_kernel, types, sizes, target).startswith(b"\x7fELF")
+    types = {"x": f"*{dtype}", "norms": "*fp32", "cis": "*fp32", "stream_of": "*i64"}
+    types |= {"x_stride": "i64", "eps": "fp32"}
+    for streams in (False, True):
+        sizes = {"heads": 24, "head_dim": 128, "block": 32, "streams": streams}
+        assert machine_code(qk_norm_rope_kernel, types, sizes, target).startswith(b"\x7fELF")
 
 
 def assert_compiles(kernel: Any, types: dict[str, Any], sizes: dict[str, Any], target: int) -> None:

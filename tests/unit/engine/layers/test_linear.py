@@ -158,12 +158,20 @@ def bench() -> Bench:
 RATIOS = (0.2, None, 0.4, 0.2)
 
 
-def outputs(bench: Bench, weights: FluxWeights, chosen: Sequence[int], kind: str) -> list[Tensor]:
+def outputs(
+    bench: Bench,
+    weights: FluxWeights,
+    chosen: Sequence[int],
+    kind: str,
+    made: type[blocks.FluxStep] = blocks.FluxStep,
+) -> list[Tensor]:
     """[n, channels] of each chosen row."""
     torch.manual_seed(7)
     rows = [bench.row(ratio, seed) for seed, ratio in enumerate(RATIOS)]
     batch = FluxBatch.of([rows[i] for i in chosen], None)
-    out = forward(batch.begin_step(weights, 0), batch.packed, [kind] * sum(BLOCKS))
+    step = batch.begin_step(weights, 0)
+    step = made(step.weights, step.vectors)
+    out = forward(step, batch.packed, [kind] * sum(BLOCKS))
     return list(out.split(batch.packed.layout.narrow.image_stream.lengths))
 
 
@@ -227,6 +235,27 @@ def test_products_with_their_activations_inside_compute_the_same(
     inside = [outputs(bench, bench.weights, chosen, kind) for chosen in (every, [1])]
     for one, other in zip(apart, inside, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_write_a_lone_rows_keys_where_attention_reads_them(
+    bench: Bench, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, of keys that do not stay in place from step to step."""
+    apart = [outputs(bench, bench.weights, [row], kind)[0] for row in (0, 2)]
+    rooms: list[Tensor] = []
+
+    class Watched(blocks.FluxStep):
+        def pre(self, *args: Any) -> Any:
+            rooms.extend(each for each in args[-1:] if each is not None)
+            return super().pre(*args)
+
+    monkeypatch.setattr(blocks, "in_epilogues", lambda *_, device: True)
+    weights = replace(bench.weights, resident_bytes=0)
+    for row, expected in zip((0, 2), apart, strict=True):
+        [found] = outputs(bench, weights, [row], kind, Watched)
+        torch.testing.assert_close(found, expected)
+    assert len(rooms) == (0 if kind == "dense" else 2 * sum(BLOCKS))
 
 
 @pytest.mark.parametrize("widths", [(5,), (3, 9), (4, 1, 7)])

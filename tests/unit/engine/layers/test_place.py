@@ -56,8 +56,14 @@ for seed in range(8):
         torch.cat([torch.arange(b, e) for b, e in spans]),
         torch.arange(sum(e - b for b, e in spans)),
     )
-    expected = [torch.randn(end, heads, head_dim).to(dtype) for _ in range(parts)]
-    result = [each.clone() for each in expected]
+    if seed % 3:
+        rooms = [torch.randn(end, heads, head_dim).to(dtype) for _ in range(parts)]
+        result = [each.clone() for each in rooms]
+        expected = rooms
+    else:  # beside the queries
+        room = torch.randn(end, 3, heads, head_dim).to(dtype)
+        expected = room.clone().unbind(1)[3 - parts:]
+        result = room.unbind(1)[3 - parts:]
     scatter_kv(sources, expected, places)
     fused(sources, result, places)
     for one, other in zip(expected, result):
