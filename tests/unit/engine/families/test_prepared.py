@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_engine.families import posterior
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import EditJob
+from maskserve_engine.stages import latents
 from maskserve_harness.checkout import CHECKOUT
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
 from tests.fakes.tiny_unet import VARIANTS
@@ -129,13 +129,13 @@ def test_a_registered_template_has_no_mask(family: tuple[Adapter, Encoder, EditJ
 def test_the_engines_thread_draws_nothing(tiny_fill: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for an edit nor for its template, which it primes."""
     drew: list[str] = []
-    draw = posterior.draw
+    draw = latents.draw
 
     def watched(*args: Any) -> torch.Tensor:
         drew.append(threading.current_thread().name)
         return draw(*args)
 
-    modules = [m for name, m in sys.modules.items() if name.startswith("maskserve_engine.families")]
+    modules = [m for name, m in sys.modules.items() if name.startswith("maskserve_engine.")]
     for module in modules:
         if getattr(module, "draw", None) is draw:
             monkeypatch.setattr(module, "draw", watched)
