@@ -63,7 +63,7 @@ check: $(STAMP) ## lint, format, types, imports, whether all extras install from
 		client/maskserve_client serving/maskserve_serving harness/maskserve_harness scripts/*.py scripts/bench scripts/mutants \
 		scripts/way_of_an_edit
 	# Triton wants a model.py in a folder of that number: each is a module `model` of its own.
-	for model in model_repository/*/1/model.py; do $(VENV)/bin/mypy $$model || exit 1; done
+	for model in model_repository/*/1/model.py services/*/1/model.py; do $(VENV)/bin/mypy $$model || exit 1; done
 	PYTHONPATH=engine:router:client:serving:harness $(VENV)/bin/lint-imports
 	$(PY) scripts/check_install.py
 

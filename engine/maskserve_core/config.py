@@ -305,6 +305,12 @@ class ControlsConfig(Table, frozen=True):
     (config.json and safetensors files). Empty: edits may name none."""
     device_bytes: Annotated[int, Meta(ge=2**10, le=2**50)] = 2**33
     """Bytes of ControlNets that stay on the denoiser's device."""
+    service: str = ""
+    """Address (HOST:PORT, gRPC) of a ControlNet service on this host, which then runs them; empty:
+    they run beside the base, on its device. `maskserve serve --controlnet-device` sets it."""
+    service_timeout_s: Annotated[float, Meta(ge=0.1, le=600.0)] = 5.0
+    """Silence of the service after which the edits that need it fail. Shorter than `[engine]
+    heartbeat_timeout_s`."""
     refresh: Annotated[int, Meta(ge=1, le=1000)] = 7
     """FLUX: beside a cached row a ControlNet computes all tokens at one step in so many, and the
     active ones at the others; 1: all tokens at each."""

@@ -32,6 +32,8 @@ from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
 from maskserve_engine.card_table import check_fits
+from maskserve_engine.control_link.served import Calls, ControlService
+from maskserve_engine.control_link.served_nets import ServedNetLoader
 from maskserve_engine.entry_store import estimated_costs, open_store, sized
 from maskserve_engine.executor import Executor
 from maskserve_engine.families.adapter import Adapter
@@ -178,6 +180,7 @@ class Engine:
         config: Config,
         lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader,
         policy: MakePolicy | None = None,
+        calls: Calls | None = None,
     ) -> Engine:
         """Load the model; slow.
 
@@ -185,6 +188,7 @@ class Engine:
             config: of this worker.
             lora_loader: as of the engine.
             policy: likewise; None: what the configuration says.
+            calls: of the ControlNet service; None: ControlNets run here.
 
         Raises:
             ConfigError: the model cannot be served.
@@ -199,7 +203,23 @@ class Engine:
             adapter = load_adapter(config)
         revision = model_revision(config.model.path, served_form(config))
         chosen = policy or StepScheduler
-        return cls(config, adapter, revision=revision, policy=chosen, lora_loader=lora_loader)
+        if calls is None:
+            return cls(config, adapter, revision=revision, policy=chosen, lora_loader=lora_loader)
+        service = ControlService(
+            calls,
+            adapter.device,
+            str(dtype_of(config)).removeprefix("torch."),
+            config.controls.service_timeout_s,
+        )
+        return cls(
+            config,
+            adapter,
+            revision=revision,
+            executor=lambda adapter, store: LocalExecutor(adapter, store, service),
+            policy=chosen,
+            lora_loader=lora_loader,
+            net_loader=lambda config, facts, bring: ServedNetLoader(config, facts, bring, service),
+        )
 
     @classmethod
     def _of_ranks(

@@ -156,6 +156,8 @@ class StepResult:
     lost: tuple[str, ...] = ()
     """Rows that went on without the entry that they were to read; they do not read it again."""
     failed: Mapping[str, EngineFailed] = field(default_factory=dict)
+    control_waits: tuple[float, ...] = ()
+    """Seconds that it waited for what a ControlNet service says, each time."""
 
 
 StepDone = Callable[[StepResult], None]

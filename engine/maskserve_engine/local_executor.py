@@ -18,6 +18,7 @@ from maskserve_engine.cache.loader import EntryLost
 from maskserve_engine.cache.reader import EntryReader
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
+from maskserve_engine.control_link.served import ControlService, ServedRow
 from maskserve_engine.device_clock import Span, mark
 from maskserve_engine.executor import (
     CachedRowSpec,
@@ -53,10 +54,16 @@ class LocalExecutor:
     Args:
         adapter: the model.
         store: of the entries; None: no row reads or makes any.
+        service: runs the rows' ControlNets; None: they run here.
     """
 
-    def __init__(self, adapter: Adapter, store: Store | None = None) -> None:
-        self._adapter, self._store = adapter, store
+    def __init__(
+        self,
+        adapter: Adapter,
+        store: Store | None = None,
+        service: ControlService | None = None,
+    ) -> None:
+        self._adapter, self._store, self._service = adapter, store, service
         self._rows: dict[str, Any] = {}
         self._readers: dict[str, EntryReader] = {}
         """Of the cached rows."""
@@ -64,6 +71,8 @@ class LocalExecutor:
         """Of all rows."""
         self._adapters: dict[str, LowRankSet] = {}
         self._nets: dict[str, Any] = {}
+        self._served: dict[str, ServedRow] = {}
+        """Rows whose ControlNets the service runs."""
         self._failed_steps = 0
 
     @property
@@ -90,6 +99,8 @@ class LocalExecutor:
 
     def drop_net(self, net: str) -> None:
         self._nets.pop(net, None)
+        if self._service is not None:
+            self._service.drop(net)
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
         self._readers[row].turn_over(key, anchors)
@@ -104,17 +115,27 @@ class LocalExecutor:
             return RowMade()
         if not isinstance(spec, CachedRowSpec):
             dense = adapter.dense_row(spec.job)
-            adapter.control(dense, spec.job, self._nets)
+            self._control(row, dense, spec.job)
             self._rows[row] = dense
             return RowMade()
         assert self._store is not None, _NO_STORE
         made = adapter.cached_row(spec.job, spec.noise_seed)
-        adapter.control(made, spec.job, self._nets)
+        self._control(row, made, spec.job)
         selection = made.selection
         assert selection is not None
         reader = EntryReader(self._store, spec.key, spec.anchors, selection, sure=spec.sure)
         self._rows[row], self._readers[row] = made, reader
         return RowMade(reader.complete, selection.digest)
+
+    def _control(self, row: str, made: Any, job: EditJob) -> None:
+        """Have a row add what its ControlNets say, wherever they run."""
+        if self._service is None:
+            self._adapter.control(made, job, self._nets)
+        elif job.controls:
+            opening = self._adapter.opening(made, job)
+            if opening is not None:
+                served = self._served[row] = self._service.open(opening)
+                self._adapter.serve_control(made, served)
 
     def load(self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)) -> dict[str, LoadState]:
         loads: dict[str, LoadState] = {}
@@ -165,6 +186,7 @@ class LocalExecutor:
             tuple([s for h, n in zip(handles, earlier, strict=True) for s in h.stalls[n:]]),
             tuple(lost),
             failed,
+            () if self._service is None else tuple(self._service.take_waits()),
         )
 
     def result(self, row: str) -> HostCopy:
@@ -182,6 +204,9 @@ class LocalExecutor:
     def release(self, row: str) -> RowLoads | None:
         self._rows.pop(row, None)
         self._jobs.pop(row, None)
+        served = self._served.pop(row, None)
+        if served is not None:
+            served.close()
         reader = self._readers.pop(row, None)
         if reader is not None:
             reader.release()
@@ -194,7 +219,8 @@ class LocalExecutor:
         return [] if self._store is None else self._store.loader.take_moves()
 
     def close(self) -> None:
-        """It runs nothing of its own."""
+        if self._service is not None:
+            self._service.close()
 
     # For who carries rows from one executor to another.
 
@@ -267,14 +293,18 @@ class LocalExecutor:
         entries: dict[str, Handle],
         failed: dict[str, EngineFailed],
     ) -> None:
+        own = False
         for row in list(running):
             try:
                 self._adapter.step([self._rows[row]], step.plan, [entries.get(row)])
+            except EngineFailed as error:  # not the model's fault, and said in words
+                running.remove(row)
+                failed[row], own = error, True
             except Exception as error:
                 _log.exception("the step of an edit failed", extra=about(row))
                 running.remove(row)
                 failed[row] = EngineFailed(f"a denoising step failed ({type(error).__name__})")
-        self._failed_steps = 0 if running else self._failed_steps + 1
+        self._failed_steps = 0 if running or own else self._failed_steps + 1
         if self._failed_steps >= _FAILED_STEPS:
             raise RuntimeError(f"{_FAILED_STEPS} steps in a row failed for every row")
 

@@ -81,6 +81,8 @@ class StepRunner:
         def done(result: StepResult) -> None:
             # Who was cancelled meanwhile has been answered.
             still = [edit for edit in running if self.manager.holds(edit)]
+            for seconds in result.control_waits:
+                self.observations.add("controlnet_stall_seconds", seconds)
             self._book(still, len(running), len(devices), result, planned)
             self._update(still, result, self._dense if planned is None else planned.plan.kinds)
 

@@ -120,6 +120,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="serve the ControlNets there: a folder for each, as diffusers saves them",
     )
     add(
+        "--controlnet-device",
+        default="",
+        metavar="D",
+        help="run ControlNets there, in a server of their own beside the workers: cpu, cuda or "
+        "cuda:N (default: on the base's device, before its step)",
+    )
+    add(
         "--weights",
         choices=WEIGHT_FORMS,
         default="",
@@ -221,6 +228,7 @@ def _options(given: argparse.Namespace) -> ServeOptions:
         adapters=given.adapters,
         fuse_loras=tuple(given.fuse_lora),
         controlnets=given.controlnets,
+        controlnet_device=given.controlnet_device,
         load_timeout_s=given.load_timeout,
         drain_grace_s=given.drain_grace,
         weights=given.weights,

@@ -13,7 +13,8 @@ _PACKAGE = Path(__file__).resolve().parent
 _CARRIED = (_PACKAGE / "model_repository").is_dir()
 _MODELS_ROOT = _PACKAGE if _CARRIED else _PACKAGE.parents[1]
 MODELS, ENSEMBLE = _MODELS_ROOT / "model_repository", _MODELS_ROOT / "ensemble"
-"""Triton's model repositories: the models, and the ensemble that joins them."""
+SERVICES = _MODELS_ROOT / "services"
+"""Triton's model repositories: the models, the ensemble that joins them, and the services."""
 DEFAULT_ROUTER_PORT = 8080
 DEFAULT_BASE_PORT = 9000
 """The client's default address is the first worker's gRPC port, one above."""
@@ -81,6 +82,9 @@ class ServeOptions:
     laid over `[model]`. Empty: what the configuration says."""
     controlnets: str = ""
     """Folder of ControlNets; laid over `[controls]`. Empty: what the configuration says."""
+    controlnet_device: str = ""
+    """Device of a ControlNet service, as `[model] device`; empty: ControlNets run beside the base.
+    Its ports are base + {4 HTTP, 5 gRPC, 6 metrics}."""
     load_timeout_s: float = 900.0
     """How long a worker may take to load its model."""
     drain_grace_s: float | None = None

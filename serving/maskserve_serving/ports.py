@@ -24,6 +24,11 @@ class Ports:
         first = base + STRIDE * index
         return cls(first, first + 1, first + 2)
 
+    @classmethod
+    def of_controlnet(cls, base: int) -> Ports:
+        """Of the ControlNet service, among those set aside for the first worker."""
+        return cls(base + 4, base + 5, base + 6)
+
     def all(self) -> dict[str, int]:
         return {"HTTP": self.http, "gRPC": self.grpc, "metrics": self.metrics}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from maskserve_core.config import Config, cores
 from maskserve_serving.files import WorkerFiles, with_values
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import Ports
@@ -78,8 +79,16 @@ class Spec:
         return with_values(tables, "adapters", **{**own, **given})
 
     def with_controlnets(self, tables: dict[str, Any]) -> dict[str, Any]:
-        """`tables`, with where ControlNets are."""
-        given = self.options.controlnets
-        if not given:
-            return tables
-        return with_values(tables, "controls", folder=str(Path(given).absolute()))
+        """`tables`, with where ControlNets are, and the service that runs them."""
+        own: dict[str, str] = {}
+        if self.options.controlnets:
+            own["folder"] = str(Path(self.options.controlnets).absolute())
+        if self.options.controlnet_device:
+            own["service"] = f"127.0.0.1:{Ports.of_controlnet(self.options.base_port).grpc}"
+        return with_values(tables, "controls", **own) if own else tables
+
+    def threads(self, config: Config) -> int:
+        """CPU threads of each process that steps: what is configured, or its share of the cores."""
+        given: int = config.model.torch_threads
+        service = 1 if self.options.controlnet_device else 0
+        return given or max(1, cores() // (self.options.workers * config.engine.devices + service))

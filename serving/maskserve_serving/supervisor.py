@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 
+from maskserve_serving.controlnet import ControlNetProcess
 from maskserve_serving.cpu_split import tried_devices
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import (
@@ -58,6 +59,8 @@ class Supervisor:
         self.options, self._backoff_s = options, backoff_s
         self.workers: list[WorkerProcess] = []
         self.router: RouterProcess | None = None
+        self.service: ControlNetProcess | None = None
+        """Of ControlNets."""
         self._watches: list[Watch] = []
         self._closing = threading.Event()
         self._looking_away = threading.Event()
@@ -95,6 +98,8 @@ class Supervisor:
         if options.devices_per_worker == "auto":
             options = replace(options, devices_per_worker=tried_devices(options, tables))
         self.workers = make_workers(options, runtime, tables)
+        if options.controlnet_device:
+            self.service = ControlNetProcess(self.workers[0].spec)
         if options.router:
             addresses = [worker.grpc_url for worker in self.workers]
             run_dir = self.workers[0].spec.files.root.parent
@@ -132,8 +137,8 @@ class Supervisor:
             return finished
 
         finished = True
-        # The router first: it has the workers finish what it has passed on.
-        for group in ([self.router], self.workers):
+        # The router first: it has the workers finish what it has passed on. What they need, last.
+        for group in ([self.router], self.workers, [self.service]):
             watches = [watch for watch in self._watches if watch.process in group]
             with ThreadPoolExecutor(max(1, len(watches))) as pool:
                 finished = all(pool.map(stop, watches)) and finished
@@ -296,7 +301,8 @@ class Supervisor:
             os.close(file)
 
     def _processes(self) -> list[Process]:
-        return [*self.workers, *([self.router] if self.router is not None else [])]
+        others = [each for each in (self.router, self.service) if each is not None]
+        return [*self.workers, *others]
 
     def _files(self) -> list[WorkerFiles]:
         return [worker.spec.files for worker in self.workers]

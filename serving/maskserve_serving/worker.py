@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from maskserve_core.config import Config, cores, gpus_wanted
+from maskserve_core.config import Config, gpus_wanted
 from maskserve_core.worker.admission import Gate
 from maskserve_core.worker.liveness import Processes, Silence, signed_in, signed_in_for_s
 from maskserve_core.worker.status import StatusReader
@@ -83,8 +83,7 @@ class WorkerProcess(Process):
         tables = with_values(tables, "", worker=self.name, **folders)
         self.config = spec.files.prepare(tables)
         if self.config.model.torch_threads == 0:
-            ranks = spec.options.workers * self.config.engine.devices
-            threads = max(1, cores() // ranks)
+            threads = spec.threads(self.config)
             self.config = spec.files.prepare(with_values(tables, "model", torch_threads=threads))
         self._status.close()
         self._processes.close()

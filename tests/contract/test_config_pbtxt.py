@@ -12,16 +12,17 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from maskserve_core.contracts import tensors as tensor_tables
-from maskserve_core.contracts.tensors import CONTRACTS, Tensor
+from maskserve_core.contracts.tensors import SERVICES, Tensor
+from maskserve_harness.documents.model_configs import ALL as CONTRACTS
 from maskserve_harness.documents.model_configs import config_text, path_of
 
 ROOT = Path(__file__).parents[2]
 FILES = {
     path.parent.name: path
-    for folder in ("model_repository", "ensemble")
+    for folder in ("model_repository", "ensemble", "services")
     for path in (ROOT / folder).glob("*/config.pbtxt")
 }
-ON_DEVICE = ("encoder", "denoiser", "decoder")
+ON_DEVICE = ("encoder", "denoiser", "decoder", *SERVICES)
 DTYPES = {"TYPE_STRING": "BYTES", "TYPE_UINT8": "UINT8", "TYPE_FP32": "FP32"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import FluxControlNetModel
+from diffusers import ControlNetModel, FluxControlNetModel
 
 CHANNELS = 16
 """Of a latents' token."""
@@ -31,4 +31,30 @@ def random_net(seed: int, doubles: int, singles: int, **asked: Any) -> FluxContr
         for name, weight in net.named_parameters():
             if name.startswith("controlnet"):
                 torch.nn.init.normal_(weight, std=0.3)
+    return net
+
+
+def random_unet_net(unet: Any, seed: int, **asked: Any) -> ControlNetModel:
+    """Of a UNet's sizes; nothing in it is zero. The tiny VAE shrinks 4 times, not 8: so does the
+    part that reads pictures.
+    """
+    names = (
+        "down_block_types", "block_out_channels", "layers_per_block", "norm_num_groups",
+        "cross_attention_dim", "attention_head_dim", "use_linear_projection",
+        "transformer_layers_per_block", "addition_embed_type", "addition_time_embed_dim",
+        "projection_class_embeddings_input_dim",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = ControlNetModel(
+            **{
+                "in_channels": 4,
+                "conditioning_embedding_out_channels": (8, 8, 16),
+                **{name: unet.config[name] for name in names},
+                **asked,
+            }
+        ).eval()
+        for name, weight in net.named_parameters():
+            if name.startswith("controlnet"):
+                torch.nn.init.normal_(weight, std=0.2)
     return net

@@ -177,6 +177,19 @@ CONTRACTS: dict[str, Contract] = {
     ),
 }
 
+SERVICES: dict[str, Contract] = {
+    "controlnet": Contract(
+        "ControlNets of the edits of several workers, in a server of their own. Decoupled: a "
+        "request is answered when what it asks for is done, by whichever thread did it. What "
+        "nets add to steps does not come this way.",
+        (text("OP"), Tensor("ARRAYS", "UINT8", (-1,), optional=True)),
+        (text("RESULT"),),
+        decoupled=True,
+        on_device=True,
+    ),
+}
+"""Models that no worker loads: each is served by a Triton beside the workers."""
+
 ENSEMBLE = "edit_pipeline"
 STEPS = ("preprocess", "encoder", "denoiser", "decoder", "postprocess")
 """The ensemble's models, in order."""

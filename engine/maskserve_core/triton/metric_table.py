@@ -112,6 +112,9 @@ ENGINE_METRICS = {
     "controlnet_wait_seconds": _histogram(
         "Seconds that an edit waited for its ControlNets; edits that did.", _WAIT
     ),
+    "controlnet_stall_seconds": _histogram(
+        "Seconds that a step waited for what a ControlNet service adds, each time.", _STALL
+    ),
     "cache_drift": _histogram(
         "Difference of cached from dense latents inside the mask, relative, of audited edits; the "
         "first templates have histograms of their own.",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
-from maskserve_core.models.control_nets import ControlNets
+from maskserve_core.models.control_nets import ControlNets, KnownControlNet
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import dtype_of
@@ -70,6 +70,10 @@ class ControlNetLoader:
         """
         return self._nets.find(control.name, _FIELD).config
 
+    def holds(self, control: ResolvedControl) -> bool:
+        """Whether what was loaded is there still."""
+        return True
+
     def load(
         self, control: ResolvedControl, done: Callable[[LoadedNet | MaskserveError], None]
     ) -> None:
@@ -91,15 +95,8 @@ class ControlNetLoader:
                     f"{_FIELD}: ControlNet {control.name} has just been replaced; "
                     "send the edit again"
                 )
-            with one_cpu_thread():
-                model = getattr(diffusers, self._facts.control.net).from_pretrained(
-                    net.path,
-                    torch_dtype=dtype_of(self._config),
-                    use_safetensors=True,
-                    local_files_only=True,
-                )
-                self._bring(control.version, model.eval())
-            done(LoadedNet(net.name, _digest(net.path), time.monotonic() - begin))
+            digest = self._loaded(net)
+            done(LoadedNet(net.name, digest, time.monotonic() - begin))
         except MaskserveError as error:
             done(error)
         except ValueError as error:
@@ -110,6 +107,18 @@ class ControlNetLoader:
         except Exception:
             _log.exception("ControlNet %s could not be loaded", control.name)
             done(EngineFailed(f"{_FIELD}: ControlNet {control.name} could not be loaded"))
+
+    def _loaded(self, net: KnownControlNet) -> str:
+        """Have it brought; its digest."""
+        with one_cpu_thread():
+            model = getattr(diffusers, self._facts.control.net).from_pretrained(
+                net.path,
+                torch_dtype=dtype_of(self._config),
+                use_safetensors=True,
+                local_files_only=True,
+            )
+            self._bring(net.version, model.eval())
+        return _digest(net.path)
 
 
 def _digest(folder: Path) -> str:

@@ -18,6 +18,9 @@ from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle
+from maskserve_engine.control_link.opening import Opening
+from maskserve_engine.control_link.served import ServedRow
+from maskserve_engine.families.control_batches import NetBatch
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.layers.low_rank import Adapters, Factors, LowRankSet
 
@@ -186,6 +189,29 @@ class Adapter(Protocol):
             job: that it was made of, with `controls`.
             nets: from `control_net`, by name: all that these name.
         """
+        ...
+
+    def opening(self, row: Any, job: EditJob) -> Opening | None:
+        """What a ControlNet service is to know of a row that has taken no step; None: no ControlNet
+        acts on it. Its nets have the job's controls, in their order.
+        """
+        ...
+
+    def serve_control(self, row: Any, served: ServedRow) -> None:
+        """Have a row add what a service says."""
+        ...
+
+    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> Any:
+        """A row whose base is elsewhere, as a service holds it.
+
+        Args:
+            opening: its arrays on the nets' device and in the model's dtype.
+            nets: from `control_net`, by name.
+        """
+        ...
+
+    def net_batch(self) -> NetBatch[Any]:
+        """What runs nets beside such rows."""
         ...
 
     def step(

@@ -33,6 +33,8 @@ class ControlNetSource(Protocol):
 
     def config(self, control: ResolvedControl) -> Mapping[str, Any]: ...
 
+    def holds(self, control: ResolvedControl) -> bool: ...
+
     def load(
         self, control: ResolvedControl, done: Callable[[LoadedNet | MaskserveError], None]
     ) -> None: ...
@@ -176,6 +178,8 @@ class EditControlNets:
         return tuple(sorted({loaded.name for loaded in self._loaded.values()}))
 
     def _bring(self, resource: Resource, control: ResolvedControl) -> None:
+        if not self._loader.holds(control):  # it went with the service that held it
+            self._residency.drop(resource)
         if self._residency.state(resource) not in ("here", "coming"):
             nbytes = self._loader.device_bytes(control)
             # It is asked for now, so all that nobody holds may go for it, whatever its worth.

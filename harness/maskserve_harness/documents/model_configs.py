@@ -14,23 +14,30 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as config_pb
 
-from maskserve_core.contracts.tensors import CONTRACTS, ENSEMBLE, Contract, ensemble_steps
+from maskserve_core.contracts.tensors import (
+    CONTRACTS,
+    ENSEMBLE,
+    SERVICES,
+    Contract,
+    ensemble_steps,
+)
 from maskserve_harness.checkout import CHECKOUT
 
 _MADE = "Made by scripts/model_configs.py from maskserve_core/contracts/tensors.py."
 _TYPES = {"BYTES": "TYPE_STRING", "UINT8": "TYPE_UINT8", "FP32": "TYPE_FP32"}
 _WIDTH = 100
+ALL = {**CONTRACTS, **SERVICES}
 
 
 def path_of(name: str) -> Path:
     """The config.pbtxt of a model."""
-    folder = "ensemble" if name == ENSEMBLE else "model_repository"
-    return CHECKOUT / folder / name / "config.pbtxt"
+    folder = "ensemble" if name == ENSEMBLE else "services" if name in SERVICES else None
+    return CHECKOUT / (folder or "model_repository") / name / "config.pbtxt"
 
 
 def config_text(name: str) -> str:
     """What the config.pbtxt of a model holds: a comment, then Triton's ModelConfig as text."""
-    contract = CONTRACTS[name]
+    contract = ALL[name]
     config = config_pb.ModelConfig(name=name)
     _declare(config, contract)
     if name == ENSEMBLE:
@@ -74,7 +81,7 @@ def _comment(sentence: str) -> list[str]:
 
 
 def main() -> int:
-    stale = [name for name in CONTRACTS if _read(path_of(name)) != config_text(name)]
+    stale = [name for name in ALL if _read(path_of(name)) != config_text(name)]
     if "--check" in sys.argv[1:]:
         for name in stale:
             print(f"{path_of(name)} is not what scripts/model_configs.py writes", file=sys.stderr)

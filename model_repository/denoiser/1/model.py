@@ -5,6 +5,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import Config
+from maskserve_core.triton.controlnet_calls import ControlNetCalls
 from maskserve_core.triton.metrics import EngineMetrics, MetricsThread
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
@@ -21,7 +22,8 @@ class TritonPythonModel(WorkerModel):
 
     def open(self, config: Config) -> None:
         hide_unused_libraries(config)
-        self._engine = Engine.load(config)
+        calls = ControlNetCalls(config.controls.service) if config.controls.service else None
+        self._engine = Engine.load(config, calls=calls)
         self._engine.start()
         self._engine.warm_up()
         self._tracer = make_tracer(config, "denoiser")

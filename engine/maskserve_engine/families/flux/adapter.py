@@ -23,15 +23,23 @@ from maskserve_engine.batch.flow import Negative
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
+from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
+from maskserve_engine.control_link.served import ServedRow
 from maskserve_engine.families.flux.batch import FluxBatch, Row
 from maskserve_engine.families.flux.compiled import compile_segments
 from maskserve_engine.families.flux.conditioning import PATCH, FluxInputs, FluxPrompt, FluxTemplate
-from maskserve_engine.families.flux.control import FluxControlNet, FluxNetInput, FluxRowControl
+from maskserve_engine.families.flux.control import (
+    FluxControlNet,
+    FluxNetBatch,
+    FluxNetInput,
+    FluxNetRow,
+    FluxRowControl,
+)
 from maskserve_engine.families.flux.preparation import FluxPreparation, grid_of
 from maskserve_engine.families.flux.rows import FluxInactive, FluxPrimingRow, FluxRow
 from maskserve_engine.families.flux.schedule import check_sampler, load_sampler, make_schedule
 from maskserve_engine.families.flux.weights import FluxWeights, places_of
-from maskserve_engine.job import Conditioning, ControlInput, EditJob, TokenCounts
+from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.layers.low_rank import (
     Adapters,
     Factors,
@@ -268,42 +276,50 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
             given = (prepared.inputs.prompt.embeds, [tokens for _, tokens in prepared.controls])
             embeds, pictures = moved(given, self.device)
             inputs = [
-                self._net_input(row, job, control, nets[control.net], tokens, embeds)
+                FluxNetInput.made(
+                    control,
+                    nets[control.net],
+                    _in_order(row, tokens),
+                    embeds,
+                    job.request.settings.guidance_scale,
+                )
                 for (control, _), tokens in zip(prepared.controls, pictures, strict=True)
             ]
             row.residuals = FluxRowControl(tuple(inputs), self._control_refresh) if inputs else None
 
-    def _net_input(
-        self,
-        row: FluxRow,
-        job: EditJob,
-        control: ControlInput,
-        net: FluxControlNet,
-        tokens: Tensor,
-        embeds: Tensor,
-    ) -> FluxNetInput:
-        """What a net is given of an edit.
-
-        Args:
-            row: of the edit.
-            job: the edit.
-            control: the picture's part in it.
-            net: the picture's.
-            tokens: [N, 4C] the picture's latents.
-            embeds: [T, in] the prompt's states.
-        """
-        if row.inactive is not None:
-            tokens = tokens[torch.cat((row.inactive.active, row.inactive.index))]
-        text = net.weights.context_embedder(embeds, ((0, len(embeds)),))
-        if net.modes is not None:
-            assert control.mode is not None, (
-                "a union net's control comes with its mode (validation)"
+    def opening(self, row: Any, job: EditJob) -> Opening | None:
+        prepared = self._preparation.prepared(job)
+        if not prepared.controls:
+            return None
+        with torch.inference_mode():
+            cis = row.cis
+            if row.inactive is not None:
+                cis = torch.cat((cis, row.inactive.cis))
+            facts = OpeningFacts(
+                tuple([OpenedControl.of(control) for control, _ in prepared.controls]),
+                tuple([step.timestep for step in row.walk(0)]),
+                len(row.text),
+                job.request.settings.guidance_scale,
+                self._control_refresh,
             )
-            text = torch.cat((net.modes[control.mode][None], text))
-        guided = net.weights.time_text_embed.guidance_embedder is not None
-        guidance = job.request.settings.guidance_scale if guided else None
-        hint = net.hint_embedder(tokens, ((0, len(tokens)),))
-        return FluxNetInput(control, net, hint, text, guidance)
+            pictures = [_in_order(row, tokens.to(self.device)) for _, tokens in prepared.controls]
+            arrays = {
+                "embeds": prepared.inputs.prompt.embeds,
+                "pooled": row.pooled,
+                "cis": torch.view_as_real(cis),
+                **{f"picture.{i}": picture for i, picture in enumerate(pictures)},
+            }
+            return Opening(facts, arrays)
+
+    def serve_control(self, row: Any, served: ServedRow) -> None:
+        row.residuals = served
+
+    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> FluxNetRow:
+        with torch.inference_mode():
+            return FluxNetRow.of(opening, nets)
+
+    def net_batch(self) -> FluxNetBatch:
+        return FluxNetBatch()
 
     def _text(self, embeds: Tensor, adapters: Adapters = ()) -> Tensor:
         """[T, width] what the model's first layer makes of a prompt's states [T, in]."""
@@ -351,3 +367,10 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
         ids[text:, 2] = torch.arange(gw, device=self.device).repeat(gh)
         cos, sin = self.model.pos_embed(ids)  # each angle stands twice, side by side
         return torch.complex(cos[:, ::2].contiguous(), sin[:, ::2].contiguous())
+
+
+def _in_order(row: FluxRow, tokens: Tensor) -> Tensor:
+    """[N, ...] of the picture's tokens, those that the row computes first."""
+    if row.inactive is None:
+        return tokens
+    return tokens[torch.cat((row.inactive.active, row.inactive.index))]

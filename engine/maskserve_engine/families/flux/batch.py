@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from maskserve_engine.batch.flow import FlowBatch
+from maskserve_engine.control_link.served import RowAsk, ServedRow, ask_service, new_batch
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.control import FluxControlled, FluxRowControl, Nets
 from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
@@ -25,6 +28,12 @@ class FluxBatch(FlowBatch[Row, FluxWeights]):
             if isinstance(row, FluxRow) and isinstance(row.residuals, FluxRowControl)
         )
         self._nets = Nets()
+        self._served = tuple(
+            (row, row.residuals)
+            for row in rows
+            if isinstance(row, FluxRow) and isinstance(row.residuals, ServedRow)
+        )
+        self._number = new_batch() if self._served else 0
         self._vectors: tuple[Vectors, ...] = ()
         """Of `ahead` steps, the present one among them."""
 
@@ -33,6 +42,8 @@ class FluxBatch(FlowBatch[Row, FluxWeights]):
         return steps_ahead(passes)
 
     def begin_step(self, weights: FluxWeights, at: int) -> FluxStep:
+        if self._served:
+            ask_service([_asked(row, served) for row, served in self._served], self._number)
         if self._controlled:
             self._run_nets()
         return FluxStep(weights, self._vectors_of(weights, at))
@@ -60,3 +71,12 @@ class FluxBatch(FlowBatch[Row, FluxWeights]):
                 for row, control in self._controlled
             ]
         )
+
+
+def _asked(row: FluxRow, served: ServedRow) -> RowAsk:
+    """What a service is given of a row's next step: the latents of all its tokens."""
+    given, channels = row.model_input(), row.channels
+    tokens = given.tokens[:, :channels]
+    if given.rest is not None:
+        tokens = torch.cat((tokens, given.rest.tokens()[:, :channels]))
+    return RowAsk(served, row.step, tokens, len(given.tokens))

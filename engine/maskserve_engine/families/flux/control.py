@@ -11,7 +11,7 @@ step in so many and keeps them with the edit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from maskserve_engine.batch.forward import State
 from maskserve_engine.batch.inputs import Packed, RowInput
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.cache.entries import Coded
+from maskserve_engine.control_link.opening import Opening
+from maskserve_engine.families.control_batches import NetStep, Residual, Send
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import FluxWeights
@@ -83,7 +85,7 @@ class FluxControlNet:
                 ),
             )
 
-    def samples(self, packed: Packed, at: Vectors) -> list[list[Tensor]]:
+    def samples(self, packed: Packed, at: Vectors) -> Iterator[list[Tensor]]:
         """What the net says behind each of its blocks.
 
         Args:
@@ -91,19 +93,17 @@ class FluxControlNet:
                 [n, channels + width], the latents beside what `hint_embedder` made of the picture.
             at: of the step.
 
-        Returns:
-            per block, per row [n, width] of the tokens that were computed.
+        Yields:
+            behind each block, per row [n, width] of the tokens that were computed.
         """
         own, stream = self.weights, packed.layout.narrow.image_stream
         latents, hints = packed.tokens.split((self.channels, own.width), dim=1)
         image = own.x_embedder(latents.contiguous(), stream.spans) + hints
         kinds = ("kv",) * len(self.outs)
         state = State(FluxStep(own, at), packed, kinds, (packed.text, image))
-        found = []
         for number, out in enumerate(self.outs):
             state.run(number, number + 1)
-            found.append(list(out(state.computed_image(), stream.spans).split(stream.lengths)))
-        return found
+            yield list(out(state.computed_image(), stream.spans).split(stream.lengths))
 
 
 def spread(count: int, first: int, of: int) -> list[tuple[int, ...]]:
@@ -126,6 +126,34 @@ class FluxNetInput(NamedTuple):
     text: Tensor
     """[T, width] after the net's context_embedder; of a union net behind its mode's token."""
     guidance: float | None
+
+    @classmethod
+    def made(
+        cls,
+        control: ControlInput,
+        net: FluxControlNet,
+        picture: Tensor,
+        embeds: Tensor,
+        guidance_scale: float | None,
+    ) -> FluxNetInput:
+        """What a net makes of an edit, once.
+
+        Args:
+            control: the picture's part in it.
+            net: the picture's.
+            picture: [N, 4C] its latents, in the order of the row's tokens.
+            embeds: [T, in] the prompt's states.
+            guidance_scale: of the edit.
+        """
+        text = net.weights.context_embedder(embeds, ((0, len(embeds)),))
+        if net.modes is not None:
+            assert control.mode is not None, (
+                "a union net's control comes with its mode (validation)"
+            )
+            text = torch.cat((net.modes[control.mode][None], text))
+        guided = net.weights.time_text_embed.guidance_embedder is not None
+        hint = net.hint_embedder(picture, ((0, len(picture)),))
+        return cls(control, net, hint, text, guidance_scale if guided else None)
 
     def of(self, row: RowInput) -> RowInput:
         """Of a row, for the tokens that it computes."""
@@ -188,6 +216,10 @@ class FluxRowControl:
         return self.added.get(number)
 
 
+Told = Callable[[Sequence[tuple[FluxRowControl, Sequence[int]]]], None]
+"""Takes rows, each with places of the base at which nothing more will be added to `added`."""
+
+
 class FluxControlled(NamedTuple):
     """A row with control that is about to take a step."""
 
@@ -235,9 +267,13 @@ class Nets:
         """By net and the rows' inputs: the first row's step when they were computed, and those of
         it and of the steps behind it."""
 
-    def run(self, rows: Sequence[FluxControlled]) -> None:
+    def run(self, rows: Sequence[FluxControlled], told: Told | None = None) -> None:
         """Have what ControlNets add to the next step of these rows in their `FluxRowControl`. Each
         net runs once, over all rows that have it.
+
+        Args:
+            rows: at least one.
+            told: of what is whole while later blocks of the nets still run.
         """
         asked: dict[int, list[Asked]] = {}
         for each in rows:
@@ -246,22 +282,45 @@ class Nets:
                 scale = own.control.scale_at(each.step, each.steps)
                 if scale:
                     asked.setdefault(id(own.net), []).append(Asked(each, number, own, scale))
-        for same in asked.values():
-            self._run(same[0].own.net, same)
+        last = {id(each.row.control): net for net, same in asked.items() for each in same}
+        for net, same in asked.items():
+            whole = {id(each.row.control): each.row.control for each in same}
+            self._run(
+                same[0].own.net,
+                same,
+                [control for key, control in whole.items() if told and last[key] == net],
+                told,
+            )
 
-    def _run(self, net: FluxControlNet, same: Sequence[Asked]) -> None:
+    def _run(
+        self,
+        net: FluxControlNet,
+        same: Sequence[Asked],
+        whole: Sequence[FluxRowControl],
+        told: Told | None,
+    ) -> None:
+        """Run a net for all rows that have it.
+
+        Args:
+            net: to run.
+            same: its rows.
+            whole: of those the ones for which no net runs after it.
+            told: as of `run`.
+        """
         inputs = [each.given() for each in same]
         packed = Packed(inputs)
         found = net.samples(packed, self._vectors_of(net, same, packed))
-        for each, given in zip(same, inputs, strict=True):
-            if isinstance(given.capture, KeptKV):
-                each.row.control.kept[each.number] = given.capture
         for places, by_row in zip(net.places, found, strict=True):
             for (row, _, _, scale), sample in zip(same, by_row, strict=True):
                 scaled = sample[: len(row.row.tokens)] * scale
                 for place in places:
                     before = row.control.added.get(place)
                     row.control.added[place] = scaled if before is None else before + scaled
+            if told is not None:
+                told([(control, places) for control in whole])
+        for each, given in zip(same, inputs, strict=True):
+            if isinstance(given.capture, KeptKV):
+                each.row.control.kept[each.number] = given.capture
 
     def _vectors_of(self, net: FluxControlNet, same: Sequence[Asked], packed: Packed) -> Vectors:
         """Those of the step, computed for up to AHEAD steps at once."""
@@ -275,3 +334,104 @@ class Nets:
             begin, kept = step, vectors(net.weights, emb)
             self._vectors[key] = begin, kept
         return kept[step - begin]
+
+
+class _Sent(NamedTuple):
+    """`batch.inputs.InactiveTokens` of a cached row whose base is elsewhere."""
+
+    cis: Tensor
+    inactive: Tensor
+    """[m, channels] as this step has sent them."""
+
+    def tokens(self) -> Tensor:
+        return self.inactive
+
+    @property
+    def entry(self) -> object:
+        raise AssertionError("a net reads no template's entry")
+
+    def source(self, block: int, part: str) -> KvSource:
+        raise AssertionError("a net reads no template's entry")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FluxNetRow:
+    """A row whose base is elsewhere, as a ControlNet service holds it."""
+
+    control: FluxRowControl
+    base: RowInput
+    """Of the base's input what nets ask for; no tokens, and text only to be counted."""
+    cis: Tensor
+    """[T + N, head_dim / 2] of text and of all tokens, in the row's order."""
+    timesteps: Sequence[float]
+
+    @classmethod
+    def of(cls, opening: Opening, nets: Mapping[str, FluxControlNet]) -> FluxNetRow:
+        """From `FluxAdapter.opening`, its arrays on the nets' device."""
+        facts, arrays = opening.facts, opening.arrays
+        inputs = [
+            FluxNetInput.made(
+                each.input, nets[each.net], arrays[f"picture.{i}"], arrays["embeds"], facts.guidance
+            )
+            for i, each in enumerate(facts.controls)
+        ]
+        none = arrays["embeds"].new_empty(0, 0)
+        text = arrays["embeds"].new_empty(facts.text, 0)
+        cis = torch.view_as_complex(arrays["cis"])
+        base = RowInput(none, text, arrays["pooled"], None, cis)
+        return cls(FluxRowControl(tuple(inputs), facts.refresh), base, cis, facts.timesteps)
+
+    def at(self, step: int, tokens: Tensor, computed: int) -> FluxControlled:
+        """The row as it is about to take a step.
+
+        Args:
+            step: of the row.
+            tokens: [N, channels] its latents, those that the base computes first.
+            computed: of them.
+        """
+        own, rest = tokens.split((computed, len(tokens) - computed))
+        text = len(self.base.text)
+        cis, others = self.cis.split((text + computed, len(self.cis) - text - computed))
+        sent = _Sent(others, rest) if len(rest) else None
+        row = replace(self.base, tokens=own, cis=cis, rest=sent)
+        ahead = self.timesteps[step : step + AHEAD]
+        return FluxControlled(self.control, row, ahead, step, len(self.timesteps))
+
+
+class FluxNetBatch:
+    """See `families.adapter.NetBatch`."""
+
+    def __init__(self) -> None:
+        self._nets = Nets()
+
+    def run(self, rows: Sequence[NetStep[FluxNetRow]], send: Send) -> None:
+        names = {id(each.row.control): each.name for each in rows}
+        left = {each.name: each.row.control for each in rows}
+        sent: dict[str, set[int]] = {name: set() for name in left}
+
+        def told(whole: Sequence[tuple[FluxRowControl, Sequence[int]]]) -> None:
+            found = []
+            for control, places in whole:
+                name = names[id(control)]
+                found += [Residual(name, *run) for run in _runs(control, places)]
+                sent[name].update(places)
+            send(found)
+
+        self._nets.run([each.row.at(each.step, each.sample, each.computed) for each in rows], told)
+        rest = []
+        for name, control in left.items():  # where a deeper net ran before the last one
+            places = sorted(control.added.keys() - sent[name])
+            rest += [Residual(name, *run) for run in _runs(control, places)]
+        if rest:
+            send(rest)
+
+
+def _runs(control: FluxRowControl, places: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
+    """(first place, last place, what is added at both and between them)."""
+    begin = 0
+    for i, place in enumerate(places):
+        here = control.added[place]
+        following = places[i + 1] if i + 1 < len(places) else None
+        if following != place + 1 or control.added[following] is not here:
+            yield places[begin], place, here
+            begin = i + 1

@@ -20,12 +20,18 @@ from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
+from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
+from maskserve_engine.control_link.served import ServedRow
 from maskserve_engine.families.unet.batch import Row, UnetBatch
 from maskserve_engine.families.unet.conditioning import UnetInputs
 from maskserve_engine.families.unet.control import (
     PassControl,
+    ServedPass,
+    UnetNetBatch,
     UnetNetInput,
+    UnetNetRow,
     UnetRowControl,
+    UnetServedControl,
     check_net,
 )
 from maskserve_engine.families.unet.forward import added_embedding
@@ -249,21 +255,52 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         if not acts:
             return
         with torch.inference_mode():
-            prompts = [job.conditioning]
-            if row.guidance is not None:
-                assert job.negative is not None, "guided rows have a negative prompt"
-                prompts.append(job.negative)
-            texts = [self._preparation.texts(each, job) for each in prompts]
-            own = tuple([torch.stack(each) for each in zip(*texts, strict=True)])
-            given, pictures = moved((own, [self._picture(each) for each in acts]), self.device)
-            text, *micro = given
+            text, micro, pictures = moved(self._given(row, job, acts), self.device)
             inputs = tuple(
                 [
                     UnetNetInput(control, nets[control.net], picture, text, tuple(micro))
                     for control, picture in zip(acts, pictures, strict=True)
                 ]
             )
-            row.control = UnetRowControl(inputs, tuple([PassControl() for _ in prompts]))
+            row.control = UnetRowControl(inputs, tuple([PassControl() for _ in text]))
+
+    def opening(self, row: Any, job: EditJob) -> Opening | None:
+        acts = acting(job.controls, row.steps)
+        if not acts:
+            return None
+        with torch.inference_mode():
+            text, micro, pictures = self._given(row, job, acts)
+            arrays = {"texts": text}
+            arrays |= {f"micro.{i}": each for i, each in enumerate(micro)}
+            arrays |= {f"picture.{i}": each for i, each in enumerate(pictures)}
+            controls = tuple([OpenedControl.of(each) for each in acts])
+            return Opening(OpeningFacts(controls, tuple(row.timesteps_ahead)), arrays)
+
+    def serve_control(self, row: Any, served: ServedRow) -> None:
+        count = 1 if row.guidance is None else 2
+        row.control = UnetServedControl(
+            served, tuple([ServedPass(served, number) for number in range(count)])
+        )
+
+    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> UnetNetRow:
+        return UnetNetRow.of(opening, nets)
+
+    def net_batch(self) -> UnetNetBatch:
+        return UnetNetBatch()
+
+    def _given(
+        self, row: Any, job: EditJob, acts: Sequence[ControlInput]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """What nets are given of an edit, in host memory: the passes' texts, SDXL's
+        micro-conditioning, and the controls' pictures.
+        """
+        prompts = [job.conditioning]
+        if row.guidance is not None:
+            assert job.negative is not None, "guided rows have a negative prompt"
+            prompts.append(job.negative)
+        texts = [self._preparation.texts(each, job) for each in prompts]
+        text, *micro = [torch.stack(each) for each in zip(*texts, strict=True)]
+        return text, micro, [self._picture(each) for each in acts]
 
     def _picture(self, control: ControlInput) -> Tensor:
         """[1, 3, H, W] from 0 to 1."""

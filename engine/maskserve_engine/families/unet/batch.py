@@ -10,7 +10,13 @@ import torch
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
-from maskserve_engine.families.unet.control import UnetControlled, run_nets
+from maskserve_engine.control_link.served import RowAsk, ask_service, new_batch
+from maskserve_engine.families.unet.control import (
+    UnetControlled,
+    UnetRowControl,
+    UnetServedControl,
+    run_nets,
+)
 from maskserve_engine.families.unet.forward import PackedPasses, forward
 from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
 from maskserve_engine.families.unet.weights import UnetWeights
@@ -35,6 +41,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         self._by_step = torch.tensor([own[:steps] for own in ahead]).T.repeat_interleave(counts, 1)
         """[steps, passes] timesteps from `_begin` on; on the device once the first one is."""
         self._inputs = [each for passes in own for each in passes]
+        self._number = new_batch()
         self._weights: UnetWeights | None = None
         """The model's, with what the rows' adapters change in them."""
 
@@ -84,15 +91,16 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
 
     def _run_nets(self, samples: Sequence[torch.Tensor]) -> None:
         """Have ControlNets say what they add to this step, of the rows' [in_channels, h, w]."""
-        run_nets(
-            [
-                UnetControlled(
-                    row.control, sample[: len(row.latents)], row.timestep, row.step, row.steps
-                )
-                for row, sample in zip(self._order, samples, strict=True)
-                if isinstance(row, UnetRow) and row.control is not None
-            ]
-        )
+        asked, here = [], []
+        for row, sample in zip(self._order, samples, strict=True):
+            control = row.control if isinstance(row, UnetRow) else None
+            own = sample[: len(row.latents)] if isinstance(row, UnetRow) else sample
+            if isinstance(control, UnetServedControl):
+                asked.append(RowAsk(control.served, row.step, own))
+            elif isinstance(control, UnetRowControl):
+                here.append(UnetControlled(control, own, row.timestep, row.step, row.steps))
+        ask_service(asked, self._number)
+        run_nets(here)
 
     def _timesteps(self, device: torch.device) -> torch.Tensor:
         if self._by_step.device != device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from maskserve_core.models.unet import CONTROL
+from maskserve_engine.control_link.opening import Opening
+from maskserve_engine.control_link.served import ServedRow
+from maskserve_engine.families.control_batches import NetStep, Residual, Send
 from maskserve_engine.job import ControlInput
 
 
@@ -66,6 +69,25 @@ class UnetRowControl:
     """The prompt's, then the negative prompt's."""
 
 
+class ServedPass(NamedTuple):
+    """The residuals of one pass of a row whose nets a service runs."""
+
+    served: ServedRow
+    number: int
+
+    def after(self, number: int) -> Tensor | None:
+        added = self.served.after(number)
+        return None if added is None else added[self.number]
+
+
+@dataclass(slots=True, eq=False)
+class UnetServedControl:
+    """As `UnetRowControl`, of a row whose nets a service runs."""
+
+    served: ServedRow
+    passes: tuple[ServedPass, ...]
+
+
 class UnetControlled(NamedTuple):
     """A row with control that is about to take a step."""
 
@@ -116,3 +138,49 @@ def _run(same: Sequence[Asked]) -> None:
         for (_, _, scale, own), added in zip(passes, maps, strict=True):
             before, scaled = own.added.get(number), added * scale
             own.added[number] = scaled if before is None else before + scaled
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnetNetRow:
+    """A row whose base is elsewhere, as a ControlNet service holds it."""
+
+    control: UnetRowControl
+    timesteps: Sequence[float]
+
+    @classmethod
+    def of(cls, opening: Opening, nets: Mapping[str, Any]) -> UnetNetRow:
+        """From `UnetAdapter.opening`, its arrays on the nets' device."""
+        arrays = opening.arrays
+        micro = tuple([arrays[name] for name in ("micro.0", "micro.1") if name in arrays])
+        inputs = [
+            UnetNetInput(each.input, nets[each.net], arrays[f"picture.{i}"], arrays["texts"], micro)
+            for i, each in enumerate(opening.facts.controls)
+        ]
+        passes = tuple([PassControl() for _ in arrays["texts"]])
+        return cls(UnetRowControl(tuple(inputs), passes), opening.facts.timesteps)
+
+
+class UnetNetBatch:
+    """See `families.adapter.NetBatch`."""
+
+    def run(self, rows: Sequence[NetStep[UnetNetRow]], send: Send) -> None:
+        run_nets(
+            [
+                UnetControlled(
+                    each.row.control,
+                    each.sample,
+                    each.row.timesteps[each.step],
+                    each.step,
+                    len(each.row.timesteps),
+                )
+                for each in rows
+            ]
+        )
+        for each in rows:
+            passes = each.row.control.passes
+            send(
+                [
+                    Residual(each.name, place, place, torch.stack([p.added[place] for p in passes]))
+                    for place in passes[0].added
+                ]
+            )

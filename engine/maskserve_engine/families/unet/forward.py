@@ -194,14 +194,14 @@ def forward(
         asking or AtOnce(),
     )  # fmt: skip
     x = walk.enter(model.conv_in, sample)
-    skips = [walk.with_residuals(0, x)]
+    skips = [x]
     for stage, stacks in zip(model.down_blocks, weights.down_blocks, strict=True):
         for resnet, stack in _layers(stage, stacks):
             x = walk.layer(resnet, stack, x)
-            skips.append(walk.with_residuals(len(skips), x))
+            skips.append(x)
         for sampler in stage.downsamplers or ():
             x = walk.down(sampler, x)
-            skips.append(walk.with_residuals(len(skips), x))
+            skips.append(x)
     first, *others = model.mid_block.resnets
     x = walk.resnet(first, x)
     for stack, resnet in zip(weights.mid_block, others, strict=True):
@@ -209,7 +209,7 @@ def forward(
     x = walk.with_residuals(len(skips), x)
     for stage, stacks in zip(model.up_blocks, weights.up_blocks, strict=True):
         for resnet, stack in _layers(stage, stacks):
-            x = walk.layer(resnet, stack, walk.joined(x, skips.pop()))
+            x = walk.layer(resnet, stack, walk.joined(x, skips))
         for sampler in stage.upsamplers or ():
             x = walk.up(sampler, x)
     return walk.leave(model, x)
@@ -318,10 +318,13 @@ class _Walk:
         added = None if of is None else of.after(number)
         return x if added is None else x + canvas.cut(self.level, added)
 
-    @staticmethod
-    def joined(x: Maps, skips: Maps) -> Maps:
-        """What a layer on the way up is given."""
-        return [torch.cat(pair, dim=1) for pair in zip(x, skips, strict=True)]
+    def joined(self, x: Maps, skips: list[Maps]) -> Maps:
+        """What a layer on the way up is given, the last of the skip connections among it. What
+        ControlNets add to these is asked for no earlier: they may run beside the way down.
+        """
+        skip = skips.pop()
+        skip = self.with_residuals(len(skips), skip)
+        return [torch.cat(pair, dim=1) for pair in zip(x, skip, strict=True)]
 
     def _convolve(self, norm: Any, activate: Any, conv: Any, x: Maps) -> None:
         """GroupNorm, activation and 3x3 convolution; in place, so that no map is held longer than

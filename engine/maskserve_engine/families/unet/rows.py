@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.batch.inputs import Residuals
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
-from maskserve_engine.families.unet.control import UnetRowControl
+from maskserve_engine.families.unet.control import UnetRowControl, UnetServedControl
 from maskserve_engine.families.unet.forward import PassInput
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.surroundings import Surroundings
@@ -97,7 +98,7 @@ class UnetRow:
     """[C, h, w]; what lies outside a cached row's active tokens is never read."""
     condition: Tensor | None
     blend: UnetBlend | None
-    control: UnetRowControl | None = None
+    control: UnetRowControl | UnetServedControl | None = None
     """None: no ControlNet."""
     adapters: Adapters = ()
     inactive: UnetInactive | None = None
@@ -146,7 +147,9 @@ class UnetRow:
         prompts = [self.prompt]
         if self.guidance is not None:
             prompts.append(self.guidance.negative)
-        residuals = (None, None) if self.control is None else self.control.passes
+        residuals: Sequence[Residuals | None] = (None, None)
+        if self.control is not None:
+            residuals = self.control.passes
         each_with = list(zip(prompts, residuals, strict=False))
         inactive = self.inactive
         if inactive is None or self.entry is None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    ControlNetModel,
     MultiControlNetModel,
     StableDiffusionControlNetInpaintPipeline,
     StableDiffusionXLControlNetInpaintPipeline,
@@ -24,36 +23,11 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.job import ControlInput, EditJob
 from maskserve_harness.benchmarks.replay import Replay
+from tests.fakes.control_nets import random_unet_net
 from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_unet import VARIANTS
 from tests.support.cached_rows import KINDS, Primed, cached, result, run
-
-
-def random_net(unet: Any, seed: int, **asked: Any) -> ControlNetModel:
-    """Of a UNet's sizes; nothing in it is zero. The tiny VAE shrinks 4 times, not 8: so does the
-    part that reads pictures.
-    """
-    names = (
-        "down_block_types", "block_out_channels", "layers_per_block", "norm_num_groups",
-        "cross_attention_dim", "attention_head_dim", "use_linear_projection",
-        "transformer_layers_per_block", "addition_embed_type", "addition_time_embed_dim",
-        "projection_class_embeddings_input_dim",
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        net = ControlNetModel(
-            **{
-                "in_channels": 4,
-                "conditioning_embedding_out_channels": (8, 8, 16),
-                **{name: unet.config[name] for name in names},
-                **asked,
-            }
-        ).eval()
-        for name, weight in net.named_parameters():
-            if name.startswith("controlnet"):
-                torch.nn.init.normal_(weight, std=0.2)
-    return net
 
 
 def large_case(rng: np.random.Generator, **asked: Any) -> Case:
@@ -76,8 +50,8 @@ class Model:
         assert isinstance(adapter, UnetAdapter)
         self.encoder, self.adapter = load_encoder(config), adapter
         self.nets = {
-            "one": random_net(adapter.model, 1),
-            "two": random_net(adapter.model, 2, controlnet_conditioning_channel_order="bgr"),
+            "one": random_unet_net(adapter.model, 1),
+            "two": random_unet_net(adapter.model, 2, controlnet_conditioning_channel_order="bgr"),
         }
         for net in self.nets.values():
             assert adapter.control_net(net) is net
@@ -201,7 +175,7 @@ def test_rows_with_and_without_control_do_not_change_one_another(model: Model) -
 )
 def test_a_net_of_another_base_is_refused(model: Model, asked: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        model.adapter.control_net(random_net(model.adapter.model, 0, **asked))
+        model.adapter.control_net(random_unet_net(model.adapter.model, 0, **asked))
 
 
 # Cached rows.

@@ -1,0 +1,89 @@
+"""KServe calls of a ControlNet service, as its denoisers make them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from maskserve_core.contracts.tensors import SERVICES
+from maskserve_core.errors import (
+    CODES,
+    AdapterNotFound,
+    EngineFailed,
+    InvalidRequest,
+    MaskserveError,
+    Overloaded,
+    split_code,
+)
+
+_MODEL = "controlnet"
+_ANY_BYTES = -1
+_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_send_message_length", _ANY_BYTES),
+    ("grpc.max_receive_message_length", _ANY_BYTES),
+)
+_KINDS = {kind.code: kind for kind in (AdapterNotFound, Overloaded, EngineFailed)}
+
+
+class ControlNetCalls:
+    """One connection; from any thread.
+
+    Args:
+        url: HOST:PORT of the service.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._channel = grpc.insecure_channel(url, _OPTIONS)
+        self._stub = GRPCInferenceServiceStub(self._channel)
+
+    def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
+        """What the service answers.
+
+        Args:
+            op: with its keys.
+            arrays: the ARRAYS tensor; empty: none.
+            limit_s: seconds after which it is given up.
+
+        Raises:
+            MaskserveError: what the service says, or Overloaded where it says nothing.
+        """
+        request = pb.ModelInferRequest(model_name=_MODEL)
+        raw = json.dumps(op).encode()
+        given = {"OP": (struct.pack("<I", len(raw)) + raw, 1), "ARRAYS": (arrays, len(arrays))}
+        for tensor in SERVICES[_MODEL].inputs:
+            content, count = given[tensor.name]
+            if count:
+                request.inputs.add(name=tensor.name, datatype=tensor.dtype, shape=[count])
+                request.raw_input_contents.append(content)
+        try:
+            said = next(self._stub.ModelStreamInfer(iter([request]), timeout=limit_s), None)
+        except grpc.RpcError as error:
+            raise Overloaded(
+                f"the ControlNet service does not answer ({error.code().name}); try again later"
+            ) from error
+        if said is None:
+            raise Overloaded("the ControlNet service gives no answer; try again later")
+        if said.error_message:
+            raise _error(said.error_message)
+        content = said.infer_response.raw_output_contents[0]
+        result: dict[str, Any] = json.loads(content[4:])
+        return result
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def _error(text: str) -> MaskserveError:
+    code, message = split_code(text)
+    assert code in CODES
+    if code == InvalidRequest.code:
+        field, _, problem = message.partition(": ")
+        return InvalidRequest(field, problem)
+    return _KINDS.get(code, EngineFailed)(message)

@@ -1,0 +1,74 @@
+"""What a ControlNet service is told of a row once, before its first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from safetensors.torch import load, save
+from torch import Tensor
+
+from maskserve_engine.job import ControlInput
+
+_NO_PICTURE = np.zeros((0, 0, 3), np.uint8)
+
+
+class OpenedControl(msgspec.Struct, frozen=True):
+    """A ControlNet's weight in one edit; its picture is among the arrays."""
+
+    net: str
+    scale: float
+    start: float
+    end: float
+    mode: int | None
+
+    @classmethod
+    def of(cls, control: ControlInput) -> OpenedControl:
+        return cls(control.net, control.scale, control.start, control.end, control.mode)
+
+    @property
+    def input(self) -> ControlInput:
+        """As rows have it, without the picture."""
+        return ControlInput(self.net, _NO_PICTURE, self.scale, self.start, self.end, self.mode)
+
+
+class OpeningFacts(msgspec.Struct, frozen=True):
+    """All but the arrays; travels as JSON."""
+
+    controls: tuple[OpenedControl, ...]
+    """Those that act."""
+    timesteps: tuple[float, ...]
+    """Of all steps."""
+    text: int = 0
+    """FLUX: text tokens of the prompt."""
+    guidance: float | None = None
+    """FLUX: guidance_scale."""
+    refresh: int = 1
+    """FLUX: `[controls] refresh` of the denoiser."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Of one row; which arrays there are, its family knows."""
+
+    facts: OpeningFacts
+    arrays: dict[str, Tensor]
+
+    def packed(self) -> tuple[dict[str, Any], bytes]:
+        """As JSON's objects, and as safetensors' bytes."""
+        arrays = {name: x.detach().cpu().contiguous() for name, x in self.arrays.items()}
+        return msgspec.to_builtins(self.facts), save(arrays)
+
+    @classmethod
+    def unpacked(cls, facts: object, arrays: bytes) -> Opening:
+        """`packed` read back.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            return cls(msgspec.convert(facts, OpeningFacts), load(arrays))
+        except Exception as error:
+            raise ValueError(f"the row's opening cannot be read: {error}") from error

@@ -1,0 +1,36 @@
+"""Which ControlNets a denoiser's service holds for it."""
+
+from __future__ import annotations
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.request import ResolvedControl
+from maskserve_core.models.control_nets import KnownControlNet
+from maskserve_core.models.facts import ModelFacts
+from maskserve_engine.adapters.control_net_loader import Bring, ControlNetLoader
+from maskserve_engine.control_link.served import ControlService
+
+_LOAD_S = 300.0
+"""In which a service loads a ControlNet."""
+
+
+class ServedNetLoader(ControlNetLoader):
+    """Has a service load them, which sees the same folder.
+
+    Args:
+        config: of the worker.
+        facts: of the served model.
+        bring: not called: nothing comes to the base's device.
+        service: of the worker.
+    """
+
+    def __init__(
+        self, config: Config, facts: ModelFacts, bring: Bring, service: ControlService
+    ) -> None:
+        super().__init__(config, facts, bring)
+        self._service = service
+
+    def holds(self, control: ResolvedControl) -> bool:
+        return self._service.holds(control.version)
+
+    def _loaded(self, net: KnownControlNet) -> str:
+        return str(self._service.load(net.name, net.version, _LOAD_S)["digest"])

@@ -1,0 +1,173 @@
+"""How messages go between a denoiser and a ControlNet service of one host, and tensors with them.
+
+Messages are small and go through a Unix socket that keeps their bounds (SOCK_SEQPACKET): who reads
+it sleeps until something comes, and is told at once when the other process has ended. Tensors lie
+in shared memory (`slots`); a message says where. What carries both to another host would have the
+same two ends.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from typing import Protocol
+
+import msgspec
+
+_MOST_BYTES = 2**20
+_SEND_S = 1.0
+"""A denoiser that reads nothing for so long is given up: it holds up all others."""
+
+
+class AskedRow(msgspec.Struct, array_like=True, frozen=True):
+    """A row of a step; its tensor lies in its slot."""
+
+    row: str
+    step: int
+    computed: int
+    """FLUX: of the tokens those that the base computes, the first ones."""
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Ask(msgspec.Struct, array_like=True, frozen=True):
+    """Rows of a denoiser that begin a step together: nets run over all of them at once."""
+
+    number: int
+    """One more than that of the ask before it; also says which slots are used."""
+    batch: int
+    """The same for as long as the same rows go on."""
+    rows: tuple[AskedRow, ...]
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True):
+    """A row's residual at some places of the base; it lies in the row's slot."""
+
+    row: str
+    first: int
+    last: int
+    """The last place at which it is added."""
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Answered(msgspec.Struct, array_like=True, frozen=True):
+    """More of the answer to an ask."""
+
+    number: int
+    parts: tuple[Part, ...] = ()
+    ended: bool = False
+    """Nothing follows."""
+    error: str = ""
+    """Why nothing follows, if something went wrong."""
+
+
+class Lost(Exception):
+    """Nothing more will come of the other end; in words."""
+
+
+class Messages(Protocol):
+    """A denoiser's end. Another transport has this and brings tensors by another way."""
+
+    def ask(self, ask: Ask) -> None:
+        """Raises Lost."""
+        ...
+
+    def next(self, patience_s: float) -> Answered:
+        """Raises Lost: the service has ended, or said nothing for so long."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SocketMessages:
+    """See `Messages`.
+
+    Args:
+        path: of the service's socket.
+        session: as the service has named it.
+    """
+
+    def __init__(self, path: str, session: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.settimeout(_SEND_S)
+            self._socket.connect(path)
+            self._socket.send(session.encode())
+        except OSError as error:
+            self._socket.close()
+            raise Lost(f"its socket does not answer ({error.strerror or error})") from error
+        self._answers = msgspec.msgpack.Decoder(Answered)
+
+    def ask(self, ask: Ask) -> None:
+        try:
+            self._socket.settimeout(_SEND_S)
+            self._socket.send(msgspec.msgpack.encode(ask))
+        except OSError as error:
+            raise Lost("it has ended or reads nothing") from error
+
+    def next(self, patience_s: float) -> Answered:
+        try:
+            self._socket.settimeout(max(patience_s, 1e-3))
+            message = self._socket.recv(_MOST_BYTES)
+        except TimeoutError:
+            raise Lost("it has not answered in time") from None
+        except OSError:
+            message = b""
+        if not message:
+            raise Lost("it has ended")
+        return self._answers.decode(message)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Connection:
+    """The service's end of one denoiser."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.session = ""
+        """Known with its first message."""
+        self._socket = connected
+        self._socket.setblocking(False)
+        self._asks = msgspec.msgpack.Decoder(Ask)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def read(self) -> Ask | None:
+        """What has come; None: the session's name.
+
+        Raises:
+            Lost: the denoiser has ended.
+        """
+        try:
+            message = self._socket.recv(_MOST_BYTES)
+        except OSError:
+            message = b""
+        if not message:
+            raise Lost("the denoiser has ended")
+        if not self.session:
+            self.session = message.decode()
+            return None
+        return self._asks.decode(message)
+
+    def send(self, answered: Answered) -> None:
+        """Raises Lost: the denoiser has ended, or has read nothing for long."""
+        message, end = msgspec.msgpack.encode(answered), time.monotonic() + _SEND_S
+        while True:
+            try:
+                self._socket.send(message)
+                return
+            except BlockingIOError:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise Lost("the denoiser reads nothing") from None
+                select.select([], [self._socket], [], left)
+            except OSError as error:
+                raise Lost("the denoiser has ended") from error
+
+    def close(self) -> None:
+        self._socket.close()

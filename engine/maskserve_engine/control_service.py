@@ -1,0 +1,353 @@
+"""A ControlNet service: nets beside rows whose bases are in other processes (Katz §4.2).
+
+Opens, closes and loads come by KServe calls, in any thread; asks come through the transport, and
+one thread answers them, one after the other. Rows of one ask are packed together, just as their
+denoiser would pack them, and never with another's: so residuals are the same bytes as in-process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import selectors
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.request import ResolvedControl
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
+from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
+from maskserve_engine.control_link.opening import Opening
+from maskserve_engine.control_link.slots import RowSlots, aligned
+from maskserve_engine.control_link.transport import Answered, Ask, Connection, Lost, Part
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.control_batches import NetBatch, NetStep, Residual
+from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.stages.cpu_threads import limit_threads
+from maskserve_engine.stages.loader import device_of, dtype_of
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 0.2
+_CONNECT_S = 60.0
+"""In which a denoiser that attached connects, or its session is forgotten."""
+Done = Callable[[LoadedNet | MaskserveError], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    own: Any
+    """The family's."""
+    slots: RowSlots
+    nets: tuple[str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """Of one denoiser."""
+
+    name: str
+    opened: float
+    rows: dict[str, _Row] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+    """Versions of ControlNets."""
+    batch: tuple[int, NetBatch[Any]] | None = None
+    """The number of the last ask's batch, and what was kept of it."""
+    connected: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Net:
+    own: Any
+    """As the family's rows take it."""
+    nbytes: int
+    used: float
+    loaded: LoadedNet | None = None
+
+
+class ControlNetService:
+    """Rows of several denoisers, and the ControlNets that they name.
+
+    Args:
+        config: of the service: `[model] device` is that of the nets.
+        folder: for the socket and the slots; best in memory. Made anew.
+        loader: brings ControlNets from `[controls] folder`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        loader: Callable[..., ControlNetLoader] = ControlNetLoader,
+    ) -> None:
+        self._config, self._folder = config, folder
+        self._device, self._dtype = device_of(config), dtype_of(config)
+        self._adapter: Adapter = load_adapter(_shape_of(config))
+        self._loader = loader(config, self._adapter.facts, self._brought)
+        self._door = threading.Lock()
+        """Before sessions and nets."""
+        self._sessions: dict[str, _Session] = {}
+        self._nets: dict[str, _Net] = {}
+        self._coming: dict[str, tuple[int, list[Done]]] = {}
+        """Of what is being loaded, its bytes and who waits for it."""
+        self._names = itertools.count()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, mode=0o700)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A socket's path has at most 107 bytes.
+        self._short = tempfile.mkdtemp(prefix="maskserve-")
+        self._path = os.path.join(self._short, "socket")
+        self._listener.bind(self._path)
+        self._listener.listen(64)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="controlnets", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(10.0)
+        self._loader.close()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._short, ignore_errors=True)
+
+    # Called from any thread.
+
+    def attach(self, dtype: str) -> dict[str, str]:
+        """A session for a denoiser: its name, the socket to connect to, and the slots' folder.
+
+        Raises:
+            InvalidRequest: its numbers are of another type.
+        """
+        own = str(self._dtype).removeprefix("torch.")
+        if dtype != own:
+            raise InvalidRequest("OP.dtype", f"is {dtype}, and ControlNets run in {own} here", own)
+        with self._door:
+            now = time.monotonic()
+            for each in list(self._sessions.values()):
+                if not each.connected and now - each.opened > _CONNECT_S:
+                    del self._sessions[each.name]
+            name = f"{os.getpid()}-{next(self._names)}"
+            self._sessions[name] = _Session(name, now)
+        return {"session": name, "socket": self._path, "folder": str(self._folder)}
+
+    def load(self, session: str, control: ResolvedControl, done: Done) -> None:
+        """Hold a ControlNet for a denoiser, until it drops it or ends; `done` is told in any
+        thread.
+
+        Raises:
+            MaskserveError: there is no such session, or no room.
+        """
+        nbytes = self._loader.device_bytes(control)
+        with self._door:
+            own, net = self._session(session), self._nets.get(control.version)
+            loaded = None if net is None else net.loaded
+            if control.version in self._coming:
+                self._coming[control.version][1].append(done)
+            elif loaded is None:
+                self._make_room(nbytes)
+                self._coming[control.version] = nbytes, [done]
+                self._loader.load(control, lambda outcome: self._came(control.version, outcome))
+            own.held.add(control.version)
+        if loaded is not None:
+            done(loaded)
+
+    def drop(self, session: str, version: str) -> None:
+        """A denoiser needs a ControlNet no more; it stays until its room is wanted."""
+        with self._door:
+            self._session(session).held.discard(version)
+
+    def open(self, session: str, row: str, opening: Opening) -> None:
+        """Take a row.
+
+        Raises:
+            MaskserveError: there is no such session, or a ControlNet of it is not held.
+        """
+        with self._door:
+            nets = {}
+            for control in opening.facts.controls:
+                net = self._nets.get(control.net)
+                if net is None:
+                    raise EngineFailed(f"the ControlNet service does not hold {control.net}")
+                net.used = time.monotonic()
+                nets[control.net] = net.own
+            own = self._session(session)
+        arrays = {
+            # Copied: products of what lies at odd addresses round differently on CPUs.
+            name: x.to(self._device, self._dtype if name != "cis" else x.dtype, copy=True)
+            for name, x in opening.arrays.items()
+        }
+        with torch.inference_mode():
+            made = self._adapter.net_row(Opening(opening.facts, arrays), nets)
+        own.rows[row] = _Row(made, RowSlots(self._folder, row), tuple(nets))
+
+    def close_row(self, session: str, row: str) -> None:
+        with self._door:
+            closed = self._session(session).rows.pop(row, None)
+        if closed is not None:
+            closed.slots.remove()
+
+    def counts(self) -> dict[str, Any]:
+        """What `health` says."""
+        with self._door:
+            sessions = list(self._sessions.values())
+            rows = sum(len(each.rows) for each in sessions)
+            return {"sessions": len(sessions), "rows": rows, "nets": len(self._nets)}
+
+    def _session(self, name: str) -> _Session:
+        found = self._sessions.get(name)
+        if found is None:
+            raise EngineFailed("the ControlNet service does not know this session any more")
+        return found
+
+    def _brought(self, version: str, model: Any) -> None:
+        """In the loader's thread."""
+        with torch.inference_mode():
+            own = self._adapter.control_net(model.to(self._device))
+        with self._door:
+            nbytes, _ = self._coming[version]
+            self._nets[version] = _Net(own, nbytes, time.monotonic())
+
+    def _came(self, version: str, outcome: LoadedNet | MaskserveError) -> None:
+        """Likewise."""
+        with self._door:
+            _, waiting = self._coming.pop(version)
+            if isinstance(outcome, LoadedNet):
+                self._nets[version].loaded = outcome
+        for done in waiting:
+            done(outcome)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Let go of what nobody holds, those first that were not used for the longest time.
+
+        Raises:
+            Overloaded: there is no room.
+        """
+        budget = self._config.controls.device_bytes
+        held = {each for session in self._sessions.values() for each in session.held}
+        taken = sum(net.nbytes for net in self._nets.values())
+        taken += sum(coming for coming, _ in self._coming.values())
+        free = sorted((net.used, name) for name, net in self._nets.items() if name not in held)
+        for _, name in free:
+            if taken + nbytes <= budget:
+                break
+            taken -= self._nets.pop(name).nbytes
+        if taken + nbytes > budget:
+            raise Overloaded(
+                "SETTINGS.controls: the ControlNet service has no room for one more beside those "
+                "of the edits under way ([controls] device_bytes); try again later"
+            )
+
+    # The service's own thread
+
+    def _run(self) -> None:
+        limit_threads(self._config)
+        selector = selectors.DefaultSelector()
+        selector.register(self._listener, selectors.EVENT_READ)
+        cuda = self._device.type == "cuda"
+        there = torch.cuda.device(self._device) if cuda else nullcontext()
+        with torch.inference_mode(), there:
+            while not self._stop.is_set():
+                for key, _ in selector.select(_LOOK_S):
+                    if key.fileobj is self._listener:
+                        accepted = Connection(self._listener.accept()[0])
+                        selector.register(accepted, selectors.EVENT_READ)
+                        continue
+                    connection = key.fileobj
+                    assert isinstance(connection, Connection)
+                    try:
+                        self._serve(connection)
+                    except (Lost, msgspec.DecodeError) as error:
+                        _log.info("a denoiser's session is over: %s", error)
+                        selector.unregister(connection)
+                        self._end(connection)
+        for key in list(selector.get_map().values()):
+            if isinstance(key.fileobj, Connection):
+                key.fileobj.close()
+        selector.close()
+
+    def _end(self, connection: Connection) -> None:
+        connection.close()
+        with self._door:
+            session = self._sessions.pop(connection.session, None)
+        for row in () if session is None else session.rows.values():
+            row.slots.remove()
+
+    def _serve(self, connection: Connection) -> None:
+        """Read one message, and answer it."""
+        ask = connection.read()
+        if ask is None:
+            with self._door:
+                session = self._sessions.get(connection.session)
+                if session is None:
+                    raise Lost("its session is not known")
+                session.connected = True
+            return
+        try:
+            self._answer(connection, ask)
+        except Lost:
+            raise
+        except Exception as error:
+            _log.exception("a step of %d rows failed", len(ask.rows))
+            what = error.message if isinstance(error, MaskserveError) else type(error).__name__
+            connection.send(Answered(ask.number, ended=True, error=what))
+
+    def _answer(self, connection: Connection, ask: Ask) -> None:
+        with self._door:
+            session = self._session(connection.session)
+            rows = {each.row: session.rows.get(each.row) for each in ask.rows}
+        ends = dict.fromkeys(rows, 0)
+        steps = []
+        for each in ask.rows:
+            row = rows[each.row]
+            if row is None:
+                raise EngineFailed("a row was asked for that is not open")
+            dtype = getattr(torch, each.dtype)
+            sample = row.slots.ask(ask.number).read(0, each.shape, dtype).to(self._device)
+            steps.append(NetStep(each.row, row.own, each.step, sample, each.computed))
+
+        def send(residuals: Sequence[Residual]) -> None:
+            parts = []
+            for name, first, last, added in residuals:
+                row, offset = rows[name], ends[name]
+                assert row is not None
+                row.slots.answer(ask.number).write(offset, added)
+                ends[name] = aligned(offset + added.nbytes)
+                dtype = str(added.dtype).removeprefix("torch.")
+                parts.append(Part(name, first, last, offset, tuple(added.shape), dtype))
+            connection.send(Answered(ask.number, tuple(parts)))
+
+        if session.batch is None or session.batch[0] != ask.batch:
+            session.batch = ask.batch, self._adapter.net_batch()
+        session.batch[1].run(steps, send)
+        connection.send(Answered(ask.number, ended=True))
+
+
+def _shape_of(config: Config) -> Config:
+    """Of the base: its shape alone, for nets are made to fit it."""
+    model = replace(
+        config.model,
+        device="meta",
+        dtype=str(dtype_of(config)).removeprefix("torch."),
+        weights="bf16",
+        gguf="",
+        compile=False,
+        fuse_loras=(),
+    )
+    return replace(config, model=model)

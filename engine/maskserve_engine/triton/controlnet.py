@@ -1,0 +1,107 @@
+"""The controlnet model's Triton side: operations of denoisers, JSON and arrays in, JSON out.
+
+| op | keys | answer |
+|---|---|---|
+| `health` | | `sessions`, `rows`, `nets` |
+| `attach` | `dtype` | `session`, `socket`, `folder` |
+| `load` | `session`, `name`, `version` | `digest`, once the ControlNet is there |
+| `drop` | `session`, `version` | |
+| `open` | `session`, `row`, `opening`; ARRAYS | |
+| `close` | `session`, `row` | |
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.request import ResolvedControl
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, guarded
+from maskserve_core.triton.answer import Answer
+from maskserve_core.triton.tensor_io import read_array_or_none, read_bytes
+from maskserve_engine.adapters.control_net_loader import LoadedNet
+from maskserve_engine.control_link.opening import Opening
+from maskserve_engine.control_service import ControlNetService
+
+_OPS = "attach, close, drop, health, load, open"
+
+
+class ControlNetFrontend:
+    """Answers denoisers.
+
+    Args:
+        api: Triton's (maskserve_core.triton).
+        config: of the service.
+    """
+
+    def __init__(self, api: Any, config: Config) -> None:
+        self._api = api
+        self._service = ControlNetService(config, Path(config.runtime_dir) / "controls")
+
+    def close(self) -> None:
+        self._service.close()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; each is answered once."""
+        for request in requests:
+            answer = Answer(self._api, request.get_response_sender())
+            try:
+                self._operate(request, answer)
+            except Exception as error:
+                answer.fail(guarded("", error))
+
+    def _operate(self, request: Any, answer: Answer) -> None:
+        service = self._service
+        match _operation(read_bytes(self._api, request, "OP")):
+            case {"op": "health"}:
+                if not service.alive:
+                    raise EngineFailed("the ControlNet service has failed")
+                _reply(answer, service.counts())
+            case {"op": "attach", "dtype": str(dtype)}:
+                _reply(answer, service.attach(dtype))
+            case {
+                "op": "load",
+                "session": str(session),
+                "name": str(name),
+                "version": str(version),
+            }:
+
+                def done(outcome: LoadedNet | MaskserveError) -> None:
+                    if isinstance(outcome, LoadedNet):
+                        _reply(answer, {"digest": outcome.digest})
+                    else:
+                        answer.fail(outcome)
+
+                service.load(session, ResolvedControl(name=name, version=version), done)
+            case {"op": "drop", "session": str(session), "version": str(version)}:
+                service.drop(session, version)
+                _reply(answer, {})
+            case {"op": "open", "session": str(session), "row": str(row), "opening": facts}:
+                arrays = read_array_or_none(self._api, request, "ARRAYS", np.uint8, ndim=1)
+                packed = b"" if arrays is None else arrays.tobytes()
+                try:
+                    opening = Opening.unpacked(facts, packed)
+                except ValueError as error:
+                    raise InvalidRequest("OP.opening", str(error)) from error
+                service.open(session, row, opening)
+                _reply(answer, {})
+            case {"op": "close", "session": str(session), "row": str(row)}:
+                service.close_row(session, row)
+                _reply(answer, {})
+            case _:
+                raise InvalidRequest("OP", "is no operation with its keys", _OPS)
+
+
+def _operation(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("OP", "is not valid JSON", _OPS) from None
+
+
+def _reply(answer: Answer, said: dict[str, Any]) -> None:
+    answer.finish({"RESULT": json.dumps(said).encode()})

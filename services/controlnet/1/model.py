@@ -1,0 +1,22 @@
+"""controlnet: ControlNets beside the steps of several workers' denoisers."""
+
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from maskserve_core.config import Config
+from maskserve_core.triton.worker_model import WorkerModel
+from maskserve_engine.triton.controlnet import ControlNetFrontend
+
+
+class TritonPythonModel(WorkerModel):
+    name = "controlnet"
+
+    def open(self, config: Config) -> None:
+        self._frontend = ControlNetFrontend(pb_utils, config)
+
+    def execute(self, requests: list[Any]) -> None:
+        self._frontend.execute(requests)
+
+    def close(self) -> None:
+        self._frontend.close()

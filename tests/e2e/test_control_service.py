@@ -1,0 +1,157 @@
+"""Edits whose ControlNets a Triton of its own runs, and what becomes of them when it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from maskserve_client.client import Client
+from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
+from maskserve_serving.options import ServeOptions
+from maskserve_serving.ports import free_base_port
+from maskserve_serving.supervisor import Supervisor
+from tests.fakes.control_nets import random_net
+from tests.fakes.pictures import encode, scene
+from tests.support.calls import Pixels, pixels
+
+SIDE, STEPS = 64, 6
+SOURCE = scene(SIDE, SIDE)
+MASK = np.zeros((SIDE, SIDE), np.uint8)
+MASK[16:48, 8:40] = 255
+PICTURE = np.random.default_rng(5).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+
+
+class Site:
+    """Workers with a service, each of one supervisor."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.supervisor = supervisor
+
+    def edit(self, *, control: bool, worker: int = 0, **more: Any) -> Pixels:
+        asked: dict[str, Any] = {"num_inference_steps": STEPS, "cache": "off", "seed": 1, **more}
+        if control:
+            asked |= {"control": [encode(PICTURE)], "controls": [{"name": "plain", "scale": 0.8}]}
+        with Client(self.supervisor.workers[worker].grpc_url) as client:
+            result = client.edit(encode(SOURCE), encode(MASK), "a red star", timeout=120, **asked)
+        return pixels(result.encoded)
+
+    def model_pid(self) -> int:
+        """Of the service's Python process."""
+        service = self.supervisor.service
+        assert service is not None
+        folder = Path(service.config.runtime_dir) / "processes"
+        [name] = [path.name for path in folder.glob("controlnet.*")]
+        return int(name.rpartition(".")[2])
+
+
+@pytest.fixture(scope="module")
+def nets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nets")
+    random_net(11, 1, 1).save_pretrained(folder / "plain")
+    return folder
+
+
+def options(model: Path, nets: Path, logs: Path, **more: Any) -> ServeOptions:
+    config = logs / "worker.toml"
+    config.write_text("[controls]\nservice_timeout_s = 2.0\n")
+    return ServeOptions(
+        config=config,
+        model=str(model),
+        base_port=free_base_port(),
+        controlnets=str(nets),
+        log_dir=logs,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(
+    tiny_inpaint: Path, nets: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
+    given = options(
+        tiny_inpaint, nets, tmp_path_factory.mktemp("service-logs"), controlnet_device="cpu"
+    )
+    with Supervisor(given) as supervisor:
+        yield Site(supervisor)
+
+
+@pytest.fixture(scope="module")
+def expected(site: Site) -> Pixels:
+    return site.edit(control=True)
+
+
+@pytest.mark.slow
+def test_a_service_answers_as_nets_beside_the_base_do(
+    expected: Pixels, tiny_inpaint: Path, nets: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with Supervisor(options(tiny_inpaint, nets, tmp_path_factory.mktemp("logs"))) as supervisor:
+        beside = Site(supervisor)
+        found = beside.edit(control=True)
+        assert np.abs(found.astype(int) - expected).max() <= 1
+        assert np.abs(beside.edit(control=False).astype(int) - expected).max() > 5
+
+
+def kill_server(site: Site) -> None:
+    assert site.supervisor.service is not None
+    assert site.supervisor.service.pid is not None
+    os.kill(site.supervisor.service.pid, signal.SIGKILL)
+
+
+def kill_model(site: Site) -> None:
+    os.kill(site.model_pid(), signal.SIGKILL)
+
+
+def freeze(site: Site) -> None:
+    for process in psutil.Process(site.supervisor.service.pid).children(recursive=True):  # type: ignore[union-attr]
+        process.suspend()
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        pytest.param(kill_server, marks=pytest.mark.slow),
+        pytest.param(kill_model, marks=pytest.mark.slow),
+        freeze,
+    ],
+)
+def test_harm_fails_its_edits_in_words_spares_the_others_and_is_repaired(
+    site: Site, expected: Pixels, harm: Callable[[Site], None]
+) -> None:
+    plain = site.edit(control=False)
+    with ThreadPoolExecutor(8) as pool:
+        hurt = [pool.submit(site.edit, control=True, num_inference_steps=150) for _ in range(3)]
+        others = [pool.submit(site.edit, control=False, num_inference_steps=STEPS)]
+        time.sleep(1.0)
+        restarts = site.supervisor.service.restarts  # type: ignore[union-attr]
+        harm(site)
+        begin = time.monotonic()
+        others.append(pool.submit(site.edit, control=False, num_inference_steps=STEPS))
+        for future in hurt:
+            error = future.exception(60)
+            assert error is None or isinstance(error, EngineFailed | Overloaded), error
+            if error is not None:
+                assert "ControlNet service" in str(error), error
+        assert time.monotonic() - begin < 30
+        for future in others:
+            assert np.abs(future.result(60).astype(int) - plain).max() <= 1
+    end = time.monotonic() + 90
+    while True:
+        try:
+            found = site.edit(control=True)
+            break
+        except MaskserveError as refused:
+            if "ControlNet service" not in str(refused) or time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+    assert np.abs(found.astype(int) - expected).max() <= 1
+    assert site.supervisor.service.restarts == restarts + 1  # type: ignore[union-attr]
+    assert site.supervisor.workers[0].restarts == 0

@@ -1,0 +1,82 @@
+"""A ControlNet service in this process, asked through its Triton front and its socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from maskserve_core.config import Config
+from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, split_code
+from maskserve_core.models.control_nets import ControlNets
+from maskserve_core.models.registry import load_facts
+from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.triton.controlnet import ControlNetFrontend
+from tests.fakes.jobs import config_of
+from tests.fakes.pb_utils import FakeTriton
+
+
+class DirectCalls:
+    """`Calls` of a front in this process."""
+
+    def __init__(self, front: ControlNetFrontend, triton: FakeTriton) -> None:
+        self._front, self._triton = front, triton
+        self.ops: list[str] = []
+
+    def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
+        self.ops.append(op["op"])
+        tensors: dict[str, Any] = {"OP": json.dumps(op).encode()}
+        if arrays:
+            tensors["ARRAYS"] = np.frombuffer(arrays, np.uint8)
+        request = self._triton.request("", **tensors)
+        self._front.execute([request])
+        said = request.sender.wait(limit_s)
+        if said.has_error():
+            code, message = split_code(said.error().message())  # type: ignore[union-attr]
+            kind: Callable[[str], MaskserveError] = (
+                Overloaded if code == Overloaded.code else EngineFailed
+            )
+            raise kind(message)
+        found: dict[str, Any] = json.loads(said.text("RESULT"))
+        return found
+
+    def close(self) -> None:
+        """It has nothing of its own."""
+
+
+class Service:
+    """Random ControlNets in a folder, and a service of them.
+
+    Args:
+        model: folder of the base.
+        folder: empty; for ControlNets and slots.
+        nets: by name.
+    """
+
+    def __init__(self, model: Path, folder: Path, nets: dict[str, Any], **controls: Any) -> None:
+        for name, net in nets.items():
+            net.save_pretrained(folder / "nets" / name)
+        config = config_of(model, controls={"folder": str(folder / "nets"), **controls})
+        self.folder = folder / "run"
+        self.config: Config = replace(config, runtime_dir=str(self.folder))
+        self.triton = FakeTriton()
+        self.front = ControlNetFrontend(self.triton, self.config)
+        known = ControlNets(self.config, load_facts(str(model)))
+        self.versions = {name: known.find(name, "x").version for name in nets}
+
+    def denoiser(self, patience_s: float = 10.0) -> ControlService:
+        """Another one's, that has had all ControlNets loaded."""
+        calls = DirectCalls(self.front, self.triton)
+        own = ControlService(calls, torch.device("cpu"), "float32", patience_s)
+        for name, version in self.versions.items():
+            own.load(name, version, 60.0)
+        return own
+
+    def close(self) -> None:
+        self.front.close()
+        assert not self.triton.violations

@@ -1,0 +1,197 @@
+"""A ControlNet service that ends, says nothing or fails: who is told what, and who goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
+from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.control_link.slots import Slot
+from maskserve_engine.control_link.transport import Answered, Ask, Lost
+from maskserve_engine.executor import DenseRowSpec, StepInput, StepResult
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.job import ControlInput, EditJob
+from maskserve_engine.local_executor import LocalExecutor
+from tests.fakes.control_nets import random_net
+from tests.fakes.jobs import config_of, encode_case, random_case
+from tests.support.control_service import DirectCalls, Service
+
+
+class Silent:
+    """A frozen service's end: it takes what it is sent, and says nothing."""
+
+    def __init__(self, path: str, session: str) -> None:
+        self.asked: list[Ask] = []
+
+    def ask(self, ask: Ask) -> None:
+        self.asked.append(ask)
+
+    def next(self, patience_s: float) -> Answered:
+        time.sleep(max(patience_s, 0.0))
+        raise Lost("it has not answered in time")
+
+    def close(self) -> None:
+        pass
+
+
+class Site:
+    def __init__(self, model: Path, folder: Path) -> None:
+        config = config_of(model)
+        self.encoder, self.adapter = load_encoder(config), load_adapter(config)
+        self.model, self.folder = model, folder
+        self.service = Service(model, folder, {"one": random_net(1, 1, 1)})
+
+    def jobs(self) -> tuple[EditJob, EditJob]:
+        """One with control, one without."""
+        rng = np.random.default_rng()
+        case = random_case(rng, num_inference_steps=4, strength=1.0)
+        picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
+        moments = self.encoder.encode(picture, case.mask, "").moments
+        control = ControlInput(self.service.versions["one"], picture, moments=moments)
+        with_control = encode_case(self.encoder, case, "with")
+        return (
+            replace(with_control, controls=(control,)),
+            encode_case(self.encoder, case, "without"),
+        )
+
+
+@pytest.fixture
+def site(tiny_inpaint: Path, tmp_path: Path) -> Iterator[Site]:
+    own = Site(tiny_inpaint, tmp_path)
+    yield own
+    own.service.close()
+
+
+def step(executor: LocalExecutor, *rows: str) -> StepResult:
+    found: list[StepResult] = []
+    executor.step(StepInput(1, rows), found.append)
+    return found[0]
+
+
+def executor_of(site: Site, service: ControlService, jobs: Any) -> LocalExecutor:
+    executor = LocalExecutor(site.adapter, None, service)
+    for job in jobs:
+        executor.make(job.request.request_id, DenseRowSpec(job))
+    return executor
+
+
+def alone(site: Site, job: EditJob) -> Any:
+    row: Any = site.adapter.dense_row(job)
+    while row.step < row.steps:
+        site.adapter.step([row], None)
+    return row.result().array()
+
+
+def check_only_it_fails(site: Site, executor: LocalExecutor, jobs: Any, named: str) -> None:
+    result = step(executor, "with", "without")
+    assert set(result.failed) == {"with"}
+    assert isinstance(result.failed["with"], EngineFailed)
+    assert named in str(result.failed["with"])
+    executor.release("with")
+    while step(executor, "without").rows[0].done < 4:
+        pass
+    found = executor.result("without").array()
+    assert np.allclose(found, alone(site, jobs[1]), atol=1e-4)
+
+
+def test_one_that_ends_fails_its_edits_in_words_and_batch_mates_go_on(site: Site) -> None:
+    jobs = site.jobs()
+    service = site.service.denoiser()
+    executor = executor_of(site, service, jobs)
+    assert not step(executor, "with", "without").failed
+    site.service.front.close()
+    check_only_it_fails(site, executor, jobs, "ControlNet service was lost")
+    assert not service.holds(site.service.versions["one"])
+
+
+def test_one_that_is_frozen_fails_them_within_its_patience(site: Site) -> None:
+    jobs = site.jobs()
+    calls = DirectCalls(site.service.front, site.service.triton)
+    service = ControlService(calls, torch.device("cpu"), "float32", 0.3, Silent)
+    service.load("one", site.service.versions["one"], 60.0)
+    executor = executor_of(site, service, jobs)
+    begin = time.monotonic()
+    check_only_it_fails(site, executor, jobs, "has not answered in time")
+    assert time.monotonic() - begin < 5.0
+
+
+def test_losing_it_again_and_again_is_no_fault_of_the_model(site: Site) -> None:
+    """Steps in which only such rows fail do not end the worker."""
+    jobs = site.jobs()
+    service = site.service.denoiser()
+    executor = executor_of(site, service, jobs[:1])
+    site.service.front.close()
+    for _ in range(5):
+        assert set(step(executor, "with").failed) == {"with"}
+
+
+def test_a_denoiser_attaches_again_once_a_new_one_is_there(site: Site, tmp_path: Path) -> None:
+    jobs, version = site.jobs(), site.service.versions["one"]
+    service = site.service.denoiser()
+    executor = executor_of(site, service, jobs)
+    step(executor, "with", "without")
+    site.service.front.close()
+    assert set(step(executor, "with", "without").failed) == {"with"}
+    executor.release("with")
+    with pytest.raises(EngineFailed, match="service was lost"):
+        service.open(site.adapter.opening(site.adapter.dense_row(jobs[0]), jobs[0]))  # type: ignore[arg-type]
+    again = Service(site.model, tmp_path / "again", {})
+    again.config = site.service.config
+    service._calls._front = again.front  # type: ignore[attr-defined]
+    with pytest.raises(MaskserveError):
+        service.load("one", version, 60.0)  # its folder has no such ControlNet
+    assert not service.holds(version)
+    again.close()
+
+
+def test_what_it_cannot_do_costs_the_row_and_not_the_session(site: Site) -> None:
+    jobs = site.jobs()
+    service = site.service.denoiser()
+    executor = executor_of(site, service, jobs)
+    [served] = executor._served.values()
+    served.await_opened()
+    site.service.front._service.close_row(served.link.session, served.name)
+    result = step(executor, "with", "without")
+    assert "not open" in str(result.failed["with"])
+    assert service.holds(site.service.versions["one"])
+    executor.release("with")
+    executor.make("with", DenseRowSpec(jobs[0]))
+    assert not step(executor, "with").failed
+
+
+def test_a_denoiser_that_ends_leaves_nothing(site: Site) -> None:
+    jobs = site.jobs()
+    executor = executor_of(site, site.service.denoiser(), jobs)
+    step(executor, "with", "without")
+    assert list((site.service.folder / "controls").iterdir())
+    executor.close()
+    end = time.monotonic() + 10
+    while site.service.front._service.counts()["rows"] and time.monotonic() < end:
+        time.sleep(0.01)
+    assert site.service.front._service.counts() == {"sessions": 0, "rows": 0, "nets": 1}
+    assert not list((site.service.folder / "controls").iterdir())
+
+
+def test_numbers_of_another_type_are_refused(site: Site) -> None:
+    with pytest.raises(InvalidRequest, match=r"OP\.dtype: is bfloat16"):
+        site.service.front._service.attach("bfloat16")
+
+
+def test_a_slot_grows_and_tells_what_is_not_there(tmp_path: Path) -> None:
+    writer, reader = Slot(tmp_path / "slot"), Slot(tmp_path / "slot")
+    with pytest.raises(OSError, match="slot"):
+        reader.read(0, (4,), torch.float32)
+    for offset in (0, 2**16, 64):
+        x = torch.randn(3, 5, dtype=torch.float64).to(torch.bfloat16)
+        writer.write(offset, x)
+        assert torch.equal(reader.read(offset, (3, 5), torch.bfloat16), x)
+    with pytest.raises(OSError, match="shorter"):
+        reader.read(2**20, (4,), torch.float32)

@@ -1,0 +1,156 @@
+"""Rows whose ControlNets a service runs equal those whose nets run beside the base, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.job import ControlInput, EditJob
+from maskserve_harness.benchmarks.replay import Replay
+from tests.fakes.control_nets import random_net, random_unet_net
+from tests.fakes.jobs import config_of, encode_case, random_case, unet_case
+from tests.support.cached_rows import Primed, cached
+from tests.support.control_service import Service
+
+MIX: tuple[tuple[str, ...], ...] = ((), ("one",), ("two", "one"), ("one", "one"), ())
+
+
+class Model:
+    """A base in this process, and the same ControlNets beside it and in a service."""
+
+    def __init__(self, model: Path, folder: Path, nets: dict[str, Any] | None) -> None:
+        config = config_of(model, controls={"refresh": 3})
+        self.config, self.encoder, self.adapter = config, load_encoder(config), load_adapter(config)
+        if nets is None:
+            base = self.adapter.model  # type: ignore[attr-defined]
+            nets = {"one": random_unet_net(base, 1), "two": random_unet_net(base, 2)}
+        self.flux = self.adapter.facts.family == "flux"
+        self.service = Service(model, folder, nets)
+        self.replay = Replay(self.adapter)
+        # Read from the folder, too: how weights lie in memory decides how CPUs round.
+        self.nets = {
+            self.service.versions[name]: self.adapter.control_net(
+                type(net).from_pretrained(folder / "nets" / name).eval()
+            )
+            for name, net in nets.items()
+        }
+
+    def jobs(self, rng: np.random.Generator) -> list[EditJob]:
+        """Of one size, with and without control."""
+        first = (random_case if self.flux else unet_case)(rng)
+        mask = first.mask.copy()
+        mask[8:24, 8:24] = 255
+        guidance = {} if self.flux else {"guidance_scale": float(rng.choice([1.0, 7.5]))}
+        jobs = []
+        for number, names in enumerate(MIX):
+            steps = int(rng.integers(4, 7))
+            make = random_case if self.flux else unet_case
+            case = make(rng, num_inference_steps=steps, strength=1.0, **guidance)
+            case = replace(case, pixels=first.pixels, mask=mask)
+            controls = []
+            for name in names:
+                picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
+                moments = self.encoder.encode(picture, mask, "").moments if self.flux else None
+                scale, end = float(rng.uniform(0.3, 1.2)), float(rng.choice([1.0, 0.7]))
+                controls.append(
+                    ControlInput(
+                        self.service.versions[name], picture, scale, 0.0, end, moments=moments
+                    )
+                )
+            job = encode_case(self.encoder, case, str(number))
+            jobs.append(replace(job, controls=tuple(controls)))
+        return jobs
+
+    def rows(
+        self, jobs: Sequence[EditJob], service: ControlService | None, primed: Primed | None
+    ) -> list[Any]:
+        """Rows of the jobs, every other one cached where there are entries."""
+        rows = []
+        for number, job in enumerate(jobs):
+            ready = self.adapter.prepare(job)
+            row: Any = (
+                self.adapter.dense_row(ready)
+                if primed is None or number % 2 == 0
+                else cached(self.replay, ready, primed)
+            )
+            if service is None:
+                self.adapter.control(row, ready, self.nets)
+            elif (opening := self.adapter.opening(row, ready)) is not None:
+                self.adapter.serve_control(row, service.open(opening))
+            rows.append(row)
+        return rows
+
+    def run(self, rows: Sequence[Any]) -> dict[str, NDArray[np.float32]]:
+        """To their ends; the last two join late."""
+        found: dict[str, NDArray[np.float32]] = {}
+        running, late = list(rows[:3]), list(rows[3:])
+        while running:
+            self.replay.step(running, ("kv",) * self.adapter.blocks)
+            found |= {r.request_id: r.result().array() for r in running if r.step == r.steps}
+            running, late = [r for r in running if r.step < r.steps] + late, []
+        return found
+
+
+@pytest.fixture(scope="module", params=["fill", "inpaint", "sd-base", "sdxl-base"])
+def model(
+    request: pytest.FixtureRequest,
+    tiny_fill: Path,
+    tiny_inpaint: Path,
+    tiny_unets: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Model]:
+    folder = {"fill": tiny_fill, "inpaint": tiny_inpaint, **tiny_unets}[request.param]
+    flux = {"one": random_net(1, 1, 1), "two": random_net(2, 1, 2, guidance_embeds=True)}
+    own = Model(
+        folder,
+        tmp_path_factory.mktemp("service"),
+        flux if request.param in ("fill", "inpaint") else None,
+    )
+    yield own
+    own.service.close()
+
+
+@pytest.mark.parametrize("entries", [False, True])
+def test_a_mixed_batch_is_the_same_bytes_with_a_service(model: Model, entries: bool) -> None:
+    rng = np.random.default_rng()
+    jobs = model.jobs(rng)
+    primed = Primed(model.adapter, model.encoder, jobs[0]) if entries else None
+    here = model.run(model.rows(jobs, None, primed))
+    service = model.service.denoiser()
+    there = model.run(model.rows(jobs, service, primed))
+    service.close()
+    assert here.keys() == there.keys() == {str(n) for n in range(len(MIX))}
+    for name, latents in here.items():
+        assert np.array_equal(there[name], latents), name
+    plain = model.run(model.rows([replace(job, controls=()) for job in jobs], None, primed))
+    assert not np.array_equal(plain["1"], here["1"]), "the control changes nothing"
+
+
+def test_denoisers_share_a_service_and_none_sees_the_others_rows(model: Model) -> None:
+    """Their steps alternate, so that a batch of one is interrupted by the other's."""
+    rng = np.random.default_rng()
+    sets = [model.jobs(rng)[:3] for _ in range(2)]
+    expected = [model.run(model.rows(jobs, None, None)) for jobs in sets]
+    services = [model.service.denoiser() for _ in sets]
+    running = [model.rows(jobs, own, None) for jobs, own in zip(sets, services, strict=True)]
+    bases = [model.adapter, load_adapter(model.config)]
+    found: list[dict[str, Any]] = [{}, {}]
+    while any(running):
+        for number, rows in enumerate(running):
+            if rows:
+                bases[number].step(rows, None)
+            done = {r.request_id: r.result().array() for r in rows if r.step == r.steps}
+            found[number] |= done
+            running[number] = [r for r in rows if r.step < r.steps]
+    for own in services:
+        own.close()
+    for mine, latents in zip(found, expected, strict=True):
+        assert all(np.array_equal(mine[name], latents[name]) for name in latents)
