@@ -32,7 +32,7 @@ from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, 
 from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.slots import RowSlots, aligned
-from maskserve_engine.control_link.transport import Answered, Ask, Connection, Lost, Part
+from maskserve_engine.control_link.transport import AddedPart, Answered, Ask, Connection, Lost
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.control_batches import NetBatch, NetStep, Residual
 from maskserve_engine.families.registry import load_adapter
@@ -330,7 +330,7 @@ class ControlNetService:
                 row.slots.answer(ask.number).write(offset, added)
                 ends[name] = aligned(offset + added.nbytes)
                 dtype = str(added.dtype).removeprefix("torch.")
-                parts.append(Part(name, first, last, offset, tuple(added.shape), dtype))
+                parts.append(AddedPart(name, first, last, offset, tuple(added.shape), dtype))
             connection.send(Answered(ask.number, tuple(parts)))
 
         if session.batch is None or session.batch[0] != ask.batch:

@@ -32,7 +32,7 @@ from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
 from maskserve_engine.card_table import check_fits
-from maskserve_engine.control_link.served import Calls, ControlService
+from maskserve_engine.control_link.served import ControlService, ServiceCalls
 from maskserve_engine.control_link.served_nets import ServedNetLoader
 from maskserve_engine.entry_store import estimated_costs, open_store, sized
 from maskserve_engine.executor import Executor
@@ -180,7 +180,7 @@ class Engine:
         config: Config,
         lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader,
         policy: MakePolicy | None = None,
-        calls: Calls | None = None,
+        calls: ServiceCalls | None = None,
     ) -> Engine:
         """Load the model; slow.
 

@@ -22,7 +22,7 @@ from tests.fakes.pb_utils import FakeTriton
 
 
 class DirectCalls:
-    """`Calls` of a front in this process."""
+    """`ServiceCalls` of a front in this process."""
 
     def __init__(self, front: ControlNetFrontend, triton: FakeTriton) -> None:
         self._front, self._triton = front, triton

@@ -22,12 +22,12 @@ from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.slots import RowSlots
 from maskserve_engine.control_link.transport import (
+    AddedPart,
     Answered,
     Ask,
     AskedRow,
     Lost,
     Messages,
-    Part,
     SocketMessages,
 )
 
@@ -36,7 +36,7 @@ _WAITS = 4096
 """Waits that are kept until they are asked for."""
 
 
-class Calls(Protocol):
+class ServiceCalls(Protocol):
     """KServe calls of the service."""
 
     def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class _Answer:
     """What has come of the answer to one ask."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[Part]] = {}
+        self._parts: dict[str, list[AddedPart]] = {}
         self.ended = False
         self.error = ""
 
@@ -122,7 +122,7 @@ class _Answer:
             self._parts.setdefault(part.row, []).append(part)
         self.ended, self.error = more.ended, more.error
 
-    def at(self, row: str, place: int) -> Part | None:
+    def at(self, row: str, place: int) -> AddedPart | None:
         for part in self._parts.get(row, ()):
             if part.first <= place <= part.last:
                 return part
@@ -148,7 +148,7 @@ class Link:
         messages: Messages,
         folder: Path,
         session: str,
-        calls: Calls,
+        calls: ServiceCalls,
         device: torch.device,
         patience_s: float,
     ) -> None:
@@ -294,7 +294,7 @@ class ControlService:
 
     def __init__(
         self,
-        calls: Calls,
+        calls: ServiceCalls,
         device: torch.device,
         dtype: str,
         patience_s: float,

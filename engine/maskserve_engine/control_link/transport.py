@@ -41,7 +41,7 @@ class Ask(msgspec.Struct, array_like=True, frozen=True):
     rows: tuple[AskedRow, ...]
 
 
-class Part(msgspec.Struct, array_like=True, frozen=True):
+class AddedPart(msgspec.Struct, array_like=True, frozen=True):
     """A row's residual at some places of the base; it lies in the row's slot."""
 
     row: str
@@ -57,7 +57,7 @@ class Answered(msgspec.Struct, array_like=True, frozen=True):
     """More of the answer to an ask."""
 
     number: int
-    parts: tuple[Part, ...] = ()
+    parts: tuple[AddedPart, ...] = ()
     ended: bool = False
     """Nothing follows."""
     error: str = ""
