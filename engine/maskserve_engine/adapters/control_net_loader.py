@@ -86,8 +86,6 @@ class ControlNetLoader:
         done: Callable[[LoadedNet | MaskserveError], None],
         begin: float,
     ) -> None:
-        import diffusers  # here: a process first says which libraries it has no use for
-
         try:
             net = self._nets.find(control.name, _FIELD)
             if net.version != control.version:
@@ -110,6 +108,8 @@ class ControlNetLoader:
 
     def _loaded(self, net: KnownControlNet) -> str:
         """Have it brought; its digest."""
+        import diffusers  # here: a process first says which libraries it has no use for
+
         with one_cpu_thread():
             model = getattr(diffusers, self._facts.control.net).from_pretrained(
                 net.path,

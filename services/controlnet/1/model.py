@@ -6,6 +6,7 @@ import triton_python_backend_utils as pb_utils
 
 from maskserve_core.config import Config
 from maskserve_core.triton.worker_model import WorkerModel
+from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_engine.triton.controlnet import ControlNetFrontend
 
 
@@ -13,6 +14,7 @@ class TritonPythonModel(WorkerModel):
     name = "controlnet"
 
     def open(self, config: Config) -> None:
+        hide_unused_libraries(config)
         self._frontend = ControlNetFrontend(pb_utils, config)
 
     def execute(self, requests: list[Any]) -> None:
