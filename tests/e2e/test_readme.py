@@ -27,16 +27,20 @@ SERVE = [code for language, code in BLOCKS if "maskserve serve" in code]
 EXAMPLES = [
     (language, code)
     for language, code in BLOCKS
-    if re.search(r"localhost:900\d|maskserve (edit|status|templates)", code)
+    if re.search(r"localhost:(900\d|8081|8080/v2)|maskserve (edit|status|templates)", code)
 ]
 
 
 @dataclass(frozen=True)
 class Clone:
-    """A folder with what a clone has after `make setup`, and a worker that serves it."""
+    """A folder with what a clone has after `make setup`, and a worker that serves it behind a
+    router.
+    """
 
     folder: Path
     ports: Ports
+    router: int
+    """Its HTTP port; gRPC is behind it."""
     try_command: str
     """What `maskserve serve` says to try next."""
 
@@ -67,14 +71,15 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
     (folder / "assets").symlink_to(ROOT / "assets")
     (folder / ".venv").symlink_to(sys.prefix)
     [serve] = SERVE
-    base = free_base_port()
+    base = free_base_port(2)
     command = serve.partition("#")[0].strip()
     process = subprocess.Popen(
         [
             "bash",
             "-c",
             f"exec {command} --adapters assets/adapters "
-            f"--controlnets assets/controlnets --base-port {base}",
+            f"--controlnets assets/controlnets --base-port {base} "
+            f"--router --router-port {base + 10}",
         ],
         cwd=folder,
         env=environment(),
@@ -90,7 +95,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
             if line.startswith("try: "):
                 break
         assert process.poll() is None, "".join(said)
-        yield Clone(folder, Ports.of_worker(base, 0), said[-1].removeprefix("try: "))
+        tried = said[-1].removeprefix("try: ")
+        yield Clone(folder, Ports.of_worker(base, 0), base + 10, tried)
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=90)
@@ -119,6 +125,8 @@ def test_an_example_runs_as_printed(language: str, code: str, clone: Clone) -> N
     edited.unlink(missing_ok=True)
     code = code.replace("localhost:9000", f"localhost:{clone.ports.http}")
     code = code.replace("localhost:9001", f"localhost:{clone.ports.grpc}")
+    code = code.replace("localhost:8080", f"localhost:{clone.router}")
+    code = code.replace("localhost:8081", f"localhost:{clone.router + 1}")
     if language == "python":
         (clone.folder / "example.py").write_text(code)
         code = ".venv/bin/python example.py"

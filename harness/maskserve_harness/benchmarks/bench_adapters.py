@@ -12,6 +12,8 @@ ahead are among them as often as in an edit.
 
 `lora_fast_added_ms`: what a LoRA on storage that takes a second adds to an edit (`lora_loading`).
 
+Where there is a bar (`BARS`), the report's `bars` says it, and whether it is met.
+
 `control_flux`: a cached row of FLUX's width at mask ratio .11 with a ControlNet, 11 blocks beside 3
 (FLUX.1: 57 beside 15), all with the weights of one double and one single block; over the steps that
 `[controls] refresh` is, and `dense_control_flux` with all of the ControlNet's tokens at every
@@ -74,7 +76,7 @@ def lora_step(args: argparse.Namespace) -> dict[str, Any]:
     timer = Timer(device, args.clock)
     batches = [kept(bench, AHEAD, partial(bench.step, rows, "kv")) for rows in (plain, ours)]
     for steps in batches:
-        steps()
+        steps(1)
     times = [[timer.ms(steps) / AHEAD for steps in batches] for _ in range(args.repeat)]
     without, with_loras = (statistics.median(each) for each in zip(*times, strict=True))
     return {
@@ -187,6 +189,27 @@ def _control_count(
     return 1.0 + mean / work.step_flops([row], "kv")
 
 
+BARS = {
+    "lora_step_ratio": ("at most", 1.08),
+    "lora_edits_ratio": ("at least", 0.9),
+    "lora_vs_one_per_batch": ("at least", 1.3),
+    "lora_fast_added_ms": ("at most", 50.0),
+    "lora_mate_step_ratio": ("at most", 1.02),
+}
+
+
+def held(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each bar of what was measured, and whether it is met."""
+    return {
+        name: {
+            "bar": f"{side} {bar:g}",
+            "met": summary[name] <= bar if side == "at most" else summary[name] >= bar,
+        }
+        for name, (side, bar) in BARS.items()
+        if name in summary
+    }
+
+
 PARTS = {"lora": (lora_step, lora_edits, lora_loading), "control": (control_step,)}
 """What is measured, by the name that `--only` takes."""
 
@@ -197,7 +220,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--repeat", type=int, default=5, help="rounds of AHEAD steps each")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds of each part")
     parser.add_argument("--refresh", type=int, default=REFRESH, help="of control")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -206,7 +229,11 @@ def main() -> int:
     for part in args.only:
         for measure in PARTS[part]:
             summary |= measure(args)
-    print("\n".join(f"{name:20} {value}" for name, value in summary.items()))
+    bars = held(summary)
+    for name, value in summary.items():
+        told = bars.get(name)
+        bar = f"  ({told['bar']}: {'met' if told['met'] else 'MISSED'})" if told else ""
+        print(f"{name:24} {value}{bar}")
     if args.json:
         report = {
             "command": " ".join(sys.argv),
@@ -214,6 +241,7 @@ def main() -> int:
             "torch": torch.__version__,
             "date": time.strftime("%Y-%m-%d"),
             "summary": summary,
+            "bars": bars,
         }
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0

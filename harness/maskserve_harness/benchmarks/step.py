@@ -140,11 +140,11 @@ def measure_mixes(
     return results
 
 
-def kept(bench: Bench | UnetBench, count: int, step: Callable[[], None]) -> Callable[[], None]:
-    """So many steps of rows that stay packed while others are stepped."""
+def kept(bench: Bench | UnetBench, count: int, step: Callable[[], None]) -> Callable[..., None]:
+    """So many steps, or as many as are asked for, of rows that stay packed beside others."""
     batch: Any = None
 
-    def steps() -> None:
+    def steps(count: int = count) -> None:
         nonlocal batch
         bench.batch = batch
         for _ in range(count):
