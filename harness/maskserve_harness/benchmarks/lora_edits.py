@@ -4,7 +4,7 @@
 server does that holds one adapter at a time: it serves the edits of one LoRA before those of the
 next. The LoRAs are the demo model's own two, each four times with other scales of its weights.
 `plain_vs_pairs` is what larger batches gain by themselves: all edits at once over two at a time,
-without LoRAs.
+without LoRAs. `lora_edits_count` is the ratio that the FLOPs of the steps alone allow.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from maskserve_core.adapters.lora_header import by_module
 from maskserve_core.config_file import config_of
 from maskserve_core.imaging.images import encode_png
+from maskserve_core.models.registry import lora_work
 from maskserve_engine.job import EditJob, EngineEvent, Failed, FinalEvent
+from maskserve_engine.requests.state import EditWork
 from maskserve_harness.benchmarks.direct import Direct, Edit
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
@@ -56,6 +59,10 @@ def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
                 "one": [mixed[n::LORAS] for n in range(LORAS)],
                 "pairs": [plain[n::LORAS] for n in range(LORAS)],
             }
+            counted = [
+                _counted(worker, mixed[n], Path(folder, f"{names[n]}.safetensors"))
+                for n in range(LORAS)
+            ]
             for _ in range(2):  # the second sight of each template, with its LoRA, is primed
                 for batches in ways.values():
                     _serve(worker, batches)
@@ -72,9 +79,24 @@ def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "lora_edits_per_second": round(EDITS / seconds["mixed"], 2),
         "lora_edits_ratio": round(seconds["none"] / seconds["mixed"], 3),
+        "lora_edits_count": round(statistics.mean(counted), 3),
         "lora_vs_one_per_batch": round(seconds["one"] / seconds["mixed"], 3),
         "plain_vs_pairs": round(seconds["pairs"] / seconds["none"], 3),
     }
+
+
+def _counted(worker: Direct, job: EditJob, file: Path) -> float:
+    """FLOPs of a cached step of an edit over those with a LoRA."""
+    adapter = worker.engine.adapter
+    work = adapter.work(*job.moments.shape[1:])
+    with safe_open(file, "pt") as opened:
+        layers = {
+            module: sum(opened.get_tensor(name).numel() for name in (names.down, names.up))
+            for (_, module), names in by_module(opened.keys()).items()
+        }
+    without = EditWork.of(job, adapter)
+    ours = without.with_loras([lora_work(adapter.facts, work, layers)], work)
+    return without.cached_flops / ours.cached_flops
 
 
 def write_loras(folder: Path) -> list[str]:
