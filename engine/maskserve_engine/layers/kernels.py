@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 def has_kernels(x: Tensor) -> bool:
     """Whether they do the work where `x` lies; else plain operations do."""
-    return x.device.type == "cuda" and missing_triton() is None
+    return kernels_on(x.device)
 
 
 def kernels_on(device: torch.device) -> bool:
