@@ -192,7 +192,8 @@ class RequestManager:
 
         lost = Failed(EngineFailed("the result did not come from the device"), edit.timeline())
         self.output.send_made(edit.sink, final, lost)
-        if edit.mode == "cached" and not edit.tally.skipped:  # skipping is not the template's fault
+        # Neither skipping nor steps without LoRAs are the template's fault.
+        if edit.mode == "cached" and not edit.tally.skipped and edit.loras.always:
             assert self.cache is not None, _ONLY_CACHED
             self.audits.offer(self.cache.key_of(edit.job), edit.job, latents)
 

@@ -182,6 +182,11 @@ class LoraUse:
     """When they were first asked for; 0: never."""
     waited_s: float = 0.0
 
+    @property
+    def always(self) -> bool:
+        """Whether all steps so far were computed with them."""
+        return not self.late and not self.from_step
+
     def meta(self, mode: str) -> dict[str, Any]:
         """What META says; empty without LoRAs."""
         if not self.wanted:

@@ -325,6 +325,9 @@ def test_a_fast_row_changes_entries_when_its_lora_arrives(
     make: Callable[..., Site], tmp_path: Path, devices: int
 ) -> None:
     site = make(devices, profiles=profile(tmp_path, a=0.6), device_bytes=3 * NBYTES)
+    offered: list[str] = []
+    audits: Any = site.engine.manager.audits
+    audits.offer = lambda key, job, latents: offered.append(job.request.request_id)
     site.loader.let_come("a", "b", "c", "d")
     site.begin(site.job("plain", 1, cache="require")).final()
     exact = site.begin(site.job("exact", 1, ("a", 1.0), cache="require")).final()
@@ -342,6 +345,9 @@ def test_a_fast_row_changes_entries_when_its_lora_arrives(
     assert final.meta["cache"] == "hit"
     assert final.meta["loras_from_step"] > 0
     assert np.abs(final.latents - exact.latents).max() > 1e-4
+    # Made again it would have its LoRA from the start, and what differs is not the template's.
+    eventually("the exact one is offered for an audit", lambda: "exact" in offered)
+    assert "fast" not in offered
 
 
 def test_what_goes_wrong_with_a_lora_ends_its_edits_alone(
