@@ -15,6 +15,7 @@ COPY router router
 COPY serving serving
 COPY model_repository model_repository
 COPY ensemble ensemble
+COPY services services
 
 FROM debian:bookworm-slim AS cpu
 ARG PIP_FLAGS=""

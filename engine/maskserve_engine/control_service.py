@@ -84,6 +84,7 @@ class ControlNetService:
         config: of the service: `[model] device` is that of the nets.
         folder: for the socket and the slots; best in memory. Made anew.
         loader: brings ControlNets from `[controls] folder`.
+        adapter: of the base's family; None: as the configuration says.
     """
 
     def __init__(
@@ -91,10 +92,11 @@ class ControlNetService:
         config: Config,
         folder: Path,
         loader: Callable[..., ControlNetLoader] = ControlNetLoader,
+        adapter: Adapter | None = None,
     ) -> None:
         self._config, self._folder = config, folder
         self._device, self._dtype = device_of(config), dtype_of(config)
-        self._adapter: Adapter = load_adapter(_shape_of(config))
+        self._adapter: Adapter = adapter or load_adapter(_shape_of(config))
         self._loader = loader(config, self._adapter.facts, self._brought)
         self._door = threading.Lock()
         """Before sessions and nets."""

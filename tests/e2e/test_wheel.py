@@ -49,12 +49,13 @@ def test_it_has_its_own_code_and_models(installed: Path, tmp_path: Path) -> None
         "import json, maskserve_client, maskserve_core, maskserve_engine\n"
         "from maskserve_serving import options\n"
         "files = [m.__file__ for m in (maskserve_client, maskserve_core, maskserve_engine)]\n"
-        "print(json.dumps([*files, str(options.MODELS), str(options.ENSEMBLE)]))"
+        "print(json.dumps([*files, str(options.MODELS), str(options.ENSEMBLE), "
+        "str(options.SERVICES)]))"
     )
     paths = json.loads(run(installed / "python", "-c", say, cwd=tmp_path))
     assert all(Path(path).is_relative_to(installed.parent) for path in paths), paths
-    models, ensemble = map(Path, paths[-2:])
-    for carried, original in ((models, "model_repository"), (ensemble, "ensemble")):
+    originals = "model_repository", "ensemble", "services"
+    for carried, original in zip(map(Path, paths[-3:]), originals, strict=True):
         assert _files(carried) == _files(ROOT / original)
 
 

@@ -19,6 +19,9 @@ Where there is a bar (`BARS`), the report's `bars` says it, and whether it is me
 `[controls] refresh` is, and `dense_control_flux` with all of the ControlNet's tokens at every
 step. `…_count` is what the FLOPs say of these blocks, `…_flux_dev_count` of FLUX.1-dev at 1024
 pixels with 5 + 10 blocks.
+
+`service_of_limit`: a dense step with a ControlNet beside the base over one with it in a service, a
+core each, over what the FLOPs say (`control_service`); `service_speedup` before that division.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from maskserve_engine.families.flux.vectors import AHEAD
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.linear import linear
+from maskserve_harness.benchmarks.control_service import service_step
 from maskserve_harness.benchmarks.lora_edits import lora_edits
 from maskserve_harness.benchmarks.lora_loading import lora_loading
 from maskserve_harness.benchmarks.step import kept
@@ -133,6 +137,11 @@ def control_step(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def control_service(args: argparse.Namespace) -> dict[str, Any]:
+    """Steps of a dense row whose ControlNet is beside the base, or in a service."""
+    return service_step(args.repeat, args.clock)
+
+
 def _repeated(weights: FluxWeights, blocks: tuple[int, int]) -> FluxWeights:
     """So many double and single blocks, all with the weights of the first."""
     doubles, singles = blocks
@@ -195,6 +204,7 @@ BARS = {
     "lora_vs_one_per_batch": ("at least", 1.3),
     "lora_fast_added_ms": ("at most", 50.0),
     "lora_mate_step_ratio": ("at most", 1.02),
+    "service_of_limit": ("at least", 0.85),
 }
 
 
@@ -210,7 +220,7 @@ def held(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-PARTS = {"lora": (lora_step, lora_edits, lora_loading), "control": (control_step,)}
+PARTS = {"lora": (lora_step, lora_edits, lora_loading), "control": (control_step, control_service)}
 """What is measured, by the name that `--only` takes."""
 
 
