@@ -32,7 +32,6 @@ COMMANDS = {
     # The quality of pictures.
     "eval_demo_model": "demo_model.eval_command",
     "eval_quality": "quality.command",
-    "fp8_attention": "quality.fp8_attention",
     "profile_lora": "quality.profile_lora",
     "eval_unet_quality": "quality.unet_command",
 }

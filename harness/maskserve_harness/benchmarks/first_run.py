@@ -1,9 +1,10 @@
 """The first thing to run on a machine with a GPU: under 10 minutes, a JSON and its page to commit.
 
 It is written anew as each part is known, and what fails later takes nothing away: whether tests/gpu
-pass; how fast entries reach the device; steps of FLUX.1-dev's size (random weights) beside what
-their counted FLOPs take at the device's published peak; what a step holds in memory beside what the
-memory table counts.
+pass; which attention is used; how fast entries reach the device; steps of FLUX.1-dev's size (random
+weights) beside what their counted FLOPs take at the device's published peak, with rows of one mask
+ratio and of several, with entries in int8 and as they are by default; for how long the host asks
+for a step; what a step holds in memory beside what the memory table counts; steps of SDXL.
 
     python scripts/bench first_run --json docs/benchmarks/gpu-first-run.json
 
@@ -33,8 +34,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from maskserve_core.config import CacheConfig
 from maskserve_engine.cache.entries import encode
 from maskserve_engine.cache.loader import CudaMover, HostMover, Mover
+from maskserve_engine.layers.attention import choose_flash, missing_varlen
 from maskserve_engine.memory import device_memory, peak_values
 from maskserve_engine.stages.device_probe import peak_rates
 from maskserve_harness.benchmarks.first_run_page import write_page
@@ -42,11 +45,14 @@ from maskserve_harness.benchmarks.live_bytes import peak_bytes
 from maskserve_harness.benchmarks.step import measure
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
+from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
 from maskserve_harness.checkout import CHECKOUT
 
 BATCHES, RATIOS = (1, 4, 8), (0.05, 0.11, 0.2, 0.35)
 KINDS = ("kv", "project")
-FORMAT = "int8"
+FORMAT, DEFAULT = "int8", CacheConfig().entry_format
+MIXED = (2, 4, 8)
+"""Rows of batches in which each has another mask ratio."""
 _TESTS_S = 480
 _BUFFER = 32 * 2**20
 _SENT, _WIDTH = 2**28, 3072
@@ -85,12 +91,15 @@ def run_tests(device: torch.device) -> bool:
 
 
 def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
-    """Dense and cached steps; `limit_ms` is what the FLOPs take at the device's published peak."""
-    asked = argparse.Namespace(
-        kind=KINDS, batch=BATCHES, mask_ratios=RATIOS, alike=True, clock="wall", repeat=repeat,
-        steps=1,
-    )  # fmt: skip
-    rows = measure(bench, asked)
+    """Dense and cached steps, also with entries as they are by default; `limit_ms` is what the
+    FLOPs take at the device's published peak.
+    """
+    rows = []
+    for format, kinds in ((FORMAT, KINDS), (DEFAULT, ("kv",))):
+        bench.format = format
+        found = measure(bench, _asked(repeat, kind=kinds, batch=BATCHES, alike=True))
+        rows += [{**row, "format": format} for row in found]
+    bench.format = FORMAT
     peak = peak_rates(bench.device, bench.dtype)
     for row in rows:
         tokens = [bench.work.row_at(row["mask_ratio"], bench.text)] * row["batch"]
@@ -98,6 +107,52 @@ def time_steps(bench: Bench, repeat: int) -> list[dict[str, Any]]:
             flops = bench.work.step_flops(tokens, kind)
             row[name] = round(1e3 * flops / peak.product_flops, 3)
     return rows
+
+
+def time_mixed_steps(bench: Bench | UnetBench, repeat: int) -> list[dict[str, Any]]:
+    """Of rows that all have different masks, as edits do; one row of a UNet."""
+    batches = MIXED if isinstance(bench, Bench) else (1,)
+    return measure(bench, _asked(repeat, kind=("kv",), batch=batches, alike=False))
+
+
+def _asked(repeat: int, **of: Any) -> argparse.Namespace:
+    """What `measure` is asked for."""
+    return argparse.Namespace(mask_ratios=RATIOS, clock="wall", repeat=repeat, steps=1, **of)
+
+
+def ask_for_steps(bench: Bench) -> list[dict[str, Any]]:
+    """For how long the host asks for a steady step (`asked_ms`), of all that it takes (`ms`): as
+    long as the first is shorter, launches hold up nothing.
+    """
+    found = []
+    bench.fill_entry("kv")
+    for batch in BATCHES:
+        for ratio in (None, RATIOS[1]):
+            rows = [bench.row(ratio, seed) for seed in range(batch)]
+            bench.batch = None
+            timer = Timer(bench.device)
+            asked: list[float] = []
+
+            def step(rows: list[Any] = rows, asked: list[float] = asked) -> None:
+                begin = time.perf_counter()
+                bench.step(rows, "kv")
+                asked.append(1e3 * (time.perf_counter() - begin))
+
+            took = [timer.ms(step) for _ in range(5)]
+            least = {"asked_ms": round(min(asked[1:]), 3), "ms": round(min(took[1:]), 3)}
+            found.append({"batch": batch, "mask_ratio": ratio, **least})
+    bench.batch = None
+    return found
+
+
+def attention_of(device: torch.device, dtype: torch.dtype) -> str:
+    """In words, what computes attention of rows that differ."""
+    if device.type != "cuda":
+        return "one call for each row"
+    missing = missing_varlen(device, dtype)
+    if missing is not None:
+        return f"one call for each row: {missing}"
+    return choose_flash(torch.cuda.get_device_capability(device)[0])
 
 
 def weigh_steps(bench: Bench) -> list[dict[str, Any]]:
@@ -149,6 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar=("DOUBLE", "SINGLE"),
         help="of the model; default: all",
     )
+    parser.add_argument("--unet", choices=UNETS, help="UNet to step; default: SDXL on a GPU")
     parser.add_argument("--repeat", type=int, default=3, help="rounds of each step")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -180,11 +236,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = sum(p.nbytes for p in bench.model.parameters())
     memory: dict[str, Any] = {"total": total, "free": free, "weights": weights}
     name = f"{args.preset}, {bench.blocks} blocks, {str(dtype).removeprefix('torch.')}"
-    keep(model=name, memory=memory)
+    keep(model=name, memory=memory, attention=attention_of(device, dtype))
     keep(gb_per_s=load_gb_per_s(device))
     keep(steps=time_steps(bench, args.repeat))
+    keep(mixed=time_mixed_steps(bench, args.repeat))
+    keep(asked=ask_for_steps(bench))
     held = weigh_steps(bench)
     keep(memory={**memory, "steps": held})
+    unet = args.unet or ("sdxl-1024" if device.type == "cuda" else None)
+    if unet is not None:
+        del bench  # its memory is the next model's
+        keep(unet=unet, unet_steps=time_mixed_steps(UnetBench(unet, dtype, device, FORMAT), 3))
     over = [each for each in held if each["held"] > each["counted"]]
     print(f"tests {'passed' if passed else 'FAILED'}; {len(over)} steps held more than counted")
     return 0 if passed and not over else 1

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Report = Mapping[str, Any]
 _GIB = 2**30
 _COLOURS = {"dense": "0.5", "kv": "tab:orange", "project": "tab:blue"}
@@ -46,12 +48,20 @@ def _lines(report: Report, plots: Sequence[str]) -> list[str]:
             f"- {report['model']}: weights {sizes[0]} GiB; the device has {sizes[1]} GiB, of which "
             f"{sizes[2]} were free beside them"
         )
+    if "attention" in report:
+        lines.append(f"- attention: {report['attention']}")
     if "gb_per_s" in report:
         told = [f"{name} {rate:g}" for name, rate in report["gb_per_s"].items()]
         lines.append(f"- entries from host memory, GB/s: {', '.join(told)}")
     lines += [line for plot in plots for line in ("", f"![{plot}]({plot})")]
     if "steps" in report:
         lines += ["", "## Steps", "", *_step_table(report["steps"])]
+    if "mixed" in report:
+        lines += ["", "## Steps of rows that differ", "", *_mixed_table(report["mixed"])]
+    if "asked" in report:
+        lines += ["", "## For how long the host asks", "", *_asked_table(report["asked"])]
+    if "unet_steps" in report:
+        lines += ["", f"## Steps of {report['unet']}", "", *_mixed_table(report["unet_steps"])]
     if report.get("memory", {}).get("steps"):
         lines += ["", "## What steps hold", "", *_memory_table(report["memory"]["steps"])]
     return lines
@@ -62,14 +72,31 @@ def _step_table(steps: Sequence[Report]) -> list[str]:
     lines = [
         "Milliseconds; *limit* is what the counted FLOPs take at the device's published peak.",
         "",
-        "| rows | m | kind | step | limit | dense step | its limit | times |",
-        "|---" * 8 + "|",
+        "| rows | m | kind | entries | step | limit | dense step | its limit | times |",
+        "|---" * 9 + "|",
     ]
     for step in steps:
         times = step["dense_ms"] / step["ms"]
-        cells = [f"{step['mask_ratio']:.2f}", step["kind"]]
+        cells = [f"{step['mask_ratio']:.2f}", step["kind"], step["format"]]
         cells += [f"{step[key]:.1f}" for key in ("ms", "limit_ms", "dense_ms", "dense_limit_ms")]
         lines.append(f"| {step['batch']} | {' | '.join(cells)} | {times:.2f} |")
+    return lines
+
+
+def _mixed_table(steps: Sequence[Report]) -> list[str]:
+    lines = ["| rows | mean m | step ms | dense step ms | times |", "|---" * 5 + "|"]
+    for step in steps:
+        mean = np.mean(step["mask_ratio"])  # of one for each row, or of all
+        told = f"{mean:.2f} | {step['ms']:.1f} | {step['dense_ms']:.1f}"
+        lines.append(f"| {step['batch']} | {told} | {step['dense_ms'] / step['ms']:.2f} |")
+    return lines
+
+
+def _asked_table(asked: Sequence[Report]) -> list[str]:
+    lines = ["| rows | m | asked for ms | step ms |", "|---" * 4 + "|"]
+    for step in asked:
+        ratio = "dense" if step["mask_ratio"] is None else f"{step['mask_ratio']:.2f}"
+        lines.append(f"| {step['batch']} | {ratio} | {step['asked_ms']:.1f} | {step['ms']:.1f} |")
     return lines
 
 
@@ -88,10 +115,13 @@ def _plot_steps(steps: Sequence[Report], file: Path) -> Path:
     batches = sorted({step["batch"] for step in steps})
     figure, axes = _figure(len(batches))
     for axis, batch in zip(axes, batches, strict=True):
-        for kind in dict.fromkeys(step["kind"] for step in steps):
-            own = [step for step in steps if (step["batch"], step["kind"]) == (batch, kind)]
+        for kind, format in dict.fromkeys((step["kind"], step["format"]) for step in steps):
+            wanted = batch, kind, format
+            own = [s for s in steps if (s["batch"], s["kind"], s["format"]) == wanted]
             ratios, colour = [step["mask_ratio"] for step in own], _COLOURS.get(kind)
-            axis.plot(ratios, [step["ms"] for step in own], "o-", color=colour, label=kind)
+            style = "o-" if format == steps[0]["format"] else "x--"
+            label = f"{kind}, {format}"
+            axis.plot(ratios, [step["ms"] for step in own], style, color=colour, label=label)
             axis.plot(ratios, [step["limit_ms"] for step in own], ":", color=colour)
         axis.plot(
             ratios, [step["dense_ms"] for step in own], color=_COLOURS["dense"], label="dense"

@@ -70,9 +70,9 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) ->
     originals = [getattr(owner, name) for owner, name, _ in parts]
 
     def timed(function: Any, part: str) -> Any:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
             out: list[Any] = []
-            spent[part] += timer.ms(lambda: out.append(function(*args)))
+            spent[part] += timer.ms(lambda: out.append(function(*args, **named)))
             return out[0]
 
         return call

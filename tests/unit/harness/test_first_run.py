@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from maskserve_harness.benchmarks import first_run
 from maskserve_harness.benchmarks.first_run_page import write_page
+from maskserve_harness.benchmarks.step import rest_time
+from maskserve_harness.benchmarks.step_rig import Bench
+from maskserve_harness.benchmarks.timing import Timer
 
 
 @pytest.mark.slow
@@ -21,15 +25,21 @@ def test_a_rehearsal_measures_all_that_a_gpu_is_asked(
     assert first_run.main(asked) == 0, capfd.readouterr().out[-3000:]
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["tests_passed"] is True
-    assert {(row["kind"], row["batch"], row["mask_ratio"]) for row in report["steps"]} == {
-        (kind, batch, ratio)
-        for kind in first_run.KINDS
+    assert {
+        (row["kind"], row["format"], row["batch"], row["mask_ratio"]) for row in report["steps"]
+    } == {
+        (kind, format, batch, ratio)
+        for kind, format in (*((kind, "int8") for kind in first_run.KINDS), ("kv", "int4"))
         for batch in first_run.BATCHES
         for ratio in first_run.RATIOS
     }
     for row in report["steps"]:
         assert 0 < row["limit_ms"] < row["dense_limit_ms"]
         assert min(row["ms"], row["dense_ms"]) > 0
+    assert [row["batch"] for row in report["mixed"]] == list(first_run.MIXED)
+    for row in report["asked"]:
+        assert 0 < row["asked_ms"] <= row["ms"]
+    assert report["attention"] == "one call for each row"
     assert report["gb_per_s"].keys() == {"gathered", "whole", "link"}
     for step in report["memory"]["steps"]:
         assert 0 < step["held"] <= step["counted"]
@@ -39,6 +49,14 @@ def test_a_rehearsal_measures_all_that_a_gpu_is_asked(
         "rehearsal-steps.png",
         "rehearsal-memory.png",
     }
+
+
+def test_what_is_not_in_blocks_and_how_long_the_host_asks_are_parts_of_a_step() -> None:
+    bench = Bench("demo", (1, 1), torch.float32, torch.device("cpu"), "int8")
+    bench.fill_entry("kv")
+    assert rest_time(bench, Timer(bench.device), [bench.row(0.2, 0)], "kv") > 0
+    for step in first_run.ask_for_steps(bench):
+        assert 0 < step["asked_ms"] <= step["ms"]
 
 
 def test_without_a_gpu_it_says_what_to_do(
@@ -80,6 +98,7 @@ def test_the_page_says_what_the_report_says(tmp_path: Path) -> None:
     steps = [
         {
             "kind": kind,
+            "format": "int8",
             "batch": batch,
             "mask_ratio": ratio,
             "ms": 10 * batch * (ratio + 0.1),
@@ -102,7 +121,7 @@ def test_the_page_says_what_the_report_says(tmp_path: Path) -> None:
     )
     page = file.with_suffix(".md").read_text(encoding="utf-8")
     assert "tests/gpu FAILED" in page
-    assert "| 4 | 0.05 | kv | 6.0 | 3.0 | 48.0 | 24.0 | 8.00 |" in page
+    assert "| 4 | 0.05 | kv | int8 | 6.0 | 3.0 | 48.0 | 24.0 | 8.00 |" in page
     assert "| 1 | dense | 1.00 | 2.00 |" in page
     assert "| 4 | 0.05 | 2.00 | 1.00 **more than counted** |" in page
     for plot in ("run-steps.png", "run-memory.png"):
