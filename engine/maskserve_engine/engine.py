@@ -19,9 +19,11 @@ from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, guarded
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.models.registry import load_facts
 from maskserve_core.worker.gangs.deadline import Deadline
 from maskserve_core.worker.gangs.scheduler import GangScheduler
 from maskserve_core.worker.observations import Observations
+from maskserve_core.worker.pair import Pair
 from maskserve_core.worker.spread import Spread
 from maskserve_core.worker.step_scheduler import ALL_FREE, MakePolicy, StepScheduler
 from maskserve_engine.adapters.control_net_loader import Bring as BringNet
@@ -233,6 +235,9 @@ class Engine:
         Raises:
             ConfigError: a rank could not be started.
         """
+        deals = config.engine.policy == "cfg"
+        if deals:
+            _check_pair(config)
         ranks = RankProcesses(config)
         own = ranks.scheduling_config
         most = 1 if config.engine.policy == "spread" else config.engine.devices
@@ -241,7 +246,9 @@ class Engine:
             own,
             load_adapter(own),
             revision=ranks.hello.revision,
-            executor=lambda adapter, store: GangExecutor(ranks, adapter, store, inbox.put, most),
+            executor=lambda adapter, store: GangExecutor(
+                ranks, adapter, store, inbox.put, most, deals=deals
+            ),
             policy=policy,
             lora_loader=lora_loader,
             elsewhere=ranks.hello.device,
@@ -492,4 +499,20 @@ def _policy_of(config: Config) -> MakePolicy:
     devices = config.engine.devices
     if config.engine.policy == "spread":
         return lambda rows, waiting, share: Spread(devices, rows, waiting, share)
+    if config.engine.policy == "cfg":
+        return lambda rows, waiting, share: Pair(devices, rows, waiting, share)
     return lambda rows, waiting, share: GangScheduler(Deadline(devices), devices, rows, waiting)
+
+
+def _check_pair(config: Config) -> None:
+    """Raises ConfigError where no edit's passes could be dealt to two devices."""
+    if config.engine.devices != 2:
+        raise ConfigError(
+            f'[engine] policy: "cfg" takes two devices, not {config.engine.devices}: an edit has '
+            "two passes at most"
+        )
+    if not load_facts(config.model.path, config.model.native_resolution).two_passes:
+        raise ConfigError(
+            '[engine] policy: "cfg" needs a model with classifier-free guidance; edits of this one '
+            'have one pass: use "spread"'
+        )

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.worker.logs import about
@@ -224,7 +222,7 @@ class LocalExecutor:
 
     # For who carries rows from one executor to another.
 
-    def position(self, row: str) -> tuple[int, Tensor | None]:
+    def position(self, row: str) -> tuple[int, tuple[Any, ...]]:
         """(steps taken, what else to give `place`): see `Adapter.carried`."""
         made = self._rows[row]
         return made.step, self._adapter.carried(made)
@@ -234,7 +232,7 @@ class LocalExecutor:
         made = self._rows[row]
         return bool(made.step == made.steps)
 
-    def place(self, row: str, steps: int, carried: Tensor) -> None:
+    def place(self, row: str, steps: int, carried: tuple[Any, ...]) -> None:
         """Have a row where another executor has brought it."""
         self._adapter.follow(self._rows[row], carried, steps)
 

@@ -59,6 +59,8 @@ class StepRunner:
         self.adapter, self.executor, self.manager = adapter, executor, manager
         self.planner, self.output, self.times = planner, output, times
         self.counters, self.observations = counters, observations
+        self._pair = config.engine.policy == "cfg"
+        """Whether all devices take every step: the worker is as one that is faster."""
         self._fixed = config.cache.plan == "fixed" or config.cache.conv_halo > 0
         self._dense = ("dense",) * adapter.blocks
         self._numbers = count(1)
@@ -158,7 +160,7 @@ class StepRunner:
             result: of the step.
             planned: how it ran.
         """
-        alone = len(running) == count and devices == 1
+        alone = len(running) == count and (devices == 1 or self._pair)
         self.times.add(
             TakenStep(
                 result.span,

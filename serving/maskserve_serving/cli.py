@@ -54,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a CPU the number of processes sharing its cores that serves most edits at once, tried "
         "with the model at start (a lone edit then has fewer cores); on GPUs 1",
     )
+    add(
+        "--cfg-devices",
+        default="",
+        metavar="A,B",
+        help="one worker of two devices, GPUs by number (0,1) or cpu,cpu: under classifier-free "
+        "guidance each computes one of an edit's two passes, at the same time",
+    )
     add("--share-gpus", action="store_true", help="allow more workers than there are GPUs")
     add(
         "--name",
@@ -214,6 +221,7 @@ def _options(given: argparse.Namespace) -> ServeOptions:
         model=given.model,
         workers=given.workers,
         devices_per_worker=given.devices_per_worker,
+        cfg_devices=given.cfg_devices,
         share_gpus=given.share_gpus,
         name=given.name,
         host=given.host,

@@ -137,12 +137,7 @@ def gpus_of_worker(index: int, workers: int, *, each: int = 1, share: bool = Fal
     Raises:
         ServeError: there are fewer devices than the workers use, and they are not to be shared.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        devices = [device for device in visible.split(",") if device]
-    else:
-        listed = Path("/proc/driver/nvidia/gpus")
-        devices = [str(i) for i in range(len(list(listed.glob("*"))))]
+    devices = visible_gpus()
     if devices and workers * each > len(devices) and not share:
         raise ServeError(
             f"--workers: {workers} workers of {each} GPU(s) on {len(devices)} GPU(s) would load "
@@ -150,6 +145,15 @@ def gpus_of_worker(index: int, workers: int, *, each: int = 1, share: bool = Fal
         )
     own = [devices[(index * each + i) % len(devices)] for i in range(each)] if devices else []
     return ",".join(own) or None
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [device for device in visible.split(",") if device]
+    listed = Path("/proc/driver/nvidia/gpus")
+    return [str(i) for i in range(len(list(listed.glob("*"))))]
 
 
 def without_cuda(path: str) -> str:

@@ -44,6 +44,8 @@ class ServeOptions:
     devices_per_worker: int | Literal["auto"] = 0
     """Laid over `[engine] devices`; 0: what the configuration says; `auto`: on a CPU tried with the
     model at start, on GPUs 1."""
+    cfg_devices: str = ""
+    """Two devices of one worker that share each edit's passes, `0,1` or `cpu,cpu`; empty: none."""
     share_gpus: bool = False
     """Whether there may be more workers than GPUs."""
     name: str = "worker"

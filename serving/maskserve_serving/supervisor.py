@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from maskserve_serving.controlnet import ControlNetProcess
+from maskserve_serving.cfg_pair import with_pair
 from maskserve_serving.cpu_split import tried_devices
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import (
@@ -93,6 +94,8 @@ class Supervisor:
             raise ServeError(f"--workers: {options.workers} is not at least 1")
         asked = with_values(read_tables(options.config), "model", **options.of_model)
         tables = with_trace(with_model(asked, options.model), options)
+        if options.cfg_devices:
+            tables = with_pair(options, tables)
         check_packages(router=options.router)
         runtime = find_runtime(options.tritonserver, options.cache_dir)
         if options.devices_per_worker == "auto":

@@ -10,6 +10,7 @@ from maskserve_core.config import Config, gpus_wanted
 from maskserve_core.worker.admission import Gate
 from maskserve_core.worker.liveness import Processes, Silence, signed_in, signed_in_for_s
 from maskserve_core.worker.status import StatusReader
+from maskserve_serving.cfg_pair import gpus_of_pair
 from maskserve_serving.command import command, environment, gpus_of_worker
 from maskserve_serving.files import checked, with_values, worker_files
 from maskserve_serving.options import ServeOptions
@@ -89,9 +90,11 @@ class WorkerProcess(Process):
         self._processes.close()
         self._status, self._silence = StatusReader(spec.files.status), Silence()
         options = spec.options
-        gpus = gpus_of_worker(
-            spec.index, options.workers, each=gpus_wanted(self.config), share=options.share_gpus
-        )
+        if options.cfg_devices:
+            gpus = gpus_of_pair(options.cfg_devices)
+        else:
+            each = gpus_wanted(self.config)
+            gpus = gpus_of_worker(spec.index, options.workers, each=each, share=options.share_gpus)
         trace = trace_arguments(self.config.trace, self.name)
         self.log.open(self.config)
         self.launch(

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from maskserve_engine.batch.cfg_parallel import PassShare
 from maskserve_engine.batch.forward import Transformer, forward
 from maskserve_engine.batch.inputs import Packed, RowInput
 from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
@@ -168,7 +169,7 @@ class FlowBatch(KeptBatch[R, W]):
         self._packed_adapters = (*self._adapters, *(self._adapters[i] for i, _ in self._guided))
         self._weights: W | None = None
         """The model's, with what the rows' adapters add to them."""
-        self._share: RankShare | None = None
+        self._share: RankShare | _Passes | None = None
         """Of the ranks that took the last step with this one."""
         self._lay_out()
 
@@ -189,7 +190,11 @@ class FlowBatch(KeptBatch[R, W]):
         weights = self._weights
         own = self.begin_step(weights, at)
         if exchange is not None:
-            velocity = forward_shared(own, self._share_with(exchange, weights), kinds)
+            share = self._share_with(exchange, weights)
+            if isinstance(share, RankShare):
+                velocity = forward_shared(own, share, kinds)
+            else:
+                velocity = share.forward(own, self.packed.tokens, kinds)
         elif self._skippers:
             velocity = forward_skipping(own, self.packed, kinds, self._skippers)
         else:
@@ -212,11 +217,17 @@ class FlowBatch(KeptBatch[R, W]):
             at: number of the step among those that are laid out.
         """
 
-    def _share_with(self, exchange: Exchange, weights: W) -> RankShare:
+    def _share_with(self, exchange: Exchange, weights: W) -> RankShare | _Passes:
+        """Of two ranks each has a pass of every row, where every row has two: that takes one
+        exchange per step, and not two per block.
+        """
         if self._skippers:
             raise ValueError("rows that may skip blocks take their steps on one device")
         if self._share is None or self._share.exchange is not exchange:
-            self._share = RankShare(self.packed, exchange, weights.width // weights.head_dim)
+            if exchange.deals or (exchange.count == 2 and len(self._guided) == len(self.rows)):
+                self._share = _Passes(self.packed, self.rows, self._guided, exchange)
+            else:
+                self._share = RankShare(self.packed, exchange, weights.width // weights.head_dim)
         return self._share
 
     def _lay_out(self) -> None:
@@ -275,3 +286,59 @@ class FlowBatch(KeptBatch[R, W]):
         for row, part in zip(self.rows, parts, strict=False):
             row.blend_in(part)
         return moved
+
+
+class _Passes:
+    """A rank's passes of a batch (`cfg_parallel`), packed by themselves.
+
+    Args:
+        whole: the batch.
+        rows: in it; behind their first passes are the second ones.
+        guided: whose these are.
+        exchange: between the ranks.
+
+    Raises:
+        ValueError: a row records what it computes.
+    """
+
+    def __init__(
+        self,
+        whole: Packed,
+        rows: Sequence[FlowRow],
+        guided: Sequence[tuple[int, Negative]],
+        exchange: Exchange,
+    ) -> None:
+        if whole.primes:
+            raise ValueError("rows that record what they compute take their steps on one device")
+        self.exchange = exchange
+        self._channels = rows[0].channels
+        second = {i: len(rows) + at for at, (i, _) in enumerate(guided)}
+        passes = [(i, second[i]) if i in second else (i,) for i in range(len(rows))]
+        costs = [[float(len(whole.rows[i].cis)) for i in own] for own in passes]
+        numbers = [i for own in passes for i in own]
+        self._share = PassShare(costs, exchange)
+        self.own = [numbers[i] for i in self._share.own]
+        """Their numbers in the batch."""
+        self._answered = [numbers.index(i) for i in range(len(numbers))]
+        """Of each of the batch's passes, where the answer to it comes."""
+        self._lengths = [len(whole.rows[i].tokens) for i in numbers]
+        self._packed = Packed([whole.rows[i] for i in self.own]) if self.own else None
+        spans = whole.layout.narrow.image_stream.spans
+        at = [torch.arange(*spans[i]) for i in self.own] or [torch.arange(0)]
+        [self._tokens] = to_device([torch.cat(at)], whole.tokens.device)
+
+    def forward(self, model: Transformer, tokens: Tensor, kinds: Sequence[str]) -> Tensor:
+        """`forward.forward` of the whole batch by all ranks, each of which calls it.
+
+        Args:
+            model: at this step, of all passes.
+            tokens: of all passes.
+            kinds: as of `forward`.
+        """
+        if self._packed is None:
+            answer = tokens.new_empty(0)
+        else:
+            self._packed.tokens = tokens.index_select(0, self._tokens)
+            answer = forward(model.take(self.own), self._packed, kinds)
+        parts = self._share.gather(answer, [n * self._channels for n in self._lengths])
+        return torch.cat([parts[i] for i in self._answered]).view(-1, self._channels)

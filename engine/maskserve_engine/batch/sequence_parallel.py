@@ -42,6 +42,8 @@ class Exchange(Protocol):
 
     rank: int
     count: int
+    deals: bool
+    """Whether they deal a step's passes (`cfg_parallel`) whatever the rows, and share no tokens."""
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """Give each rank its part and get one from each.
@@ -69,12 +71,20 @@ class Ranks:
         count: of all.
         device: of the tensors; CUDA: NCCL (written, never run on several devices), else gloo.
         timeout_s: after which an exchange has failed.
+        deals: as of `Exchange`.
     """
 
     def __init__(
-        self, store: Any, rank: int, count: int, device: torch.device, timeout_s: float
+        self,
+        store: Any,
+        rank: int,
+        count: int,
+        device: torch.device,
+        timeout_s: float,
+        *,
+        deals: bool = False,
     ) -> None:
-        self.rank, self.count = rank, count
+        self.rank, self.count, self.deals = rank, count, deals
         self.sent = 0
         """Bytes given to other ranks."""
         backends: Any = dist  # of which torch's stubs know little

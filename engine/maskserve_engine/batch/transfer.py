@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -80,10 +80,15 @@ def moved(tree: Tree, device: torch.device) -> Tree:
     if device.type == "cpu":
         return tree
     there = iter(to_device(list(_tensors(tree)), device))
+    return mapped(tree, lambda _: next(there))
+
+
+def mapped(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
+    """The same tree with every tensor in it changed, in the order in which they stand."""
 
     def rebuild(x: Any) -> Any:
         if isinstance(x, Tensor):
-            return next(there)
+            return change(x)
         if isinstance(x, dict):
             return {key: rebuild(each) for key, each in x.items()}
         if type(x) is tuple:

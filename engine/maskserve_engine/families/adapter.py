@@ -241,16 +241,14 @@ class Adapter(Protocol):
         ...
 
     def most_ranks(self, job: EditJob) -> int:
-        """How many ranks at most can take steps of this edit together."""
+        """How many ranks at most can take steps of this edit by itself together."""
         ...
 
-    def carried(self, row: Any) -> torch.Tensor | None:
-        """What `follow` needs of a row between two steps, on its device; None: the row cannot be
-        brought to another process, which has to begin it anew.
-        """
+    def carried(self, row: Any) -> tuple[Any, ...]:
+        """What `follow` needs of a row between two steps: numbers, and tensors on its device."""
         ...
 
-    def follow(self, row: Any, carried: torch.Tensor, steps: int) -> None:
+    def follow(self, row: Any, carried: tuple[Any, ...], steps: int) -> None:
         """Have a row where it was brought elsewhere.
 
         Args:

@@ -46,12 +46,16 @@ class DegreeTimes:
         text = float(len(job.conditioning["prompt_embeds"]))
         tokens = edit.work.active_tokens if cached else edit.work.total_tokens
         active = tuple([float(tokens) * n / work.tokens[0] for n in work.tokens])
+        passes, exchange = edit.work.passes, self._exchange()
         seconds = seconds_by_degree(
             work,
             RowTokens(active, text),
             "kv" if cached else "dense",
             self._costs.model.compute,
-            self._exchange(),
+            exchange,
             tuple([degree for degree in DEGREES if degree <= most]),
         )
-        return tuple([edit.work.passes * each for each in seconds])
+        of_passes = [passes * each for each in seconds]
+        if passes == 2 and most > 1:  # each has one (`batch.cfg_parallel`)
+            of_passes[1] = seconds[0] + exchange.call_seconds
+        return tuple(of_passes)

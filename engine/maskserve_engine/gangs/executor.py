@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from torch import Tensor, distributed
+from torch import distributed
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
@@ -63,7 +63,7 @@ class _Row:
     adapters: tuple[tuple[str, float], ...] = ()
     """See `Executor.attach`."""
     steps: int = 0
-    carried: Tensor | None = None
+    carried: tuple[Any, ...] | None = None
     """What a rank needs to go on behind `steps`."""
     there: dict[RankProcess, int] = field(default_factory=dict)
     """Who has it, and after how many steps; -1: not known."""
@@ -92,6 +92,7 @@ class GangExecutor:
         post: has the engine's thread run a command.
         most: ranks that are to take a step together; their gangs meet now, and again when a rank
             is back.
+        deals: whether ranks that take a step together deal its passes (`batch.cfg_parallel`).
     """
 
     def __init__(
@@ -101,14 +102,17 @@ class GangExecutor:
         store: Store | None,
         post: Callable[[Callable[[], None]], object],
         most: int = 1,
+        *,
+        deals: bool = False,
     ) -> None:
-        self._ranks, self._adapter, self._post = ranks, adapter, post
+        self._ranks, self._adapter, self._post, self._deals = ranks, adapter, post, deals
         self._living: dict[int, RankProcess] = {each.device: each for each in ranks.processes}
         self._rows: dict[str, _Row] = {}
         self._under_way: list[_UnderWay] = []
         self._names = count()
         self._adapters: dict[str, Mapping[str, Factors]] = {}
-        """That every rank has."""
+        self._nets: dict[str, Any] = {}
+        """Both are what every rank has."""
         self._moves: list[tuple[str, float, float]] = []
         self._starts: dict[int, int] = {}
         """Of ranks that are lost, how often they were started since."""
@@ -139,10 +143,7 @@ class GangExecutor:
     def bring(self, adapter: str, factors: Mapping[str, Factors]) -> int:
         nbytes = self._adapter.low_rank(factors).nbytes  # or it does not fit
         self._adapters[adapter] = factors  # first: a rank that comes back now has it from there
-        answers = [each.call("bring", adapter, factors) for each in list(self._living.values())]
-        for answer in answers:
-            with suppress(RankLostError):
-                answer.result()
+        self._on_all("bring", adapter, factors)
         return nbytes
 
     def drop(self, adapter: str) -> None:
@@ -157,10 +158,14 @@ class GangExecutor:
             process.call("attach", made.name, made.adapters)
 
     def bring_net(self, net: str, model: Any) -> None:
-        raise ValueError("a worker of several devices has no ControlNets")
+        self._adapter.control_net(model)  # or it does not fit
+        self._nets[net] = model
+        self._on_all("bring_net", net, model)
 
     def drop_net(self, net: str) -> None:
-        """There is none."""
+        self._nets.pop(net, None)
+        for process in self._living.values():
+            process.call("drop_net", net)
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
         made = self._rows[row]
@@ -238,16 +243,27 @@ class GangExecutor:
     def close(self) -> None:
         self._ranks.close()
 
+    def _on_all(self, verb: str, *arguments: object) -> None:
+        """Wait for every rank to have it; from a thread that is not the engine's."""
+        answers = [each.call(verb, *arguments) for each in list(self._living.values())]
+        for answer in answers:
+            with suppress(RankLostError):
+                answer.result()
+
     # A step's way.
 
     def _may_share(self, row: _Row, count: int) -> bool:
         """Whether so many ranks can take steps of a row together. What is primed they would each
-        have a part of.
+        have a part of; what is to be reproducible keeps to one.
         """
+        settings = row.spec.job.request.settings
         if count == 1:
             return True
-        primes = isinstance(row.spec, PrimingRowSpec)
-        return not primes and self._adapter.most_ranks(row.spec.job) >= count
+        if isinstance(row.spec, PrimingRowSpec) or settings.reproducible:
+            return False
+        if self._deals:
+            return not settings.first_block_threshold
+        return self._adapter.most_ranks(row.spec.job) >= count
 
     def _bring(self, rows: Sequence[_Row], process: RankProcess) -> None:
         """Have rows on a rank, and where they are."""
@@ -434,6 +450,8 @@ class GangExecutor:
             self._living[device] = process
             for adapter, factors in list(self._adapters.items()):
                 process.call("bring", adapter, factors)
+            for net, model in list(self._nets.items()):
+                process.call("bring_net", net, model)
             self._meet()
             return
         self._starts[device] = self._starts.get(device, 0) + 1

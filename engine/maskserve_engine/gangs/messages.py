@@ -73,7 +73,7 @@ class RowPlace(NamedTuple):
 
     row: str
     steps: int
-    carried: Tensor
+    carried: tuple[Any, ...]
     """See `Adapter.carried`."""
 
 
@@ -81,8 +81,8 @@ class RowAfter(NamedTuple):
     """A row that has taken a step. Tensors are in host memory."""
 
     step: RowStep
-    carried: Tensor | None
-    """See `Adapter.carried`."""
+    carried: tuple[Any, ...] | None
+    """See `Adapter.carried`; None: it has taken its last step, or another rank tells."""
     result: Tensor | None = None
     """[C, h, w] of one that has taken its last step, and is let go."""
     loads: EntryLoads | None = None

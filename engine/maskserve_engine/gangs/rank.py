@@ -29,6 +29,7 @@ from maskserve_core.planning.degree_costs import ExchangeCosts
 from maskserve_core.worker.logs import about, start_log
 from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.batch.sequence_parallel import Ranks as Exchanges
+from maskserve_engine.batch.transfer import mapped, moved
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.card_table import check_fits
 from maskserve_engine.device_clock import Span
@@ -121,7 +122,8 @@ class Rank:
         """
         stores: Any = distributed  # of which torch's stubs know little
         store = stores.PrefixStore(gang, stores.TCPStore("127.0.0.1", port))
-        exchange = Exchanges(store, rank, count, self.device, _EXCHANGE_S)
+        deals = self._config.engine.policy == "cfg"
+        exchange = Exchanges(store, rank, count, self.device, _EXCHANGE_S, deals=deals)
         self._agree(exchange, 0)
         self._gangs[gang] = exchange
         call_s = self._exchange_seconds(exchange, 1)
@@ -155,6 +157,12 @@ class Rank:
     def drop(self, adapter: str) -> None:
         self._local.drop(adapter)
 
+    def bring_net(self, net: str, model: Any) -> None:
+        self._local.bring_net(net, model)
+
+    def drop_net(self, net: str) -> None:
+        self._local.drop_net(net)
+
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
         self._change(row, lambda: self._local.attach(row, adapters))
 
@@ -168,7 +176,7 @@ class Rank:
     def place(self, places: Sequence[RowPlace]) -> None:
         """Have rows where other ranks have brought them."""
         for row, steps, carried in places:
-            self._change(row, partial(self._local.place, row, steps, carried.to(self.device)))
+            self._change(row, partial(self._local.place, row, steps, moved(carried, self.device)))
 
     def load(self, reads: Sequence[Read]) -> dict[str, EntryLoad]:
         found = self._local.load([read for read in reads if self._is_made(read.row)])
@@ -235,7 +243,7 @@ class Rank:
         row, spec = step.row, self._specs[step.row]
         if isinstance(spec, PrimingRowSpec):
             self._primed_s[row] += took.seconds() or 0.0
-            return RowAfter(step, torch.empty(0), kept=self._keep(step, spec))
+            return RowAfter(step, (), kept=self._keep(step, spec))
         if self._local.is_done(row):
             result = torch.from_numpy(self._local.result(row).array()) if tells else None
             loads = self._local.release(row)
@@ -248,7 +256,7 @@ class Rank:
         if tells and every and step.done % every == 0:
             shown = torch.from_numpy(self._local.estimate(row).array())
         # A copy: of a view the whole batch that it looks at would be sent.
-        copied = None if carried is None else carried.to("cpu", copy=True)
+        copied = mapped(carried, lambda tensor: tensor.to("cpu", copy=True))
         return RowAfter(step, copied, None, None, shown)
 
     def _keep(self, step: RowStep, spec: PrimingRowSpec) -> bool:

@@ -22,6 +22,10 @@ pixels with 5 + 10 blocks.
 
 `service_of_limit`: a dense step with a ControlNet beside the base over one with it in a service, a
 core each, over what the FLOPs say (`control_service`); `service_speedup` before that division.
+
+`cfg_pair`: a step of a guided row by two processes of one core, a pass each, over both passes in
+one of them (`cfg_pair.py`; SD 2.1 at 256 pixels, all blocks), and `…_two_workers` edits per second
+of two such processes with an edit each over one. The same of a cached row, and of FLUX's width.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ from maskserve_engine.families.flux.vectors import AHEAD
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.linear import linear
+from maskserve_harness.benchmarks.cfg_pair import cfg_pair
 from maskserve_harness.benchmarks.control_service import service_step
 from maskserve_harness.benchmarks.lora_edits import lora_edits
 from maskserve_harness.benchmarks.lora_loading import lora_loading
@@ -205,6 +210,7 @@ BARS = {
     "lora_fast_added_ms": ("at most", 50.0),
     "lora_mate_step_ratio": ("at most", 1.02),
     "service_of_limit": ("at least", 0.85),
+    "cfg_pair": ("at least", 1.7),
 }
 
 
@@ -220,7 +226,7 @@ def held(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-PARTS = {"lora": (lora_step, lora_edits, lora_loading), "control": (control_step, control_service)}
+PARTS = {"lora": (lora_step, lora_edits, lora_loading), "control": (control_step, control_service, cfg_pair)}
 """What is measured, by the name that `--only` takes."""
 
 

@@ -13,6 +13,7 @@ from maskserve_core.config import CacheConfig
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.flux import flux_work
 from maskserve_engine.batch.flow import Negative, Schedule, Walk
+from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.families.flux.batch import FluxBatch
@@ -179,6 +180,7 @@ class Bench:
         kind: str | Sequence[str],
         *,
         compiled: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
         """What the engine does with a batch at one step; `kind` of all blocks or of each."""
         weights = self.compiled if compiled else self.weights
@@ -188,7 +190,7 @@ class Bench:
             for row in rows:
                 row.step %= row.steps
             self.batch = FluxBatch.of(rows, self.batch)
-            self.batch.step(weights, kinds)
+            self.batch.step(weights, kinds, exchange)
 
     def walk(self, rows: Sequence[FluxRow], kind: str) -> None:
         """All steps of rows of this bench."""

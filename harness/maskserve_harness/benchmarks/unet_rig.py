@@ -17,6 +17,7 @@ from diffusers import DDIMScheduler, UNet2DConditionModel
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.unet import unet_work
+from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.families.unet.batch import UnetBatch
@@ -42,6 +43,7 @@ UNETS: dict[str, dict[str, Any]] = {
     "sdxl-1024": SDXL,
     "sd21-768": SD21,
     "sdxl-narrow": SDXL_NARROW,
+    "sd21-256": {**SD21, "sample_size": 32},
 }
 TEXT = 77
 
@@ -151,13 +153,13 @@ class UnetBench:
         }
         return low_rank_set(factors, places, self.device, self.dtype)
 
-    def step(self, rows: Sequence[UnetRow], kind: str) -> None:
+    def step(self, rows: Sequence[UnetRow], kind: str, exchange: Exchange | None = None) -> None:
         """What the engine does with a batch at one step; `kind` of all blocks."""
         with torch.inference_mode():
             for row in rows:
                 row.step = 0
             self.batch = UnetBatch.of(rows, self.batch)
-            self.batch.step(self.weights, (kind,) * self.blocks)
+            self.batch.step(self.weights, (kind,) * self.blocks, exchange)
 
     def convolutions_ms(self, timer: Timer, rows: Sequence[UnetRow], kind: str) -> float:
         """What of a step is spent in convolutions."""

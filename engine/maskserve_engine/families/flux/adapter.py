@@ -231,19 +231,25 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
             )
 
     def most_ranks(self, job: EditJob) -> int:
+        """As many as there are heads; of what ranks cannot share, one for each pass
+        (`batch.cfg_parallel`).
+        """
         request = job.request
-        alone = request.settings.first_block_threshold or request.loras or job.controls
-        return 1 if alone else int(self.facts.denoiser["num_attention_heads"])
+        if request.settings.first_block_threshold:
+            return 1
+        if request.loras or job.controls:
+            return 1 if job.negative is None else 2
+        return int(self.facts.denoiser["num_attention_heads"])
 
-    def carried(self, row: Row) -> Tensor | None:
-        """[n, 4C] the latents of its computed tokens; nothing ([0]) of a priming row."""
-        return row.latents if isinstance(row, FluxRow) else torch.empty(0)
+    def carried(self, row: Row) -> tuple[Any, ...]:
+        """[n, 4C] the latents of its computed tokens; nothing of a priming row."""
+        return (row.latents,) if isinstance(row, FluxRow) else ()
 
-    def follow(self, row: Row, carried: Tensor, steps: int) -> None:
+    def follow(self, row: Row, carried: tuple[Any, ...], steps: int) -> None:
         self.release()  # the row's batch holds for where it was
         row.step = steps
         if isinstance(row, FluxRow):
-            row.latents, row.moves = carried, None
+            (row.latents,), row.moves = carried, None
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():

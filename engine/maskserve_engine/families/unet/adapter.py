@@ -226,18 +226,19 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             )
 
     def most_ranks(self, job: EditJob) -> int:
-        return 1
+        """One for each pass (`batch.cfg_parallel`)."""
+        return 1 if job.negative is None else 2
 
-    def carried(self, row: UnetRow | UnetPrimingRow) -> Tensor | None:
-        """Of an edit's row none: its sampler remembers earlier steps. Nothing ([0]) of a priming
-        row.
-        """
-        return torch.empty(0) if isinstance(row, UnetPrimingRow) else None
+    def carried(self, row: UnetRow | UnetPrimingRow) -> tuple[Any, ...]:
+        """[C, h, w] latents and what the sampler remembers; nothing of a priming row."""
+        return () if isinstance(row, UnetPrimingRow) else (row.latents, row.sampler.memory())
 
-    def follow(self, row: UnetRow | UnetPrimingRow, carried: Tensor, steps: int) -> None:
-        assert isinstance(row, UnetPrimingRow), "an edit's row is begun anew"
+    def follow(self, row: UnetRow | UnetPrimingRow, carried: tuple[Any, ...], steps: int) -> None:
         self.release()  # the row's batch holds for where it was
         row.step = steps
+        if isinstance(row, UnetRow):
+            row.latents, memory = carried
+            row.sampler.remember(memory)
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():

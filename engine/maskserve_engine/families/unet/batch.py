@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from maskserve_engine.batch.cfg_parallel import PassShare
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.stepping import KeptBatch
 from maskserve_engine.batch.transfer import to_device
@@ -44,6 +45,10 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         self._number = new_batch()
         self._weights: UnetWeights | None = None
         """The model's, with what the rows' adapters change in them."""
+        self._share: PassShare | None = None
+        """Of the ranks that took the last step with this one; None: it took it alone."""
+        self._own: torch.Tensor | None = None
+        """Numbers of the passes that are this rank's; None: all."""
 
     def holds(self, rows: Sequence[Row]) -> bool:
         return super().holds(rows) and 0 <= rows[0].step - self._begin < len(self._by_step)
@@ -51,33 +56,78 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
     def step(
         self, model: UnetWeights, kinds: Sequence[str], exchange: Exchange | None = None
     ) -> None:
-        if exchange is not None:
-            raise ValueError("a UNet's steps are taken on one device")
+        if exchange is not (None if self._share is None else self._share.exchange):
+            self._share_with(exchange)
         samples = [row.sample() for row in self._order]
         sample = torch.stack(
             [each for each, count in zip(samples, self._passes, strict=True) for _ in range(count)]
         )
+        self._run_nets(samples)
+        timesteps = self._timesteps(sample.device)
+        if self._share is None:
+            answer = self._forward(model, sample, timesteps, kinds)
+        else:
+            answer = self._forward_own(self._share, model, sample, timesteps, kinds)
+        answers = answer.split(self._passes)
+        for row, answer in zip(self._order, answers, strict=True):
+            row.advance(answer)
+
+    def _share_with(self, exchange: Exchange | None) -> None:
+        """Compute all passes, or those that are this one's among ranks."""
+        self._packed = self._weights = self._share = self._own = None
+        if exchange is None:
+            return
+        if any(isinstance(row, UnetPrimingRow) for row in self.rows):
+            raise ValueError("rows that record what they compute take their steps on one device")
+        # Convolutions run on all positions, whatever a row's mask is: passes cost alike.
+        self._share = PassShare([[1.0] * count for count in self._passes], exchange)
+
+    def _forward_own(
+        self,
+        share: PassShare,
+        model: UnetWeights,
+        sample: torch.Tensor,
+        timesteps: torch.Tensor,
+        kinds: Sequence[str],
+    ) -> torch.Tensor:
+        """As `_forward` of all passes, of which this rank computes some."""
+        answer = sample.new_empty(0)
+        if share.own:
+            if self._own is None:
+                [self._own] = to_device([torch.tensor(share.own)], sample.device)
+            sample_own, own_times = (x.index_select(0, self._own) for x in (sample, timesteps))
+            answer = self._forward(model, sample_own, own_times, kinds)
+        shape = self.rows[0].latents.shape
+        answers = share.gather(answer, [shape.numel()] * len(sample))
+        return torch.stack(answers).view(-1, *shape)
+
+    def _forward(
+        self,
+        model: UnetWeights,
+        sample: torch.Tensor,
+        timesteps: torch.Tensor,
+        kinds: Sequence[str],
+    ) -> torch.Tensor:
+        """The model's answer to the passes computed here, [P, in_channels, h, w]."""
+        own = range(len(self._inputs)) if self._share is None else self._share.own
         if self._packed is None:
             depth = len(model.down_blocks)
             height, width = sample.shape[2:]
             self._packed = PackedPasses(
-                self._inputs, (height, width), depth, sample.device, buckets=self._recorded(model)
+                [self._inputs[i] for i in own],
+                (height, width),
+                depth,
+                sample.device,
+                buckets=self._recorded(model),
             )
         if self._weights is None:
             rows = zip(self._order, self._passes, strict=True)
-            self._weights = model.with_adapters([r.adapters for r, n in rows for _ in range(n)])
-        self._run_nets(samples)
-        timesteps = self._timesteps(sample.device)
+            adapters = [row.adapters for row, count in rows for _ in range(count)]
+            self._weights = model.with_adapters([adapters[i] for i in own])
         if self._recorded(model):
             assert model.graphs is not None
-            answer = model.graphs.forward(model, self._packed, sample, timesteps, kinds)
-        else:
-            answer = forward(
-                self._weights, self._packed, sample, timesteps, kinds, self._captures()
-            )
-        answers = answer.split(self._passes)
-        for row, answer in zip(self._order, answers, strict=True):
-            row.advance(answer)
+            return model.graphs.forward(model, self._packed, sample, timesteps, kinds)
+        return forward(self._weights, self._packed, sample, timesteps, kinds, self._captures())
 
     def _recorded(self, model: UnetWeights) -> bool:
         """Whether the steps of these rows may be recorded."""

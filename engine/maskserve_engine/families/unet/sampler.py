@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,17 @@ _SERVED = (
 )
 TRAINED_STEPS = 1000
 """Timesteps that every served model was trained on."""
+_MEMORY = (
+    "_step_index",
+    "is_scale_input_called",
+    "model_outputs",
+    "lower_order_nums",
+    "ets",
+    "counter",
+    "cur_sample",
+    "cur_model_output",
+)
+"""What the served samplers change in themselves as they go."""
 
 
 def load_sampler(config: Config, facts: ModelFacts) -> Any:
@@ -111,6 +123,17 @@ class Sampler:
     def move(self, answer: Tensor, step: int, latents: Tensor) -> Tensor:
         """The latents after `step`, from the model's guided answer."""
         return self._own.step(answer, self.timesteps[step], latents, return_dict=False)[0]
+
+    def memory(self) -> dict[str, Any]:
+        """What it remembers of the steps it took: numbers and tensors, some in tuples."""
+        own = vars(self._own)
+        found = {name: own[name] for name in _MEMORY if name in own}
+        return {name: tuple(x) if isinstance(x, list) else x for name, x in found.items()}
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Go on from the `memory` of the same row's sampler elsewhere."""
+        own = {name: list(x) if isinstance(x, tuple) else x for name, x in memory.items()}
+        vars(self._own).update(own)
 
 
 class NoiseLevels:

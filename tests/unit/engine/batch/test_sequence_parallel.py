@@ -5,39 +5,36 @@ Ranks are threads here, over real gloo groups; `bench_sp` runs them as processes
 
 from __future__ import annotations
 
-import copy
 import random
 import shutil
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
 from maskserve_core.planning.degree_costs import sent_bytes
 from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.batch.sequence_parallel import Ranks, share_of
+from maskserve_engine.batch.transfer import mapped
 from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_engine.layers.low_rank import Factors
-from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
 from tests.support.cached_rows import KINDS, Primed, assert_equal, cached
+from tests.support.ranks import CPU, Rank, by_ranks
 
 HEADS, HEAD_DIM = 6, 32
 """Four ranks have 1, 2, 1 and 2 heads."""
-CPU = torch.device("cpu")
-T = TypeVar("T")
 
 
 class Model:
@@ -80,44 +77,6 @@ def model(
     return Model(tiny, tmp_path_factory.mktemp("heads") / request.param)
 
 
-class Rank:
-    """One of several, with a batch of its own over the same weights."""
-
-    def __init__(self, model: Model, rank: int, count: int, store: Any) -> None:
-        self.rank, self._count, self._store = rank, count, store
-        self.adapter = copy.copy(model.adapter)
-        self.adapter.release()
-        self.replay = Replay(self.adapter)
-        self._gangs: dict[range, Ranks] = {}
-
-    def gang(self, of: range) -> Ranks | None:
-        """With these ranks; None: it is alone."""
-        if len(of) == 1:
-            return None
-        if of not in self._gangs:
-            own = PrefixStore(str(of), self._store)
-            self._gangs[of] = Ranks(own, self.rank - of.start, len(of), CPU, 20.0)
-        return self._gangs[of]
-
-    @property
-    def all(self) -> Ranks | None:
-        return self.gang(range(self._count))
-
-    def run(self, rows: Sequence[Any], kinds: Sequence[str]) -> list[Any]:
-        """All steps of rows, together; their latents."""
-        while live := [row for row in rows if row.step < row.steps]:
-            self.replay.step(live, kinds, self.all)
-        return [row.result().array() for row in rows]
-
-
-def by_ranks(model: Model, count: int, run: Callable[[Rank], T]) -> list[T]:
-    """What each of so many ranks returns."""
-    store = HashStore()
-    ranks = [Rank(model, rank, count, store) for rank in range(count)]
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(run, ranks))
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_dense_rows_equal_diffusers(model: Model, count: int) -> None:
     from diffusers import FluxFillPipeline, FluxInpaintPipeline
@@ -136,7 +95,7 @@ def test_dense_rows_equal_diffusers(model: Model, count: int) -> None:
     def run(rank: Rank) -> list[Any]:
         return rank.run([rank.adapter.dense_row(job) for job in jobs], ())
 
-    found = by_ranks(model, count, run)
+    found = by_ranks(model.adapter, count, run)
     for own in found:
         for one, other in zip(own, expected, strict=True):
             assert np.abs(one - other).max() <= tolerance(other)
@@ -193,8 +152,8 @@ def test_a_mixed_batch_equals_that_of_one_rank(
         rank.adapter.step([*rows, priming], None, [None] * 6, rank.all)
         return rank.run(rows, kinds), priming.take_entry()
 
-    [(expected, entry)] = by_ranks(model, 1, run)
-    for rank, (found, own) in enumerate(by_ranks(model, count, run)):
+    [(expected, entry)] = by_ranks(model.adapter, 1, run)
+    for rank, (found, own) in enumerate(by_ranks(model.adapter, count, run)):
         for one, other in zip(found, expected, strict=True):
             assert_equal(one, other)
         check_entry(own, entry, share_of(HEADS, rank, count))
@@ -234,8 +193,8 @@ def test_a_random_degree_at_each_step_changes_nothing(model: Model, seed: int) -
     def rows(rank: Rank) -> list[Any]:
         return [cached(rank.replay, jobs[0], primed[0]), rank.adapter.dense_row(jobs[1])]
 
-    [expected] = by_ranks(model, 1, lambda rank: rank.run(rows(rank), kinds))
-    travelling: list[tuple[torch.Tensor, int]] = []
+    [expected] = by_ranks(model.adapter, 1, lambda rank: rank.run(rows(rank), kinds))
+    travelling: list[tuple[Any, int]] = []
     barrier = threading.Barrier(4)
 
     def run(rank: Rank) -> list[Any]:
@@ -245,15 +204,15 @@ def test_a_random_degree_at_each_step_changes_nothing(model: Model, seed: int) -
             if rank.rank in gang:
                 rank.replay.step(own, kinds, rank.gang(gang))
             if rank.rank == gang.start:
-                travelling[:] = [(row.latents.clone(), row.step) for row in own]
+                travelling[:] = [(rank.adapter.carried(row), row.step) for row in own]
             barrier.wait(20.0)
             if rank.rank not in gang:
-                for row, (latents, steps) in zip(own, travelling, strict=True):
-                    rank.adapter.follow(row, latents.clone(), steps)
+                for row, (carried, steps) in zip(own, travelling, strict=True):
+                    rank.adapter.follow(row, mapped(carried, torch.Tensor.clone), steps)
             barrier.wait(20.0)
         return [row.result().array() for row in own]
 
-    for found in by_ranks(model, 4, run):
+    for found in by_ranks(model.adapter, 4, run):
         for one, other in zip(found, expected, strict=True):
             assert_equal(one, other)
 
@@ -269,8 +228,8 @@ def test_fewer_tokens_than_ranks(model: Model) -> None:
         def run(rank: Rank, kind: str = kind) -> Any:
             return rank.run([cached(rank.replay, job, primed)], (kind,) * 3)[0]
 
-        [expected] = by_ranks(model, 1, run)
-        for found in by_ranks(model, 4, run):
+        [expected] = by_ranks(model.adapter, 1, run)
+        for found in by_ranks(model.adapter, 4, run):
             assert_equal(found, expected)
 
 
@@ -288,8 +247,8 @@ def test_a_rank_may_load_its_heads_alone(model: Model, kind: str) -> None:
             rank.replay.follow(row, row)
         return rank.run([row], (kind,) * 3)[0]
 
-    [expected] = by_ranks(model, 1, run)
-    for found in by_ranks(model, 4, run):
+    [expected] = by_ranks(model.adapter, 1, run)
+    for found in by_ranks(model.adapter, 4, run):
         assert_equal(found, expected)
 
 
@@ -309,7 +268,7 @@ def test_the_bytes_that_travel_are_those_counted(model: Model) -> None:
             assert isinstance(rank.all, Ranks)
             return rank.all.sent, row.latents
 
-        ranks = by_ranks(model, count, run)
+        ranks = by_ranks(model.adapter, count, run)
         latents = ranks[0][1]
         row = RowTokens((float(len(latents)),), float(text))
         expected = count * sent_bytes(work, row, count, value_bytes=4)
@@ -319,7 +278,7 @@ def test_the_bytes_that_travel_are_those_counted(model: Model) -> None:
 
 def test_what_ranks_cannot_share_is_refused(model: Model) -> None:
     class Many:
-        rank, count = 0, 8
+        rank, count, deals = 0, 8, False
 
     dense, skips = model.job(2), model.job(4, first_block_threshold=0.1)
     with pytest.raises(ValueError, match="8 ranks cannot share 6 heads"):

@@ -249,13 +249,6 @@ def rows_on(engine: Engine, process: RankProcess) -> bool:
     return any(process in row.there for row in rows)
 
 
-def test_what_devices_do_not_go_with_is_refused_in_a_sentence(tiny_fill: Path) -> None:
-    config = config_for(tiny_fill, 2)
-    with_nets = structs.replace(config, controls=structs.replace(config.controls, folder="/nets"))
-    with pytest.raises(ConfigError, match=r"2 devices per worker do not go with \[controls\]"):
-        Engine.load(with_nets)
-
-
 def test_a_model_that_ranks_cannot_load_is_a_sentence(tiny_fill: Path, tmp_path: Path) -> None:
     config = config_for(tiny_fill, 2)
     absent = structs.replace(config, model=structs.replace(config.model, path=str(tmp_path)))

@@ -1,0 +1,131 @@
+"""Classifier-free guidance on two devices: the two passes of a row in two processes of one core
+each (`batch.cfg_parallel`), over both in one; and two workers that have an edit each beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from maskserve_engine.batch.flow import Negative
+from maskserve_engine.batch.sequence_parallel import Exchange, Ranks
+from maskserve_engine.families.unet.rows import Guidance
+from maskserve_harness.benchmarks.step_rig import Bench
+from maskserve_harness.benchmarks.unet_rig import UnetBench
+
+_CPU = torch.device("cpu")
+_TIMEOUT_S = 600.0
+_RATIO = 0.2
+"""Of active tokens of the cached row."""
+WAYS = ("alone", "pair", "beside")
+"""One process takes both passes, while the other waits; each takes one; each takes both of a row of
+its own.
+"""
+
+
+class _Rank:
+    def __init__(self, rank: int, store: str, dtype: torch.dtype) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        torch.set_num_threads(1)
+        torch.manual_seed(0)  # the same weights and rows in both
+        self.rank = rank
+        meeting: Any = dist  # torch's stubs do not name its stores
+        own = meeting.FileStore(store, 2)
+        self.ranks = Ranks(own, rank, 2, _CPU, _TIMEOUT_S, deals=True)
+        self.steps = {**_unet_steps(dtype), **_flux_steps(dtype)}
+
+    def measure(self, rounds: int) -> dict[tuple[str, str], list[float]]:
+        """Seconds per round, from when both begin until both have done."""
+        times: dict[tuple[str, str], list[float]] = {}
+        for number in range(-1, rounds):  # the first round warms up
+            for name, step in self.steps.items():
+                for way in WAYS:
+                    self._meet()
+                    begin = time.perf_counter()
+                    if way == "pair":
+                        step(self.ranks)
+                    elif way == "beside" or self.rank == 0:
+                        step(None)
+                    self._meet()
+                    if number >= 0:
+                        took = time.perf_counter() - begin
+                        times.setdefault((name, way), []).append(took)
+        return times
+
+    def _meet(self) -> None:
+        one = torch.zeros(1)
+        self.ranks.all_to_all([one, one], [1, 1])
+
+
+Step = Callable[[Exchange | None], None]
+
+
+def _unet_steps(dtype: torch.dtype) -> dict[str, Step]:
+    """SD 2.1 at 256 x 256, a dense and a cached row."""
+    bench = UnetBench("sd21-256", dtype, _CPU, "int4")
+    bench.fill_entry("kv")
+    steps: dict[str, Step] = {}
+    for name, ratio in (("", None), ("_cached", _RATIO)):
+        row = bench.row(ratio, 1)
+        row.guidance = Guidance(row.prompt, 7.5)
+
+        def step(exchange: Exchange | None, row: Any = row) -> None:
+            bench.step([row], "kv", exchange)
+
+        steps[f"cfg_pair{name}"] = step
+    return steps
+
+
+def _flux_steps(dtype: torch.dtype) -> dict[str, Step]:
+    """FLUX's width at 512 x 512, one double and two single blocks, a dense row."""
+    bench = Bench("flux-512", (1, 2), dtype, _CPU, "int8")
+    row = bench.row(None, 1)
+    row.negative = Negative(row.text, row.pooled, 4.0)
+
+    def step(exchange: Exchange | None) -> None:
+        row.step = 1  # not the one that makes the vectors of those ahead
+        bench.step([row], "dense", exchange=exchange)
+
+    return {"cfg_pair_flux": step}
+
+
+def _run(rank: int, store: str, dtype: torch.dtype, rounds: int, out: Any) -> None:
+    found = _Rank(rank, store, dtype).measure(rounds)
+    if rank == 0:
+        out.put(found)
+
+
+def cfg_pair(args: argparse.Namespace) -> dict[str, Any]:
+    """See the module."""
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        given = f"{folder}/store", getattr(torch, args.dtype), args.repeat, out
+        ranks = [context.Process(target=_run, args=(i, *given), daemon=True) for i in range(2)]
+        for each in ranks:
+            each.start()
+        times = out.get(timeout=_TIMEOUT_S)
+        for each in ranks:
+            each.join(60.0)
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for name, _ in times):
+        seconds = {way: times[name, way] for way in WAYS}
+        # Rounds are paired: what else the machine does meets both ways of one.
+        pairs = zip(seconds["alone"], seconds["pair"], strict=True)
+        workers = zip(seconds["alone"], seconds["beside"], strict=True)
+        found[f"{name}_step_ms"] = round(1e3 * statistics.median(seconds["pair"]), 1)
+        found[name] = round(statistics.median(alone / pair for alone, pair in pairs), 3)
+        found[f"{name}_two_workers"] = round(
+            statistics.median(2.0 * alone / beside for alone, beside in workers), 3
+        )
+    return found

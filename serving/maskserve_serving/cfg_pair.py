@@ -1,0 +1,74 @@
+"""`maskserve serve --cfg-devices A,B`: one worker whose two devices share each edit's passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from maskserve_core.config import ConfigError
+from maskserve_core.models.registry import load_facts
+from maskserve_serving.command import visible_gpus
+from maskserve_serving.errors import ServeError
+from maskserve_serving.files import with_values
+from maskserve_serving.options import ServeOptions
+
+_CPU = "cpu"
+
+
+def pair_of(given: str) -> tuple[str, str]:
+    """The two devices: numbers among the host's GPUs, or `cpu` twice.
+
+    Raises:
+        ServeError: they are none.
+    """
+    names = [name.strip().removeprefix("cuda:") for name in given.split(",")]
+    gpus = all(name.isdecimal() for name in names) and len(set(map(int, names))) == 2
+    if len(names) != 2 or not (gpus or names == [_CPU, _CPU]):
+        raise ServeError(
+            f"--cfg-devices: {given!r} is not two different GPUs, as 0,1, or {_CPU},{_CPU}"
+        )
+    return names[0], names[1]
+
+
+def gpus_of_pair(given: str) -> str | None:
+    """CUDA_VISIBLE_DEVICES of the worker; None: it has no GPU.
+
+    Raises:
+        ServeError: a GPU that is named is not there.
+    """
+    names = pair_of(given)
+    if _CPU in names:
+        return None
+    there = visible_gpus()
+    for name in names:
+        if int(name) >= len(there):
+            raise ServeError(f"--cfg-devices: there is no GPU {name}; this host has {len(there)}")
+    return ",".join(there[int(name)] for name in names)
+
+
+def with_pair(options: ServeOptions, tables: dict[str, Any]) -> dict[str, Any]:
+    """The worker's configuration with such a pair laid over it.
+
+    Raises:
+        ServeError: it does not go with what else is asked for.
+    """
+    names = pair_of(options.cfg_devices)
+    for flag, wrong in (
+        ("--workers", options.workers != 1),
+        ("--devices-per-worker", options.devices_per_worker not in (0, 2)),
+    ):
+        if wrong:
+            raise ServeError(f"--cfg-devices is one worker of two devices; leave {flag} out")
+    gpus_of_pair(options.cfg_devices)
+    model = tables["model"]
+    try:
+        facts = load_facts(model["path"], model.get("native_resolution", 0))
+    except ConfigError as error:
+        raise ServeError(str(error)) from error
+    if not facts.two_passes:
+        raise ServeError(
+            "--cfg-devices: edits of this model have one pass, as it knows no classifier-free "
+            "guidance; use --devices-per-worker 2 or --workers 2"
+        )
+    if _CPU in names:
+        tables = with_values(tables, "model", device=_CPU)
+    return with_values(tables, "engine", devices=2, policy="cfg")

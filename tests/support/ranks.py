@@ -1,0 +1,60 @@
+"""Ranks that take steps together: threads over real gloo groups, each with a batch of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import HashStore, PrefixStore
+
+from maskserve_engine.batch.sequence_parallel import Ranks
+from maskserve_engine.families.adapter import Adapter
+from maskserve_harness.benchmarks.replay import Replay
+
+CPU = torch.device("cpu")
+T = TypeVar("T")
+
+
+class Rank:
+    """One of several over the same weights."""
+
+    def __init__(self, adapter: Adapter, rank: int, count: int, store: Any, *, deals: bool) -> None:
+        self.rank, self._count, self._store, self._deals = rank, count, store, deals
+        self.adapter: Any = copy.copy(adapter)
+        self.adapter.release()
+        self.replay = Replay(self.adapter)
+        self._gangs: dict[range, Ranks] = {}
+
+    def gang(self, of: range) -> Ranks | None:
+        """With these ranks; None: it is alone."""
+        if len(of) == 1:
+            return None
+        if of not in self._gangs:
+            own = PrefixStore(str(of), self._store)
+            self._gangs[of] = Ranks(
+                own, self.rank - of.start, len(of), CPU, 20.0, deals=self._deals
+            )
+        return self._gangs[of]
+
+    @property
+    def all(self) -> Ranks | None:
+        return self.gang(range(self._count))
+
+    def run(self, rows: Sequence[Any], kinds: Sequence[str]) -> list[Any]:
+        """All steps of rows, together; their latents."""
+        while live := [row for row in rows if row.step < row.steps]:
+            self.replay.step(live, kinds, self.all)
+        return [row.result().array() for row in rows]
+
+
+def by_ranks(
+    adapter: Adapter, count: int, run: Callable[[Rank], T], *, deals: bool = False
+) -> list[T]:
+    """What each of so many ranks returns."""
+    store = HashStore()
+    ranks = [Rank(adapter, rank, count, store, deals=deals) for rank in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, ranks))

@@ -1,0 +1,214 @@
+"""Passes dealt to two ranks give what one process gives (design §8). Ranks are threads here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maskserve_engine.batch.cfg_parallel import dealt
+from maskserve_engine.batch.sequence_parallel import Ranks
+from maskserve_engine.batch.transfer import mapped
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.unet.adapter import UnetAdapter
+from maskserve_engine.job import EditJob
+from maskserve_engine.layers.low_rank import Factors
+from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
+from tests.fakes.tiny_unet import VARIANTS, samplers
+from tests.support.cached_rows import KINDS, Primed, assert_equal, cached
+from tests.support.ranks import Rank, by_ranks
+
+Kinds = tuple[str, ...]
+
+
+@given(st.lists(st.lists(st.floats(0.5, 50.0), min_size=1, max_size=2), min_size=1, max_size=8),
+       st.integers(2, 4))  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_passes_are_dealt_evenly_and_those_of_a_row_apart(
+    rows: list[list[float]], count: int
+) -> None:
+    ranks = iter(dealt(rows, count))
+    loads = [0.0] * count
+    for row in rows:
+        own = [next(ranks) for _ in row]
+        assert len(set(own)) == len(own)
+        for rank, cost in zip(own, row, strict=True):
+            loads[rank] += cost
+    assert next(ranks, None) is None
+    assert max(loads) - min(loads) <= max(cost for row in rows for cost in row) + 1e-9
+
+
+class Model:
+    def __init__(self, folder: Path, halo: int = 0) -> None:
+        of_cache = {"conv_halo": halo, "entry_kind": "kv"} if halo else {}
+        config = config_of(folder, model={"outside_noise": "edit"}, cache=of_cache)
+        self.encoder: Encoder = load_encoder(config)
+        self.adapter: Any = load_adapter(config)
+        self.unet = self.encoder.facts.family == "unet"
+
+    def job(self, seed: int, *, two: bool, **asked: Any) -> EditJob:
+        """An edit of one or two passes; all are of one size."""
+        rng = np.random.default_rng(seed)
+        if self.unet:
+            case = unet_case(rng, guidance_scale=7.5 if two else 1.0, **asked)
+        else:
+            case = random_case(rng, **(guided(rng) if two else {}), **asked)
+        mask = np.zeros((48, 40), np.uint8)
+        mask[8 : 12 + 4 * (seed % 5), 4 : 20 + seed % 9] = 255
+        pixels = rng.integers(0, 256, (48, 40, 3), dtype=np.uint8)
+        case = replace(case, pixels=pixels, mask=mask)
+        job = encode_case(self.encoder, case, f"edit-{seed}")
+        assert (job.negative is not None) == two
+        return job
+
+    def lora(self) -> Any:
+        torch.manual_seed(5)
+        factors = {
+            name: Factors(torch.randn(2, p.shape[1]), torch.randn(p.shape[0], 2) * 0.02)
+            for name, p in self.adapter._places.items()
+            if "transformer_blocks" in name
+        }
+        return self.adapter.low_rank(factors)
+
+    def plans(self) -> list[Kinds]:
+        return [(kind,) * self.adapter.blocks for kind in KINDS]
+
+
+@pytest.fixture(scope="module")
+def flux(tiny_inpaint: Path) -> Model:
+    return Model(tiny_inpaint)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def unet(request: pytest.FixtureRequest, tiny_unets: dict[str, Path]) -> Model:
+    return Model(tiny_unets[request.param])
+
+
+def check_mix(model: Model, kinds: Kinds, seed: int) -> None:
+    """Rows of one and two passes, dense and cached, some with a LoRA, which leave at other steps,
+    equal those that one process steps; ranks have the same bytes.
+    """
+    jobs = [
+        model.job(seed + n, two=two, num_inference_steps=4 + n % 3, strength=1.0)
+        for n, two in enumerate((True, False, True, True, False))
+    ]
+    primed = [Primed(model.adapter, model.encoder, job, stride=2) for job in jobs[:3]]
+    lora = model.lora()
+
+    def run(rank: Rank) -> list[Any]:
+        rows: list[Any] = [cached(rank.replay, *each) for each in zip(jobs, primed, strict=False)]
+        rows += [rank.adapter.dense_row(job) for job in jobs[3:]]
+        for number in (2, 3):
+            rank.adapter.attach(rows[number], jobs[number], ((lora, 0.7),))
+        rank.replay.step(rows, kinds, None)  # begun by each alone
+        return rank.run(rows, kinds)
+
+    [expected] = by_ranks(model.adapter, 1, run)
+    found = by_ranks(model.adapter, 2, run, deals=True)
+    for own in found:
+        for one, other in zip(own, expected, strict=True):
+            assert_equal(one, other)
+    for one, other in zip(*found, strict=True):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_mixed_batch_of_flux_equals_that_of_one_process(flux: Model, number: int) -> None:
+    check_mix(flux, flux.plans()[number], 10 * number)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_mixed_batch_of_unets_equals_that_of_one_process(unet: Model, number: int) -> None:
+    check_mix(unet, unet.plans()[number], 10 * number)
+
+
+def test_rows_with_a_tile_equal_those_of_one_process(tiny_unets: dict[str, Path]) -> None:
+    model = Model(tiny_unets["sd-fill"], halo=1)
+    check_mix(model, ("kv",) * model.adapter.blocks, 7)
+
+
+def test_one_row_of_one_pass_is_computed_by_one_rank(flux: Model, unet: Model) -> None:
+    for model in (flux, unet):
+        job = model.job(3, two=False, num_inference_steps=3, strength=1.0)
+
+        def run(rank: Rank, job: EditJob = job) -> tuple[Any, int]:
+            row = rank.adapter.dense_row(job)
+            rank.replay.step([row], (), rank.all)
+            share = rank.adapter._batch._share
+            return rank.run([row], ())[0], 1 if share is None else len(share.own)
+
+        [(expected, _)] = by_ranks(model.adapter, 1, run)
+        ranks = by_ranks(model.adapter, 2, run, deals=True)
+        for found, _ in ranks:
+            assert_equal(found, expected)
+        assert [passes for _, passes in ranks] == [1, 0]
+
+
+def test_what_travels_is_what_the_model_answers(flux: Model, unet: Model) -> None:
+    """Of FLUX also where ranks would share tokens, if its rows had one pass."""
+    for model, deals in ((flux, True), (flux, False), (unet, True)):
+        job = model.job(4, two=True, num_inference_steps=3, strength=1.0)
+
+        def run(rank: Rank, job: EditJob = job) -> tuple[int, int]:
+            row = rank.adapter.dense_row(job)
+            rank.replay.step([row], (), rank.all)
+            assert isinstance(rank.all, Ranks)
+            return rank.all.sent, row.latents.nbytes
+
+        for sent, answer in by_ranks(model.adapter, 2, run, deals=deals):
+            assert sent == answer
+
+
+def test_more_ranks_than_two_share_tokens(flux: Model) -> None:
+    job = flux.job(5, two=True, num_inference_steps=3, strength=1.0)
+
+    def run(rank: Rank) -> Any:
+        return rank.run([rank.adapter.dense_row(job)], ())[0]
+
+    [expected] = by_ranks(flux.adapter, 1, run)
+    heads = flux.adapter.facts.denoiser["num_attention_heads"]
+    for found in by_ranks(flux.adapter, min(4, heads), run):
+        assert_equal(found, expected)
+
+
+def test_rows_that_record_are_refused(flux: Model, unet: Model) -> None:
+    class Two:
+        rank, count, deals = 0, 2, True
+
+    for model in (flux, unet):
+        primed = Primed(model.adapter, model.encoder, model.job(1, two=True))
+        primed.row.step = 0
+        with pytest.raises(ValueError, match="rows that record what they compute"):
+            model.adapter.step([primed.row], None, None, Two())
+
+
+@pytest.mark.parametrize("name", samplers())
+@pytest.mark.parametrize("variant", ["sd-base", "sdxl-fill"])
+def test_a_row_goes_on_elsewhere_as_if_it_had_stayed(
+    tiny_unets: dict[str, Path], variant: str, name: str
+) -> None:
+    """Bit for bit, whatever its sampler remembers; after any step."""
+    model = Model(tiny_unets[variant])
+    of_folder = model.adapter
+    model.adapter = UnetAdapter(
+        of_folder.facts, of_folder.model, samplers()[name], exact_vae=of_folder.exact_vae
+    )
+    job = model.job(6, two=True, num_inference_steps=6, strength=1.0)
+    stays, *rows = (model.adapter.dense_row(job) for _ in range(2))
+    while stays.step < stays.steps:
+        model.adapter.step([stays], None)
+    (row,) = rows
+    while row.step < row.steps:
+        model.adapter.step([row], None)
+        other = model.adapter.dense_row(job)
+        carried = mapped(model.adapter.carried(row), torch.Tensor.clone)
+        model.adapter.follow(other, carried, row.step)
+        row = other
+    assert np.array_equal(row.result().array(), stays.result().array())
