@@ -134,7 +134,10 @@ class Engine:
         self.net_loader = None
         if config.controls.folder:
             self.net_loader = net_loader(config, adapter.facts, self.executor.bring_net)
-        prices = PriceList(config, adapter, costs, size.anchors)
+        degrees = self._degree_times(costs)
+        prices = PriceList(
+            config, adapter, costs, size.anchors, None if degrees is None else degrees.prices
+        )
         self.manager = RequestManager(
             config,
             adapter,
@@ -146,7 +149,7 @@ class Engine:
             policy,
             self._loras if self.lora_loader else None,
             self._nets if self.net_loader else None,
-            self._step_seconds(costs),
+            degrees.of if degrees is not None else lambda edit: (),
         )
         self.counters = new_counters()
         self._publisher = StatusPublisher(
@@ -391,13 +394,13 @@ class Engine:
         """Where entries go and what is kept of each block."""
         return None if self._cache is None else (self._cache.store, self._cache.kinds)
 
-    def _step_seconds(self, costs: MeasuredCosts) -> Callable[[RequestState], tuple[float, ...]]:
-        """Of an edit by the number of devices, for policies that choose it."""
+    def _degree_times(self, costs: MeasuredCosts) -> DegreeTimes | None:
+        """Of edits by the number of devices, for policies that choose it."""
         executor = self.executor
         if not isinstance(executor, GangExecutor):
-            return lambda edit: ()
+            return None
         devices = self.config.engine.devices
-        return DegreeTimes(self.adapter, costs, lambda: executor.exchange, devices).of
+        return DegreeTimes(self.adapter, costs, lambda: executor.exchange, devices)
 
     def _loras(self, residency: Residency) -> Loras:
         assert self.lora_loader is not None

@@ -13,7 +13,7 @@ from maskserve_core.worker.step_scheduler import ALL_FREE, Devices
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.transfer import HostCopy, beside
 from maskserve_engine.cache.loader import EntryLost
-from maskserve_engine.cache.reader import EntryReader
+from maskserve_engine.cache.reader import EntryReader, Heads
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.control_link.served import ControlService, ServedRow
@@ -136,10 +136,19 @@ class LocalExecutor:
                 self._adapter.serve_control(made, served)
 
     def load(self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)) -> dict[str, LoadState]:
+        return self.load_heads(reads, None)
+
+    def load_heads(self, reads: Sequence[Read], heads: Heads | None) -> dict[str, LoadState]:
+        """As `load`, of keys and values those of some heads (None: of all), which a rank of those
+        that share tokens reads.
+
+        Raises:
+            ValueError: these heads cannot be cut out of what is stored.
+        """
         loads: dict[str, LoadState] = {}
         for read in reads:
             step = self._rows[read.row].step
-            handle = self._readers[read.row].turn_to(step, whole=read.whole)
+            handle = self._readers[read.row].turn_to(step, whole=read.whole, heads=heads)
             if handle is not None:
                 loads[read.row] = handle.load
         return loads

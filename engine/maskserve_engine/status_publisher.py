@@ -4,12 +4,14 @@ cost on this worker, for routers: counted work, and what steps have taken.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from maskserve_core.config import Config, model_name
 from maskserve_core.contracts.memory_table import MemoryTable
-from maskserve_core.contracts.pricing import Pricing
+from maskserve_core.contracts.pricing import DegreePrice, Pricing
 from maskserve_core.contracts.status_record import NodeStatus, Served, State
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.facts import ModelFacts, dense_steps
@@ -33,12 +35,21 @@ class PriceList:
         adapter: the model.
         costs: of this worker; prices follow them.
         anchors: of a template.
+        degrees: what edits on several devices gain, given the text tokens of a prompt; None: they
+            have one.
     """
 
     def __init__(
-        self, config: Config, adapter: Adapter, costs: MeasuredCosts, anchors: int
+        self,
+        config: Config,
+        adapter: Adapter,
+        costs: MeasuredCosts,
+        anchors: int,
+        degrees: Callable[[int], tuple[DegreePrice, ...]] | None = None,
     ) -> None:
         self._costs, facts = costs, adapter.facts
+        self._degrees = degrees if config.engine.policy == "deadline" else None
+        self._text = facts.text_tokens(config.model.max_sequence_length)
         nets = [net for net in ControlNets(config, facts).all() if not net.problem]
         side = facts.native_resolution // facts.vae_scale_factor
         work = adapter.work(side, side)
@@ -46,7 +57,7 @@ class PriceList:
             pricing_of,
             work,
             fmt=entry_format(config),
-            text=facts.text_tokens(config.model.max_sequence_length),
+            text=self._text,
             anchors=anchors,
             steps_per_anchor=facts.steps_default(config.model.num_inference_steps) / anchors,
             halves=adapter.entry_halves,
@@ -54,14 +65,20 @@ class PriceList:
             lora=typical_lora(facts, work),
             refresh=facts.control.refresh(config.controls.refresh),
         )
-        self._made, self._pricing = costs.sequence, self._priced(costs.model)
+        self._made, self._pricing = costs.sequence, self._price()
 
     @property
     def pricing(self) -> Pricing:
         """By what the worker costs now."""
         if self._made != self._costs.sequence:
-            self._made, self._pricing = self._costs.sequence, self._priced(self._costs.model)
+            self._made, self._pricing = self._costs.sequence, self._price()
         return self._pricing
+
+    def _price(self) -> Pricing:
+        pricing = self._priced(self._costs.model)
+        if self._degrees is None:
+            return pricing
+        return replace(pricing, degrees=self._degrees(self._text))
 
     def measured(self) -> Pricing | None:
         """The same; None while it is an estimate, and follows no steps that were taken."""
@@ -122,6 +139,7 @@ class StatusPublisher:
             state="loading",
             max_rows=config.engine.max_rows,
             max_waiting=config.engine.max_waiting,
+            devices=config.engine.batches,
             memory=memory,
             nodes=(NodeStatus("denoiser", model_name(config), "loading"),),
             served=Served(

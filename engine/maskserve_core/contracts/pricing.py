@@ -32,6 +32,14 @@ class RowPrice:
 
 
 @dataclass(frozen=True, slots=True)
+class DegreePrice:
+    """What a step of a row by itself takes on several devices, as shares of its seconds on one."""
+
+    dense: float
+    cached: float
+
+
+@dataclass(frozen=True, slots=True)
 class Pricing:
     """Coefficients of one worker's model and device. All but `tokens` are seconds; none is
     negative.
@@ -58,15 +66,21 @@ class Pricing:
     lora_byte: RowPrice | None = None
     """Of a byte of a LoRA's file, were it one of every linear layer of the blocks in half
     precision. None: LoRAs cost nothing."""
+    degrees: tuple[DegreePrice, ...] = ()
+    """Of 2, 4 and 8 devices, as far as an edit that the worker has to itself is given them."""
 
     def __post_init__(self) -> None:
-        tables = ("fetch", "controls", "lora_byte")
+        tables = ("fetch", "controls", "lora_byte", "degrees")
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
         for net, price in self.controls.items():
             values |= {f"controls.{net}.{f.name}": getattr(price, f.name) for f in fields(price)}
         if self.lora_byte is not None:
             each = self.lora_byte
             values |= {f"lora_byte.{f.name}": getattr(each, f.name) for f in fields(each)}
+        for number, degree in enumerate(self.degrees):
+            values |= {
+                f"degree {number}: {f.name}": getattr(degree, f.name) for f in fields(degree)
+            }
         for name, value in (values | dict(self.fetch)).items():
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"pricing: {name} is {value}")
@@ -86,6 +100,11 @@ class Pricing:
             if compute < dense and load < dense:
                 return compute, load
         return dense, 0.0
+
+    def share(self, devices: int, *, cached: bool) -> float:
+        """Of one device's seconds per step, what a row takes that so many devices could step."""
+        shares = [degree.cached if cached else degree.dense for degree in self.degrees]
+        return min([1.0, *shares[: max(devices, 1).bit_length() - 1]])
 
     def control_seconds(
         self, controls: Iterable[tuple[str, float]], active: float, total: float, *, cached: bool

@@ -129,6 +129,8 @@ class WorkerStatus(msgspec.Struct):
     state: State
     max_rows: int
     max_waiting: int
+    devices: int = 1
+    """With a batch of `max_rows` each; an edit shares its own with a like part of the others."""
     sequence: int = 0
     """Counts the records of one writer from 1."""
     wall_ns: int = 0

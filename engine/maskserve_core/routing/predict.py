@@ -13,7 +13,6 @@ prefetching does, so the maximum is taken over the whole way.
 
 from __future__ import annotations
 
-from maskserve_core.routing.profile import build_profile
 from maskserve_core.routing.view import Edit, WorkerView
 
 
@@ -30,7 +29,7 @@ def predicted_seconds(edit: Edit, worker: WorkerView, now: float) -> float:
     profile = worker.profile
     if edit.priority > worker.lowest_priority:
         ahead = [row for row in worker.waiting if row.priority >= edit.priority]
-        profile = build_profile(worker.running, ahead, worker.max_rows)
+        profile = worker.profile_of(tuple(ahead))
     busy, loading = profile.until(profile.free_at + steps)
     own = steps * (step + compute)
     total = max(own + profile.free_at * step + busy, steps * load + loading)

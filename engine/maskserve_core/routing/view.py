@@ -50,6 +50,8 @@ class WorkerView:
     adapters: AdapterView | None = None
     """`None`: loading one is not known to take any time."""
     model: str = ""
+    devices: int = 1
+    """With a batch of `max_rows` each, among which rows are spread."""
     ready: bool = True
     """Takes new edits: alive, loaded and not draining."""
     as_of: float = 0.0
@@ -60,10 +62,15 @@ class WorkerView:
     """Of those that wait; infinite without any."""
 
     def __post_init__(self) -> None:
-        profile = build_profile(self.running, self.waiting, self.max_rows)
+        profile = self.profile_of(self.waiting)
         lowest = min((row.priority for row in self.waiting), default=math.inf)
         object.__setattr__(self, "profile", profile)
         object.__setattr__(self, "lowest_priority", lowest)
+
+    def profile_of(self, waiting: tuple[RowLoad, ...]) -> Profile:
+        """What an edit shares its device with, were these all that wait."""
+        each = self.devices
+        return build_profile(self.running[::each], waiting[::each], self.max_rows)
 
     def takes(self, edit: Edit) -> bool:
         """Whether the worker may be given `edit`."""
@@ -89,7 +96,11 @@ class WorkerView:
         dense at once.
         """
         compute, load, fetch, cached = self._base_price(edit)
-        return compute + self._added_seconds(edit, cached=cached), load, fetch
+        seconds = compute + self._added_seconds(edit, cached=cached)
+        if self.pricing.degrees:  # as many devices as it could have beside the others
+            others = len(self.running) + len(self.waiting)
+            seconds *= self.pricing.share(self.devices // (others + 1), cached=cached)
+        return seconds, load, fetch
 
     def _base_price(self, edit: Edit) -> tuple[float, float, float, bool]:
         """The same without ControlNets and LoRAs, and whether the edit runs cached."""
@@ -180,6 +191,7 @@ class WorkerView:
             templates=templates,
             adapters=AdapterView.from_status(status),
             model=status.model,
+            devices=status.devices,
             ready=status.takes_edits,
             as_of=as_of,
         )

@@ -58,7 +58,9 @@ class Selection:
 
     def of_heads(self, begin: int, end: int, of: int) -> Selection:
         """The same tokens, and of their keys and values heads `begin` to `end` of `of`."""
-        return Selection(self.levels, self._of_block, (begin, end, of))
+        cut = Selection(self.levels, self._of_block, (begin, end, of))
+        cut._sent = self._sent
+        return cut
 
     def of(self, block: int) -> NDArray[np.int64]:
         """[n] ids that `block` reads."""

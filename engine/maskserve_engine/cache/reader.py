@@ -11,6 +11,9 @@ from maskserve_engine.cache.loader import Selection
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.device_clock import Span
 
+Heads = tuple[int, int, int]
+"""First and last (exclusive) of so many."""
+
 
 class EntryReader:
     """The row's way to its template's entries.
@@ -35,7 +38,10 @@ class EntryReader:
         *,
         sure: bool = False,
     ) -> None:
-        self.key, self.anchors, self.selection = key, tuple(anchors), selection
+        self.key, self.anchors = key, tuple(anchors)
+        self._selections: dict[Heads | None, Selection] = {None: selection}
+        """By what is read of keys and values."""
+        self.heads: Heads | None = None
         self.loaded: dict[str, int] = {}
         """Bytes that travelled for it, by the tier in which they were found."""
         self.now: Handle | None = None
@@ -58,8 +64,20 @@ class EntryReader:
         """Seconds that steps have waited for what it has let go by now."""
         return sum(stall.seconds() or 0.0 for stall in self._stalls)
 
-    def turn_to(self, step: int, *, whole: bool = False) -> Handle | None:
-        """What `step` reads; None: it computes all tokens."""
+    def turn_to(
+        self, step: int, *, whole: bool = False, heads: Heads | None = None
+    ) -> Handle | None:
+        """What `step` reads; None: it computes all tokens.
+
+        Args:
+            step: of the row.
+            whole: as of `Store.request`.
+            heads: whose keys and values alone it reads; None: those of all. What was brought in for
+                others is let go.
+        """
+        if heads != self.heads:
+            self._let_go()
+            self.heads = heads
         anchor = self.anchors[step]
         if self.now is not None and self.now.anchor != anchor:
             self._finish(self.now)
@@ -112,13 +130,16 @@ class EntryReader:
 
     def release(self) -> None:
         """The row has ended."""
+        self._let_go()
+        for source in self._sources.values():
+            self._store.let_go(source)
+        self._sources.clear()
+
+    def _let_go(self) -> None:
         for handle in (self.now, self.next):
             if handle is not None:
                 self._finish(handle)
         self.now = self.next = None
-        for source in self._sources.values():
-            self._store.let_go(source)
-        self._sources.clear()
 
     def _hold_all(self) -> None:
         for anchor in dict.fromkeys(a for a in self.anchors if a is not None):
@@ -134,9 +155,11 @@ class EntryReader:
         source = self._hold(anchor)
         if source is None:
             return None
-        return self._store.request(
-            self.key, anchor, self.selection, source, whole=whole, force=force
-        )
+        heads = self.heads
+        if heads is not None and heads not in self._selections:
+            self._selections[heads] = self._selections[None].of_heads(*heads)
+        selection = self._selections[heads]
+        return self._store.request(self.key, anchor, selection, source, whole=whole, force=force)
 
     def _finish(self, handle: Handle) -> None:
         self._stalls += handle.stalls

@@ -226,6 +226,10 @@ class Store:
         self._travelled[came] += moved
         return came, moved
 
+    def travelled_elsewhere(self, tier: str, nbytes: float) -> None:
+        """Bytes that were brought to a device of another process from files of this store's."""
+        self._travelled[tier] += int(nbytes)
+
     # What comes and goes.
 
     def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:

@@ -106,6 +106,7 @@ class GangExecutor:
         deals: bool = False,
     ) -> None:
         self._ranks, self._adapter, self._post, self._deals = ranks, adapter, post, deals
+        self._store = store
         self._living: dict[int, RankProcess] = {each.device: each for each in ranks.processes}
         self._rows: dict[str, _Row] = {}
         self._under_way: list[_UnderWay] = []
@@ -189,7 +190,11 @@ class GangExecutor:
         gang = [self._living[device] for device in devices]
         for process in gang:
             self._bring([self._rows[read.row] for read in reads], process)
-        answers = [process.call("load", asked) for process in gang]
+        cuts = self._share_tokens([self._rows[read.row] for read in reads], len(gang))
+        shares = [(number, len(gang)) if cuts else None for number in range(len(gang))]
+        answers = [
+            process.call("load", asked, share) for process, share in zip(gang, shares, strict=True)
+        ]
         found = [self._awaited(process, call) for process, call in zip(gang, answers, strict=True)]
         if None in found:
             return {}  # nor will it take the step
@@ -265,6 +270,14 @@ class GangExecutor:
             return not settings.first_block_threshold
         return self._adapter.most_ranks(row.spec.job) >= count
 
+    def _share_tokens(self, reading: Sequence[_Row], count: int) -> bool:
+        """Whether a step of these rows, and perhaps others, is shared by its tokens and not by its
+        passes (`batch.flow`).
+        """
+        if count == 1 or self._deals or not all(self._may_share(row, count) for row in reading):
+            return False
+        return count > 2 or any(row.spec.job.negative is None for row in reading)
+
     def _bring(self, rows: Sequence[_Row], process: RankProcess) -> None:
         """Have rows on a rank, and where they are."""
         places = []
@@ -327,6 +340,9 @@ class GangExecutor:
         for each in step.answers.values():
             assert isinstance(each, StepAnswer)
             self._moves += each.moves
+            if self._store is not None:
+                for tier, nbytes, _ in each.moves:
+                    self._store.travelled_elsewhere(tier, nbytes)
         for row in step.rows:
             after = said.rows.get(row.name)
             if after is None:

@@ -29,6 +29,7 @@ from maskserve_core.planning.degree_costs import ExchangeCosts
 from maskserve_core.worker.logs import about, start_log
 from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.batch.sequence_parallel import Ranks as Exchanges
+from maskserve_engine.batch.sequence_parallel import share_of
 from maskserve_engine.batch.transfer import mapped, moved
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.card_table import check_fits
@@ -178,8 +179,21 @@ class Rank:
         for row, steps, carried in places:
             self._change(row, partial(self._local.place, row, steps, moved(carried, self.device)))
 
-    def load(self, reads: Sequence[Read]) -> dict[str, EntryLoad]:
-        found = self._local.load([read for read in reads if self._is_made(read.row)])
+    def load(self, reads: Sequence[Read], share: tuple[int, int] | None) -> dict[str, EntryLoad]:
+        """See `Executor.load`.
+
+        Args:
+            reads: by the names that rows have here.
+            share: (rank, count) where the ranks of a gang share tokens: each then reads the keys
+                and values of its heads alone.
+        """
+        made = [read for read in reads if self._is_made(read.row)]
+        heads = int(self.adapter.facts.denoiser["num_attention_heads"]) if share else 0
+        cut = None if share is None else (*share_of(heads, *share), heads)
+        try:
+            found = self._local.load_heads(made, cut)
+        except ValueError:  # a format that has no such cut
+            found = self._local.load(made)
         seen: dict[int, EntryLoad] = {}
         for load in found.values():  # rows that share one share it on the other side, too
             seen.setdefault(id(load), EntryLoad(load.tier, load.sizes, load.missing))
@@ -211,6 +225,8 @@ class Rank:
         else:
             rows = tuple([row for row in step.rows if row not in unmade])
             reads = tuple([read for read in step.reads if read.row not in unmade])
+            found = self._local.load(reads)  # of all heads, whatever gang was to take the step
+            reads = tuple([read for read in reads if read.row in found])
             result, tells = self._local.run(replace(step, rows=rows, reads=reads)), True
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -98,6 +98,7 @@ class InTime:
             state="ready",
             max_rows=self._engine.max_rows,
             max_waiting=self._engine.max_waiting,
+            devices=self._engine.batches,
             running=tuple([edit.status() for edit in running]),
             waiting=tuple([edit.status() for edit in waiting]),
             templates={"device": (wanted.template_id,)},

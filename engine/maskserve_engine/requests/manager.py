@@ -344,12 +344,7 @@ class RequestManager:
         def edits(tickets: Sequence[Ticket]) -> list[RequestState]:
             return [self.edits[t.request_id] for t in tickets if t.request_id in self.edits]
 
-        # An edit shares a device with as many as others do, or all of them with all.
-        each = 1 if self.config.engine.policy == "cfg" else self.config.engine.devices
-        running, waiting = (
-            edits(self.scheduler.running)[::each],
-            edits(self.scheduler.waiting)[::each],
-        )
+        running, waiting = edits(self.scheduler.running), edits(self.scheduler.waiting)
         self.in_time.check(edit, running, waiting, time.monotonic())
 
     def _prime(self, job: EditJob, *, urgent: bool) -> None:

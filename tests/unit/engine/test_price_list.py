@@ -6,13 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from maskserve_core.config import Config
+from maskserve_core.contracts.pricing import DegreePrice
 from maskserve_core.planning.cost_model import Line
+from maskserve_core.planning.degree_costs import ExchangeCosts, seconds_by_degree
 from maskserve_core.planning.flops import RowTokens
 from maskserve_core.routing.estimate import pricing_of
 from maskserve_engine.entry_store import entry_format, estimated_costs
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.gangs.degree_times import DegreeTimes
 from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.status_publisher import PriceList
 from tests.fakes.jobs import config_of
@@ -21,6 +25,33 @@ from tests.fakes.jobs import config_of
 @pytest.fixture(params=["flux", "sdxl-base"])
 def config(request: pytest.FixtureRequest, tiny_fill: Path, tiny_unets: dict[str, Path]) -> Config:
     return config_of(tiny_fill if request.param == "flux" else tiny_unets["sdxl-base"])
+
+
+def test_a_worker_whose_edits_have_several_devices_says_what_these_gain(config: Config) -> None:
+    asked = structs.replace(config.engine, devices=4, policy="deadline")
+    config = structs.replace(config, engine=asked)
+    adapter, costs = load_adapter(config), MeasuredCosts(estimated_costs(config))
+    exchange = ExchangeCosts(1e9, 1e-5, 4)
+    times = DegreeTimes(adapter, costs, lambda: exchange, 4)
+    prices = PriceList(config, adapter, costs, 4, times.prices)
+    degrees = prices.pricing.degrees
+    if adapter.facts.guidance == "cfg":
+        assert degrees == (DegreePrice(0.5, 0.5),)
+        return
+    side = adapter.facts.native_resolution // adapter.facts.vae_scale_factor
+    text, work = (
+        adapter.facts.text_tokens(config.model.max_sequence_length),
+        adapter.work(side, side),
+    )
+    line = costs.model.compute
+    for kind, ratio in (("dense", 1.0), ("kv", 0.2)):
+        row = work.row_at(ratio, text)
+        alone, *several = seconds_by_degree(work, row, kind, line, exchange, (1, 2, 4))
+        found = [getattr(each, "dense" if kind == "dense" else "cached") for each in degrees]
+        seconds = [each * (alone - line.fixed) + line.fixed for each in found]
+        assert seconds == pytest.approx(several)
+    spread = structs.replace(config, engine=structs.replace(asked, policy="spread"))
+    assert PriceList(spread, adapter, costs, 4).pricing.degrees == ()
 
 
 def test_prices_follow_what_the_worker_has_measured(config: Config) -> None:

@@ -97,7 +97,9 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
                 [self._own] = to_device([torch.tensor(share.own)], sample.device)
             sample_own, own_times = (x.index_select(0, self._own) for x in (sample, timesteps))
             answer = self._forward(model, sample_own, own_times, kinds)
-        shape = self.rows[0].latents.shape
+        first = self.rows[0]
+        assert isinstance(first, UnetRow), "priming rows are not shared"
+        shape = first.latents.shape
         answers = share.gather(answer, [shape.numel()] * len(sample))
         return torch.stack(answers).view(-1, *shape)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as changed
 
-from maskserve_core.contracts.pricing import RowPrice
+from maskserve_core.contracts.pricing import DegreePrice, RowPrice
 from maskserve_core.contracts.status_record import AdapterStatus, LoadCost, NodeStatus
 from maskserve_core.routing import (
     POLICIES,
@@ -75,6 +75,38 @@ def replayed(edit: Edit, view: WorkerView) -> float:
             if not left[name]:
                 scheduler.finish(name)
     return seconds
+
+
+def test_rows_are_spread_over_a_workers_devices() -> None:
+    """An edit shares its own with as many as others do."""
+    rows = tuple(row(5 + n, 50 * n + 1) for n in range(7))
+    for devices in (2, 4):
+        several = worker("w", running=rows[:4], waiting=rows[4:], devices=devices)
+        one = worker("w", running=rows[:4:devices], waiting=rows[4::devices])
+        assert predicted_seconds(EDIT, several, 0.0) == predicted_seconds(EDIT, one, 0.0)
+        urgent = replace(EDIT, priority=1)
+        assert predicted_seconds(urgent, several, 0.0) == predicted_seconds(urgent, one, 0.0)
+
+
+@pytest.mark.parametrize(("others", "degree"), [(0, 4), (1, 2), (2, 1), (3, 1), (7, 1)])
+def test_an_edit_is_priced_by_the_devices_that_it_could_have(others: int, degree: int) -> None:
+    degrees = DegreePrice(0.6, 0.8), DegreePrice(0.35, 0.7)
+    view = worker(
+        "w", pricing=replace(PRICING, degrees=degrees), running=(row(5),) * others, devices=4
+    )
+    plain = worker("w", running=(row(5),) * others, devices=4)
+    for edit, which in ((EDIT, "cached"), (replace(EDIT, cache=False), "dense")):
+        share = 1.0 if degree == 1 else getattr(degrees[degree.bit_length() - 2], which)
+        assert view.price(edit)[0] == pytest.approx(share * plain.price(edit)[0])
+
+
+def test_what_more_devices_do_not_gain_is_not_priced() -> None:
+    degrees = DegreePrice(0.6, 0.8), DegreePrice(0.7, 1.3)
+    pricing = replace(PRICING, degrees=degrees)
+    assert pricing.share(4, cached=False) == 0.6
+    assert pricing.share(8, cached=True) == 0.8
+    with pytest.raises(ValueError, match="degree 1: cached"):
+        replace(PRICING, degrees=(degrees[0], DegreePrice(0.5, -1.0)))
 
 
 row_loads = st.builds(row, st.integers(1, 50), st.integers(1, FULL))

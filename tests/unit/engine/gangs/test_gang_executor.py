@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.gangs.messages import packed
 from maskserve_engine.gangs.processes import RankProcess
-from maskserve_engine.job import EditJob, PreviewEvent
+from maskserve_engine.job import EditJob, FinalEvent, PreviewEvent
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
 from tests.fakes.tiny_unet import VARIANTS
 from tests.support.engines import job
@@ -68,10 +69,14 @@ class AnyDegree:
     def __init__(self) -> None:
         self._rng = random.Random(5)
         self.drawn: set[tuple[int, ...]] = set()
+        self.always: tuple[int, ...] = ()
+        """What every step is given; empty: anything."""
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         busy = sum(work.gang for work in works if work.until is not None)
         idle = [work for work in works if work.until is None]
+        if self.always:
+            return GangPlan((Run((idle[0].ticket,), self.always),) if idle and not busy else ())
         self._rng.shuffle(idle)
         runs = []
         for _ in range(2):
@@ -126,11 +131,15 @@ def both_back(engine: Engine) -> None:
     eventually("all ranks are back", lambda: not ranks(engine).devices.lost, 60.0)
 
 
-def run(engine: Engine, jobs: list[EditJob]) -> list[np.ndarray]:
+def edited(engine: Engine, jobs: list[EditJob]) -> list[FinalEvent]:
     sinks = [Sink() for _ in jobs]
     for each, sink in zip(jobs, sinks, strict=True):
         engine.submit(each, sink)
-    return [sink.final().latents for sink in sinks]
+    return [sink.final() for sink in sinks]
+
+
+def run(engine: Engine, jobs: list[EditJob]) -> list[np.ndarray]:
+    return [final.latents for final in edited(engine, jobs)]
 
 
 def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
@@ -165,6 +174,26 @@ def test_cached_edits_read_on_both_devices_what_one_of_them_made(
     finals = [sink.final() for sink in sinks]
     assert_same([final.latents for final in finals], run(one, again))
     assert {final.meta["cache"] for final in finals} == {"hit"}
+
+
+def test_ranks_that_share_an_edit_load_the_entries_of_their_heads(
+    one: Engine, two: Engine, encoder: Encoder
+) -> None:
+    """What META says was loaded is that of one rank: of two heads, one."""
+    policy = two.manager.scheduler
+    if not isinstance(policy, AnyDegreeScheduler):
+        return
+    asked: dict[str, Any] = {"cache": "require", "num_inference_steps": 4}
+    run(two, [job(encoder, 3, "primes", **asked)])
+    (whole,) = edited(one, [job(encoder, 3, "whole", **asked)])
+    for devices, share in (((0, 1), 0.5), ((1,), 1.0)):
+        policy.draws.always = devices
+        (final,) = edited(two, [job(encoder, 3, f"on {devices}", **asked)])
+        policy.draws.always = ()
+        assert_same([final.latents], [whole.latents])
+        assert sum(final.meta["cache_bytes"].values()) == share * sum(
+            whole.meta["cache_bytes"].values()
+        )
 
 
 def test_ranks_let_go_of_edits_that_went_on_elsewhere(two: Engine, encoder: Encoder) -> None:
