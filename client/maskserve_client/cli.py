@@ -16,7 +16,13 @@ from collections.abc import Sequence
 from maskserve_client import commands
 from maskserve_client.errors import ServerUnavailable
 from maskserve_client.wire import DEFAULT_URL
-from maskserve_core.contracts.settings import ADAPTER_MODES, CACHE_MODES, LATE_MODES, MASK_MODES
+from maskserve_core.contracts.settings import (
+    ADAPTER_MODES,
+    CACHE_MODES,
+    LATE_MODES,
+    MASK_MODES,
+    REUSE_MODES,
+)
 from maskserve_core.errors import (
     AdapterNotFound,
     Cancelled,
@@ -246,6 +252,17 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--on-late",
         choices=LATE_MODES,
         help="what becomes of an edit that is late (default: drop)",
+    )
+    running.add_argument(
+        "--reuse",
+        choices=REUSE_MODES,
+        help="elastic: an edit that would be late may leave steps out, down to --reuse-floor",
+    )
+    running.add_argument(
+        "--reuse-floor",
+        type=float,
+        metavar="DB",
+        help="of --reuse elastic: PSNR in the mask that a way of doing so was measured at",
     )
     running.add_argument("--request-id", metavar="ID", help="name for cancel and logs")
     running.add_argument(

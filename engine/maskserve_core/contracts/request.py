@@ -175,6 +175,7 @@ def check_settings(settings: EditSettings, facts: ModelFacts, config: Config) ->
     _check_guidance(settings, facts, config)
     _check_steps(settings, facts, config)
     _check_skipping(settings, facts)
+    _check_reuse(settings, facts)
     if settings.reproducible and settings.adapters == "fast":
         raise InvalidRequest(
             "SETTINGS.adapters", "is fast, and the edit is to be reproducible", "exact"
@@ -290,6 +291,25 @@ def _check_skipping(settings: EditSettings, facts: ModelFacts) -> None:
     if settings.reproducible:  # which steps are skipped depends on rounding, and so on the batch
         raise InvalidRequest(
             "SETTINGS.first_block_threshold", "does not go with SETTINGS.reproducible", "0"
+        )
+
+
+def _check_reuse(settings: EditSettings, facts: ModelFacts) -> None:
+    if settings.reuse != "elastic":
+        if settings.reuse_floor is not None:
+            raise InvalidRequest(
+                "SETTINGS.reuse_floor", "has no effect where reuse is exact", "reuse elastic"
+            )
+        return
+    if not facts.skips_steps:
+        raise InvalidRequest("SETTINGS.reuse", "elastic is no setting of this model", "exact")
+    if settings.reproducible:  # what is left out depends on the load
+        raise InvalidRequest(
+            "SETTINGS.reuse", "elastic does not go with SETTINGS.reproducible", "exact"
+        )
+    if settings.reuse_floor is None:
+        raise InvalidRequest(
+            "SETTINGS.reuse", "elastic names no floor", "reuse_floor in dB beside it"
         )
 
 

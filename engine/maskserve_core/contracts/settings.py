@@ -20,9 +20,11 @@ AdapterMode = Literal["exact", "fast"]
 OutputFormat = Literal["png", "jpeg", "webp"]
 OutputEncoding = Literal["auto", "raw", "base64"]
 LateMode = Literal["drop", "finish"]
+ReuseMode = Literal["exact", "elastic"]
 MASK_MODES: tuple[MaskMode, ...] = get_args(MaskMode)
 CACHE_MODES: tuple[CacheMode, ...] = get_args(CacheMode)
 LATE_MODES: tuple[LateMode, ...] = get_args(LateMode)
+REUSE_MODES: tuple[ReuseMode, ...] = get_args(ReuseMode)
 ADAPTER_MODES: tuple[AdapterMode, ...] = get_args(AdapterMode)
 
 MAX_SETTINGS_BYTES = 64 * 1024
@@ -168,6 +170,11 @@ class EditSettings(Table, frozen=True):
     on_late: LateMode = "drop"
     """What becomes of an edit that is not done by then: `drop`: it ends with an error; `finish`: it
     goes on."""
+    reuse: ReuseMode = "exact"
+    """`elastic`: an edit that would be late may leave steps out to be in time (FLUX)."""
+    reuse_floor: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """dB in the mask against a dense edit, below which no way of doing so is taken as it was
+    measured on the demo models; given with `reuse` `elastic`."""
     priority: Annotated[int, Meta(ge=PRIORITIES[0], le=PRIORITIES[1])] = 0
     """Higher runs first."""
     request_id: RequestId | None = None

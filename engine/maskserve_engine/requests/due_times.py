@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from maskserve_core.config import Config
 from maskserve_core.contracts.control_range import shares
 from maskserve_core.contracts.pricing import Pricing
+from maskserve_core.contracts.reuse_levels import ReuseLevel
 from maskserve_core.contracts.status_record import WorkerStatus
 from maskserve_core.errors import DeadlineExceeded, Overloaded
 from maskserve_core.routing import Edit, WorkerView, predicted_seconds
@@ -57,25 +58,17 @@ class InTime:
         if pricing is None:
             return
         work, request = edit.work, edit.job.request
-        wanted = Edit(
-            steps=work.steps,
-            active_tokens=work.passes * work.active_tokens,
-            total_tokens=work.passes * work.total_tokens,
-            template_id=request.template_id,
-            cache=edit.mode != "dense",
-            dense_steps=edit.route.dense_steps,
-            controls=shares(edit.controls.wanted, work.steps),
-        )
+        wanted, share = _wanted(edit), min([1.0, *(level.work for level in edit.levels)])
         alone = self._view(wanted, pricing, (), ())
         after_s = request.after_token_s * work.total_tokens
-        least_s = predicted_seconds(wanted, alone, 0.0) + after_s
+        least_s = share * predicted_seconds(wanted, alone, 0.0) + after_s
         if least_s > self._refuse_above * limit_ms / 1e3:
             raise DeadlineExceeded(
                 f"SETTINGS.deadline_ms: {limit_ms} ms never pass before this edit is done; alone "
                 f"on this worker it takes about {math.ceil(1e3 * least_s)} ms"
             )
         ahead = [other for other in waiting if _order(other) <= _order(edit)]
-        now_s = predicted_seconds(wanted, self._view(wanted, pricing, running, ahead), 0.0)
+        now_s = share * predicted_seconds(wanted, self._view(wanted, pricing, running, ahead), 0.0)
         soonest_s = now_s + after_s
         left_s = edit.deadline - now
         if soonest_s > self._refuse_above * left_s:
@@ -83,6 +76,26 @@ class InTime:
                 f"SETTINGS.deadline_ms: the edit would be done in about {soonest_s:.1f} s, and "
                 f"{max(left_s, 0.0):.1f} s are left; try again later"
             )
+
+    def level(
+        self, edit: RequestState, running: Iterable[RequestState], now: float
+    ) -> ReuseLevel | None:
+        """What an edit that gets its row now steps down to; None: it is in time, or may not.
+
+        Args:
+            edit: due at some time.
+            running: edits that have a row beside it.
+            now: time.monotonic().
+        """
+        pricing, due = self._prices(), edit.make_ticket().due
+        if pricing is None or due is None or not edit.levels:
+            return None
+        wanted = _wanted(edit)
+        needs_s = predicted_seconds(wanted, self._view(wanted, pricing, running, ()), 0.0)
+        if needs_s <= due - now:
+            return None
+        enough = (level for level in edit.levels if level.work * needs_s <= due - now)
+        return next(enough, edit.levels[-1])
 
     def _view(
         self,
@@ -104,6 +117,20 @@ class InTime:
             templates={"device": (wanted.template_id,)},
         )
         return WorkerView.from_status(status, pricing, 0.0)
+
+
+def _wanted(edit: RequestState) -> Edit:
+    """As a router would see it."""
+    work = edit.work
+    return Edit(
+        steps=work.steps,
+        active_tokens=work.passes * work.active_tokens,
+        total_tokens=work.passes * work.total_tokens,
+        template_id=edit.job.request.template_id,
+        cache=edit.mode != "dense",
+        dense_steps=edit.route.dense_steps,
+        controls=shares(edit.controls.wanted, work.steps),
+    )
 
 
 def _order(edit: RequestState) -> tuple[int, float]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from maskserve_core.config import Config, model_name
 from maskserve_core.contracts.keys import name_of
 from maskserve_core.contracts.request import Lora, ResolvedControl
+from maskserve_core.contracts.reuse_levels import levels_of
 from maskserve_core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -322,6 +323,9 @@ class RequestManager:
         if not loras:
             self._name_adapters(edit)
         self._route(edit)
+        edit.levels = levels_of(
+            edit.job.request.settings, self.adapter.facts, cached=edit.mode == "cached"
+        )
         if not edit.starts:
             self._check_in_time(edit)
         edit.starts += 1
@@ -607,6 +611,9 @@ class RequestManager:
         return made
 
     def _make_plain_row(self, edit: RequestState) -> RowMade:
+        level = self.in_time.level(edit, self._beside(edit), time.monotonic())
+        if level is not None:
+            edit.step_down(level)
         job, route = edit.job, edit.route
         if edit.mode != "cached":
             return self.executor.make(edit.request_id, DenseRowSpec(job))
@@ -615,6 +622,10 @@ class RequestManager:
         made = self.executor.make(edit.request_id, spec)
         edit.reads = EntryReads(route.key, route.anchors, made.selection)
         return made
+
+    def _beside(self, edit: RequestState) -> list[RequestState]:
+        """Edits that have a row, but for this one."""
+        return [each for each in self.edits.values() if each.running and each is not edit]
 
     def _release(self, edit: RequestState) -> None:
         """Let go of its row, if it has one."""

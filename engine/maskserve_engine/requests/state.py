@@ -9,10 +9,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import structs
+
 from maskserve_core.contracts.control_range import acting, shares
 from maskserve_core.contracts.due_times import due_by_size
 from maskserve_core.contracts.keys import Anchor, name_of
 from maskserve_core.contracts.request import Lora, ResolvedControl
+from maskserve_core.contracts.reuse_levels import ReuseLevel
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.worker.step_scheduler import Ticket
@@ -251,6 +254,10 @@ class RequestState:
     """When its last step is to have ended for that."""
     route: Route = DENSE
     """How it runs."""
+    levels: tuple[ReuseLevel, ...] = ()
+    """Of fidelity that it may step down to as it gets its row."""
+    level: ReuseLevel | None = None
+    """That it has stepped down to."""
     drift: float | None = None
     """Of its template, where that is why it runs dense."""
     seconds: tuple[float, ...] = ()
@@ -415,6 +422,7 @@ class RequestState:
             "kinds": self.tally.kinds(),
             **({} if self.due_ms is None else {"due_ms": self.due_ms}),
             **({} if self.drift is None else {"drift": round(self.drift, 4)}),
+            **({} if self.level is None else {"reuse": self._reuse(self.level)}),
             **self.loras.meta(request.settings.adapters),
             **self.controls.meta(),
             **({"dense_for": self.route.dense_for} if self.route.dense_for else {}),
@@ -427,6 +435,17 @@ class RequestState:
                 "load_stall": _ms(self.load_stall),
             },
         }
+
+    def step_down(self, level: ReuseLevel) -> None:
+        """Leave out what the level says; before its row is made."""
+        request, threshold = self.job.request, level.first_block_threshold
+        settings = structs.replace(request.settings, first_block_threshold=threshold)
+        self.job = replace(self.job, request=replace(request, settings=settings))
+        self.level = level
+
+    def _reuse(self, level: ReuseLevel) -> dict[str, Any]:
+        """What META says of having stepped down."""
+        return {"level": level.name, "steps_skipped": self.tally.skipped, "psnr": level.psnr}
 
     def _work(self, done: int) -> dict[str, Any]:
         """What META and traces both say of it after so many steps."""

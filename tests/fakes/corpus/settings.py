@@ -45,6 +45,8 @@ _VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         ("", "0" * 15, "0" * 65, "G" * 32, "ABCDEF0123456789", "../" * 8, "0" * 15 + "\n"),
     ),
     "on_late": (("drop", "finish"), ("", "DROP", "wait")),
+    "reuse": (("exact",), ("", "EXACT", "elastic")),
+    "reuse_floor": ((), (-1, 0, 30.0, 101, 1e308)),
     "deadline_ms": ((600_000, 86_400_000), (0, -1, 86_400_001)),
     "priority": ((-100, 0, 100), (-101, 101, 10**30)),
     "request_id": ((), ("", " ", "a b", "x" * 129, "é", "a\n", "\ud83d", "<script>", "a\0b")),
@@ -71,7 +73,7 @@ _TYPES: dict[str, type] = {
         ),
         int,
     ),
-    **dict.fromkeys(("guidance_scale", "true_cfg_scale", "strength"), float),
+    **dict.fromkeys(("guidance_scale", "true_cfg_scale", "strength", "reuse_floor"), float),
     **dict.fromkeys(("progress", "reproducible"), bool),
     "loras": list,
 }

@@ -9,12 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import structs
 
 from maskserve_core.config import SloConfig
 from maskserve_core.contracts.due_times import SLO_OUTCOMES, due_by_size, slo_outcome
 from maskserve_core.contracts.pricing import Pricing
+from maskserve_core.contracts.reuse_levels import LEVELS
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import CODES, DeadlineExceeded, Overloaded
 from maskserve_core.triton.after_steps import AfterSteps
@@ -23,7 +25,7 @@ from maskserve_core.worker.step_scheduler import StepScheduler, Ticket
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
-from maskserve_engine.job import EditJob
+from maskserve_engine.job import EditJob, Failed
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.state import RequestState
 from tests.fakes.jobs import config_of
@@ -190,6 +192,54 @@ def test_what_cannot_be_in_time_now_is_refused_while_others_run(
     assert taken.final().meta["due_ms"] == 30_000
     for sink in sinks:
         sink.final()
+
+
+def elastic(each: EditJob, floor: float, **request: Any) -> EditJob:
+    settings = structs.replace(each.request.settings, reuse="elastic", reuse_floor=floor)
+    return due(each, settings=settings, **request)
+
+
+@pytest.mark.parametrize(
+    ("ms", "floor", "level"),
+    [
+        (60_000, 0.0, None),  # 16 steps of 1 s
+        (10_000, 0.0, "first_block_cache-0.1"),
+        (5_000, 0.0, "first_block_cache-0.2"),
+        (5_000, 35.0, "first_block_cache-0.1"),  # as far as the floor lets it
+        (5_000, 60.0, None),
+    ],
+)
+def test_an_elastic_edit_at_risk_leaves_steps_out_down_to_its_floor(
+    engine: Engine, encoder: Encoder, ms: int, floor: float, level: str | None
+) -> None:
+    asked: dict[str, Any] = {"num_inference_steps": 16, "cache": "off"}
+    plain = edit(engine, job(encoder, 6, "plain", **asked))
+    engine.manager.in_time = InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0))
+    final = edit(engine, elastic(job(encoder, 6, "elastic", **asked), floor, due_ms=ms))
+    assert final.meta.get("reuse", {}).get("level") == level
+    if level is None:
+        assert final.meta["steps_skipped"] == 0
+        assert np.array_equal(final.latents, plain.latents)
+        return
+    (taken,) = [each for each in LEVELS["fill", False] if each.name == level]
+    assert final.meta["reuse"]["psnr"] == taken.psnr
+    assert final.meta["reuse"]["steps_skipped"] == final.meta["steps_skipped"]
+    threshold = taken.first_block_threshold
+    same = edit(engine, job(encoder, 6, "said", first_block_threshold=threshold, **asked))
+    assert np.array_equal(final.latents, same.latents)
+    assert final.meta["steps_skipped"] == same.meta["steps_skipped"]
+
+
+def test_an_elastic_edit_is_refused_by_what_its_lowest_level_takes(
+    engine: Engine, encoder: Encoder
+) -> None:
+    engine.manager.in_time = InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0))
+    each = job(encoder, 7, "tight", num_inference_steps=16, cache="off")
+    for name, floor, refused in (("low", 0.0, False), ("high", 60.0, True)):
+        sink = Sink()
+        own = dropped(replace(each, request=replace(each.request, request_id=name)), 9000)
+        engine.submit(elastic(own, floor, due_ms=9000), sink)
+        assert isinstance(sink.wait(), Failed) == refused
 
 
 def test_nothing_is_refused_by_an_estimate_or_where_it_is_switched_off(
