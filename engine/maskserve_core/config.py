@@ -117,10 +117,10 @@ class EngineConfig(Table, frozen=True):
     are taken by a process for each."""
     policy: Literal["spread", "deadline", "cfg"] = "spread"
     """Of a worker of several devices. `spread`: each has a batch of its own, and an edit stays on
-    one; `deadline`: each step of an edit gets as many as its due time needs, and is shared with no
-    other edit (FLUX; other models' edits have one for each pass); `cfg`: both devices take the
-    steps of one batch, and of an edit under classifier-free guidance each computes one pass (two
-    devices, and models with such guidance)."""
+    one; `deadline`: each step of an edit gets as many as its due time needs (FLUX; other models'
+    edits have one for each pass), and small edits share it where none is late by that; `cfg`: both
+    devices take the steps of one batch, and of an edit under classifier-free guidance each computes
+    one pass (two devices, and models with such guidance)."""
     max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
     """Edits waiting for a row; one more is refused."""
     drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0

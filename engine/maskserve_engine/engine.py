@@ -20,6 +20,7 @@ from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, guarded
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.registry import load_facts
+from maskserve_core.worker.gangs.batching import Batching
 from maskserve_core.worker.gangs.deadline import Deadline
 from maskserve_core.worker.gangs.scheduler import GangScheduler
 from maskserve_core.worker.observations import Observations
@@ -149,7 +150,7 @@ class Engine:
             policy,
             self._loras if self.lora_loader else None,
             self._nets if self.net_loader else None,
-            degrees.of if degrees is not None else lambda edit: (),
+            degrees.of if degrees is not None else lambda edit: ((), 0.0),
         )
         self.counters = new_counters()
         self._publisher = StatusPublisher(
@@ -504,7 +505,9 @@ def _policy_of(config: Config) -> MakePolicy:
         return lambda rows, waiting, share: Spread(devices, rows, waiting, share)
     if config.engine.policy == "cfg":
         return lambda rows, waiting, share: Pair(devices, rows, waiting, share)
-    return lambda rows, waiting, share: GangScheduler(Deadline(devices), devices, rows, waiting)
+    return lambda rows, waiting, share: GangScheduler(
+        Batching(Deadline(devices), rows), devices, rows, waiting
+    )
 
 
 def _check_pair(config: Config) -> None:

@@ -61,6 +61,8 @@ class Ticket:
     seconds: tuple[float, ...] = ()
     """Predicted of one step by itself on 1, 2, 4 and 8 devices, as far as there are; empty where
     nobody asks for more than one."""
+    shared: float = 0.0
+    """Of each of `seconds`, what a step costs whatever its rows: several rows pay it once."""
 
     def __post_init__(self) -> None:
         fits = 0 <= self.active_tokens <= self.total_tokens

@@ -55,8 +55,9 @@ class DegreeTimes:
         both = zip(shares("dense", 1.0), shares("kv", 0.2), strict=True)
         return tuple([DegreePrice(dense, cached) for dense, cached in both])
 
-    def of(self, edit: RequestState) -> tuple[float, ...]:
-        """Of one step of the edit by itself on 1, 2, 4 and 8 devices, as far as it may have them.
+    def of(self, edit: RequestState) -> tuple[tuple[float, ...], float]:
+        """Of one step of the edit by itself on 1, 2, 4 and 8 devices, as far as it may have them;
+        and what of each is that of a step, whatever its rows.
 
         A reproducible one keeps to one: products of other shapes round differently.
         """
@@ -70,16 +71,16 @@ class DegreeTimes:
         text = float(len(job.conditioning["prompt_embeds"]))
         tokens = edit.work.active_tokens if cached else edit.work.total_tokens
         active = tuple([float(tokens) * n / work.tokens[0] for n in work.tokens])
-        passes, exchange = edit.work.passes, self._exchange()
+        passes, exchange, line = edit.work.passes, self._exchange(), self._costs.model.compute
         seconds = seconds_by_degree(
             work,
             RowTokens(active, text),
             "kv" if cached else "dense",
-            self._costs.model.compute,
+            line,
             exchange,
             tuple([degree for degree in DEGREES if degree <= most]),
         )
         of_passes = [passes * each for each in seconds]
         if passes == 2 and most > 1:  # each has one (`batch.cfg_parallel`)
             of_passes[1] = seconds[0] + exchange.call_seconds
-        return tuple(of_passes)
+        return tuple(of_passes), line.fixed

@@ -63,7 +63,8 @@ class RequestManager:
         policy: makes what decides which rows run.
         make_loras: knows the worker's LoRAs; None: edits have none.
         make_nets: knows its ControlNets; None: edits have none.
-        step_seconds: of an edit, by the number of devices.
+        step_seconds: of an edit, by the number of devices; and what of each a step costs whatever
+            its rows.
     """
 
     def __init__(
@@ -78,7 +79,10 @@ class RequestManager:
         policy: MakePolicy = StepScheduler,
         make_loras: Callable[[Residency], Loras] | None = None,
         make_nets: Callable[[Residency], EditControlNets] | None = None,
-        step_seconds: Callable[[RequestState], tuple[float, ...]] = lambda edit: (),
+        step_seconds: Callable[[RequestState], tuple[tuple[float, ...], float]] = lambda edit: (
+            (),
+            0.0,
+        ),
     ) -> None:
         self.config, self.adapter, self.output = config, adapter, output
         self.executor = executor
@@ -543,7 +547,7 @@ class RequestManager:
 
     def _queue(self, edit: RequestState) -> None:
         self._check_id(edit)
-        edit.seconds = self._step_seconds(edit)
+        edit.seconds, edit.shared = self._step_seconds(edit)
         self.scheduler.submit(edit.make_ticket())
         edit.times.queued = time.monotonic()
         self.edits[edit.request_id] = edit

@@ -261,7 +261,8 @@ class RequestState:
     drift: float | None = None
     """Of its template, where that is why it runs dense."""
     seconds: tuple[float, ...] = ()
-    """As of its ticket."""
+    """As of its ticket, as is `shared`."""
+    shared: float = 0.0
     starts: int = 0
     """Times that it was decided how it runs."""
     waited: bool = False
@@ -378,6 +379,7 @@ class RequestState:
             cost=work.step_flops(self.mode),
             due=self.deadline if self.due is None else self.due,
             seconds=self.seconds,
+            shared=self.shared,
         )
 
     def count_step(self, step: RowStep, rows: int, kinds: tuple[str, ...]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,7 +14,14 @@ from maskserve_core.config import ModelConfig
 from maskserve_core.models.registry import counted_work
 from maskserve_core.planning.cost_model import Line
 from maskserve_core.planning.degree_costs import DEGREES, ExchangeCosts, seconds_by_degree
-from maskserve_core.worker.gangs.work import GangPlan, GangPolicy, Work, choose_block, devices_of
+from maskserve_core.worker.gangs.work import (
+    GangPlan,
+    GangPolicy,
+    Work,
+    choose_block,
+    devices_of,
+    seconds_together,
+)
 from maskserve_core.worker.step_scheduler import Run, Ticket
 from maskserve_harness.published_models import FLUX_DEV_FACTS
 
@@ -191,12 +198,11 @@ def simulate(
             if gang & used or gang >> devices:
                 raise RuntimeError(f"devices {run.devices} are not idle")
             used |= gang
+            rows = [replace(t, seconds=took[t.request_id]) if took else t for t in run.rows]
+            lasts = run.steps * seconds_together(rows, len(run.devices)) + decision_seconds
+            outcome.device_seconds += lasts * len(run.devices)
             for ticket in run.rows:
                 work = works[ticket.request_id]
-                index = len(run.devices).bit_length() - 1
-                seconds = took[ticket.request_id] if took else ticket.seconds
-                lasts = run.steps * seconds[index] + decision_seconds
-                outcome.device_seconds += lasts * len(run.devices)
                 work.gang, work.under_way, work.until = gang, run.steps, now + lasts
                 number += 1
                 heapq.heappush(ends, (work.until, number, ticket.request_id))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from maskserve_core.contracts.keys import name_of
 from maskserve_core.errors import InvalidRequest, Overloaded
-from maskserve_core.worker.gangs.work import GangPolicy, Work
+from maskserve_core.worker.gangs.work import GangPolicy, Work, seconds_together
 from maskserve_core.worker.step_scheduler import (
     ALL_FREE,
     Decision,
@@ -171,11 +171,11 @@ class GangScheduler:
     def _begin(self, each: _UnderWay, now: float) -> Run:
         """The next step of a run."""
         rows = tuple(filter(self._is_held, each.run.rows))
-        index = len(each.run.devices).bit_length() - 1
+        lasts = seconds_together(rows, len(each.run.devices))
         for ticket in rows:
             work = self._works[ticket.request_id]
             work.gang, work.under_way = _mask(each.run.devices), each.left
-            work.until = now + each.left * ticket.seconds[index]
+            work.until = now + each.left * lasts
         each.left -= 1
         return Run(rows, each.run.devices)
 

@@ -114,6 +114,13 @@ def device_seconds(seconds: tuple[float, ...], shares: Sequence[Share]) -> float
     return sum(s.degree * s.steps * seconds[s.degree.bit_length() - 1] for s in shares)
 
 
+def seconds_together(tickets: Sequence[Ticket], degree: int) -> float:
+    """Of a step of several rows on so many devices."""
+    index = degree.bit_length() - 1
+    own = sum(ticket.seconds[index] - ticket.shared for ticket in tickets)
+    return own + max(ticket.shared for ticket in tickets)
+
+
 @lru_cache(maxsize=256)
 def blocks(degree: int, devices: int) -> tuple[int, ...]:
     """The gangs of `degree` among `devices`, as bit masks: 15 of all degrees for 8 devices."""
