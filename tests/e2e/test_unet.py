@@ -62,18 +62,24 @@ class Served:
         return np.asarray(images[0])
 
 
-@pytest.fixture(scope="module", params=["sd-fill", "sdxl-base"])
+@pytest.fixture(
+    scope="module",
+    params=[("sd-fill", ""), ("sdxl-base", ""), ("sd-base", "cpu,cpu")],
+    ids=["sd-fill", "sdxl-base", "sd-base on two devices"],
+)
 def served(
     request: pytest.FixtureRequest,
     tiny_unets: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    folder = tiny_unets[request.param]
+    name, pair = request.param
+    folder = tiny_unets[name]
     config = tmp_path_factory.mktemp("unet") / "worker.toml"
     config.write_text('[model]\noutside_noise = "edit"  # as the pipeline draws it\n')
     options = ServeOptions(
         config=config,
         model=str(folder),
+        cfg_devices=pair,
         base_port=free_base_port(),
         log_dir=tmp_path_factory.mktemp("unet-logs"),
     )
