@@ -22,7 +22,7 @@ from maskserve_core.worker.gangs.scheduler import GangScheduler
 from maskserve_core.worker.gangs.work import GangPlan, Work
 from maskserve_core.worker.step_scheduler import MakePolicy, Run
 from maskserve_engine.engine import Engine
-from maskserve_engine.executor import DenseRowSpec
+from maskserve_engine.executor import DenseRowSpec, StepInput
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.executor import GangExecutor
@@ -247,6 +247,21 @@ def test_edits_go_on_where_a_rank_is_lost(
         policy.draws.drawn.clear()
     assert_same(run(two, jobs), expected)
     assert_both_alone_and_together(two)  # the gang has met again
+
+
+def test_ranks_that_are_out_of_step_say_so_and_none_waits(two: Engine, encoder: Encoder) -> None:
+    if not isinstance(two.manager.scheduler, AnyDegreeScheduler):
+        return  # they form no gang
+    both_back(two)
+    gang = tuple(ranks(two)._ranks.processes)
+    name = ranks(two)._gangs[gang]
+    answers = [
+        process.call("step", StepInput(number, ()), name) for number, process in enumerate(gang)
+    ]
+    for answer in answers:
+        with pytest.raises(RuntimeError, match="ranks are out of step"):
+            answer.result(10.0)
+    assert len(run(two, [job(encoder, 2, "after", num_inference_steps=2, cache="off")])) == 1
 
 
 def test_the_engine_gives_signs_of_life_while_no_rank_is_there(
