@@ -34,7 +34,7 @@ class DegreeTimes:
 
     def prices(self, text: int) -> tuple[DegreePrice, ...]:
         """Of 2, 4 and 8 devices, of what a row of the model's native size takes beside what every
-        step takes; a cached one at a fifth of its tokens.
+        step takes, 1 where they gain nothing; a cached row at a fifth of its tokens.
 
         Args:
             text: tokens of its prompt.
@@ -50,7 +50,8 @@ class DegreeTimes:
             row, exchange = work.row_at(ratio, text), self._exchange()
             seconds = seconds_by_degree(work, row, kind, line, exchange, degrees)
             alone, *others = [each - line.fixed for each in seconds]
-            return [each / alone for each in others]
+            # A line that was fitted to steps that hardly differ may have no slope.
+            return [each / alone if each < alone else 1.0 for each in others]
 
         both = zip(shares("dense", 1.0), shares("kv", 0.2), strict=True)
         return tuple([DegreePrice(dense, cached) for dense, cached in both])

@@ -83,12 +83,12 @@ class InTime:
         """What an edit that gets its row now steps down to; None: it is in time, or may not.
 
         Args:
-            edit: due at some time.
+            edit: with `levels`.
             running: edits that have a row beside it.
             now: time.monotonic().
         """
         pricing, due = self._prices(), edit.make_ticket().due
-        if pricing is None or due is None or not edit.levels:
+        if pricing is None or due is None:
             return None
         wanted = _wanted(edit)
         needs_s = predicted_seconds(wanted, self._view(wanted, pricing, running, ()), 0.0)

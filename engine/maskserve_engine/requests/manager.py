@@ -615,9 +615,10 @@ class RequestManager:
         return made
 
     def _make_plain_row(self, edit: RequestState) -> RowMade:
-        level = self.in_time.level(edit, self._beside(edit), time.monotonic())
-        if level is not None:
-            edit.step_down(level)
+        if edit.levels:
+            level = self.in_time.level(edit, self._beside(edit), time.monotonic())
+            if level is not None:
+                edit.step_down(level)
         job, route = edit.job, edit.route
         if edit.mode != "cached":
             return self.executor.make(edit.request_id, DenseRowSpec(job))

@@ -31,7 +31,7 @@ def test_a_worker_whose_edits_have_several_devices_says_what_these_gain(config: 
     asked = structs.replace(config.engine, devices=4, policy="deadline")
     config = structs.replace(config, engine=asked)
     adapter, costs = load_adapter(config), MeasuredCosts(estimated_costs(config))
-    exchange = ExchangeCosts(1e9, 1e-5, 4)
+    exchange = ExchangeCosts(1e12, 1e-9, 4)
     times = DegreeTimes(adapter, costs, lambda: exchange, 4)
     prices = PriceList(config, adapter, costs, 4, times.prices)
     degrees = prices.pricing.degrees
@@ -48,8 +48,11 @@ def test_a_worker_whose_edits_have_several_devices_says_what_these_gain(config: 
         row = work.row_at(ratio, text)
         alone, *several = seconds_by_degree(work, row, kind, line, exchange, (1, 2, 4))
         found = [getattr(each, "dense" if kind == "dense" else "cached") for each in degrees]
-        seconds = [each * (alone - line.fixed) + line.fixed for each in found]
-        assert seconds == pytest.approx(several)
+        expected = [min(1.0, (each - line.fixed) / (alone - line.fixed)) for each in several]
+        assert found == pytest.approx(expected)
+    flat = replace(costs.model, compute=Line(0.1, 0.0))  # of steps that all take as long
+    costs.model, costs.sequence = flat, costs.sequence + 1
+    assert prices.pricing.degrees == (DegreePrice(1.0, 1.0),) * 2
     spread = structs.replace(config, engine=structs.replace(asked, policy="spread"))
     assert PriceList(spread, adapter, costs, 4).pricing.degrees == ()
 
