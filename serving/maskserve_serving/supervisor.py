@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 
-from maskserve_serving.controlnet import ControlNetProcess
 from maskserve_serving.cfg_pair import with_pair
+from maskserve_serving.controlnet import ControlNetProcess
 from maskserve_serving.cpu_split import tried_devices
 from maskserve_serving.errors import ServeError
 from maskserve_serving.files import (
