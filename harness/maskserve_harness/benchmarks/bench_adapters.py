@@ -226,7 +226,10 @@ def held(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-PARTS = {"lora": (lora_step, lora_edits, lora_loading), "control": (control_step, control_service, cfg_pair)}
+PARTS = {
+    "lora": (lora_step, lora_edits, lora_loading),
+    "control": (control_step, control_service, cfg_pair),
+}
 """What is measured, by the name that `--only` takes."""
 
 
