@@ -190,9 +190,10 @@ class ControlNetService:
                 net.used = time.monotonic()
                 nets[control.net] = net.own
             own = self._session(session)
+        kept = {"cis", *[name for name, x in opening.arrays.items() if not x.is_floating_point()]}
         arrays = {
             # Copied: products of what lies at odd addresses round differently on CPUs.
-            name: x.to(self._device, self._dtype if name != "cis" else x.dtype, copy=True)
+            name: x.to(self._device, x.dtype if name in kept else self._dtype, copy=True)
             for name, x in opening.arrays.items()
         }
         with torch.inference_mode():
