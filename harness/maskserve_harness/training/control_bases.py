@@ -80,9 +80,12 @@ class ControlledUnet(Controlled):
 class ControlBase(Protocol):
     """A demo model beside which a ControlNet learns."""
 
-    base: Base
     guided: bool
     """Whether steps also run with an empty prompt."""
+
+    @property
+    def base(self) -> Base:
+        """The model in its pipeline."""
 
     def new_net(self) -> Any:
         """A net that adds nothing yet; its blocks are copies of the base's."""
