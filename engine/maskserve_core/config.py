@@ -114,7 +114,7 @@ class EngineConfig(Table, frozen=True):
     """Rows of the running batch."""
     devices: Literal[1, 2, 4, 8] = 1
     """Devices of this worker, each with the whole model and a batch of its own; with more than one
-    the denoiser's steps are taken by a process for each. Not with `[controls]`."""
+    the denoiser's steps are taken by a process for each."""
     policy: Literal["spread", "deadline"] = "spread"
     """Of a worker of several devices. `spread`: each has a batch of its own, and an edit stays on
     one; `deadline`: each step of an edit gets as many as its due time needs, and is shared with no

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
-from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
+from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet, NetFolder
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.slots import RowSlots, aligned
 from maskserve_engine.control_link.transport import AddedPart, Answered, Ask, Connection, Lost
@@ -219,10 +219,10 @@ class ControlNetService:
             raise EngineFailed("the ControlNet service does not know this session any more")
         return found
 
-    def _brought(self, version: str, model: Any) -> None:
+    def _brought(self, version: str, folder: NetFolder) -> None:
         """In the loader's thread."""
         with torch.inference_mode():
-            own = self._adapter.control_net(model.to(self._device))
+            own = self._adapter.control_net(folder.read().to(self._device))
         with self._door:
             nbytes, _ = self._coming[version]
             self._nets[version] = _Net(own, nbytes, time.monotonic())

@@ -43,9 +43,6 @@ def tried_devices(
     Raises:
         ServeError: the model could not be tried.
     """
-    if options.controlnets or tables.get("controls", {}).get("folder"):
-        options.say("devices per worker: 1, as several do not go with ControlNets")
-        return 1
     threads = tables["model"].get("torch_threads") or max(1, cores() // options.workers)
     with tempfile.TemporaryDirectory(prefix="maskserve-trial-") as folder:
         # What it is tried with touches no entries, LoRAs or logs of the worker.

@@ -39,7 +39,7 @@ _LOAD_S = 900.0
 
 
 class RankProcess:
-    """One rank. Calls are answered in their order.
+    """One rank. It does calls in their order.
 
     Args:
         config: of the worker.
@@ -197,10 +197,10 @@ class RankProcesses:
 
 
 def _check(config: Config) -> None:
-    if config.controls.folder:
+    if config.controls.service:
         raise ConfigError(
             f"[engine] devices: {config.engine.devices} devices per worker do not go with "
-            "[controls]; use one device"
+            "[controls] service; use one device"
         )
 
 

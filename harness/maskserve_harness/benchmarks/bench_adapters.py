@@ -63,11 +63,12 @@ from maskserve_harness.benchmarks.lora_loading import lora_loading
 from maskserve_harness.benchmarks.step import kept
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
-from maskserve_harness.benchmarks.unet_rig import SDXL_NARROW, TEXT, UnetBench
+from maskserve_harness.benchmarks.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_harness.published_models import FLUX_DEV, SDXL
 
 ROWS, RANK, RATIO = 8, 16, 0.25
 CONTROL_RATIO, UNET_CONTROL_RATIO = 0.11, 0.2
+UNET_PRESET = "sdxl-narrow-512"
 REFRESH = 7
 """By default: what is kept is as old then as the anchors of FLUX.1 that are not Fill."""
 BASE_BLOCKS, NET_BLOCKS = (4, 7), (1, 2)
@@ -144,7 +145,7 @@ def unet_control_step(args: argparse.Namespace) -> dict[str, Any]:
     """Steps of a cached row of a UNet with a ControlNet, and of one without."""
     dtype, device = getattr(torch, args.dtype), torch.device(args.device)
     refresh = args.refresh
-    bench = UnetBench("sdxl-narrow", dtype, device, "model", steps=refresh)
+    bench = UnetBench(UNET_PRESET, dtype, device, "model", steps=refresh)
     bench.fill_entry("kv")
     net = bench.net()
     plain, ours, dense = (bench.row(UNET_CONTROL_RATIO, 0) for _ in range(3))
@@ -157,7 +158,7 @@ def unet_control_step(args: argparse.Namespace) -> dict[str, Any]:
         bench.step([row], "kv")
         row.step = 0
     without, with_control, all_dense = _medians(timer, batches, refresh, args.repeat)
-    narrow = [_unet_control_count(SDXL_NARROW, n) for n in (refresh, 1)]
+    narrow = [_unet_control_count(UNETS[UNET_PRESET], n) for n in (refresh, 1)]
     full = [_unet_control_count(SDXL, n) for n in (refresh, 1)]
     return {
         "control_sdxl_step_without_ms": round(without, 1),

@@ -79,6 +79,13 @@ class _Nets:
         return UnetNetBatch()
 
 
+class _Made:
+    """In place of a folder (`control_net_loader.NetFolder`)."""
+
+    def read(self) -> Any:
+        return build_net(PRESET)
+
+
 class _Loader:
     """Makes the ControlNet in place of reading it (`ControlNetLoader`)."""
 
@@ -90,7 +97,7 @@ class _Loader:
 
     def load(self, control: ResolvedControl, done: Any) -> None:
         def load() -> None:
-            self._bring(control.version, build_net(PRESET))
+            self._bring(control.version, _Made())
             done(LoadedNet(control.name, "", 0.0))
 
         threading.Thread(target=load).start()

@@ -50,6 +50,7 @@ UNETS: dict[str, dict[str, Any]] = {
     "sdxl-1024": SDXL,
     "sd21-768": SD21,
     "sdxl-narrow": SDXL_NARROW,
+    "sdxl-narrow-512": {**SDXL_NARROW, "sample_size": 64},
 }
 TEXT = 77
 

@@ -54,13 +54,6 @@ def test_on_gpus_it_is_one(tmp_path: Path) -> None:
     assert said == ["devices per worker: 1, as it has GPUs"]
 
 
-def test_controlnets_have_one(tmp_path: Path) -> None:
-    trial = Trial()
-    options = ServeOptions("m", controlnets=str(tmp_path), say=lambda line: None)
-    assert tried_devices(options, {"model": {"path": str(tmp_path)}}, trial) == 1
-    assert trial.asked == []
-
-
 @pytest.mark.parametrize(("err", "words"), [("Traceback\nno memory", "no memory"), ("", "word")])
 def test_a_model_that_cannot_be_tried_is_named(tmp_path: Path, err: str, words: str) -> None:
     with pytest.raises(ServeError, match=f"--devices-per-worker auto: .*{words}"):
