@@ -319,8 +319,8 @@ class ControlsConfig(Table, frozen=True):
     """Silence of the service after which the edits that need it fail. Shorter than `[engine]
     heartbeat_timeout_s`."""
     refresh: Annotated[int, Meta(ge=1, le=1000)] = 7
-    """FLUX: beside a cached row a ControlNet computes all tokens at one step in so many, and the
-    active ones at the others; 1: all tokens at each."""
+    """Beside a cached row a ControlNet computes all tokens at one step in so many, and the active
+    ones at the others; 1: all tokens at each."""
 
 
 class LogConfig(Table, frozen=True):

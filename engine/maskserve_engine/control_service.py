@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
-from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
+from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet, NetFolder
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.control_link.slots import RowSlots, aligned
 from maskserve_engine.control_link.transport import AddedPart, Answered, Ask, Connection, Lost
@@ -190,9 +190,10 @@ class ControlNetService:
                 net.used = time.monotonic()
                 nets[control.net] = net.own
             own = self._session(session)
+        kept = {"cis", *[name for name, x in opening.arrays.items() if not x.is_floating_point()]}
         arrays = {
             # Copied: products of what lies at odd addresses round differently on CPUs.
-            name: x.to(self._device, self._dtype if name != "cis" else x.dtype, copy=True)
+            name: x.to(self._device, x.dtype if name in kept else self._dtype, copy=True)
             for name, x in opening.arrays.items()
         }
         with torch.inference_mode():
@@ -218,10 +219,10 @@ class ControlNetService:
             raise EngineFailed("the ControlNet service does not know this session any more")
         return found
 
-    def _brought(self, version: str, model: Any) -> None:
+    def _brought(self, version: str, folder: NetFolder) -> None:
         """In the loader's thread."""
         with torch.inference_mode():
-            own = self._adapter.control_net(model.to(self._device))
+            own = self._adapter.control_net(folder.read().to(self._device))
         with self._door:
             nbytes, _ = self._coming[version]
             self._nets[version] = _Net(own, nbytes, time.monotonic())

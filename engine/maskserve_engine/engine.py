@@ -239,11 +239,6 @@ class Engine:
         Raises:
             ConfigError: a rank could not be started.
         """
-        if config.controls.service:
-            raise ConfigError(
-                f"[controls] service: a worker of {config.engine.devices} devices runs its "
-                "ControlNets itself; use none, or [engine] devices 1"
-            )
         deals = config.engine.policy == "cfg"
         if deals:
             _check_pair(config)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.planning.flops import Floats, ModelWork
 from maskserve_core.planning.two_stream import Plan
 from maskserve_core.worker.step_scheduler import Devices
+from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.device_clock import Span
@@ -197,12 +198,12 @@ class Executor(Protocol):
         """
         ...
 
-    def bring_net(self, net: str, model: Any) -> None:
+    def bring_net(self, net: str, folder: NetFolder) -> None:
         """Bring a ControlNet to the rows' devices, under a name that no other has; from any thread.
 
         Args:
             net: its name, as `Control.net`.
-            model: diffusers' own, in eval mode and in the dtype of the served model.
+            folder: where it lies.
 
         Raises:
             ValueError: it does not fit the served model.

@@ -10,6 +10,7 @@ from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.worker.logs import about
 from maskserve_core.worker.step_scheduler import ALL_FREE, Devices
+from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.transfer import HostCopy, beside
 from maskserve_engine.cache.loader import EntryLost
@@ -91,7 +92,8 @@ class LocalExecutor:
         found = tuple([(self._adapters[name], scale) for name, scale in adapters if scale])
         self._adapter.attach(self._rows[row], self._jobs[row], found)
 
-    def bring_net(self, net: str, model: Any) -> None:
+    def bring_net(self, net: str, folder: NetFolder) -> None:
+        model = folder.read()
         with beside(self._adapter.device):
             self._nets[net] = self._adapter.control_net(model.to(self._adapter.device))
 
@@ -231,7 +233,7 @@ class LocalExecutor:
 
     # For who carries rows from one executor to another.
 
-    def position(self, row: str) -> tuple[int, tuple[Any, ...]]:
+    def position(self, row: str) -> tuple[int, tuple[Any, ...] | None]:
         """(steps taken, what else to give `place`): see `Adapter.carried`."""
         made = self._rows[row]
         return made.step, self._adapter.carried(made)

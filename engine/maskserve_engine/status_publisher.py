@@ -63,7 +63,7 @@ class PriceList:
             halves=adapter.entry_halves,
             controls={net.name: control_work(facts, net.config, side, side) for net in nets},
             lora=typical_lora(facts, work),
-            refresh=facts.control.refresh(config.controls.refresh),
+            refresh=config.controls.refresh,
         )
         self._made, self._pricing = costs.sequence, self._price()
 

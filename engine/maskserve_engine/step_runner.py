@@ -83,8 +83,7 @@ class StepRunner:
         def done(result: StepResult) -> None:
             # Who was cancelled meanwhile has been answered.
             still = [edit for edit in running if self.manager.holds(edit)]
-            for seconds in result.control_waits:
-                self.observations.add("controlnet_stall_seconds", seconds)
+            self._book_waits(still, result.control_waits)
             self._book(still, len(running), len(devices), result, planned)
             self._update(still, result, self._dense if planned is None else planned.plan.kinds)
 
@@ -142,6 +141,14 @@ class StepRunner:
             return StepInput(number, rows, devices)
         work = self._work(running)
         return StepInput(number, rows, devices, tuple(reads), work, planned.plan, planned.ahead)
+
+    def _book_waits(self, running: Running, waits: tuple[float, ...]) -> None:
+        """Book what the step waited for a ControlNet service."""
+        for seconds in waits:
+            self.observations.add("controlnet_stall_seconds", seconds)
+        for edit in running:
+            if isinstance(edit, RequestState) and edit.controls.wanted:
+                edit.controls.stalled_s += sum(waits)
 
     def _book(
         self,

@@ -35,6 +35,8 @@ class Site:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.supervisor = supervisor
+        self.meta: dict[str, Any] = {}
+        """Of the last edit."""
 
     def edit(self, *, control: bool, worker: int = 0, **more: Any) -> Pixels:
         asked: dict[str, Any] = {"num_inference_steps": STEPS, "cache": "off", "seed": 1, **more}
@@ -42,6 +44,7 @@ class Site:
             asked |= {"control": [encode(PICTURE)], "controls": [{"name": "plain", "scale": 0.8}]}
         with Client(self.supervisor.workers[worker].grpc_url) as client:
             result = client.edit(encode(SOURCE), encode(MASK), "a red star", timeout=120, **asked)
+        self.meta = result.meta
         return pixels(result.encoded)
 
     def model_pid(self) -> int:
@@ -153,5 +156,6 @@ def test_harm_fails_its_edits_in_words_spares_the_others_and_is_repaired(
                 raise
             time.sleep(0.5)
     assert np.abs(found.astype(int) - expected).max() <= 1
+    assert site.meta["controls_stalled_ms"] > 0
     assert site.supervisor.service.restarts == restarts + 1  # type: ignore[union-attr]
     assert site.supervisor.workers[0].restarts == 0

@@ -85,7 +85,7 @@ class ControlNets:
         assert self._folder is not None
         path = self._folder / name
         try:
-            version = _version(path)
+            version = version_of(path)
             known = self._known.get(name)
             if known is None or known.version != version:
                 known = self._known[name] = self._read(KnownControlNet(name, path, version))
@@ -134,7 +134,12 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _version(path: Path) -> str:
+def version_of(path: Path) -> str:
+    """Of a ControlNet's folder, as `KnownControlNet.version`.
+
+    Raises:
+        OSError: it is gone.
+    """
     files = [path / _CONFIG, *sorted(path.glob(_WEIGHTS))]
     about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()

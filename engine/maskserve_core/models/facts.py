@@ -94,17 +94,6 @@ class ControlFacts:
     """Whether they are given the VAE's latents of a control picture; else its pixels."""
     equal: tuple[str, ...]
     """Of their config.json, what must be as the model's own has it."""
-    keeps_inactive: bool
-    """Whether one beside a cached row computes the active tokens alone between the steps at which
-    it computes all and keeps the others' keys and values (`[controls] refresh`)."""
-
-    def refresh(self, configured: int) -> int:
-        """Steps from one at which a net beside a cached row computes all tokens to the next.
-
-        Args:
-            configured: `[controls] refresh`.
-        """
-        return configured if self.keeps_inactive else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,6 @@ CONTROL = ControlFacts(
         "pooled_projection_dim",
         "axes_dims_rope",
     ),
-    keeps_inactive=True,
 )
 
 STEPS_AHEAD = 8

@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +50,7 @@ CONTROL = ControlFacts(
         "addition_time_embed_dim",
         "projection_class_embeddings_input_dim",
     ),
-    keeps_inactive=False,
 )
-_READER_WIDTHS = (16, 32, 96, 256)
-"""Of the layers with which a ControlNet reads a picture, where its config.json does not say."""
 _STRIDE = 7
 _BLOCK_LAUNCHES = (14.0, 20.0, 17.0)
 """Kernels of a transformer block, per kind, as they are counted on a device without memory
@@ -75,7 +71,17 @@ def _per_level(value: Any, levels: int) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value] * levels
 
 
-def check_unet(config: dict[str, Any]) -> None:
+def check_net(config: Mapping[str, Any]) -> None:
+    """As `check_unet`, of a ControlNetModel's config, whose middle may have no attention."""
+    options = dict(config)
+    if options.get("mid_block_type") == "UNetMidBlock2D":
+        del options["mid_block_type"]
+    if options.get("global_pool_conditions"):
+        raise ValueError("its global_pool_conditions is not served")
+    check_unet({"up_block_types": (), **options})
+
+
+def check_unet(config: Mapping[str, Any]) -> None:
     """Refuse options that neither the count nor the adapter knows: no served model uses them.
 
     Raises:
@@ -184,6 +190,8 @@ class _Walk:
                 self.conv(level + 1, channels[level], channels[level])
                 self.keep(level + 1, channels[level])
         self.resnet(bottom, channels[-1], channels[-1])
+        if config.get("mid_block_type") == "UNetMidBlock2D":
+            return
         self.stack("mid", bottom, channels[-1], self.depths[-1])
         self.resnet(bottom, channels[-1], channels[-1])
 
@@ -386,26 +394,16 @@ def lora_layers(config: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-_PICTURE_CHANNELS = 3
-
-
 def control_work(
     config: dict[str, Any], height: int, width: int, *, guidance: bool = True
 ) -> ModelWork:
     """Work of a ControlNetModel beside its UNet; its arguments as those of `unet_work`.
 
-    The layers that read the picture run at each step, as diffusers has it: from the picture's size
-    down to that of the latents, twice as small with each width.
+    The layers that read the picture run once in an edit and are not counted. Convolutions run on
+    the whole picture, also where those of the UNet run on tiles.
     """
     walk = _Walk.of(config, height, width)
     walk.says = True
-    widths = [int(c) for c in config.get("conditioning_embedding_out_channels", _READER_WIDTHS)]
-    pixels = 4 ** (len(widths) - 1)  # per latent
-    walk.positions[0] += 18.0 * pixels * _PICTURE_CHANNELS * widths[0]
-    for inputs, outputs in pairwise(widths):
-        walk.positions[0] += 18.0 * pixels * inputs * (inputs + outputs / 4)
-        pixels //= 4
-    walk.conv(0, widths[-1], walk.channels[0])
     walk.down(config)
     walk.conv(len(walk.channels) - 1, walk.channels[-1], walk.channels[-1], side=1)
     return ModelWork(

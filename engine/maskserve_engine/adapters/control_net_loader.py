@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from maskserve_core.config import Config
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
-from maskserve_core.models.control_nets import ControlNets, KnownControlNet
+from maskserve_core.models.control_nets import ControlNets, KnownControlNet, version_of
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
 from maskserve_engine.stages.loader import dtype_of
@@ -32,17 +34,55 @@ class LoadedNet(NamedTuple):
     """From when it was asked for."""
 
 
-Bring = Callable[[str, Any], None]
+class NetFolder(NamedTuple):
+    """A ControlNet as it lies in a folder: what processes tell one another of it."""
+
+    name: str
+    kind: str
+    """Its class in diffusers."""
+    path: Path
+    version: str
+    """As `KnownControlNet.version`."""
+    dtype: torch.dtype
+    """Of the served model."""
+
+    def read(self) -> Any:
+        """Diffusers' own model, in eval mode, in host memory.
+
+        Raises:
+            Overloaded: the folder has another net now.
+        """
+        if version_of(self.path) != self.version:
+            raise Overloaded(
+                f"{_FIELD}: ControlNet {self.name} has just been replaced; send the edit again"
+            )
+        return self._class.from_pretrained(
+            self.path, torch_dtype=self.dtype, use_safetensors=True, local_files_only=True
+        ).eval()
+
+    def shape(self) -> Any:
+        """The same without weights."""
+        with torch.device("meta"):
+            return self._class.from_config(self._class.load_config(self.path)).eval()
+
+    @property
+    def _class(self) -> Any:
+        import diffusers  # here: a process first says which libraries it has no use for
+
+        return getattr(diffusers, self.kind)
+
+
+Bring = Callable[[str, NetFolder], None]
 """`Executor.bring_net`."""
 
 
 class ControlNetLoader:
-    """Reads folders, one at a time, and hands the models to the executor.
+    """Has the executor read folders, one at a time.
 
     Args:
         config: of the worker.
         facts: of the served model.
-        bring: takes a model by its version; from any thread.
+        bring: reads a net, whose name is its version; from any thread.
     """
 
     def __init__(self, config: Config, facts: ModelFacts, bring: Bring) -> None:
@@ -108,16 +148,9 @@ class ControlNetLoader:
 
     def _loaded(self, net: KnownControlNet) -> str:
         """Have it brought; its digest."""
-        import diffusers  # here: a process first says which libraries it has no use for
-
+        kind, dtype = self._facts.control.net, dtype_of(self._config)
         with one_cpu_thread():
-            model = getattr(diffusers, self._facts.control.net).from_pretrained(
-                net.path,
-                torch_dtype=dtype_of(self._config),
-                use_safetensors=True,
-                local_files_only=True,
-            )
-            self._bring(net.version, model.eval())
+            self._bring(net.version, NetFolder(net.name, kind, net.path, net.version, dtype))
         return _digest(net.path)
 
 

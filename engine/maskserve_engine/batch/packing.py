@@ -114,7 +114,7 @@ class Packing:
             return wide[:, self.text[0] :].flatten(0, 1)
         return rows.index_select(0, self.image_in_rows)
 
-    @property
+    @cached_property
     def in_front(self) -> bool:
         """Whether the computed tokens are the first ones of all keys."""
         return self.core_in_keys is None

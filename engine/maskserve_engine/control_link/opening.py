@@ -46,7 +46,7 @@ class OpeningFacts(msgspec.Struct, frozen=True):
     guidance: float | None = None
     """FLUX: guidance_scale."""
     refresh: int = 1
-    """FLUX: `[controls] refresh` of the denoiser."""
+    """`[controls] refresh` of the denoiser."""
 
 
 @dataclass(frozen=True, slots=True)

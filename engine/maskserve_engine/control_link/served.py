@@ -78,9 +78,12 @@ class ServedRow:
         return any(each.scale_at(step, self._steps) for each in self._controls)
 
     def await_opened(self) -> None:
-        """Raises MaskserveError: the service does not have it."""
+        """Raises EngineFailed: the service does not have it."""
         if self._opened is not None:
-            self._opened.result()
+            try:
+                self._opened.result()
+            except MaskserveError as error:  # an edit that runs is not to be told to come later
+                raise EngineFailed(error.message) from error
             self._opened = None
 
     def after(self, number: int) -> Tensor | None:

@@ -26,7 +26,7 @@ class AskedRow(msgspec.Struct, array_like=True, frozen=True):
     row: str
     step: int
     computed: int
-    """FLUX: of the tokens those that the base computes, the first ones."""
+    """Tokens that the base computes; of FLUX the first ones."""
     shape: tuple[int, ...]
     dtype: str
 

@@ -244,8 +244,10 @@ class Adapter(Protocol):
         """How many ranks at most can take steps of this edit by itself together."""
         ...
 
-    def carried(self, row: Any) -> tuple[Any, ...]:
-        """What `follow` needs of a row between two steps: numbers, and tensors on its device."""
+    def carried(self, row: Any) -> tuple[Any, ...] | None:
+        """What `follow` needs of a row between two steps: numbers, and tensors on its device; None:
+        the row cannot be brought to another process, which has to begin it anew.
+        """
         ...
 
     def follow(self, row: Any, carried: tuple[Any, ...], steps: int) -> None:

@@ -20,7 +20,7 @@ class NetStep(NamedTuple, Generic[R]):
     sample: Tensor
     """What nets are given of the base's latents."""
     computed: int
-    """FLUX: tokens of them that the base computes, the first ones."""
+    """Tokens of them that the base computes; of FLUX the first ones."""
 
 
 class Residual(NamedTuple):

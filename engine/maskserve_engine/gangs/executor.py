@@ -23,6 +23,7 @@ from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.planning.degree_costs import ExchangeCosts
 from maskserve_core.worker.step_scheduler import Devices
+from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.store import Store
 from maskserve_engine.cache.tier import Note
@@ -112,8 +113,9 @@ class GangExecutor:
         self._under_way: list[_UnderWay] = []
         self._names = count()
         self._adapters: dict[str, Mapping[str, Factors]] = {}
-        self._nets: dict[str, Any] = {}
-        """Both are what every rank has."""
+        """That every rank has."""
+        self._nets: dict[str, NetFolder] = {}
+        """Likewise, ControlNets."""
         self._moves: list[tuple[str, float, float]] = []
         self._starts: dict[int, int] = {}
         """Of ranks that are lost, how often they were started since."""
@@ -158,14 +160,21 @@ class GangExecutor:
         for process in made.there:
             process.call("attach", made.name, made.adapters)
 
-    def bring_net(self, net: str, model: Any) -> None:
-        self._adapter.control_net(model)  # or it does not fit
-        self._nets[net] = model
-        self._on_all("bring_net", net, model)
+    def bring_net(self, net: str, folder: NetFolder) -> None:
+        self._adapter.control_net(folder.shape())  # or it does not fit
+        self._nets[net] = folder  # first: a rank that comes back now has it from there
+        answers = [each.call("bring_net", net, folder) for each in list(self._living.values())]
+        try:
+            for answer in answers:
+                with suppress(RankLostError):
+                    answer.result()
+        except RuntimeError:
+            self.drop_net(net)
+            raise
 
     def drop_net(self, net: str) -> None:
         self._nets.pop(net, None)
-        for process in self._living.values():
+        for process in list(self._living.values()):
             process.call("drop_net", net)
 
     def read(self, row: str, key: str, anchors: Sequence[Anchor | None]) -> None:
@@ -185,12 +194,14 @@ class GangExecutor:
     def load(
         self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)
     ) -> Mapping[str, LoadState]:
-        rows = {self._rows[read.row].name: read.row for read in reads}
-        asked = [read._replace(row=self._rows[read.row].name) for read in reads]
-        gang = [self._living[device] for device in devices]
+        held = [self._rows[read.row] for read in reads]
+        gang = self._gang(held, devices)
         for process in gang:
-            self._bring([self._rows[read.row] for read in reads], process)
-        cuts = self._share_tokens([self._rows[read.row] for read in reads], len(gang))
+            self._bring(held, process)
+        # Not before: a row that begins anew has another name.
+        rows = {row.name: read.row for row, read in zip(held, reads, strict=True)}
+        asked = [read._replace(row=row.name) for row, read in zip(held, reads, strict=True)]
+        cuts = self._share_tokens(held, len(gang))
         shares = [(number, len(gang)) if cuts else None for number in range(len(gang))]
         answers = [
             process.call("load", asked, share) for process, share in zip(gang, shares, strict=True)
@@ -205,10 +216,8 @@ class GangExecutor:
         }
 
     def step(self, step: StepInput, done: StepDone) -> None:
-        gang = tuple([self._living[device] for device in step.devices])
         rows = tuple([self._rows[row] for row in step.rows])
-        if not all(self._may_share(row, len(gang)) for row in rows):
-            gang = gang[:1]
+        gang = self._gang(rows, step.devices)
         self._begin(_UnderWay(step, rows, gang, done))
 
     def result(self, row: str) -> HostCopy:
@@ -256,6 +265,11 @@ class GangExecutor:
                 answer.result()
 
     # A step's way.
+
+    def _gang(self, rows: Sequence[_Row], devices: Sequence[int]) -> tuple[RankProcess, ...]:
+        """Which of the devices take a step of these rows: the first alone if they cannot share."""
+        gang = tuple([self._living[device] for device in devices])
+        return gang if all(self._may_share(row, len(gang)) for row in rows) else gang[:1]
 
     def _may_share(self, row: _Row, count: int) -> bool:
         """Whether so many ranks can take steps of a row together. What is primed they would each
@@ -466,8 +480,8 @@ class GangExecutor:
             self._living[device] = process
             for adapter, factors in list(self._adapters.items()):
                 process.call("bring", adapter, factors)
-            for net, model in list(self._nets.items()):
-                process.call("bring_net", net, model)
+            for net, folder in list(self._nets.items()):
+                process.call("bring_net", net, folder)
             self._meet()
             return
         self._starts[device] = self._starts.get(device, 0) + 1

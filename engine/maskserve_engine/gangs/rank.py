@@ -14,6 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -27,6 +28,7 @@ from maskserve_core.contracts.keys import Anchor
 from maskserve_core.errors import EngineFailed
 from maskserve_core.planning.degree_costs import ExchangeCosts
 from maskserve_core.worker.logs import about, start_log
+from maskserve_engine.adapters.control_net_loader import NetFolder
 from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.batch.sequence_parallel import Ranks as Exchanges
 from maskserve_engine.batch.sequence_parallel import share_of
@@ -108,6 +110,9 @@ class Rank:
         self._primed_s: dict[str, float] = {}
         """Of priming rows, the seconds of their steps so far."""
         self._gangs: dict[str, Exchanges] = {}
+        self._nets: dict[str, Future[None]] = {}
+        """ControlNets that are here or on their way, which no step waits for."""
+        self._net_reader = ThreadPoolExecutor(1, "controlnets")
         revision = model_revision(config.model.path, served_form(config))
         dtype = str(dtype_of(config)).removeprefix("torch.")
         self.hello = Hello(DeviceFacts(costs, memory), dtype, revision)
@@ -138,6 +143,9 @@ class Rank:
     def make(self, row: str, spec: RowSpec) -> None:
         self._specs[row] = spec
         try:
+            for control in spec.job.controls:
+                if control.net in self._nets:  # one that acts in no step need not be here
+                    self._nets[control.net].result()
             if isinstance(spec, CachedRowSpec):
                 self._open(spec.key, spec.anchors)
             elif isinstance(spec, PrimingRowSpec):
@@ -158,11 +166,14 @@ class Rank:
     def drop(self, adapter: str) -> None:
         self._local.drop(adapter)
 
-    def bring_net(self, net: str, model: Any) -> None:
-        self._local.bring_net(net, model)
+    def bring_net(self, net: str, folder: NetFolder) -> Future[None]:
+        """Answered when it is here."""
+        self._nets[net] = self._net_reader.submit(self._local.bring_net, net, folder)
+        return self._nets[net]
 
     def drop_net(self, net: str) -> None:
-        self._local.drop_net(net)
+        self._nets.pop(net, None)
+        self._net_reader.submit(self._local.drop_net, net)
 
     def attach(self, row: str, adapters: Sequence[tuple[str, float]]) -> None:
         self._change(row, lambda: self._local.attach(row, adapters))
@@ -338,13 +349,19 @@ def main(pipe: Connection) -> None:
     config = calls.get()
     start_log(config, "denoiser")
     hide_unused_libraries(config)
+    door = threading.Lock()
+
+    def tell(answer: RankAnswer) -> None:
+        with door:
+            send(pipe, answer)
+
     try:
         rank = Rank(config)
     except Exception as error:
         _log.exception("a rank could not start")
-        send(pipe, RankAnswer(0, None, f"{error}"))
+        tell(RankAnswer(0, None, f"{error}"))
         return
-    send(pipe, RankAnswer(0, rank.hello))
+    tell(RankAnswer(0, rank.hello))
     limit_threads(config)
     with rank.adapter.session():
         expected = 1
@@ -352,17 +369,32 @@ def main(pipe: Connection) -> None:
             call: RankCall = calls.get()
             assert call.number == expected, f"call {call.number} came in place of {expected}"
             expected += 1
-            send(pipe, _answer(rank, call))
+            _do(rank, call, tell)
 
 
-def _answer(rank: Rank, call: RankCall) -> RankAnswer:
+def _do(rank: Rank, call: RankCall, tell: Callable[[RankAnswer], None]) -> None:
+    """Answer a call: at once, or when the future that it gives is done."""
     try:
-        return RankAnswer(call.number, getattr(rank, call.verb)(*call.arguments))
+        value = getattr(rank, call.verb)(*call.arguments)
     except Exception as error:
         if call.verb == "step" and not call.arguments[1]:
             raise  # it could step no row by itself: this process is broken
-        _log.exception("%s failed", call.verb)
-        return RankAnswer(call.number, None, f"{type(error).__name__}: {error}")
+        tell(_failed(call, error))
+        return
+    if not isinstance(value, Future):
+        tell(RankAnswer(call.number, value))
+        return
+
+    def done(future: Future[Any]) -> None:
+        error = future.exception()
+        tell(RankAnswer(call.number, future.result()) if error is None else _failed(call, error))
+
+    value.add_done_callback(done)
+
+
+def _failed(call: RankCall, error: BaseException) -> RankAnswer:
+    _log.error("%s failed", call.verb, exc_info=error)
+    return RankAnswer(call.number, None, f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

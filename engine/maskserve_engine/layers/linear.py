@@ -73,15 +73,16 @@ def in_epilogues(*products: Linear, device: torch.device) -> bool:
 
 
 def product_of(product: Linear, x: Tokens, rows: Sequence[Span] = ()) -> Tensor:
-    """A product of tokens; those in FP8 go with `Fp8Linear` alone."""
+    """[N, out] of tokens [N, in], or of [R, n, in]; those in FP8 go with `Fp8Linear` alone."""
     if isinstance(x, Fp8Tokens):
         assert isinstance(product, Fp8Linear)
         return product(x)
-    return product(x, rows)
+    return product(x.flatten(0, -2), rows)
 
 
 def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
-    """GELU (tanh) of a product of `x` [N, in]."""
+    """[N, out] GELU (tanh) of a product of `x` [N, in], or [R, n, in]."""
+    x = x.flatten(0, -2)
     if not torch.compiler.is_compiling() and in_epilogues(product, device=x.device):
         assert isinstance(product, PlainLinear)
         assert product.bias is not None
@@ -90,8 +91,8 @@ def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
 
 
 def write_product(product: Linear, x: Tokens, out: Tensor) -> None:
-    """A product of `x` [N, in], written into `out` [N, out], of weights that are `in_epilogues` or
-    in FP8.
+    """A product of `x` [N, in], or [R, n, in], written into `out` [N, out], of weights that are
+    `in_epilogues` or in FP8.
     """
     if isinstance(x, Fp8Tokens):
         assert isinstance(product, Fp8Linear)
@@ -99,7 +100,7 @@ def write_product(product: Linear, x: Tokens, out: Tensor) -> None:
         return
     assert isinstance(product, PlainLinear)
     assert product.bias is not None
-    torch.addmm(product.bias, x, product.weight.t(), out=out)
+    torch.addmm(product.bias, x.flatten(0, -2), product.weight.t(), out=out)
 
 
 def sum_of_parts(product: PlainLinear, parts: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ and no step of others waits for it. Used by the engine thread only; loading goes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from maskserve_core.contracts.control_range import acting, scale_at
@@ -80,11 +80,14 @@ class ControlWork:
         flops = []
         for control in controls:
             work = control_work(facts, nets.config(control), *job.moments.shape[1:])
+            # A net convolves the whole picture, also where its base has a tile.
+            convolved = tuple([float(counted.rows * tokens) for tokens in work.tokens])
+            counted = replace(counted, convolved=convolved)
             kinds = ("kv",) * len(work.blocks)
             flops.append(
                 (work.batch_flops(None, (), counted), work.batch_flops(counted, kinds, None))
             )
-        return cls(controls, tuple(flops), steps, facts.control.refresh(refresh))
+        return cls(controls, tuple(flops), steps, refresh)
 
     def at(self, step: int, *, cached: bool) -> float:
         """FLOPs of one step, the first being 0."""

@@ -215,6 +215,8 @@ class ControlUse:
     digests: tuple[str, ...] = ()
     """Of the wanted ones' weights, once they are here."""
     waited_s: float = 0.0
+    stalled_s: float = 0.0
+    """That its steps have waited for a ControlNet service, those of batch-mates among it."""
 
     def meta(self) -> dict[str, Any]:
         """What META says; empty without controls."""
@@ -235,6 +237,7 @@ class ControlUse:
                 for each in self.asked
             ],
             "controls_waited_ms": _ms(self.waited_s),
+            "controls_stalled_ms": _ms(self.stalled_s),
         }
 
 

@@ -32,6 +32,7 @@ from maskserve_engine.control_service import ControlNetService
 from maskserve_engine.families.unet.control import (
     PassControl,
     ServedPass,
+    UnetControlNet,
     UnetNetBatch,
     UnetNetInput,
     UnetNetRow,
@@ -68,14 +69,21 @@ class _Nets:
 
     facts = None
 
-    def control_net(self, model: Any) -> Any:
-        return model
+    def control_net(self, model: Any) -> UnetControlNet:
+        return UnetControlNet.of(model, model, 4)
 
     def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> UnetNetRow:
         return UnetNetRow.of(opening, nets)
 
     def net_batch(self) -> UnetNetBatch:
         return UnetNetBatch()
+
+
+class _Made:
+    """In place of a folder (`control_net_loader.NetFolder`)."""
+
+    def read(self) -> Any:
+        return build_net(PRESET)
 
 
 class _Loader:
@@ -89,7 +97,7 @@ class _Loader:
 
     def load(self, control: ResolvedControl, done: Any) -> None:
         def load() -> None:
-            self._bring(control.version, build_net(PRESET))
+            self._bring(control.version, _Made())
             done(LoadedNet(control.name, "", 0.0))
 
         threading.Thread(target=load).start()
@@ -203,7 +211,9 @@ def _timed(bench: UnetBench, service: ControlService, timer: Timer, repeat: int)
         picture = torch.rand(1, 3, side, side)
     plain, beside, served = (bench.row(None, 0) for _ in range(3))
     control = ControlInput(NET, np.zeros((0, 0, 3), np.uint8))
-    given = UnetNetInput(control, build_net(PRESET), picture, texts, (pooled, sizes))
+    net = UnetControlNet.of(build_net(PRESET), bench.model, 4)
+    with torch.inference_mode():
+        given = UnetNetInput.made(control, net, picture, texts, (pooled, sizes))
     beside.control = UnetRowControl((given,), (PassControl(),))
     arrays = {"texts": texts, "micro.0": pooled, "micro.1": sizes, "picture.0": picture}
     facts = OpeningFacts((OpenedControl.of(control),), tuple(served.timesteps_ahead))

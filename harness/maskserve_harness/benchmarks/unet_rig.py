@@ -13,20 +13,28 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import DDIMScheduler, UNet2DConditionModel
+from diffusers import ControlNetModel, DDIMScheduler, UNet2DConditionModel
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.unet import unet_work
+from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.families.unet.batch import UnetBatch
 from maskserve_engine.families.unet.conditioning import UnetTemplate
-from maskserve_engine.families.unet.forward import added_embedding
+from maskserve_engine.families.unet.control import (
+    PassControl,
+    UnetControlNet,
+    UnetNetInput,
+    UnetRowControl,
+)
+from maskserve_engine.families.unet.forward import PassInput, added_embedding
 from maskserve_engine.families.unet.rows import UnetInactive, UnetPrompt, UnetRow
 from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
+from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, low_rank_set
 from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.benchmarks.timing import Timer
@@ -43,6 +51,7 @@ UNETS: dict[str, dict[str, Any]] = {
     "sdxl-1024": SDXL,
     "sd21-768": SD21,
     "sdxl-narrow": SDXL_NARROW,
+    "sdxl-narrow-512": {**SDXL_NARROW, "sample_size": 64},
     "sd21-256": {**SD21, "sample_size": 32},
 }
 TEXT = 77
@@ -58,6 +67,7 @@ class UnetBench:
         format: storage format of entries.
         halo: `[cache] conv_halo`.
         model: of `preset`; made if not given.
+        steps: of each row, which then begins anew.
     """
 
     def __init__(
@@ -68,8 +78,9 @@ class UnetBench:
         format: str,
         halo: int = 0,
         model: Any = None,
+        steps: int = 1,
     ) -> None:
-        self.device, self.dtype, self.format = device, dtype, format
+        self.device, self.dtype, self.format, self.steps = device, dtype, format, steps
         config = UNETS[preset]
         self.model = model or build_unet(preset, dtype, device)
         self.weights = UnetWeights.of(self.model)
@@ -128,7 +139,7 @@ class UnetBench:
             )
         row = UnetRow(
             request_id=str(seed),
-            sampler=Sampler(self.sampler, 2),
+            sampler=Sampler(self.sampler, 1 + self.steps),
             noise_levels=levels,
             prompt=UnetPrompt(self._random(TEXT, self.model.config.cross_attention_dim), added),
             guidance=None,
@@ -153,11 +164,31 @@ class UnetBench:
         }
         return low_rank_set(factors, places, self.device, self.dtype)
 
+    def net(self) -> UnetControlNet:
+        """A ControlNetModel that begins as a copy of the model."""
+        net = ControlNetModel.from_unet(self.model).to(self.device, self.dtype)
+        return UnetControlNet.of(net.eval().requires_grad_(False), self.model, 4)
+
+    def control(self, row: UnetRow, net: UnetControlNet, refresh: int) -> None:
+        """Give a row a ControlNet, with a random picture as the net has read it."""
+        given = ControlInput("net", np.zeros((0, 0, 3), np.uint8))
+        hint = self._random(self.model.config.block_out_channels[0], self.side, self.side)
+        own = UnetNetInput(given, net, hint, (PassInput(row.prompt.text, row.prompt.added),))
+        others: list[torch.Tensor] = []
+        if row.inactive is not None:
+            others = [
+                torch.from_numpy(np.setdiff1d(np.arange(count), row.inactive.active[level]))
+                for level, count in enumerate(self.work.tokens)
+            ]
+        row.control = UnetRowControl(
+            (own,), (PassControl(),), tuple([ids.to(self.device) for ids in others]), refresh
+        )
+
     def step(self, rows: Sequence[UnetRow], kind: str, exchange: Exchange | None = None) -> None:
         """What the engine does with a batch at one step; `kind` of all blocks."""
         with torch.inference_mode():
             for row in rows:
-                row.step = 0
+                row.step %= self.steps
             self.batch = UnetBatch.of(rows, self.batch)
             self.batch.step(self.weights, (kind,) * self.blocks, exchange)
 
@@ -180,8 +211,12 @@ class UnetBench:
 
     def limit(self, ratios: Sequence[float], kind: str) -> float:
         """Dense FLOPs over cached FLOPs of a batch with these masks, tokens as they are."""
-        cached = [self._active(m).row(TEXT) for m in ratios]
+        cached = [self.tokens(m) for m in ratios]
         return self.work.step_flops(cached, "dense") / self.work.step_flops(cached, kind)
+
+    def tokens(self, ratio: float) -> RowTokens:
+        """What a row of that mask ratio computes."""
+        return self._active(ratio).row(TEXT)
 
     def _active(self, ratio: float) -> ActiveTokens:
         levels = len(self.work.tokens)

@@ -97,7 +97,7 @@ class Hardware:
             anchors=anchors,
             steps_per_anchor=STEPS / anchors,
             controls={NET: self._net(side)} if self.model == "flux" else {},
-            refresh=facts.control.refresh(ControlsConfig().refresh),
+            refresh=ControlsConfig().refresh,
             lora=typical_lora(facts, work),
         )
         given = {"work": work, "costs": costs, "pricing": pricing, "anchors": anchors}

@@ -1,24 +1,21 @@
-"""Train the demo model's ControlNet `outline` (`demo_model/outlines.py`), or judge it.
+"""Train the ControlNet `outline` (`demo_model/outlines.py`) of a demo model, or judge it.
 
-The net is a FluxControlNetModel of one double and two single blocks that begin as copies of the
-model's own. Only the net learns.
+The net begins as a copy of parts of the model; only the net learns.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
-from diffusers import FluxControlNetModel, FluxTransformer2DModel
 from diffusers.utils import logging
-from torch import nn
 
 from maskserve_harness.checkout import CHECKOUT
-from maskserve_harness.demo_model.evaluation import run_edits
 from maskserve_harness.demo_model.outlines import (
     ENOUGH_IOU,
     OutlinedEdit,
@@ -26,99 +23,44 @@ from maskserve_harness.demo_model.outlines import (
     followed,
     outlined_edits,
 )
-from maskserve_harness.demo_model.scenes import Edit, Picture
-from maskserve_harness.training import transformer
-from maskserve_harness.training.attention import MatmulAttention
-from maskserve_harness.training.data import encode
-from maskserve_harness.training.export import STEPS
-from maskserve_harness.training.lora_bases import FluxBase
-from maskserve_harness.training.vae import to_tensor
+from maskserve_harness.demo_model.scenes import Edit, Picture, fill, to_bytes
+from maskserve_harness.training.control_bases import BASES, ControlBase
 
-OUTLINE: Final = CHECKOUT / "assets" / "controlnets" / "outline"
+NETS: Final = CHECKOUT / "assets" / "controlnets"
+FOLDERS: Final = {"flux": NETS / "outline", "unet": NETS / "unet-outline"}
 _SIZES: Final = ((128, 128), (128, 128), (96, 160), (160, 96))
-_BATCH: Final = 6
+_BATCH: Final = {"flux": 6, "unet": 8}
 _WITHOUT: Final = 0.05  # of samples: nothing is drawn, the model answers by itself
-_DOUBLE, _SINGLE = 1, 2
+_EMPTY: Final = 0.1  # of samples of guided models: no prompt, the region is just continued
 _SAVE_EVERY: Final = 120.0  # seconds of the clock
 
 
-def new_net(base: FluxTransformer2DModel) -> FluxControlNetModel:
-    """A net that adds nothing yet; its blocks are copies of the base's first ones."""
-    config = {
-        name: value
-        for name, value in base.config.items()
-        if name not in ("_name_or_path", "out_channels") and not name.startswith("_")
-    }
-    tokens = base.config.out_channels
-    net = FluxControlNetModel(
-        **{**config, "in_channels": tokens, "num_layers": _DOUBLE, "num_single_layers": _SINGLE}
-    )
-    with torch.no_grad():
-        for own, theirs in (
-            (net.time_text_embed, base.time_text_embed),
-            (net.context_embedder, base.context_embedder),
-            *zip(net.transformer_blocks, base.transformer_blocks, strict=False),
-            *zip(net.single_transformer_blocks, base.single_transformer_blocks, strict=False),
-        ):
-            own.load_state_dict(theirs.state_dict())
-        net.x_embedder.weight.copy_(base.x_embedder.weight[:, :tokens])
-        net.x_embedder.bias.copy_(base.x_embedder.bias)
-        # Zero here and behind the blocks would let no gradient through.
-        nn.init.normal_(net.controlnet_x_embedder.weight, std=0.02)
-    return net
-
-
-class Controlled(nn.Module):
-    """The transformer with the net's additions, in the transformer's own form."""
-
-    def __init__(self, base: FluxTransformer2DModel, net: FluxControlNetModel) -> None:
-        super().__init__()
-        self.base, self.net = base, net
-        self.pictures: torch.Tensor | None = None
-        """[B, N, 4 C] latents of the batch's control pictures; None: the base alone."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.base, name)
-
-    def forward(self, **given: Any) -> Any:
-        """As FluxTransformer2DModel's."""
-        if self.pictures is None:
-            return self.base(**given)
-        hidden = given["hidden_states"]
-        own = {**given, "hidden_states": hidden[..., : self.pictures.shape[2]]}
-        doubles, singles = self.net(controlnet_cond=self.pictures, **own)
-        return self.base(
-            **given, controlnet_block_samples=doubles, controlnet_single_block_samples=singles
-        )
-
-
-def draw_sample(rng: np.random.Generator, size: tuple[int, int]) -> OutlinedEdit:
+def draw_sample(
+    rng: np.random.Generator, size: tuple[int, int], *, guided: bool = False
+) -> OutlinedEdit:
     """An edit of `size` (height, width) that follows its outline; some have a black picture and
-    are answered as by the model alone.
+    are answered as by the model alone. Of guided models some have no prompt.
     """
-    asked = draw_outlined(rng, size)
-    if rng.random() >= _WITHOUT:
-        return asked
+    asked, draw = draw_outlined(rng, size), rng.random()
     edit = asked.edit
-    behind = Edit(edit.source, np.zeros_like(edit.mask), "", None, None, edit.source)
-    return OutlinedEdit(behind, None)
+    if draw < _WITHOUT:
+        behind = Edit(edit.source, np.zeros_like(edit.mask), "", None, None, edit.source)
+        return OutlinedEdit(behind, None)
+    if guided and draw < _WITHOUT + _EMPTY:
+        continued = np.where(
+            edit.mask[..., None], to_bytes(fill(edit.source, edit.mask)), edit.source
+        )
+        none = Edit(edit.source, edit.mask, "", None, None, continued)
+        return replace(asked, edit=none)
+    return asked
 
 
-def control_latents(base: FluxBase, asked: list[OutlinedEdit]) -> torch.Tensor:
-    """[B, N, 4 C] of the control pictures."""
-    pictures = to_tensor([each.control for each in asked])
-    return transformer.pack(encode(base.pipe.vae, pictures))
-
-
-def train(base: FluxBase, net: FluxControlNetModel, seconds: float, rate: float, out: Path) -> None:
+def train(base: ControlBase, net: Any, seconds: float, rate: float, out: Path, batch: int) -> None:
     """Train for so much CPU time, and write the net on the way and at the end."""
-    base.denoiser.requires_grad_(False)
-    for model in (base.denoiser, net):
-        model.set_attn_processor(MatmulAttention())
-    model = Controlled(base.denoiser, net.train())
+    base.base.denoiser.requires_grad_(False)
+    base.base.ready_to_learn()
+    net.set_attn_processor(next(iter(base.base.denoiser.attn_processors.values())))
+    model = base.controlled(net.train())
     optimiser = torch.optim.AdamW(net.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
     seed = int(time.time()) if (out / "config.json").is_file() else 0
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
@@ -128,11 +70,9 @@ def train(base: FluxBase, net: FluxControlNetModel, seconds: float, rate: float,
         for group in optimiser.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 50, max(0.02, (1 - progress) / 0.5))
         size = _SIZES[int(rng.integers(len(_SIZES)))]
-        asked = [draw_sample(rng, size) for _ in range(_BATCH)]
-        batch = base.batch([each.edit for each in asked])
-        model.pictures = control_latents(base, asked)
-        active = batch.condition[..., batch.clean.shape[2] :].amax(dim=2)
-        loss = transformer.loss_of(model, batch, active, generator)
+        asked = [draw_sample(rng, size, guided=base.guided) for _ in range(batch)]
+        model.pictures = base.pictures(asked)
+        loss = base.loss(model, asked, generator)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimiser.step()
@@ -148,38 +88,34 @@ def train(base: FluxBase, net: FluxControlNetModel, seconds: float, rate: float,
     save(net, out)
 
 
-def save(net: FluxControlNetModel, folder: Path) -> None:
+def save(net: Any, folder: Path) -> None:
     """Write the net as diffusers does."""
     folder.mkdir(parents=True, exist_ok=True)
     net.save_pretrained(folder)
 
 
-def paint(
-    base: FluxBase, net: FluxControlNetModel | None, asked: list[OutlinedEdit]
-) -> list[Picture]:
-    """The edits by diffusers' Fill pipeline and classes, with the net or without any."""
-    model = Controlled(base.denoiser, net) if net is not None else base.denoiser
-    base.pipe.set_progress_bar_config(disable=True)
+def paint(base: ControlBase, net: Any | None, asked: list[OutlinedEdit]) -> list[Picture]:
+    """The edits by diffusers' pipeline and classes, with the net or without any."""
+    pipe, plain = base.base.pipe, base.base.denoiser
+    part = "unet" if hasattr(pipe, "unet") else "transformer"
+    pipe.set_progress_bar_config(disable=True)
     pictures: list[Picture] = []
-    plain = base.pipe.transformer
+    model = None if net is None else base.controlled(net)
     try:
-        if net is not None:
-            base.pipe.register_modules(transformer=plain)
-            base.pipe.transformer = model
+        if model is not None:
+            setattr(pipe, part, model)
         for first in range(0, len(asked), 8):
             some = asked[first : first + 8]
-            if net is not None:
-                model.pictures = control_latents(base, some)
+            if model is not None:
+                model.pictures = base.pictures(some)
             with torch.inference_mode():
-                pictures += run_edits(
-                    base.pipe, [each.edit for each in some], STEPS, 8, lambda *_: None
-                )
+                pictures += base.base.edit([each.edit for each in some])
     finally:
-        base.pipe.transformer = plain
+        setattr(pipe, part, plain)
     return pictures
 
 
-def share_followed(base: FluxBase, net: FluxControlNetModel | None, edits: int) -> float:
+def share_followed(base: ControlBase, net: Any | None, edits: int) -> float:
     """Share of held-out edits that are painted along their outlines."""
     asked = outlined_edits(edits)
     pictures = paint(base, net, asked)
@@ -189,24 +125,24 @@ def share_followed(base: FluxBase, net: FluxControlNetModel | None, edits: int) 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--base", choices=tuple(BASES), default="flux", help="the demo model")
     parser.add_argument("--minutes", type=float, default=60, help="CPU time")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--start", type=Path, help="a net to train on")
-    parser.add_argument("--out", type=Path, default=OUTLINE, help="folder to write to")
+    parser.add_argument("--out", type=Path, help="folder to write to")
     parser.add_argument("--judge", type=int, metavar="N", help="train nothing; judge N edits")
     args = parser.parse_args()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    base = FluxBase()
+    base, out = BASES[args.base](), args.out or FOLDERS[args.base]
     if args.judge:
-        net = FluxControlNetModel.from_pretrained(args.out).eval()
+        net = base.read_net(out).eval()
         with_it, without = (share_followed(base, each, args.judge) for each in (net, None))
         print(f"outline: followed in {with_it:.0%} of {args.judge} edits, without {without:.0%}")
         return 0
-    start = args.start
-    net = new_net(base.denoiser) if start is None else FluxControlNetModel.from_pretrained(start)
-    train(base, net, args.minutes * 60, args.rate, args.out)
+    net = base.new_net() if args.start is None else base.read_net(args.start)
+    train(base, net, args.minutes * 60, args.rate, out, _BATCH[args.base])
     return 0
 
 

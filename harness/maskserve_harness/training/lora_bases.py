@@ -123,12 +123,16 @@ class UnetBase:
 
     def loss(self, samples: list[Edit], generator: torch.Generator) -> torch.Tensor:
         """`Base.loss`."""
-        with torch.no_grad():
-            clean, seen, mask = _latents(self.pipe.vae, samples)
-            small = mask[:, None, :: self.pipe.vae_scale_factor, :: self.pipe.vae_scale_factor]
-            prompt = torch.stack([self._texts(sample.prompt) for sample in samples])
-        batch = unet.Batch(clean, seen, small, prompt)
+        batch = self.batch(samples)
         return unet.loss_of(self.denoiser, batch, self.pipe.scheduler, generator)
+
+    @torch.no_grad()
+    def batch(self, samples: list[Edit]) -> unet.Batch:
+        """Edits of one picture size as the UNet takes them."""
+        clean, seen, mask = _latents(self.pipe.vae, samples)
+        small = mask[:, None, :: self.pipe.vae_scale_factor, :: self.pipe.vae_scale_factor]
+        prompt = torch.stack([self._texts(sample.prompt) for sample in samples])
+        return unet.Batch(clean, seen, small, prompt)
 
     def edit(self, edits: list[Edit]) -> list[Picture]:
         """`Base.edit`."""

@@ -241,9 +241,15 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
             return 1 if job.negative is None else 2
         return int(self.facts.denoiser["num_attention_heads"])
 
-    def carried(self, row: Row) -> tuple[Any, ...]:
-        """[n, 4C] the latents of its computed tokens; nothing of a priming row."""
-        return (row.latents,) if isinstance(row, FluxRow) else ()
+    def carried(self, row: Row) -> tuple[Any, ...] | None:
+        """[n, 4C] the latents of its computed tokens; nothing of a priming row. None where what its
+        ControlNets keep of earlier steps would be missed: elsewhere they keep it anew.
+        """
+        if not isinstance(row, FluxRow):
+            return ()
+        control = row.residuals
+        missed = isinstance(control, FluxRowControl) and control.exact and control.kept
+        return None if missed else (row.latents,)
 
     def follow(self, row: Row, carried: tuple[Any, ...], steps: int) -> None:
         self.release()  # the row's batch holds for where it was
@@ -291,7 +297,9 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
                 )
                 for (control, _), tokens in zip(prepared.controls, pictures, strict=True)
             ]
-            row.residuals = FluxRowControl(tuple(inputs), self._control_refresh) if inputs else None
+            if inputs:
+                exact = job.request.settings.reproducible
+                row.residuals = FluxRowControl(tuple(inputs), self._control_refresh, exact)
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:
         prepared = self._preparation.prepared(job)

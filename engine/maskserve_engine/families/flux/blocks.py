@@ -18,7 +18,7 @@ from maskserve_engine.batch.packing import Packing, Stream
 from maskserve_engine.families.flux.vectors import Vectors
 from maskserve_engine.families.flux.weights import Double, FluxWeights, Single, StreamWeights
 from maskserve_engine.layers.attention import Span
-from maskserve_engine.layers.fp8 import Fp8Linear, Fp8Tokens, Tokens, quantised_gelu
+from maskserve_engine.layers.fp8 import Fp8Linear, Tokens, quantised_gelu
 from maskserve_engine.layers.linear import (
     Linear,
     PlainLinear,
@@ -49,16 +49,11 @@ def modulated(product: Linear, x: Tensor, shift: Vector, scale: Vector) -> Token
     return modulate(x, shift, scale)
 
 
-def _flat(tokens: Tokens) -> Tokens:
-    """[N, D] of what may be [R, n, D]."""
-    return tokens if isinstance(tokens, Fp8Tokens) else tokens.flatten(0, -2)
-
-
 def stream_pre(stem: StreamWeights, normed: Tokens, *, rows: Sequence[Span] = ()) -> Tensor:
     """Queries, keys and values [N, 3 · width] of one stream of a double block, to be `split`; of
     tokens that went through their norm.
     """
-    return product_of(stem.qkv, _flat(normed), rows)
+    return product_of(stem.qkv, normed, rows)
 
 
 def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -85,10 +80,10 @@ def stream_post(
     fp8 = isinstance(stem.up, Fp8Linear)
     x, normed = add_gated_modulate(x, gate, stem.out(attended, rows), shift, scale, fp8=fp8)
     if fp8 and isinstance(stem.down, Fp8Linear):
-        down = stem.down(quantised_gelu(product_of(stem.up, _flat(normed))))
+        down = stem.down(quantised_gelu(product_of(stem.up, normed)))
     else:
         assert isinstance(normed, Tensor)
-        down = stem.down(gelu_of(stem.up, normed.flatten(0, -2), rows), rows)
+        down = stem.down(gelu_of(stem.up, normed, rows), rows)
     return _add_gated(x, mlp_gate, down, then)
 
 
@@ -120,7 +115,7 @@ def before_single(
     """What `split` makes in a single block, and [N, 5 · width]: its values again (the same memory)
     beside the feed-forward part before its activation. Of tokens that went through their norm.
     """
-    both = product_of(block.qkv_up, _flat(normed), rows)
+    both = product_of(block.qkv_up, normed, rows)
     width = both.shape[1] // 7
     return *split(both[:, : 3 * width], block.norms.shape[-1]), both[:, 2 * width :]
 
@@ -192,7 +187,7 @@ class FluxStep:
         kept: Tensor
         inside = in_epilogues(block.qkv_up, block.out, device=image.device)
         if inside or room is not None:
-            width, normed = image.shape[1], _flat(normed)
+            width = image.shape[1]
             own, up = block.qkv_up.columns(0, 3 * width), block.qkv_up.columns(3 * width, 7 * width)
             qkv = image.new_empty(len(image), 3 * width) if room is None else room[: len(image)]
             write_product(own, normed, qkv)
@@ -279,7 +274,7 @@ class FluxStep:
             qkv, norms = block.qkv_up, block.norms
         keys_values = qkv.columns(width, 3 * width)
         normed = modulated(keys_values, stream.wide(hidden), shift, scale)
-        k, v = product_of(keys_values, _flat(normed), stream.spans).chunk(2, dim=1)
+        k, v = product_of(keys_values, normed, stream.spans).chunk(2, dim=1)
         k, v = (each.unflatten(-1, (-1, norms.shape[-1])) for each in (k, v))
         qk_norm_rope(k[:, None], norms[1:], cis)
         return k, v
@@ -324,7 +319,7 @@ def _before_double(
         for product, each, out in zip(
             of_streams, normed, both.split((len(text), len(image))), strict=True
         ):
-            write_product(product, _flat(each), out)
+            write_product(product, each, out)
         qkv = packing.in_row_order(both)
     else:
         qkv_text = stream_pre(block.text, normed[0], rows=texts)

@@ -207,6 +207,8 @@ class FluxRowControl:
     inputs: tuple[FluxNetInput, ...]
     refresh: int = 1
     """Steps from one that computes all tokens to the next."""
+    exact: bool = False
+    """Whether the edit is the same wherever it runs: what is kept of its steps counts."""
     added: dict[int, Tensor] = field(default_factory=dict)
     """By the base's block."""
     kept: dict[int, KeptKV] = field(default_factory=dict)

@@ -27,12 +27,13 @@ from maskserve_engine.families.unet.conditioning import UnetInputs
 from maskserve_engine.families.unet.control import (
     PassControl,
     ServedPass,
+    UnetControlNet,
     UnetNetBatch,
     UnetNetInput,
     UnetNetRow,
     UnetRowControl,
     UnetServedControl,
-    check_net,
+    others_of,
 )
 from maskserve_engine.families.unet.forward import added_embedding
 from maskserve_engine.families.unet.graphs import Graphs
@@ -65,6 +66,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         halo: `[cache] conv_halo`.
         outside_noise: `[model] outside_noise`.
         graphs: `[engine] cuda_graphs`.
+        control_refresh: `[controls] refresh`.
     """
 
     anchor_tolerance = 1.0
@@ -82,6 +84,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         halo: int = 0,
         outside_noise: str = "template",
         graphs: bool = False,
+        control_refresh: int = 1,
     ) -> None:
         check_sampler(sampler)
         recorder = Graphs.on(model.device, model.dtype) if graphs else None
@@ -93,7 +96,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         self.dtype: torch.dtype = model.dtype
         self.weight_bytes = held_bytes(model)
         self.entry_halves = 2 if own_entries and facts.zeros_for_empty_prompt else 1
-        self._halo = halo
+        self._halo, self._control_refresh = halo, control_refresh
         self._places = places_of(model)
         counted = self._make_work(1, 1)
         self.blocks, self._maps = len(counted.blocks), len(counted.maps)
@@ -138,6 +141,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             halo=config.cache.conv_halo,
             outside_noise=config.model.outside_noise,
             graphs=config.engine.cuda_graphs,
+            control_refresh=config.controls.refresh,
         )
 
     def steps(self, job: EditJob) -> int:
@@ -229,9 +233,15 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         """One for each pass (`batch.cfg_parallel`)."""
         return 1 if job.negative is None else 2
 
-    def carried(self, row: UnetRow | UnetPrimingRow) -> tuple[Any, ...]:
-        """[C, h, w] latents and what the sampler remembers; nothing of a priming row."""
-        return () if isinstance(row, UnetPrimingRow) else (row.latents, row.sampler.memory())
+    def carried(self, row: UnetRow | UnetPrimingRow) -> tuple[Any, ...] | None:
+        """[C, h, w] latents and what the sampler remembers; nothing of a priming row. None where
+        what its ControlNets keep of earlier steps would be missed.
+        """
+        if isinstance(row, UnetPrimingRow):
+            return ()
+        control = row.control
+        missed = isinstance(control, UnetRowControl) and control.exact and control.kept
+        return None if missed else (row.latents, row.sampler.memory())
 
     def follow(self, row: UnetRow | UnetPrimingRow, carried: tuple[Any, ...], steps: int) -> None:
         self.release()  # the row's batch holds for where it was
@@ -247,23 +257,32 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
     def attach(self, row: Any, job: EditJob, adapters: Adapters) -> None:
         row.adapters = adapters
 
-    def control_net(self, model: Any) -> Any:
-        check_net(model, self.model, self.facts.latent_channels)
-        return model
+    def control_net(self, model: Any) -> UnetControlNet:
+        with torch.inference_mode():
+            return UnetControlNet.of(model, self.model, self.facts.latent_channels)
 
     def control(self, row: Any, job: EditJob, nets: Mapping[str, Any]) -> None:
         acts = acting(job.controls, row.steps)
         if not acts:
             return
         with torch.inference_mode():
-            text, micro, pictures = moved(self._given(row, job, acts), self.device)
-            inputs = tuple(
-                [
-                    UnetNetInput(control, nets[control.net], picture, text, tuple(micro))
-                    for control, picture in zip(acts, pictures, strict=True)
-                ]
+            others = []
+            if row.inactive is not None:
+                others = others_of(row.inactive.active, row.latents.shape[1:])
+            given = (*self._given(row, job, acts), others)
+            text, micro, pictures, others = moved(given, self.device)
+            inputs = [
+                UnetNetInput.made(control, nets[control.net], picture, text, micro)
+                for control, picture in zip(acts, pictures, strict=True)
+            ]
+            passes = tuple([PassControl() for _ in text])
+            row.control = UnetRowControl(
+                tuple(inputs),
+                passes,
+                tuple(others),
+                self._control_refresh,
+                job.request.settings.reproducible,
             )
-            row.control = UnetRowControl(inputs, tuple([PassControl() for _ in text]))
 
     def opening(self, row: Any, job: EditJob) -> Opening | None:
         acts = acting(job.controls, row.steps)
@@ -274,8 +293,14 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             arrays = {"texts": text}
             arrays |= {f"micro.{i}": each for i, each in enumerate(micro)}
             arrays |= {f"picture.{i}": each for i, each in enumerate(pictures)}
+            if row.inactive is not None:
+                active = row.inactive.active
+                arrays |= {f"active.{i}": torch.from_numpy(active[i]) for i in range(len(active))}
             controls = tuple([OpenedControl.of(each) for each in acts])
-            return Opening(OpeningFacts(controls, tuple(row.timesteps_ahead)), arrays)
+            facts = OpeningFacts(
+                controls, tuple(row.timesteps_ahead), refresh=self._control_refresh
+            )
+            return Opening(facts, arrays)
 
     def serve_control(self, row: Any, served: ServedRow) -> None:
         count = 1 if row.guidance is None else 2

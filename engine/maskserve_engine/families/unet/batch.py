@@ -14,9 +14,9 @@ from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.control_link.served import RowAsk, ask_service, new_batch
 from maskserve_engine.families.unet.control import (
     UnetControlled,
+    UnetNets,
     UnetRowControl,
     UnetServedControl,
-    run_nets,
 )
 from maskserve_engine.families.unet.forward import PackedPasses, forward
 from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
@@ -49,6 +49,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         """Of the ranks that took the last step with this one; None: it took it alone."""
         self._own: torch.Tensor | None = None
         """Numbers of the passes that are this rank's; None: all."""
+        self._nets = UnetNets()
 
     def holds(self, rows: Sequence[Row]) -> bool:
         return super().holds(rows) and 0 <= rows[0].step - self._begin < len(self._by_step)
@@ -145,14 +146,18 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         """Have ControlNets say what they add to this step, of the rows' [in_channels, h, w]."""
         asked, here = [], []
         for row, sample in zip(self._order, samples, strict=True):
-            control = row.control if isinstance(row, UnetRow) else None
-            own = sample[: len(row.latents)] if isinstance(row, UnetRow) else sample
+            if not isinstance(row, UnetRow):
+                continue
+            control, own = row.control, sample[: len(row.latents)]
             if isinstance(control, UnetServedControl):
-                asked.append(RowAsk(control.served, row.step, own))
+                count = own[0].numel() if row.active is None else len(row.active[0])
+                asked.append(RowAsk(control.served, row.step, own, count))
             elif isinstance(control, UnetRowControl):
-                here.append(UnetControlled(control, own, row.timestep, row.step, row.steps))
+                here.append(
+                    UnetControlled(control, own, row.active, row.timestep, row.step, row.steps)
+                )
         ask_service(asked, self._number)
-        run_nets(here)
+        self._nets.run(here)
 
     def _timesteps(self, device: torch.device) -> torch.Tensor:
         if self._by_step.device != device:

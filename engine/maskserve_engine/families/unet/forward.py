@@ -19,7 +19,7 @@ from maskserve_engine.cache.entries import Recorder
 from maskserve_engine.families.unet.canvas import Canvas, Site, Tiled, Whole
 from maskserve_engine.families.unet.levels import make_level
 from maskserve_engine.families.unet.moments import Moments
-from maskserve_engine.families.unet.stack import InactivePassTokens, Stack, Text
+from maskserve_engine.families.unet.stack import InactivePassTokens, Stack, StackCapture, Text
 from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids
 from maskserve_engine.families.unet.weights import StackWeights, Stage, UnetWeights
@@ -167,7 +167,7 @@ def forward(
     sample: Tensor,
     timesteps: Tensor,
     kinds: Sequence[str] = (),
-    captures: Sequence[tuple[int, int, Recorder]] = (),
+    captures: Sequence[tuple[int, int, StackCapture]] = (),
     asking: AtOnce | None = None,
 ) -> Tensor:
     """The model's output for every pass.
@@ -179,40 +179,48 @@ def forward(
         timesteps: [P], float32.
         kinds: `dense`, `project` or `kv` per block in the order they run, for all cached passes;
             not read when there are none.
-        captures: (first pass, behind its last pass, capture) of each priming row.
+        captures: (first pass, behind its last pass, capture) of each row that is recorded.
         asking: how kernels are asked for; None: at once.
 
     Returns:
         [P, out_channels, h, w]
     """
     model = weights.model
-    embedding = model.time_embedding(model.time_proj(timesteps).to(sample.dtype))
-    if packed.added is not None:
-        embedding = embedding + packed.added
-    walk = _Walk(
-        packed, kinds, captures, embedding, model.conv_norm_out.num_groups, weights.layers,
-        asking or AtOnce(),
-    )  # fmt: skip
-    x = walk.enter(model.conv_in, sample)
-    skips = [x]
-    for stage, stacks in zip(model.down_blocks, weights.down_blocks, strict=True):
-        for resnet, stack in _layers(stage, stacks):
-            x = walk.layer(resnet, stack, x)
-            skips.append(x)
-        for sampler in stage.downsamplers or ():
-            x = walk.down(sampler, x)
-            skips.append(x)
-    first, *others = model.mid_block.resnets
-    x = walk.resnet(first, x)
-    for stack, resnet in zip(weights.mid_block, others, strict=True):
-        x = walk.resnet(resnet, walk.stack(stack, x))
-    x = walk.with_residuals(len(skips), x)
+    walk = _Walk.begun(weights, packed, sample, timesteps, kinds, captures, asking or AtOnce())
+    *skips, x = walk.way_down(weights, walk.enter(model.conv_in, sample))
     for stage, stacks in zip(model.up_blocks, weights.up_blocks, strict=True):
         for resnet, stack in _layers(stage, stacks):
             x = walk.layer(resnet, stack, walk.joined(x, skips))
         for sampler in stage.upsamplers or ():
             x = walk.up(sampler, x)
     return walk.leave(model, x)
+
+
+def maps_of_net(
+    weights: UnetWeights,
+    packed: PackedPasses,
+    sample: Tensor,
+    hints: Tensor,
+    timesteps: Tensor,
+    captures: Sequence[tuple[int, int, StackCapture]],
+) -> list[Tensor]:
+    """The feature maps of a ControlNet, which has a UNet's way down and its middle.
+
+    Args:
+        weights: the net's.
+        packed: the passes; none has a tile, and inactive tokens come as keys and values.
+        sample: [P, in_channels, h, w].
+        hints: [P, C, h, w] what the net has read from the control pictures.
+        timesteps: [P], float32.
+        captures: as of `forward`.
+
+    Returns:
+        [P, C, h, w] each, in the order of the places to which they go (`batch.inputs.Residuals`).
+    """
+    kinds = ("kv",) * weights.blocks
+    walk = _Walk.begun(weights, packed, sample, timesteps, kinds, captures, AtOnce())
+    [entered] = walk.enter(weights.model.conv_in, sample)
+    return [whole for [whole] in walk.way_down(weights, [entered + hints])]
 
 
 def _layers(stage: Any, stacks: Stage) -> list[tuple[Any, StackWeights | None]]:
@@ -233,7 +241,7 @@ class _Walk:
         self,
         packed: PackedPasses,
         kinds: Sequence[str],
-        captures: Sequence[tuple[int, int, Recorder]],
+        captures: Sequence[tuple[int, int, StackCapture]],
         embedding: Tensor,
         groups: int,
         layers: Mapping[Any, Callable[..., Tensor]],
@@ -246,6 +254,47 @@ class _Walk:
         self.level = 0
         self.block = 0
         self.map = 0
+
+    @classmethod
+    def begun(
+        cls,
+        weights: UnetWeights,
+        packed: PackedPasses,
+        sample: Tensor,
+        timesteps: Tensor,
+        kinds: Sequence[str],
+        captures: Sequence[tuple[int, int, StackCapture]],
+        asking: AtOnce,
+    ) -> _Walk:
+        """Before the first convolution; its arguments as those of `forward`."""
+        model = weights.model
+        embedding = model.time_embedding(model.time_proj(timesteps).to(sample.dtype))
+        if packed.added is not None:
+            embedding = embedding + packed.added
+        groups = model.config.norm_num_groups
+        return cls(packed, kinds, captures, embedding, groups, weights.layers, asking)
+
+    def way_down(self, weights: UnetWeights, x: Maps) -> list[Maps]:
+        """The maps that the way up takes in again (`joined`), and behind them the middle's.
+
+        Args:
+            weights: the model's.
+            x: behind the first convolution.
+        """
+        model = weights.model
+        maps = [x]
+        for stage, stacks in zip(model.down_blocks, weights.down_blocks, strict=True):
+            for resnet, stack in _layers(stage, stacks):
+                x = self.layer(resnet, stack, x)
+                maps.append(x)
+            for sampler in stage.downsamplers or ():
+                x = self.down(sampler, x)
+                maps.append(x)
+        first, *others = model.mid_block.resnets
+        x = self.resnet(first, x)
+        for stack, resnet in zip(weights.mid_block, others, strict=True):
+            x = self.resnet(resnet, self.stack(stack, x))
+        return [*maps, self.with_residuals(len(maps), x)]
 
     def enter(self, conv: Any, sample: Tensor) -> Maps:
         return [c.enter(self._conv(conv, c), sample[c.passes]) for c in self.canvases]
@@ -356,7 +405,8 @@ class _Walk:
         site = Site(self.map, self.level)
         self.map += 1
         for begin, end, recorder in self.captures:
-            if recorder.maps:  # priming rows have no tile: they are among the first canvas's
+            if isinstance(recorder, Recorder) and recorder.maps:
+                # Priming rows have no tile: they are among the first canvas's.
                 _keep(recorder, x[0][begin:end], self.groups)
         return site
 

@@ -142,6 +142,12 @@ class UnetRow:
         """The inactive tokens of a cached row."""
         return None if self.inactive is None else self.inactive.selection
 
+    @property
+    def active(self) -> Mapping[int, Ids] | None:
+        """Level → ids of the tokens that the next step computes, in host memory; None: all."""
+        inactive = self.inactive
+        return None if inactive is None or self.entry is None else inactive.active
+
     def passes(self) -> list[PassInput]:
         """What the model is given in the next step: the prompt's pass, then the negative's."""
         prompts = [self.prompt]
@@ -152,13 +158,13 @@ class UnetRow:
             residuals = self.control.passes
         each_with = list(zip(prompts, residuals, strict=False))
         inactive = self.inactive
-        if inactive is None or self.entry is None:
+        if inactive is None or self.active is None:
             return [PassInput(each.text, each.added, residuals=own) for each, own in each_with]
         return [
             PassInput(
                 each.text,
                 each.added,
-                inactive.active,
+                self.active,
                 CachedRest(self, min(number, inactive.halves - 1)),
                 self.surroundings,
                 own,

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from maskserve_engine.cache.entries import Recorder
+from maskserve_engine.batch.inputs import Capture
 from maskserve_engine.families.unet.levels import Level, Sparse
 from maskserve_engine.families.unet.weights import BlockWeights, CrossAttention, StackWeights
 from maskserve_engine.layers.add_norm import add_norm
@@ -57,6 +57,14 @@ class InactivePassTokens(Protocol):
                 states behind it, where it is its stack's last one.
             wanted: [m] which of the inactive tokens; None: all.
         """
+        ...
+
+
+class StackCapture(Capture, Protocol):
+    """Sees what a stack hands on, too."""
+
+    def end(self, block: int, output: Tensor, /) -> None:
+        """[tokens, width] behind the stack that ends with `block`; only valid during the call."""
         ...
 
 
@@ -159,7 +167,7 @@ class Stack:
     Args:
         level: of the stack.
         text: the passes' prompts.
-        captures: (first pass, behind its last pass, capture) of each priming row.
+        captures: (first pass, behind its last pass, capture) of each row that is recorded.
         kinds: per block of the UNet, for passes with a rest.
         place: of the level.
         empty: a tensor like another, of a shape, that nobody has written.
@@ -169,7 +177,7 @@ class Stack:
         self,
         level: Level,
         text: Text,
-        captures: Sequence[tuple[int, int, Recorder]],
+        captures: Sequence[tuple[int, int, StackCapture]],
         kinds: Sequence[str],
         place: PlaceInactive,
         empty: Empty,
@@ -291,7 +299,7 @@ class Stack:
         return both.index_copy_(1, keys.core, computed.transpose(0, 1))
 
     def _capture(self, number: int, tokens: Tensor) -> Callable[[Tensor, Tensor], None]:
-        """Hand the priming rows' hidden states over now, their keys and values when known."""
+        """Hand the recorded rows' hidden states over now, their keys and values when known."""
         own = self._own_parts()
         for capture, at in own:
             capture.hidden(number, tokens[at])
@@ -302,8 +310,8 @@ class Stack:
 
         return see
 
-    def _own_parts(self) -> list[tuple[Recorder, slice]]:
-        """Where each priming row lies among the computed tokens."""
+    def _own_parts(self) -> list[tuple[StackCapture, slice]]:
+        """Where each recorded row lies among the computed tokens."""
         spans = (self.sparse or self.level).own.q_spans
         return [
             (capture, slice(spans[first][0], spans[behind - 1][1]))

@@ -88,7 +88,9 @@ class StepRecorder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class UnetWeights:
-    """All of a UNet2DConditionModel that a step needs."""
+    """All of a UNet2DConditionModel that a step needs, or of a ControlNetModel, which has no way
+    up.
+    """
 
     model: Any
     """For its convolutions, norms and embeddings."""
@@ -104,8 +106,15 @@ class UnetWeights:
     @classmethod
     def of(cls, model: Any) -> UnetWeights:
         with torch.no_grad():
-            down, up = (tuple(map(_stage, each)) for each in (model.down_blocks, model.up_blocks))
+            both = (model.down_blocks, getattr(model, "up_blocks", ()))
+            down, up = (tuple(map(_stage, each)) for each in both)
             return cls(model, down, _stage(model.mid_block), up)
+
+    @property
+    def blocks(self) -> int:
+        """Of the stacks, in the order they run."""
+        stages = (*self.down_blocks, self.mid_block, *self.up_blocks)
+        return sum(len(stack.transformer_blocks) for stage in stages for stack in stage)
 
     def with_linears(self, change: Callable[[str, Linear], Linear]) -> UnetWeights:
         """The same with other products (`map_linears`), which are given the passes' spans.

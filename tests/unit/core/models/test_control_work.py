@@ -59,23 +59,32 @@ UNUSED = (
     [(TINY_SDXL, 16), (TINY_SD21, 16), (SDXL, 128), (SD21, 96)],
     ids=["tiny xl", "tiny 2.1", "xl", "2.1"],
 )
-def test_a_net_of_a_unet_is_what_torch_counts(config: dict[str, Any], side: int) -> None:
+@pytest.mark.parametrize("middle", ["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"])
+def test_a_net_of_a_unet_is_what_torch_counts(
+    config: dict[str, Any], side: int, middle: str
+) -> None:
+    """Apart from the layers that read the picture, which run once in an edit."""
     own = {name: value for name, value in config.items() if name not in UNUSED}
-    own = {**own, "in_channels": 4}
+    own = {**own, "in_channels": 4, "mid_block_type": middle}
     net, text = ControlNetModel(**own), 7
     pooled = own.get("projection_class_embeddings_input_dim") or 0
     pooled -= 6 * (own.get("addition_time_embed_dim") or 0)
-    flops = counted(
-        lambda: net(
+    picture = torch.zeros(2, 3, 8 * side, 8 * side)
+
+    def run() -> None:
+        net(
             torch.zeros(2, 4, side, side),
             torch.ones(2),
             torch.zeros(2, text, own["cross_attention_dim"]),
-            torch.zeros(2, 3, 8 * side, 8 * side),
+            picture,
             added_cond_kwargs={
                 "text_embeds": torch.zeros(2, pooled),
                 "time_ids": torch.zeros(2, 6),
             },
         )
-    )
+
+    flops = counted(run) - counted(lambda: net.controlnet_cond_embedding(picture))
     work = unet.control_work(own, side, side)
     assert work.step_flops([work.row_at(1.0, text)], "dense") == flops
+    assert work.step_flops([work.row_at(1.0, text)], "kv") == flops
+    assert work.step_flops([work.row_at(0.1, text)], "kv") < 0.95 * flops

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError
+from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.control_link.slots import Slot
 from maskserve_engine.control_link.transport import Answered, Ask, Lost
@@ -121,6 +121,22 @@ def test_one_that_is_frozen_fails_them_within_its_patience(site: Site) -> None:
     begin = time.monotonic()
     check_only_it_fails(site, executor, jobs, "has not answered in time")
     assert time.monotonic() - begin < 5.0
+
+
+def test_one_that_ends_as_a_row_is_opened_is_named(site: Site) -> None:
+    class Unreachable(DirectCalls):
+        def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
+            if op["op"] == "open":
+                raise Overloaded("the ControlNet service does not answer; try again later")
+            return super().call(op, arrays, limit_s)
+
+    jobs = site.jobs()
+    calls = Unreachable(site.service.front, site.service.triton)
+    service = ControlService(calls, torch.device("cpu"), "float32", 5.0)
+    service.load("one", site.service.versions["one"], 60.0)
+    executor = executor_of(site, service, jobs)
+    check_only_it_fails(site, executor, jobs, "ControlNet service does not answer")
+    executor.close()
 
 
 def test_losing_it_again_and_again_is_no_fault_of_the_model(site: Site) -> None:

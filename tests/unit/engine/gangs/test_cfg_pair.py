@@ -200,6 +200,3 @@ def test_what_cannot_be_a_pair_is_refused_at_start(tiny_fill: Path, tiny_inpaint
     four = structs.replace(config, engine=structs.replace(config.engine, devices=4))
     with pytest.raises(ConfigError, match="takes two devices, not 4"):
         Engine.load(four)
-    controls = structs.replace(config.controls, service="127.0.0.1:1")
-    with pytest.raises(ConfigError, match="2 devices runs its ControlNets itself"):
-        Engine.load(structs.replace(config, controls=controls))

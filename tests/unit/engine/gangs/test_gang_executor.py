@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 from msgspec import structs
 
 from maskserve_core.config import Config, ConfigError
+from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import Cancelled
+from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.worker.gangs.scheduler import GangScheduler
 from maskserve_core.worker.gangs.work import GangPlan, Work
 from maskserve_core.worker.step_scheduler import MakePolicy, Run
@@ -28,7 +31,8 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.gangs.messages import packed
 from maskserve_engine.gangs.processes import RankProcess
-from maskserve_engine.job import EditJob, FinalEvent, PreviewEvent
+from maskserve_engine.job import ControlInput, EditJob, FinalEvent, PreviewEvent
+from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
 from tests.fakes.tiny_unet import VARIANTS
 from tests.support.engines import job
@@ -41,7 +45,16 @@ def encoder(tiny_fill: Path) -> Encoder:
     return load_encoder(config_of(tiny_fill))
 
 
-def config_for(folder: Path, devices: int) -> Config:
+@pytest.fixture(scope="module")
+def nets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two ControlNets, of which one does not fit."""
+    folder = tmp_path_factory.mktemp("nets")
+    random_net(1, 1, 1).save_pretrained(folder / "net")
+    random_net(2, 1, 1, conditioning_embedding_channels=8).save_pretrained(folder / "of-pixels")
+    return folder
+
+
+def config_for(folder: Path, devices: int, nets: Path | None = None) -> Config:
     return config_of(
         folder,
         model={"torch_threads": 1},
@@ -53,6 +66,21 @@ def config_for(folder: Path, devices: int) -> Config:
             "plan": "fixed",
             "budget_bytes": 2**28,
         },
+        controls={"folder": str(nets or ""), "refresh": 2},
+    )
+
+
+def with_control(engine: Engine, encoder: Encoder, each: EditJob, name: str = "net") -> EditJob:
+    """The edit with a random control picture."""
+    known = ControlNets(engine.config, engine.adapter.facts).find(name, "")
+    size, rng = each.edit_mask.shape, np.random.default_rng(each.request.seed)
+    picture = rng.integers(0, 256, (*size, 3), dtype=np.uint8)
+    moments = encoder.encode(picture, each.edit_mask, "").moments
+    asked = ResolvedControl(name=name, scale=0.8, version=known.version, image=0)
+    return replace(
+        each,
+        request=replace(each.request, controls=(asked,)),
+        controls=(ControlInput(known.version, picture, scale=0.8, moments=moments),),
     )
 
 
@@ -100,8 +128,10 @@ class AnyDegreeScheduler(GangScheduler):
 @pytest.fixture(
     scope="module", params=["any degree", pytest.param("spread", marks=pytest.mark.slow)]
 )
-def two(request: pytest.FixtureRequest, tiny_fill: Path, encoder: Encoder) -> Iterator[Engine]:
-    config = config_for(tiny_fill, 2)
+def two(
+    request: pytest.FixtureRequest, tiny_fill: Path, encoder: Encoder, nets: Path
+) -> Iterator[Engine]:
+    config = config_for(tiny_fill, 2, nets)
     if request.param == "spread":
         engine = started(config, encoder)
     else:
@@ -116,8 +146,8 @@ def two(request: pytest.FixtureRequest, tiny_fill: Path, encoder: Encoder) -> It
 
 
 @pytest.fixture(scope="module")
-def one(tiny_fill: Path, encoder: Encoder) -> Iterator[Engine]:
-    engine = started(config_for(tiny_fill, 1), encoder)
+def one(tiny_fill: Path, encoder: Encoder, nets: Path) -> Iterator[Engine]:
+    engine = started(config_for(tiny_fill, 1, nets), encoder)
     yield engine
     engine.close(5.0)
 
@@ -151,6 +181,31 @@ def test_edits_equal_those_of_one_device(one: Engine, two: Engine, encoder: Enco
     jobs = [job(encoder, seed, f"edit-{seed}", cache="off") for seed in range(8)]
     assert_same(run(two, jobs), run(one, jobs))
     assert_both_alone_and_together(two)
+
+
+@pytest.mark.parametrize("cache", ["off", "require"])
+def test_edits_with_control_equal_those_of_one_device(
+    one: Engine, two: Engine, encoder: Encoder, cache: str
+) -> None:
+    """A cached one keeps what its net found at some steps with the device that it is on: where it
+    may be moved, it is reproducible.
+    """
+    more = {"cache": cache, "reproducible": cache == "require"}
+    jobs = [job(encoder, 3, f"controlled-{n}-{cache}", num_inference_steps=6, **more)
+            for n in range(4)]  # fmt: skip
+    plain, controlled = jobs[:2], [with_control(one, encoder, each) for each in jobs[2:]]
+    expected = run(one, [*plain, *controlled])
+    assert np.abs(expected[0] - expected[2]).max() > 10 * tolerance(expected[0])
+    assert_same(run(two, [*plain, *controlled]), expected)
+
+
+def test_a_net_that_does_not_fit_is_refused_in_a_sentence(two: Engine, encoder: Encoder) -> None:
+    sink = Sink()
+    two.submit(with_control(two, encoder, job(encoder, 2, "unfit"), "of-pixels"), sink)
+    assert str(sink.error()).endswith(
+        "ControlNet of-pixels: it takes pixels (conditioning_embedding_channels), not VAE latents"
+    )
+    assert len(run(two, [with_control(two, encoder, job(encoder, 2, "fit", cache="off"))])) == 1
 
 
 def assert_both_alone_and_together(engine: Engine) -> None:
@@ -229,6 +284,7 @@ def test_edits_go_on_where_a_rank_is_lost(
         job(encoder, seed, f"lost-{seed}", num_inference_steps=60, strength=1.0, cache="off")
         for seed in range(4)
     ]
+    jobs[2:] = [with_control(one, encoder, each) for each in jobs[2:]]
     expected = run(one, jobs)
     both_back(two)
     sinks = [Sink() for _ in jobs]
@@ -291,6 +347,13 @@ def test_the_engine_gives_signs_of_life_while_no_rank_is_there(
 def rows_on(engine: Engine, process: RankProcess) -> bool:
     rows = list(ranks(engine)._rows.values())
     return any(process in row.there for row in rows)
+
+
+def test_what_devices_do_not_go_with_is_refused_in_a_sentence(tiny_fill: Path) -> None:
+    config = config_for(tiny_fill, 2)
+    served = structs.replace(config.controls, service="127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"2 devices per worker .* \[controls\] service"):
+        Engine.load(structs.replace(config, controls=served))
 
 
 def test_a_model_that_ranks_cannot_load_is_a_sentence(tiny_fill: Path, tmp_path: Path) -> None:

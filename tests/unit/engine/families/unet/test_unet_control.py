@@ -21,6 +21,9 @@ from PIL import Image
 from maskserve_engine.cache.entries import PARTS
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
+from maskserve_engine.families.unet.control import UnetControlled, UnetNets
+from maskserve_engine.families.unet.forward import PackedPasses
+from maskserve_engine.families.unet.rows import UnetRow
 from maskserve_engine.job import ControlInput, EditJob
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.control_nets import random_unet_net
@@ -49,12 +52,11 @@ class Model:
         adapter = load_adapter(config)
         assert isinstance(adapter, UnetAdapter)
         self.encoder, self.adapter = load_encoder(config), adapter
-        self.nets = {
+        self.real = {
             "one": random_unet_net(adapter.model, 1),
             "two": random_unet_net(adapter.model, 2, controlnet_conditioning_channel_order="bgr"),
         }
-        for net in self.nets.values():
-            assert adapter.control_net(net) is net
+        self.nets = {name: adapter.control_net(net) for name, net in self.real.items()}
 
     def job(self, case: Case, controls: tuple[ControlInput, ...] = (), name: str = "r") -> EditJob:
         return replace(encode_case(self.encoder, case, name), controls=controls)
@@ -72,7 +74,7 @@ class Model:
 
     def oracle(self, case: Case, controls: tuple[ControlInput, ...]) -> NDArray[np.float32]:
         """[C, h, w] of the ControlNet inpaint pipeline."""
-        nets = [self.nets[each.net] for each in controls]
+        nets = [self.real[each.net] for each in controls]
         pictures = [Image.fromarray(each.picture) for each in controls]
         cls: Any = StableDiffusionControlNetInpaintPipeline
         asked: dict[str, Any] = {"safety_checker": None}
@@ -178,13 +180,59 @@ def test_a_net_of_another_base_is_refused(model: Model, asked: dict[str, Any], n
         model.adapter.control_net(random_unet_net(model.adapter.model, 0, **asked))
 
 
+@pytest.mark.parametrize("middle", ["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"])
+def test_a_net_says_what_the_real_class_says(model: Model, middle: str) -> None:
+    """Of two rows at once, one guided; each with its own prompt's length, timestep and picture."""
+    net = random_unet_net(model.adapter.model, 3, mid_block_type=middle)
+    own = model.adapter.control_net(net)
+    rng = np.random.default_rng()
+    first, rows, expected = large_case(rng), [], []
+    for guidance in (1.0, 4.0):
+        case = large_case(rng, num_inference_steps=3, strength=1.0, guidance_scale=guidance)
+        case = replace(case, pixels=first.pixels, mask=first.mask)
+        job = model.job(case, (ControlInput("net", picture(rng, case), 0.6),))
+        row = model.adapter.dense_row(job)
+        model.adapter.control(row, job, {"net": own})
+        assert row.control is not None
+        sample, timestep = torch.randn(row.latents.shape), float(rng.uniform(1, 900))
+        rows.append(UnetControlled(row.control, sample, None, timestep, 0, row.steps))
+        pixels = torch.from_numpy(job.controls[0].picture).permute(2, 0, 1)[None] / 255
+        for given in (job.conditioning, job.negative)[: len(row.control.passes)]:
+            assert given is not None
+            states = [torch.from_numpy(given["prompt_embeds"])[None]]
+            added = None
+            if model.xl:
+                sizes = torch.tensor([[*pixels.shape[2:], 0, 0, *pixels.shape[2:]]])
+                added = {"text_embeds": torch.from_numpy(given["pooled"])[None], "time_ids": sizes}
+            with torch.inference_mode():
+                downs, mid = net(
+                    sample[None], timestep, *states, pixels, 0.6,
+                    added_cond_kwargs=added, return_dict=False,
+                )  # fmt: skip
+            expected.append([each[0].numpy() for each in (*downs, mid)])
+    with torch.inference_mode():
+        UnetNets().run(rows)
+    found = [each.added for row in rows for each in row.control.passes]
+    assert len(found) == len(expected) == 3
+    for added, wanted in zip(found, expected, strict=True):
+        assert len(added) == len(wanted)
+        for number, map in enumerate(wanted):
+            assert np.abs(added[number].numpy() - map).max() <= tolerance(map), number
+
+
 # Cached rows.
 
 
-def cached_row(model: Model, replay: Replay, job: EditJob) -> Any:
-    row = cached(replay, job, Primed(model.adapter, model.encoder, job))
+def with_nets(model: Model, row: Any, job: EditJob, refresh: int) -> Any:
     model.adapter.control(row, job, model.nets)
+    if row.control is not None:
+        row.control.refresh = refresh
     return row
+
+
+def cached_row(model: Model, replay: Replay, job: EditJob, refresh: int = 3) -> UnetRow:
+    row = cached(replay, job, Primed(model.adapter, model.encoder, job))
+    return with_nets(model, row, job, refresh)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -207,24 +255,130 @@ def controlled_jobs(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_all_tokens_active_a_cached_row_equals_a_dense_one(served: Model, kind: str) -> None:
+@pytest.mark.parametrize("refresh", [1, 3])
+def test_with_all_tokens_active_a_cached_row_equals_a_dense_one(
+    served: Model, kind: str, refresh: int
+) -> None:
     [job] = controlled_jobs(served, np.random.default_rng(), [("one", "two")], guidance_scale=5.0)
     job = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
     replay = Replay(served.adapter)
-    found, expected = result(replay, cached_row(served, replay, job), kind), served.alone(job)
+    row = cached_row(served, replay, job, refresh)
+    found, expected = result(replay, row, kind), served.alone(job)
     assert np.abs(found - expected).max() <= tolerance(expected)
 
 
-def test_cached_rows_with_and_without_control_do_not_change_one_another(served: Model) -> None:
+@pytest.mark.parametrize("guidance", [1.0, 5.0])
+def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
+    served: Model, guidance: float
+) -> None:
+    """What is kept of a step serves that step exactly; and a net that keeps nothing says the same
+    beside a cached row as beside a dense one, bit for bit.
+    """
+    rng = np.random.default_rng()
+    [job] = controlled_jobs(served, rng, [("one", "two")], guidance_scale=guidance)
+    row = cached_row(served, Replay(served.adapter), job, 100)
+    assert row.control is not None
+    assert row.inactive is not None
+    sample = row.sample()[: len(row.latents)]
+    now = UnetControlled(
+        row.control, sample, row.inactive.active, row.timestep, row.step, row.steps
+    )
+
+    def added(of: UnetControlled) -> list[dict[int, torch.Tensor]]:
+        with torch.inference_mode():
+            UnetNets().run([of])
+        return [dict(each.added) for each in of.control.passes]
+
+    whole = added(now)
+    assert [kept.step for kept in row.control.kept.values()] == [now.step] * 2
+    alone = added(now._replace(step=now.step + 1))
+    later = added(now._replace(step=now.step + 1, timestep=now.timestep / 2))
+    assert [kept.step for kept in row.control.kept.values()] == [now.step] * 2
+    for mine, all_tokens, other in zip(alone, whole, later, strict=True):
+        for place, expected in all_tokens.items():
+            wanted = expected.numpy()
+            assert np.abs(mine[place].numpy() - wanted).max() <= tolerance(wanted), place
+        assert any(not torch.equal(other[place], mine[place]) for place in mine)
+    row.control.kept.clear()
+    row.control.refresh = 1
+    every = added(now._replace(step=now.step + 1))
+    dense = added(now._replace(step=now.step + 1, active=None))
+    assert not row.control.kept
+    for mine, all_tokens in zip(every, dense, strict=True):
+        assert all(torch.equal(mine[place], all_tokens[place]) for place in all_tokens)
+
+
+def test_nets_compute_all_tokens_at_one_step_in_so_many(served: Model) -> None:
+    rng, replay = np.random.default_rng(), Replay(served.adapter)
+    [job] = controlled_jobs(served, rng, [("one",)], guidance_scale=1.0)
+    row = cached_row(served, replay, job, 3)
+    tokens, computed = served.adapter.tokens(job), []
+    kept = row.control
+    assert kept is not None
+    while row.step < row.steps:
+        replay.step([row], ("kv",) * served.adapter.blocks)
+        computed.append(kept.kept[0].step)
+    assert computed == [step - step % 3 for step in range(row.steps)]
+    [source] = kept.kept[0].passes
+    keys, values = source.source(0, "kv").parts
+    level = served.nets["one"].levels[0]
+    others = len(kept.others[level])
+    assert len(keys.data) == len(values.data) == others
+    assert len(kept.others[0]) == tokens.total - tokens.active
+
+
+@pytest.mark.parametrize("refresh", [1, 2])
+def test_cached_rows_with_and_without_control_do_not_change_one_another(
+    served: Model, refresh: int
+) -> None:
     rng, replay = np.random.default_rng(), Replay(served.adapter)
     jobs = controlled_jobs(served, rng, ((), ("one",), ("two", "one"), ()))
-    alone = [result(replay, cached_row(served, replay, job), "kv") for job in jobs]
-    rows = [cached_row(served, replay, job) for job in jobs] + [served.row(jobs[1])]
-    replay.step(rows[:3], ("kv",) * served.adapter.blocks)  # the others join behind it
-    run(replay, rows, "kv")
-    for row, expected in zip(rows, [*alone, served.alone(jobs[1])], strict=True):
+    primed = [Primed(served.adapter, served.encoder, job) for job in jobs]
+
+    def rows() -> list[UnetRow]:
+        made: list[Any] = [
+            with_nets(served, cached(replay, job, own), job, refresh)
+            for job, own in zip(jobs, primed, strict=True)
+        ]
+        return [*made, served.row(jobs[1])]
+
+    alone = [result(replay, row, "kv") for row in rows()]
+    together = rows()
+    replay.step(together[:3], ("kv",) * served.adapter.blocks)  # the others join behind it
+    run(replay, together, "kv")
+    for row, expected in zip(together, alone, strict=True):
         found = row.result().array()
         assert np.abs(found - expected).max() <= tolerance(expected), row.request_id
+
+
+def test_a_step_that_failed_and_is_tried_again_does_the_same(
+    served: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch whose step fails is tried again row by row; what its nets kept half is not read."""
+    rng, replay = np.random.default_rng(), Replay(served.adapter)
+    [job] = controlled_jobs(served, rng, [("one", "two")])
+    primed = Primed(served.adapter, served.encoder, job)
+    row, other = (with_nets(served, cached(replay, job, primed), job, 2) for _ in range(2))
+    kinds = ("kv",) * served.adapter.blocks
+    for _ in range(2):
+        replay.step([row], kinds)
+    read, calls = PackedPasses.place, 0
+
+    def failing(self: PackedPasses, *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # of the base, when the nets have computed all tokens
+            raise MemoryError
+        read(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedPasses, "place", failing)
+        with pytest.raises(MemoryError):
+            replay.step([row], kinds)
+    assert row.step == 2
+    assert row.control.kept[0].step == 2
+    found, expected = result(replay, row, "kv"), result(replay, other, "kv")
+    assert np.abs(found - expected).max() <= tolerance(expected)
 
 
 def test_a_cached_row_whose_control_never_acts_is_as_without_bit_for_bit(served: Model) -> None:
@@ -242,9 +396,7 @@ def test_rows_with_control_never_write_entries(served: Model) -> None:
     primed = Primed(served.adapter, served.encoder, job)
     parts = [c.data for e in primed.entries for b in e.blocks for p in PARTS for c in b.part(p)]
     before = [data.clone() for data in parts]
-    row = cached(replay, job, primed)
-    served.adapter.control(row, job, served.nets)
-    run(replay, [row], "kv")
+    run(replay, [with_nets(served, cached(replay, job, primed), job, 2)], "kv")
     assert all(torch.equal(a, b) for a, b in zip(before, parts, strict=True))
 
 
@@ -256,10 +408,9 @@ def test_a_tile_takes_its_part_of_what_is_added(tiny_unets: dict[str, Path]) -> 
     whole = replace(job, edit_mask=np.full_like(job.edit_mask, 255))
     replay = Replay(model.adapter)
     primed = Primed(model.adapter, model.encoder, whole, "kv")
-    row = cached(replay, whole, primed)
-    model.adapter.control(row, whole, model.nets)
+    row = with_nets(model, cached(replay, whole, primed), whole, 2)
     expected = model.alone(whole)
     assert np.abs(result(replay, row, "kv") - expected).max() <= tolerance(expected)
     small = cached(replay, job, Primed(model.adapter, model.encoder, job, "kv"))
-    model.adapter.control(small, job, model.nets)
+    with_nets(model, small, job, 2)
     assert np.isfinite(result(replay, small, "kv")).all()
