@@ -27,7 +27,7 @@ at mask ratio .2, with a ControlNet of its size; `…_xl_count` is of SDXL at 10
 core each, over what the FLOPs say (`control_service`); `service_speedup` before that division.
 
 `cfg_pair`: a step of a guided row by two processes of one core, a pass each, over both passes in
-one of them (`cfg_pair.py`; SD 2.1 at 256 pixels, all blocks), and `…_two_workers` edits per second
+one of them (`cfg_pair.py`; SDXL at 0.3 of its width), and `…_two_workers` edits per second
 of two such processes with an edit each over one. The same of a cached row, and of FLUX's width.
 """
 

@@ -71,8 +71,8 @@ Step = Callable[[Exchange | None], None]
 
 
 def _unet_steps(dtype: torch.dtype) -> dict[str, Step]:
-    """SD 2.1 at 256 x 256, a dense and a cached row."""
-    bench = UnetBench("sd21-256", dtype, _CPU, "int4")
+    """SDXL at 0.3 of its width, 384 pixels, a dense and a cached row."""
+    bench = UnetBench("sdxl-narrow", dtype, _CPU, "int4")
     bench.fill_entry("kv")
     steps: dict[str, Step] = {}
     for name, ratio in (("", None), ("_cached", _RATIO)):
@@ -87,8 +87,8 @@ def _unet_steps(dtype: torch.dtype) -> dict[str, Step]:
 
 
 def _flux_steps(dtype: torch.dtype) -> dict[str, Step]:
-    """FLUX's width at 512 x 512, one double and two single blocks, a dense row."""
-    bench = Bench("flux-512", (1, 2), dtype, _CPU, "int8")
+    """FLUX's width at 256 pixels, one double and one single block, a dense row."""
+    bench = Bench("flux-256", (1, 1), dtype, _CPU, "int8")
     row = bench.row(None, 1)
     row.negative = Negative(row.text, row.pooled, 4.0)
 

@@ -52,7 +52,6 @@ UNETS: dict[str, dict[str, Any]] = {
     "sd21-768": SD21,
     "sdxl-narrow": SDXL_NARROW,
     "sdxl-narrow-512": {**SDXL_NARROW, "sample_size": 64},
-    "sd21-256": {**SD21, "sample_size": 32},
 }
 TEXT = 77
 
