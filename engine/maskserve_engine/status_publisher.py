@@ -62,7 +62,7 @@ class PriceList:
             steps_per_anchor=facts.steps_default(config.model.num_inference_steps) / anchors,
             halves=adapter.entry_halves,
             controls={net.name: control_work(facts, net.config, side, side) for net in nets},
-            lora=typical_lora(facts, work),
+            lora=typical_lora(facts, work) if config.adapters.store else None,
             refresh=config.controls.refresh,
         )
         self._made, self._pricing = costs.sequence, self._price()
