@@ -244,6 +244,13 @@ class Link:
         with self._slots():
             return slot.read(part.offset, part.shape, dtype).to(self._device)
 
+    @property
+    def over(self) -> bool:
+        """From any thread. A service may have ended with nobody waiting for it: where it was frozen
+        as rows were opened, none of them has asked for anything.
+        """
+        return bool(self.lost) or self._messages.ended()
+
     def close(self) -> None:
         """It is over, and nobody is to be told."""
         self.lost = self.lost or "it is closed"
@@ -273,6 +280,8 @@ class Link:
     def _check(self) -> None:
         if self.lost:
             raise _lost(self.lost)
+        if self.over:
+            raise self._over("it has ended")
 
     def _over(self, why: str) -> ControlLost:
         _log.error("the ControlNet service is lost: %s", why)
@@ -325,7 +334,7 @@ class ControlService:
 
     def _attached(self) -> Link:
         link = self._link
-        if link is not None and not link.lost:
+        if link is not None and not link.over:
             self._calls.call({"op": "health"}, b"", self._patience_s)
             return link
         said = self._calls.call({"op": "attach", "dtype": self._dtype}, b"", self._patience_s)
@@ -342,7 +351,7 @@ class ControlService:
     def holds(self, version: str) -> bool:
         """Whether the service has a ControlNet for this denoiser."""
         link = self._held.get(version)
-        return link is not None and not link.lost
+        return link is not None and not link.over
 
     def drop(self, version: str) -> None:
         """The ControlNet is not needed any more."""

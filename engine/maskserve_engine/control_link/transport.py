@@ -79,6 +79,10 @@ class Messages(Protocol):
         """Raises Lost: the service has ended, or said nothing for so long."""
         ...
 
+    def ended(self) -> bool:
+        """Whether the other end is gone, seen without waiting; from any thread."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -119,6 +123,15 @@ class SocketMessages:
         if not message:
             raise Lost("it has ended")
         return self._answers.decode(message)
+
+    def ended(self) -> bool:
+        number = self._socket.fileno()
+        if number < 0:
+            return True
+        looks = select.poll()
+        # POLLHUP comes unasked, and before messages that nobody has read.
+        looks.register(number, 0)
+        return bool(looks.poll(0))
 
     def close(self) -> None:
         self._socket.close()

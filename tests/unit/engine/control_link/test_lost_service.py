@@ -38,6 +38,9 @@ class Silent:
         time.sleep(max(patience_s, 0.0))
         raise Lost("it has not answered in time")
 
+    def ended(self) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 
@@ -147,6 +150,15 @@ def test_losing_it_again_and_again_is_no_fault_of_the_model(site: Site) -> None:
     site.service.front.close()
     for _ in range(5):
         assert set(step(executor, "with").failed) == {"with"}
+
+
+def test_one_that_ends_with_nobody_waiting_is_noticed(site: Site) -> None:
+    """Or its ControlNets would be held to be there for good, and no edit bring them anew."""
+    service, version = site.service.denoiser(), site.service.versions["one"]
+    service.load("one", version, 60.0)
+    assert service.holds(version)
+    site.service.front.close()
+    assert not service.holds(version)
 
 
 def test_a_denoiser_attaches_again_once_a_new_one_is_there(site: Site, tmp_path: Path) -> None:
