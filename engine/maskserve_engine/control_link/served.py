@@ -173,6 +173,8 @@ class Link:
             ControlLost: the session is over.
         """
         self._check()
+        if self._messages.ended():
+            raise self._over("it has ended")
         name = f"{self.session}-{next(self._names)}"
         opened = self._pool.submit(self._open, name, opening)
         return ServedRow(self, name, opening, opened)
@@ -280,8 +282,6 @@ class Link:
     def _check(self) -> None:
         if self.lost:
             raise _lost(self.lost)
-        if self.over:
-            raise self._over("it has ended")
 
     def _over(self, why: str) -> ControlLost:
         _log.error("the ControlNet service is lost: %s", why)
