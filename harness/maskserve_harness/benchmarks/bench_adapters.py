@@ -123,14 +123,7 @@ def control_step(args: argparse.Namespace) -> dict[str, Any]:
         control = ControlInput("net", np.zeros((0, 0, 3), np.uint8))
         given = FluxNetInput(control, net, hint, row.text, row.guidance)
         row.residuals = FluxRowControl((given,), every)
-    timer = Timer(device, args.clock)
-    batches = [
-        kept(bench, refresh, partial(bench.step, [row], "kv")) for row in (plain, ours, dense)
-    ]
-    for row in (plain, ours, dense):
-        bench.step([row], "kv")
-        row.step = 0
-    without, with_control, all_dense = _medians(timer, batches, refresh, args.repeat)
+    without, with_control, all_dense = _in_turn(bench, (plain, ours, dense), refresh, args)
     tiny = [_control_count(bench.config, BASE_BLOCKS, NET_BLOCKS, 32, n) for n in (refresh, 1)]
     full = [_control_count(FLUX_DEV, (19, 38), (5, 10), 128, n) for n in (refresh, 1)]
     return {
@@ -156,13 +149,7 @@ def unet_control_step(args: argparse.Namespace) -> dict[str, Any]:
     plain, ours, dense = (bench.row(UNET_CONTROL_RATIO, 0) for _ in range(3))
     bench.control(ours, net, refresh)
     bench.control(dense, net, 1)
-    timer = Timer(device, args.clock)
-    rows = (plain, ours, dense)
-    batches = [kept(bench, refresh, partial(bench.step, [row], "kv")) for row in rows]
-    for row in rows:
-        bench.step([row], "kv")
-        row.step = 0
-    without, with_control, all_dense = _medians(timer, batches, refresh, args.repeat)
+    without, with_control, all_dense = _in_turn(bench, (plain, ours, dense), refresh, args)
     narrow = [_unet_control_count(UNETS[UNET_PRESET], n) for n in (refresh, 1)]
     full = [_unet_control_count(SDXL, n) for n in (refresh, 1)]
     return {
@@ -175,6 +162,18 @@ def unet_control_step(args: argparse.Namespace) -> dict[str, Any]:
         "dense_control_sdxl_count": round(narrow[1], 3),
         "dense_control_sdxl_xl_count": round(full[1], 3),
     }
+
+
+def _in_turn(
+    bench: Bench | UnetBench, rows: Sequence[Any], steps: int, args: argparse.Namespace
+) -> list[float]:
+    """Milliseconds of a cached step of each row alone, of so many; they take turns."""
+    timer = Timer(torch.device(args.device), args.clock)
+    batches = [kept(bench, steps, partial(bench.step, [row], "kv")) for row in rows]
+    for row in rows:
+        bench.step([row], "kv")
+        row.step = 0
+    return _medians(timer, batches, steps, args.repeat)
 
 
 def _medians(
