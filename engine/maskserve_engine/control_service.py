@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import selectors
 import shutil
 import socket
@@ -43,6 +44,7 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 _CONNECT_S = 60.0
 """In which a denoiser that attached connects, or its session is forgotten."""
+_ROW_NAME = re.compile(r"[\w-]{1,200}")
 Done = Callable[[LoadedNet | MaskserveError], None]
 
 
@@ -179,8 +181,11 @@ class ControlNetService:
         """Take a row.
 
         Raises:
-            MaskserveError: there is no such session, or a ControlNet of it is not held.
+            MaskserveError: its name is none, there is no such session, or a ControlNet of it is not
+                held.
         """
+        if not _ROW_NAME.fullmatch(row):  # files have it
+            raise InvalidRequest("OP.row", "is no name of a row", "letters, digits, - and _")
         with self._door:
             nets = {}
             for control in opening.facts.controls:

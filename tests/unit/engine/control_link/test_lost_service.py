@@ -208,6 +208,15 @@ def test_a_denoiser_that_ends_leaves_nothing(site: Site) -> None:
     assert not list((site.service.folder / "controls").iterdir())
 
 
+@pytest.mark.parametrize("name", ["../nets/one", "a/b", "", "x" * 300])
+def test_a_row_is_no_path(site: Site, name: str) -> None:
+    jobs = site.jobs()
+    opening = site.adapter.opening(site.adapter.dense_row(jobs[0]), jobs[0])
+    assert opening is not None
+    with pytest.raises(InvalidRequest, match=r"OP\.row: is no name of a row"):
+        site.service.front._service.open("s", name, opening)
+
+
 def test_numbers_of_another_type_are_refused(site: Site) -> None:
     with pytest.raises(InvalidRequest, match=r"OP\.dtype: is bfloat16"):
         site.service.front._service.attach("bfloat16")
