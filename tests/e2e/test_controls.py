@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import base64
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
 from diffusers import FluxControlNetInpaintPipeline, FluxMultiControlNetModel
-from openai import OpenAI
+from openai import BadRequestError, NotFoundError, OpenAI
 from PIL import Image
 
 from maskserve_client.client import Client
 from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.errors import AdapterNotFound, InvalidRequest
+from maskserve_core.errors import AdapterNotFound, InvalidRequest, MaskserveError
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
@@ -27,7 +32,7 @@ from tests.fakes.jobs import config_of
 from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_model import VAE_FACTOR
-from tests.support.calls import Pixels, pixels
+from tests.support.calls import InferenceServerException, Pixels, pixels, tensors
 
 SIDE, STEPS = 64, 4
 SOURCE = scene(SIDE, SIDE)
@@ -53,8 +58,14 @@ MIX: tuple[Asked, ...] = (
 
 
 class Site:
-    def __init__(self, url: str, http: str, model: Path) -> None:
-        self.url, self.http, self.model = url, http, model
+    def __init__(self, supervisor: Supervisor, options: ServeOptions) -> None:
+        self.worker, self.model = supervisor.workers[0], Path(options.model)
+        self.http = f"127.0.0.1:{options.router_port}"
+        self.url = f"127.0.0.1:{options.router_port + 1}"
+
+    def status(self) -> dict[str, Any]:
+        with Client(self.worker.grpc_url) as client:
+            return client.control("status")
 
     def edit(self, controls: Asked, pictures: list[Pixels], **more: Any) -> tuple[Pixels, Any]:
         asked = {"num_inference_steps": STEPS, "cache": "off", "seed": 1, **more}
@@ -95,9 +106,8 @@ def site(tiny_inpaint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         controlnets=str(nets),
         log_dir=tmp_path_factory.mktemp("control-logs"),
     )
-    with Supervisor(options):
-        http = f"http://127.0.0.1:{options.router_port}/v1"
-        yield Site(f"127.0.0.1:{options.router_port + 1}", http, tiny_inpaint)
+    with Supervisor(options) as supervisor:
+        yield Site(supervisor, options)
 
 
 def expected(site: Site, seed: int, controls: Asked, pictures: list[Pixels]) -> Pixels:
@@ -158,31 +168,212 @@ def test_a_mix_of_controls_in_one_batch_is_what_diffusers_makes_of_each_edit(sit
         assert np.abs(edited[edit].astype(int) - without[edit]).max() > 8, "no visible control"
 
 
-@pytest.mark.parametrize(
-    ("controls", "pictures", "error", "says"),
-    [
-        (({"name": "absent"},), [picture(0)], AdapterNotFound, "there is no ControlNet absent"),
-        (({"name": "other"},), [picture(0)], InvalidRequest, "is for another model: its"),
-        (({"name": "cut"},), [picture(0)], InvalidRequest, "has a file that is cut off"),
-        (({"name": "union"},), [picture(0)], InvalidRequest, "controls[0].mode"),
-        (({"name": "plain", "mode": 1},), [picture(0)], InvalidRequest, "controls[0].mode"),
-        (({"name": "plain"},), [], InvalidRequest, "controls[0].image: is 0"),
-        (({"name": "plain"},), [picture(0, 32)], InvalidRequest, "CONTROL[0]: is 32x32 pixels"),
-        ((), [picture(0)], InvalidRequest, "CONTROL[0]: is named by no control"),
-        (({"name": "plain", "start": 0.5, "end": 0.2},), [picture(0)], InvalidRequest, "end"),
-    ],
+class Refused(NamedTuple):
+    controls: Asked
+    pictures: tuple[bytes, ...]
+    says: str
+    code: str = InvalidRequest.code
+
+
+GOOD = encode(picture(0))
+HALF = len(GOOD) // 2
+DAMAGED = GOOD[:HALF] + bytes(255 - byte for byte in GOOD[HALF : HALF + 64]) + GOOD[HALF + 64 :]
+REFUSED = {
+    "unknown net": Refused(
+        ({"name": "absent"},), (GOOD,), "there is no ControlNet absent", AdapterNotFound.code
+    ),
+    "net of another base": Refused(({"name": "other"},), (GOOD,), "is for another model: its"),
+    "net cut off": Refused(({"name": "cut"},), (GOOD,), "has a file that is cut off"),
+    "no mode": Refused(({"name": "union"},), (GOOD,), "SETTINGS.controls[0].mode"),
+    "mode too many": Refused(({"name": "plain", "mode": 1},), (GOOD,), "SETTINGS.controls[0].mode"),
+    "ends before it starts": Refused(
+        ({"name": "plain", "start": 0.5, "end": 0.2},), (GOOD,), "SETTINGS.controls[0].end"
+    ),
+    "no picture": Refused(({"name": "plain"},), (), "SETTINGS.controls[0].image: is 0"),
+    "picture too few": Refused(
+        ({"name": "plain"}, {"name": "plain"}), (GOOD,), "SETTINGS.controls[1].image: is 1"
+    ),
+    "empty picture": Refused(({"name": "plain"},), (b"",), "CONTROL[0]: is empty"),
+    "no picture at all": Refused(
+        ({"name": "plain"},), (b"an outline",), "CONTROL[0]: is not an image"
+    ),
+    "picture cut off": Refused(
+        ({"name": "plain"},), (GOOD[:HALF],), "CONTROL[0]: is a truncated PNG"
+    ),
+    "picture that cannot be decoded": Refused(
+        ({"name": "plain"},), (DAMAGED,), "CONTROL[0]: is a truncated or damaged PNG"
+    ),
+    "second picture cut off": Refused(
+        ({"name": "plain"}, {"name": "plain"}), (GOOD, GOOD[:-40]), "CONTROL[1]: is a truncated PNG"
+    ),
+    "picture of another size": Refused(
+        ({"name": "plain"},), (encode(picture(0, 32)),), "CONTROL[0]: is 32x32 pixels"
+    ),
+    "picture that nobody names": Refused((), (GOOD,), "CONTROL[0]: is named by no control"),
+}
+
+
+def settings_of(asked: Refused) -> dict[str, Any]:
+    return {"num_inference_steps": STEPS, "cache": "off", "controls": list(asked.controls)}
+
+
+def by_client(site: Site, asked: Refused, folder: Path) -> str:
+    with Client(site.url) as client, pytest.raises(MaskserveError) as caught:
+        client.edit(
+            encode(SOURCE),
+            encode(MASK),
+            "a red star",
+            control=list(asked.pictures),
+            timeout=60,
+            **settings_of(asked),
+        )
+    return str(caught.value)
+
+
+def kserve_inputs(module: Any, asked: Refused) -> list[Any]:
+    values = {"IMAGE": encode(SOURCE), "MASK": encode(MASK), "PROMPT": b"a red star"}
+    made = tensors(module, {**values, "SETTINGS": json.dumps(settings_of(asked)).encode()})
+    if asked.pictures:
+        control = module.InferInput("CONTROL", [len(asked.pictures)], "BYTES")
+        control.set_data_from_numpy(np.array(asked.pictures, np.object_))
+        made.append(control)
+    return made
+
+
+def by_kserve_grpc(url: str, asked: Refused) -> str:
+    with (
+        triton_grpc.InferenceServerClient(url) as client,
+        pytest.raises(InferenceServerException) as caught,
+    ):
+        client.infer("edit", kserve_inputs(triton_grpc, asked), client_timeout=60)
+    return str(caught.value.message())
+
+
+def by_kserve_http(url: str, asked: Refused) -> str:
+    with (
+        triton_http.InferenceServerClient(url, network_timeout=60.0) as client,
+        pytest.raises(InferenceServerException) as caught,
+    ):
+        client.infer("edit", kserve_inputs(triton_http, asked))
+    return str(caught.value.message())
+
+
+def by_stream(site: Site, asked: Refused, folder: Path) -> str:
+    events: SimpleQueue[Any] = SimpleQueue()
+    with triton_grpc.InferenceServerClient(site.worker.grpc_url) as client:
+        client.start_stream(lambda result, error: events.put(error))
+        client.async_stream_infer("edit_stream", kserve_inputs(triton_grpc, asked))
+        error = events.get(timeout=60)
+        client.stop_stream()
+    assert error is not None
+    return str(error.message())
+
+
+def by_generate(site: Site, asked: Refused, folder: Path) -> str:
+    def text(data: bytes) -> str:
+        return base64.b64encode(data).decode()
+
+    body = {
+        "IMAGE": text(encode(SOURCE)),
+        "MASK": text(encode(MASK)),
+        "PROMPT": "a red star",
+        "SETTINGS": json.dumps(settings_of(asked)),
+        **({"CONTROL": [text(each) for each in asked.pictures]} if asked.pictures else {}),
+    }
+    answer = httpx.post(
+        f"http://{site.http}/v2/models/edit/generate", json=body, timeout=60, trust_env=False
+    )
+    assert answer.status_code in (400, 404)
+    return str(answer.json()["error"])
+
+
+def by_openai(site: Site, asked: Refused, folder: Path) -> str:
+    client = OpenAI(base_url=f"http://{site.http}/v1", api_key="none", max_retries=0)
+    more = {**settings_of(asked), "controls": json.dumps(asked.controls), "mask_mode": "white"}
+    with pytest.raises((BadRequestError, NotFoundError)) as caught:
+        client.images.edit(
+            image=[
+                ("a.png", encode(SOURCE)),
+                *((f"{i}.png", each) for i, each in enumerate(asked.pictures)),
+            ],
+            mask=("m.png", encode(MASK)),
+            prompt="a red star",
+            extra_body=more,
+        )
+    assert isinstance(caught.value.body, dict)
+    return f"[{str(caught.value.body['code']).upper()}] {caught.value.body['message']}"
+
+
+def by_command(site: Site, asked: Refused, folder: Path) -> str:
+    """Of the command, which names a file with each control and has no `mode`."""
+    for name, data in (("a", encode(SOURCE)), ("m", encode(MASK)), ("c", asked.pictures[0])):
+        (folder / f"{name}.png").write_bytes(data)
+    command = [
+        sys.executable, "-m", "maskserve_client.cli", "edit", "--url", site.url, "--prompt", "a",
+        "--image", "a.png", "--mask", "m.png", "--out", "o.png", "--no-stream",
+        "--control", f"{asked.controls[0]['name']}=c.png",
+    ]  # fmt: skip
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert not (folder / "o.png").exists()
+    return ended.stderr.removesuffix("\n")
+
+
+FRONTS: dict[str, Callable[[Site, Refused, Path], str]] = {
+    "client": by_client,
+    "KServe gRPC of the router": lambda site, asked, _: by_kserve_grpc(site.url, asked),
+    "KServe HTTP of the router": lambda site, asked, _: by_kserve_http(site.http, asked),
+    "KServe gRPC of the worker": lambda s, asked, _: by_kserve_grpc(s.worker.grpc_url, asked),
+    "KServe HTTP of the worker": lambda s, asked, _: by_kserve_http(
+        s.worker.http_url.removeprefix("http://"), asked
+    ),
+    "stream": by_stream,
+    "generate": by_generate,
+    "openai": by_openai,
+}
+BY_COMMAND = (
+    "unknown net",
+    "net of another base",
+    "picture that cannot be decoded",
+    "picture of another size",
 )
-def test_what_cannot_be_controlled_is_refused_in_one_sentence(
-    site: Site,
-    controls: Asked,
-    pictures: list[Pixels],
-    error: type[Exception],
-    says: str,
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_what_cannot_be_controlled_is_refused_in_one_sentence_and_nothing_begins(
+    site: Site, front: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(error) as caught:
-        site.edit(controls, pictures)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
+    before = site.status()
+    for name, asked in REFUSED.items():
+        if front == "openai" and not asked.controls:
+            continue  # a second image without controls is refused as such
+        check_refusal(FRONTS[front](site, asked, tmp_path), asked, name)
+    check_idle(before, site.status())
+
+
+@pytest.mark.parametrize("name", BY_COMMAND)
+def test_the_command_refuses_what_cannot_be_controlled(
+    site: Site, name: str, tmp_path: Path
+) -> None:
+    before = site.status()
+    check_refusal(by_command(site, REFUSED[name], tmp_path), REFUSED[name], name)
+    check_idle(before, site.status())
+
+
+def check_refusal(said: str, asked: Refused, name: str) -> None:
+    assert asked.says in said, (name, said)
+    assert f"[{asked.code}]" in said, (name, said)
+    assert "\n" not in said, (name, said)
+    assert "Traceback" not in said, (name, said)
+
+
+def check_idle(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """No step was taken, no row is left and no ControlNet was brought."""
+    for each in (before, after):
+        assert not each["running"]
+        assert not each["waiting"]
+        assert not each["in_flight"]
+    assert after["counters"] == before["counters"]
 
 
 def test_an_edit_of_a_cached_template_has_controls_too(site: Site) -> None:
@@ -217,7 +408,7 @@ def test_the_command_sends_controls_and_lists_them(site: Site, tmp_path: Path) -
 
 
 def test_openai_s_clients_send_control_pictures_behind_the_image(site: Site) -> None:
-    client = OpenAI(base_url=site.http, api_key="none", max_retries=0)
+    client = OpenAI(base_url=f"http://{site.http}/v1", api_key="none", max_retries=0)
     more = {"controls": '[{"name": "plain", "scale": 0.8}]', "cache": "off", "mask_mode": "white"}
     answer = client.images.edit(
         image=[("a.png", encode(SOURCE)), ("c.png", encode(picture(7)))],

@@ -39,6 +39,10 @@ _VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         (),
         ("hollow", 3, {}, {"name": "hollow"}, [{"name": f"a{n}"} for n in range(5)]),
     ),
+    "controls": (
+        (),
+        ("outline", 3, {}, {"name": "outline"}, [{"name": f"a{n}"} for n in range(4)]),
+    ),
     "adapters": (("exact", "fast"), ("", "FAST", "slow")),
     "template_id": (
         (),
@@ -75,7 +79,7 @@ _TYPES: dict[str, type] = {
     ),
     **dict.fromkeys(("guidance_scale", "true_cfg_scale", "strength", "reuse_floor"), float),
     **dict.fromkeys(("progress", "reproducible"), bool),
-    "loras": list,
+    **dict.fromkeys(("loras", "controls"), list),
 }
 KEYS = tuple(_VALUES)
 

@@ -17,7 +17,13 @@ from msgspec import structs
 
 from maskserve_core.config import CacheConfig, Config, LimitsConfig, ModelConfig
 from maskserve_core.contracts.keys import template_id
-from maskserve_core.contracts.request import AcceptedEdit, EditRequest, accept_edit, steps_run
+from maskserve_core.contracts.request import (
+    AcceptedEdit,
+    EditRequest,
+    ResolvedControl,
+    accept_edit,
+    steps_run,
+)
 from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.errors import InvalidRequest, TemplateNotFound
 from maskserve_core.imaging import preprocess
@@ -29,7 +35,7 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_core.worker.templates import TemplateFolder
 from tests.fakes.corpus.settings import good_settings
 from tests.fakes.facts import FILL_FACTS
-from tests.fakes.hostile import SIZE, good_inputs, hostile_cases
+from tests.fakes.hostile import SIZE, bad_images, good_inputs, hostile_cases
 from tests.fakes.pictures import blob_mask, encode, odd_images, scene
 
 CONFIG = Config(model=ModelConfig(path="models/demo", num_inference_steps=20))
@@ -215,6 +221,25 @@ def test_what_the_model_can_do_passes() -> None:
     asked = settings(negative_prompt="blur", true_cfg_scale=2.0, guidance_scale=1, model="demo")
     assert prepare(able, SETTINGS=asked).request.settings.negative_prompt == "blur"
     assert prepare(SETTINGS=settings(true_cfg_scale=1.0)).request.settings.true_cfg_scale == 1
+
+
+@pytest.mark.parametrize("name", bad_images())
+def test_a_bad_control_picture_is_refused_as_a_bad_image_is(name: str) -> None:
+    given = good_inputs()
+    controls = (ResolvedControl(name="outline", image=0),)
+    accepted = replace(
+        accept_edit(parse_settings(given["SETTINGS"]), given["PROMPT"], FILL_FACTS, CONFIG),
+        controls=controls,
+    )
+    picture = bad_images()[name]
+    with pytest.raises(InvalidRequest) as caught:
+        prepare_edit(given["IMAGE"], given["MASK"], accepted, FILL_FACTS, CONFIG, control=[picture])
+    assert caught.value.field == "CONTROL[0]"
+    assert len(str(caught.value)) < 500
+    done = prepare_edit(
+        given["IMAGE"], given["MASK"], accepted, FILL_FACTS, CONFIG, control=[given["IMAGE"]]
+    )
+    np.testing.assert_array_equal(done.controls[0], done.pixels)
 
 
 def test_steps_are_skipped_by_default_where_the_worker_says_so() -> None:
