@@ -163,6 +163,10 @@ class CacheConfig(Table, frozen=True):
     """Folder of the host tier, on a tmpfs that the host's workers share; empty: no such tier."""
     host_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 0
     """Bytes of the host tier; 0: half of what is free there."""
+    register_host: bool = True
+    """On GPUs, have the device read files of the host tier by itself (cudaHostRegister), where they
+    lie on a tmpfs and that is faster than gathering tokens on a core. What is open of them then
+    cannot be swapped out."""
     disk_dir: str = ""
     """Folder of the disk tier; empty: no such tier. Where the file does not name it, `maskserve
     serve` takes `entries` in the user's cache folder (`--entries DIR`: another, `--entries ''`:

@@ -31,13 +31,14 @@ from maskserve_engine.adapters.control_net_loader import Bring as BringNet
 from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
 from maskserve_engine.adapters.fuse import served_form
 from maskserve_engine.adapters.lora_loader import Bring, LoadedLora, LoraLoader
+from maskserve_engine.cache.loader import HostMover
 from maskserve_engine.cache.priming_prompt import PromptFile
 from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
 from maskserve_engine.card_table import check_fits
 from maskserve_engine.control_link.served import ControlService, ServiceCalls
 from maskserve_engine.control_link.served_nets import ServedNetLoader
-from maskserve_engine.entry_store import estimated_costs, open_store, sized
+from maskserve_engine.entry_store import estimated_costs, open_mover, open_store, sized
 from maskserve_engine.executor import Executor
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
@@ -104,7 +105,9 @@ class Engine:
     ) -> None:
         self.config, self.adapter = config, adapter
         runtime = Path(config.runtime_dir) if config.runtime_dir else None
-        costs = MeasuredCosts(estimated_costs(config) if elsewhere is None else elsewhere.costs)
+        # Where rows are in other processes, this one moves no entries.
+        mover = HostMover() if elsewhere else open_mover(config)
+        costs = MeasuredCosts(elsewhere.costs if elsewhere else estimated_costs(config, mover))
         kinds, size = sized(config, adapter, costs.model)
         self.memory = memory_table(config, adapter, size) if elsewhere is None else elsewhere.memory
         _log.info("%s", self.memory.text())
@@ -114,7 +117,7 @@ class Engine:
         store = None
         if config.cache.enabled:
             here = 0 if elsewhere else self.memory.cache
-            store = open_store(config, size, costs.model, here)
+            store = open_store(config, size, costs.model, here, mover)
             store.lower.on_change = self._arrived
             self._cache = TemplateCache(
                 config,

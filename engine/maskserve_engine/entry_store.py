@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.facts import anchor_stride
 from maskserve_core.planning.cost_model import CostModel, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat
-from maskserve_engine.cache.entries import encode
+from maskserve_engine.cache.entries import Coded, encode
+from maskserve_engine.cache.entry_file import FileTensor, OpenFile, StoredCoded
 from maskserve_engine.cache.folder_tier import FolderTier
-from maskserve_engine.cache.loader import CudaMover, HostMover, Loader, Mover
+from maskserve_engine.cache.loader import CudaMover, HostMover, LinkRates, Loader, Mover
 from maskserve_engine.cache.memory_tier import MemoryTier
+from maskserve_engine.cache.registered import Registrar, on_tmpfs
 from maskserve_engine.cache.remote_tier import RemoteTier
 from maskserve_engine.cache.sizing import (
     Kinds,
@@ -31,36 +40,90 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.stages.device_probe import Timer, device_rates, seconds_of
 from maskserve_engine.stages.loader import device_of, dtype_of
 
+_log = logging.getLogger(__name__)
 _BUFFER = 32 * 2**20
 """Bytes of one pinned buffer."""
 _TRIED, _WIDTH, _LEFT_OUT = 8192, 3072, 9
 """Tokens whose way to the device is tried, their numbers, and which of them stay: one in so many,
 as at a mask ratio of 0.11."""
+_IDS: NDArray[np.int64] = np.flatnonzero(np.arange(_TRIED) % _LEFT_OUT)
 
 
-def estimated_costs(config: Config) -> CostModel:
-    """What steps and loads cost before any was measured. The way of entries to a GPU is tried, as
-    the loader takes it.
+def open_mover(config: Config) -> Mover:
+    """What brings entries to the denoiser's device. A GPU's ways are tried; where the host tier is
+    memory, it reads that by itself, if it can.
     """
-    rates, device = device_rates(config), device_of(config)
-    if device.type == "cuda" and config.cache.enabled:
-        tried = moved_per_s(CudaMover(device, _BUFFER), partial(seconds_of, device=device))
-        rates = replace(rates, link_bytes=tried or rates.link_bytes)
+    device, cache = device_of(config), config.cache
+    if device.type != "cuda":
+        return HostMover()
+    direct = cache.enabled and cache.register_host and on_tmpfs(cache.host_dir)
+    mover = CudaMover(device, _BUFFER, registrar=Registrar(device) if direct else None)
+    if cache.enabled:
+        mover.rates = tried_rates(mover, partial(seconds_of, device=device), direct=direct)
+        _log.info("entries from host memory: %s", mover.rates.text())
+    return mover
+
+
+def tried_rates(mover: CudaMover, seconds: Timer, *, direct: bool) -> LinkRates:
+    """What both ways of a mover reach here; as assumed where a time says nothing.
+
+    Args:
+        mover: whose ways they are.
+        seconds: how long one run of some work takes.
+        direct: try the direct way, too. It has no rate (0) where the device refuses files.
+    """
+    part = encode(torch.ones(_TRIED, _WIDTH), "int8")
+    assumed = LinkRates(direct=0.0)
+    gathered = moved_per_s(mover, part, seconds) or assumed.gathered
+    if not direct:
+        return LinkRates(gathered, 0.0)
+    with memory_file(part.data.nbytes) as file:
+        mover.register(file)
+        if file.registered is None:
+            return LinkRates(gathered, 0.0)
+        data = FileTensor(file, 0, part.data.dtype, tuple(part.data.shape), part.data.nbytes)
+        mover.rates = LinkRates(direct=math.inf)
+        reached = moved_per_s(mover, StoredCoded(part.format, data, None, None), seconds)
+    whole = reached * _TRIED / len(_IDS)
+    return LinkRates(gathered, whole or LinkRates().direct)
+
+
+@contextmanager
+def memory_file(nbytes: int) -> Iterator[OpenFile]:
+    """A file of zeros that is memory, as those on a tmpfs are."""
+    descriptor = os.memfd_create("maskserve", os.MFD_CLOEXEC)
+    try:
+        os.truncate(descriptor, nbytes)
+        yield OpenFile(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def estimated_costs(config: Config, mover: Mover | None = None) -> CostModel:
+    """What steps and loads cost before any was measured.
+
+    Args:
+        config: of the worker.
+        mover: of entries, whose ways to a GPU were tried: loads are planned with the better one.
+    """
+    rates = device_rates(config)
+    if isinstance(mover, CudaMover) and config.cache.enabled:
+        rates = replace(rates, link_bytes=mover.rates.best(len(_IDS) / _TRIED))
     return estimate(rates)
 
 
-def moved_per_s(mover: Mover, seconds: Timer) -> float:
-    """Bytes per second of tokens that are gathered in host memory and brought to the device: less
-    than its link alone does. 0 if the time says nothing.
+def moved_per_s(mover: Mover, part: Coded | StoredCoded, seconds: Timer) -> float:
+    """Bytes per second of tokens that are brought to the device, one in nine left out: less than
+    its link alone does. 0 if the time says nothing.
 
     Args:
         mover: to the device.
+        part: int8, without a scale in a file.
         seconds: how long one run of some work takes.
     """
-    part = encode(torch.ones(_TRIED, _WIDTH), "int8")
-    ids = np.flatnonzero(np.arange(_TRIED) % _LEFT_OUT)
-    took = seconds(lambda: mover.move((part,), ids).get())
-    return len(ids) * _WIDTH / took if took > 0 else 0.0
+    parts: Any = (part,)
+    took = seconds(lambda: mover.move(parts, _IDS).get())
+    return len(_IDS) * _WIDTH / took if took > 0 else 0.0
 
 
 def entry_format(config: Config) -> EntryFormat:
@@ -82,7 +145,9 @@ def sized(config: Config, adapter: Adapter, costs: CostModel) -> tuple[Kinds, Te
     return kinds, template_size(work, kinds, fmt, len(anchors), side, halves)
 
 
-def open_store(config: Config, size: TemplateSize, costs: CostModel, budget: int) -> Store:
+def open_store(
+    config: Config, size: TemplateSize, costs: CostModel, budget: int, mover: Mover
+) -> Store:
     """The tiers that `[cache]` names, and a loader for the device.
 
     Args:
@@ -90,11 +155,12 @@ def open_store(config: Config, size: TemplateSize, costs: CostModel, budget: int
         size: of a template.
         costs: of the worker.
         budget: bytes of the device; 0: entries are in files only.
+        mover: of entries to the device.
 
     Raises:
         ConfigError: a budget cannot hold one template, or a folder cannot be written to.
     """
-    cache, device = config.cache, device_of(config)
+    cache = config.cache
     budgets = [("device", budget)] if budget else []
     places = [
         ("host", cache.host_dir, cache.host_bytes),
@@ -108,7 +174,9 @@ def open_store(config: Config, size: TemplateSize, costs: CostModel, budget: int
     for name, folder, configured in reversed(places):
         if cache.enabled and folder:
             try:
-                tier = FolderTier(name, folder, folder_budget(configured, folder), below)
+                whole = folder_budget(configured, folder)
+                register = mover.register if name == "host" else _not_registered
+                tier = FolderTier(name, folder, whole, below, opened=register)
             except OSError as error:
                 why = f"{folder} cannot be used: {error.strerror}"
                 raise ConfigError(f"[cache] {name}_dir: {why}") from error
@@ -117,7 +185,6 @@ def open_store(config: Config, size: TemplateSize, costs: CostModel, budget: int
             budgets.insert(1 if budget else 0, (name, tier.budget_bytes))
     if cache.enabled:
         check_sizes(cache, size, budgets)
-    mover: Mover = CudaMover(device, _BUFFER) if device.type == "cuda" else HostMover()
     return Store(
         MemoryTier(budget, below),
         folders,
@@ -125,6 +192,10 @@ def open_store(config: Config, size: TemplateSize, costs: CostModel, budget: int
         Loader(mover),
         patience_s=cache.remote_patience_s,
     )
+
+
+def _not_registered(file: OpenFile) -> None:
+    """A disk's files are no memory."""
 
 
 def fetched_from(tier: Tier, costs: CostModel, otherwise: Rebuild) -> Rebuild:

@@ -4,7 +4,8 @@ Any safetensors tool opens such a file. Its metadata name the anchor, the templa
 (XXH3, 128 bits) of the other metadata and of all tensors. It is written here, tensor by tensor,
 because a full disk must be an error of `write` (the library maps the file: a signal that ends the
 process on a full tmpfs), and because the checksum is taken on the same way. A file is not mapped
-for reading, either: it may be cut off under the reader, and that must be an error of `read`.
+for reading, either: it may be cut off under the reader, and that must be an error of `read`. (What
+a device reads by itself is another matter: `registered`.)
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, cut_at
+from maskserve_engine.cache.registered import Registered
 from maskserve_engine.cache.tier import Note
 
 _DTYPES = {
@@ -146,6 +148,8 @@ class OpenFile:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.nbytes = os.fstat(self.descriptor).st_size
         self.broken = False
+        self.registered: Registered | None = None
+        """All of it, where a device reads it by itself."""
         weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, out: Any, offset: int) -> None:

@@ -26,6 +26,7 @@ from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.cache.entry_file import (
     BadEntry,
     EntryFile,
+    OpenFile,
     StoredEntry,
     open_entry,
     read_entry,
@@ -45,6 +46,7 @@ class FolderTier(StoredTier):
         budget_bytes: of all files of the folder, whoever wrote them.
         rebuild: seconds to have a template again.
         clock: of the file system, seconds.
+        opened: told each file that is opened and whole.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class FolderTier(StoredTier):
         budget_bytes: int,
         rebuild: Rebuild = computed_anew,
         clock: Callable[[], float] = time.time,
+        opened: Callable[[OpenFile], object] = lambda file: None,
     ) -> None:
         super().__init__(name, str(folder), budget_bytes, rebuild, clock)
-        self.folder = Path(folder)
+        self.folder, self._opened = Path(folder), opened
 
     def put(self, key: str, entry: AnchorEntry | StoredEntry, note: Note) -> bool:
         new = entry if isinstance(entry, StoredEntry) else EntryFile(entry, note)
@@ -78,7 +81,10 @@ class FolderTier(StoredTier):
 
     def open(self, key: str, anchor: Anchor) -> StoredEntry | None:
         """The entry, checked, its tensors still in the file; None as `get`."""
-        return self._checked(key, anchor, open_entry)
+        entry = self._checked(key, anchor, open_entry)
+        if entry is not None:
+            self._opened(entry.file)
+        return entry
 
     def _checked(
         self, key: str, anchor: Anchor, read: Callable[[Path], tuple[_E, Note]]

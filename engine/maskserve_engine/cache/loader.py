@@ -4,7 +4,8 @@ The step begins on block 0 while later blocks arrive; it waits where it meets a 
 there yet (FlashPS §4.2). Parts travel in the order of their turn (the step that reads them) and
 block, so what the next step will read never delays what this one reads. Tokens that a row reads are
 gathered before they travel, so that as few bytes travel as are read: by a copy in host memory, or
-over a CUDA device's link.
+over a CUDA device's link. A CUDA device that reads the file by itself is given whole tensors where
+that is sooner, and gathers there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
-from maskserve_engine.cache.entry_file import FileTensor, StoredCoded, StoredEntry
+from maskserve_engine.cache.entry_file import FileTensor, OpenFile, StoredCoded, StoredEntry
+from maskserve_engine.cache.registered import Registrar
 
 
 class Selection:
@@ -120,8 +122,16 @@ class Mover(Protocol):
         """The entry in host memory, to be written to a file."""
         ...
 
+    def register(self, file: OpenFile) -> None:
+        """A file in memory was opened: the device may read it by itself. Of any thread."""
+        ...
+
     def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:
         """Bring the tokens `ids` (None: all) of some tensors to the device."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is moved any more."""
         ...
 
 
@@ -138,6 +148,10 @@ class HostMover:
 
     def to_host(self, entry: AnchorEntry) -> AnchorEntry:
         return entry
+
+    def register(self, file: OpenFile) -> None: ...
+
+    def close(self) -> None: ...
 
     def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:
         take = partial(gathered, ids=ids)
@@ -174,28 +188,66 @@ def _raw(tensor: Tensor) -> NDArray[np.uint8]:
     return raw
 
 
-class CudaMover:
-    """For a model on a CUDA device: a ring of pinned buffers and a stream of its own.
+@dataclass(frozen=True, slots=True)
+class LinkRates:
+    """Bytes per second of both ways to a CUDA device, as they are assumed or were tried."""
 
-    Tokens are gathered in host memory into a pinned buffer and travel from there without the
-    host waiting; a buffer is used again once its copy has left.
+    gathered: float = 10e9
+    """Of tokens that this process gathers: about what one core moves."""
+    direct: float = 50e9
+    """Of whole tensors that the device reads by itself, and gathers there; 0: it reads none."""
+
+    def best(self, share: float) -> float:
+        """Bytes that arrive per second, of tensors of which so many are read, 0 to 1."""
+        return max(self.gathered, self.direct * share)
+
+    def text(self) -> str:
+        """In words, for the log."""
+        direct = f"{self.direct / 1e9:.1f} GB/s" if self.direct else "not at all"
+        return f"gathered {self.gathered / 1e9:.1f} GB/s, by the device itself {direct}"
+
+
+class CudaMover:
+    """For a model on a CUDA device: two ways, on a stream of its own, without the host waiting.
+
+        gathered   file, or memory ─► tokens in a ring of pinned buffers ═► device
+        direct     file that is registered ═► whole tensor on the device ─► tokens of it
+
+    The first moves fewer bytes, at the pace of one core, the second more, at the link's: whichever
+    is done sooner by `rates` is taken. A buffer of the ring is used again once its copy has left.
+    No more than `_AHEAD` direct copies are on their way, so that what is needed sooner is never far
+    behind, and so that the seconds of a move are those of its way.
 
     Args:
         device: the model's.
         buffer_bytes: of one pinned buffer.
         buffers: in the ring: one is filled while the others travel.
+        registrar: of files that the device may read by itself; None: it reads none.
+        rates: of both ways.
     """
 
     reads_device = True
 
-    def __init__(self, device: torch.device, buffer_bytes: int, buffers: int = 3) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: torch.device,
+        buffer_bytes: int,
+        buffers: int = 3,
+        registrar: Registrar | None = None,
+        rates: LinkRates | None = None,
+    ) -> None:
+        self.device, self.rates = device, rates or LinkRates()
         self.stream, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._ring = [
             (torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
             for _ in range(buffers)
         ]
         self._bytes, self._next = buffer_bytes, 0
+        self._registrar = registrar
+        self._ahead: deque[torch.cuda.Event] = deque()
+        """Of the last direct copies."""
+        self._ids: deque[tuple[NDArray[np.int64], Tensor]] = deque(maxlen=_IDS)
+        """Ids as they are on the device: blocks of one level have the same."""
 
     def to_host(self, entry: AnchorEntry) -> AnchorEntry:
         """On a stream of its own, behind what the device was asked to compute so far."""
@@ -211,6 +263,15 @@ class CudaMover:
             with torch.cuda.stream(self._down):
                 return AnchorEntry(entry.anchor, tuple(each.each(moved) for each in entry.blocks))
 
+    def register(self, file: OpenFile) -> None:
+        if self._registrar is not None:
+            with torch.cuda.device(self.device):
+                file.registered = self._registrar.register(file.descriptor, file.nbytes)
+
+    def close(self) -> None:
+        if self._registrar is not None:
+            self._registrar.close()
+
     def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             arrived = tuple(
@@ -222,9 +283,17 @@ class CudaMover:
         return Arrival(arrived, event)
 
     def _travel(self, source: Tensor | FileTensor, ids: NDArray[np.int64] | None) -> Tensor:
-        """Through the ring, a buffer's fill of tokens at a time."""
         count = len(source) if ids is None else len(ids)
         arrived = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device=self.device)
+        if not (isinstance(source, FileTensor) and count and self._direct(source, ids, arrived)):
+            self._gathered(source, ids, arrived)
+        return arrived
+
+    def _gathered(
+        self, source: Tensor | FileTensor, ids: NDArray[np.int64] | None, arrived: Tensor
+    ) -> None:
+        """Through the ring, a buffer's fill of tokens at a time."""
+        count = len(arrived)
         each = source.nbytes // max(1, len(source))
         step = max(1, self._bytes // max(1, each))
         for begin in range(0, count, step):
@@ -238,7 +307,55 @@ class CudaMover:
             gathered(source, some, pinned)
             arrived[begin:end].copy_(pinned, non_blocking=True)
             left.record(self.stream)
-        return arrived
+
+    def _direct(self, source: FileTensor, ids: NDArray[np.int64] | None, arrived: Tensor) -> bool:
+        """Have the device read the whole tensor from the file, if that is sooner."""
+        whole, first = source.cut or (source, 0)
+        file = whole.file.registered
+        memory = None if file is None else file.memory
+        sooner = whole.nbytes * self.rates.gathered < arrived.nbytes * self.rates.direct
+        if file is None or memory is None or not sooner:
+            return False
+        there = None if ids is None else self._on_device(ids)
+        while len(self._ahead) >= _AHEAD:
+            self._ahead.popleft().synchronize()
+        out = arrived.flatten().view(torch.uint8)
+        plain = there is None and source.cut is None
+        to = out if plain else torch.empty(whole.nbytes, dtype=torch.uint8, device=self.device)
+        to.copy_(memory[whole.offset : whole.offset + whole.nbytes], non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        file.copied(event)
+        self._ahead.append(event)
+        if not plain:
+            tokens, out = to.view(len(whole), -1), out.view(len(arrived), -1)
+            tokens = tokens[:, first : first + out.shape[1]]
+            if there is None:
+                out.copy_(tokens, non_blocking=True)
+            else:
+                torch.index_select(_widest(tokens), 0, there, out=_widest(out))
+        return True
+
+    def _on_device(self, ids: NDArray[np.int64]) -> Tensor:
+        for known, there in self._ids:
+            if known is ids:
+                return there
+        there = torch.empty(len(ids), dtype=torch.int64, device=self.device)
+        self._gathered(torch.from_numpy(ids), None, there)
+        self._ids.append((ids, there))
+        return there
+
+
+def _widest(x: Tensor) -> Tensor:
+    """[tokens, bytes] as the widest integers that all of its rows begin with: a device gathers
+    number by number.
+    """
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        size = dtype.itemsize
+        at = x.storage_offset(), x.stride(0), x.shape[1]
+        if not any(each % size for each in at):
+            return x.view(dtype)
+    return x
 
 
 Want = tuple[int, str]
@@ -246,6 +363,10 @@ Want = tuple[int, str]
 
 _LOOK_S = 0.2
 """How often who waits looks whether the loader's thread is alive."""
+_AHEAD = 2
+"""Direct copies that are on their way at once: while one is, the next is asked for."""
+_IDS = 8
+"""Lists of ids that stay on the device: those of some rows, at some levels each."""
 
 
 class EntryLost(Exception):
@@ -392,6 +513,7 @@ class Loader:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(10.0)
+        self.mover.close()
 
     def _start(self) -> None:
         if self._tasks and (self._thread is None or not self._thread.is_alive()):

@@ -36,7 +36,7 @@ from maskserve_engine.batch.transfer import mapped, moved
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.card_table import check_fits
 from maskserve_engine.device_clock import Span
-from maskserve_engine.entry_store import estimated_costs, open_store, sized
+from maskserve_engine.entry_store import estimated_costs, open_mover, open_store, sized
 from maskserve_engine.executor import (
     CachedRowSpec,
     PrimingRowSpec,
@@ -93,11 +93,12 @@ class Rank:
             check_fits(config, device_memory(self.device)[1])
         with one_cpu_thread():
             adapter = load_adapter(config)
-        costs = estimated_costs(config)
+        mover = open_mover(config)
+        costs = estimated_costs(config, mover)
         kinds, size = sized(config, adapter, costs)
         memory = memory_table(config, adapter, size)
         share = 1 if self.device.type == "cuda" else config.engine.devices  # all in one memory
-        self._store = open_store(config, size, costs, memory.cache // share)
+        self._store = open_store(config, size, costs, memory.cache // share, mover)
         self._local = LocalExecutor(adapter, self._store)
         self.adapter = adapter
         if config.engine.warm_up:

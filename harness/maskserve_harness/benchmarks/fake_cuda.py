@@ -26,7 +26,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from maskserve_core.planning.cost_model import H100
 from maskserve_engine import entry_store
+from maskserve_engine.cache.loader import LinkRates
 from maskserve_engine.families.unet.graphs import CudaCapture
 from maskserve_engine.layers import kernels
 from maskserve_engine.stages import device_probe
@@ -156,7 +158,9 @@ class FakeCuda:
         self._facts.append(patch.object(kernels, "missing_for_launches", lambda: None))
         # What computes nothing takes no time that a probe could tell.
         self._facts.append(patch.object(device_probe, "probed", lambda peak, *_: peak))
-        self._facts.append(patch.object(entry_store, "moved_per_s", lambda *_: 0.0))
+        rates = LinkRates(gathered=H100.link_bytes, direct=0.0)
+        self._facts.append(patch.object(entry_store, "tried_rates", lambda *_, **__: rates))
+        self._facts.append(patch.object(entry_store, "on_tmpfs", lambda folder: False))
         # Torch asks `is_available` whether it may make a real tensor there first.
         none = not torch.cuda.is_available()
         self._facts.append(patch.object(FakeTensorMode, "avoid_device_init", none))

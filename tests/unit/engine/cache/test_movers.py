@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +20,13 @@ from maskserve_core.config import ENTRY_FORMATS
 from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache import loader
 from maskserve_engine.cache.entries import AnchorEntry, Coded, encode
-from maskserve_engine.cache.loader import CudaMover, HostMover
+from maskserve_engine.cache.entry_file import StoredEntry
+from maskserve_engine.cache.folder_tier import FolderTier
+from maskserve_engine.cache.loader import CudaMover, HostMover, LinkRates, Load, Loader, Selection
+from maskserve_engine.cache.registered import Registrar
+from tests.fakes.cuda_runtime import Runtime
+from tests.fakes.entries import NOTE, random_entry
+from tests.support.eventually import eventually
 
 BUFFER = 4096
 """Bytes of a pinned buffer: a part takes many."""
@@ -67,6 +77,18 @@ class Cuda:
         self.current = self.default = Stream()
         self.pinned = 0
         self.recorded = 0
+        self.ring: list[Tensor] = []
+        self.runtime = Runtime()
+        self.sent: list[int] = []
+        """Bytes of each copy to the device."""
+
+    def reads(self, source: Tensor) -> None:
+        """The device does so now: of what is pinned or registered, or its own."""
+        if isinstance(source, OnDevice):
+            return
+        begin = source.data_ptr()
+        pinned = any(each.data_ptr() <= begin < each.data_ptr() + each.nbytes for each in self.ring)
+        assert pinned or self.runtime.holds(source), "the host would copy this"
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -92,7 +114,14 @@ class OnDevice(Tensor):
     def copy_(self, source: Tensor, non_blocking: bool = False) -> OnDevice:
         assert non_blocking, "the host waits for this copy"
         plain = self.as_subclass(Tensor)  # type: ignore[no-untyped-call]
-        self.cuda.current.work.append(lambda: plain.copy_(source))
+        if not isinstance(source, OnDevice):
+            self.cuda.sent.append(source.nbytes)
+
+        def copy() -> None:
+            self.cuda.reads(source)
+            plain.copy_(source)
+
+        self.cuda.current.work.append(copy)
         return self
 
     def record_stream(self, stream: Stream) -> None:
@@ -104,13 +133,46 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     fake = Cuda()
 
     def empty(*shape: Any, pin_memory: bool = False, device: object = None, **more: Any) -> Tensor:
-        fake.pinned += pin_memory
         made = torch.empty(*shape, **more)
+        if pin_memory:
+            fake.pinned += 1
+            fake.ring.append(made)
         return made if device is None else made.as_subclass(OnDevice)  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(OnDevice, "cuda", fake, raising=False)
-    monkeypatch.setattr(loader, "torch", SimpleNamespace(cuda=fake, empty=empty, uint8=torch.uint8))
+
+    def index_select(source: Tensor, dim: int, ids: Tensor, out: Tensor) -> None:
+        plain = [t.as_subclass(Tensor) for t in (source, ids, out)]  # type: ignore[no-untyped-call]
+        gather = partial(torch.index_select, plain[0], dim, plain[1])
+        fake.current.work.append(lambda: plain[2].copy_(gather()))
+
+    dtypes = {name: getattr(torch, name) for name in ("uint8", "int16", "int32", "int64")}
+    parts = {"empty": empty, "index_select": index_select, "from_numpy": torch.from_numpy}
+    monkeypatch.setattr(loader, "torch", SimpleNamespace(cuda=fake, **parts, **dtypes))
     return fake
+
+
+@pytest.fixture
+def stored(cuda: Cuda, tmp_path: Path) -> Iterator[Stored]:
+    registrar = Registrar(torch.device("cpu"), cuda.runtime)
+    mover = CudaMover(torch.device("cpu"), BUFFER, registrar=registrar, rates=LinkRates(1.0, 1e9))
+    yield Stored(mover, FolderTier("host", tmp_path, 10**8, opened=mover.register))
+    mover.close()
+    assert not cuda.runtime.ranges
+
+
+class Stored(NamedTuple):
+    """A host tier whose files the device reads by itself, as far as `mover.rates` say so."""
+
+    mover: CudaMover
+    tier: FolderTier
+
+    def entry(self, seed: int, format: str = "int8") -> tuple[StoredEntry, AnchorEntry]:
+        entry = random_entry(seed, tokens=300, width=64, format=format)
+        assert self.tier.put(str(seed), entry, NOTE)
+        there = self.tier.open(str(seed), entry.anchor)
+        assert there is not None
+        return there, entry
 
 
 def part(seed: int, format: str) -> tuple[Coded, Coded]:
@@ -197,3 +259,127 @@ def test_copies_to_the_host_share_a_stream(cuda: Cuda) -> None:
     made = Stream.made
     assert [mover.to_host(entry) for _ in range(3)] == [entry] * 3
     assert Stream.made == made
+
+
+def equal(arrived: tuple[Coded, ...], wanted: tuple[Coded, ...]) -> bool:
+    return all(
+        torch.equal(raw(have), raw(want))
+        for one, other in zip(arrived, wanted, strict=True)
+        for have, want in zip(one.tensors(), other.tensors(), strict=True)
+    )
+
+
+def raw(x: Tensor) -> Tensor:
+    return x.as_subclass(Tensor).contiguous().view(torch.uint8)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("format", ENTRY_FORMATS)
+@pytest.mark.parametrize("tokens", [None, 1, 267])
+def test_what_the_device_reads_by_itself_is_what_a_row_is_to_read(
+    cuda: Cuda, stored: Stored, format: str, tokens: int | None
+) -> None:
+    rng = np.random.default_rng()
+    ids = None if tokens is None else rng.permutation(300)[:tokens]
+    entries = [stored.entry(seed, format) for seed in range(3)]
+    moved = [stored.mover.move(there.blocks[1].part("kv"), ids) for there, _ in entries]
+    for arrival, (_, entry) in zip(moved, entries, strict=True):
+        parts = arrival.get()
+        cuda.default.reach(len(cuda.default.work))
+        wanted = entry.blocks[1].part("kv")
+        if ids is not None:
+            wanted = tuple(coded.take(torch.from_numpy(ids)) for coded in wanted)
+        assert equal(parts, wanted)
+
+
+def test_whole_tensors_travel_in_one_copy_each_and_ids_once(cuda: Cuda, stored: Stored) -> None:
+    there, _ = stored.entry(0)
+    ids = np.arange(0, 300, 2)
+    for block in range(3):
+        stored.mover.move(there.blocks[block].part("kv"), ids)
+    scale = 64 * 4
+    block = [scale, 300 * 64, scale, 300 * 64]
+    assert cuda.sent == [scale, 8 * len(ids), *block[1:], *block, *block]
+
+
+@pytest.mark.parametrize("tokens", [10, 59, 61, 300])
+def test_the_way_that_is_done_sooner_is_taken(cuda: Cuda, stored: Stored, tokens: int) -> None:
+    """A link five times as fast as a core: whole tensors from a fifth of their tokens on."""
+    stored.mover.rates = LinkRates(gathered=10e9, direct=50e9)
+    there, _ = stored.entry(0)
+    stored.mover.move(there.blocks[0].part("h"), np.arange(tokens))
+    own, _, scale = 8 * tokens, 300 * 64, 64 * 4
+    direct = [scale, own, 300 * 64]
+    assert (cuda.sent == direct) is (tokens > 60)
+    assert sum(cuda.sent) == (sum(direct) if tokens > 60 else 64 * tokens + scale)
+
+
+def test_heads_of_whole_tensors_are_cut_on_the_device(cuda: Cuda, stored: Stored) -> None:
+    there, entry = stored.entry(0)
+    ids = np.sort(np.random.default_rng().permutation(300)[:200])
+    for levels in ([ids], [np.arange(300)]):
+        load = Load(there, "host", Selection(levels, heads=(1, 3, 4)))
+        arrival = stored.mover.move(load.parts(2, "kv"), levels[0])
+        parts = arrival.get()
+        cuda.default.reach(len(cuda.default.work))
+        chosen = torch.from_numpy(levels[0])
+        wanted = [c.columns(1, 3, 4).take(chosen) for c in entry.blocks[2].part("kv")]
+        assert equal(parts, tuple(wanted))
+
+
+def test_a_file_that_was_refused_goes_through_the_ring(cuda: Cuda, stored: Stored) -> None:
+    cuda.runtime.refuses = 2
+    there, entry = stored.entry(0)
+    assert there.file.registered is None
+    parts = stored.mover.move(there.blocks[0].part("kv"), None).get()
+    cuda.default.reach(len(cuda.default.work))
+    assert equal(parts, entry.blocks[0].part("kv"))
+    assert max(cuda.sent) <= BUFFER
+
+
+def test_few_direct_copies_are_on_their_way_at_once(cuda: Cuda, stored: Stored) -> None:
+    """What is needed sooner is not behind a whole entry, and a move lasts as long as its way."""
+    there, _ = stored.entry(0)
+    for block in range(3):
+        stored.mover.move(there.blocks[block].part("kv"), None)
+        copied = len(cuda.sent) // 2  # scales go through the ring
+        done = stored.mover.stream.done
+        assert len(stored.mover.stream.work) - done <= 2 + 2 + 1, (copied, done)
+
+
+def test_an_entry_evicted_under_a_copy_stays_registered_until_it_is_done(
+    cuda: Cuda, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = threading.Event()
+    real = Event.synchronize
+
+    def waits(event: Event) -> None:
+        assert passes.wait(30)
+        real(event)
+
+    there, entry = stored.entry(0)
+    arrival = stored.mover.move(there.blocks[0].part("h"), None)
+    monkeypatch.setattr(Event, "synchronize", waits)
+    stored.tier.evict("0")
+    del there
+    gc.collect()
+    with pytest.raises(AssertionError):
+        eventually("unregistered", lambda: not cuda.runtime.ranges, timeout_s=0.3)
+    passes.set()
+    eventually("unregistered", lambda: not cuda.runtime.ranges)
+    parts = arrival.get()
+    cuda.default.reach(len(cuda.default.work))
+    assert equal(parts, entry.blocks[0].part("h"))
+
+
+def test_a_loader_that_is_closed_has_unregistered_everything(cuda: Cuda, stored: Stored) -> None:
+    there, _ = stored.entry(0)
+    load = Load(there, "host", Selection([np.arange(0, 300, 3)]))
+    loader = Loader(stored.mover)
+    wants = [(block, "kv") for block in range(3)]
+    loader.ask(load, wants, 0)
+    for want in wants:
+        loader.wait(load, want)
+    assert cuda.runtime.ranges
+    loader.close()
+    assert not cuda.runtime.ranges
+    assert cuda.runtime.total == 1

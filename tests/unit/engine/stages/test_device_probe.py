@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from maskserve_core.planning.cost_model import H100, estimate
 from maskserve_engine import entry_store
-from maskserve_engine.cache.loader import Arrival, HostMover, Travelling
-from maskserve_engine.entry_store import moved_per_s
+from maskserve_engine.cache.entry_file import OpenFile
+from maskserve_engine.cache.loader import Arrival, CudaMover, HostMover, LinkRates, Travelling
+from maskserve_engine.cache.registered import Registrar
+from maskserve_engine.entry_store import tried_rates
 from maskserve_engine.stages.device_probe import device_rates, peak_rates, probed
+from tests.fakes.cuda_runtime import Runtime
 from tests.fakes.jobs import config_of
 
 CPU = torch.device("cpu")
@@ -35,35 +40,65 @@ def test_a_probe_times_one_product_and_one_copy() -> None:
     assert 1 / model.loads["host"].per_unit == pytest.approx(rates.link_bytes)
 
 
-def test_the_way_of_entries_is_tried_as_the_loader_takes_it() -> None:
-    moved: list[int] = []
+class Watched(HostMover):
+    """Writes down what travels."""
 
-    class Watched(HostMover):
-        def move(self, parts: Travelling, ids: Any) -> Arrival:
-            arrival = super().move(parts, ids)
-            moved.append(sum(coded.data.nbytes for coded in arrival.parts))
-            return arrival
+    def __init__(self) -> None:
+        self.rates = LinkRates()
+        self.moved: list[int] = []
+        self.refuses = False
 
+    def register(self, file: OpenFile) -> None:
+        if not self.refuses:
+            file.registered = Registrar(CPU, Runtime()).register(file.descriptor, file.nbytes)
+
+    def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:
+        arrival = super().move(parts, ids)
+        self.moved.append(arrival.parts[0].data.nbytes)
+        return arrival
+
+
+def rates_of(mover: Watched, took: float, *, direct: bool) -> LinkRates:
     def timer(work: Callable[[], object]) -> float:
         work()
-        return 0.5
+        return took
 
-    assert moved_per_s(Watched(), timer) == 2 * moved[0]
-    assert moved[0] == pytest.approx(8 / 9 * 8192 * 3072, rel=1e-3)
-    assert moved_per_s(Watched(), lambda work: 0.0) == 0.0
+    return tried_rates(cast(CudaMover, mover), timer, direct=direct)
 
 
-@pytest.mark.parametrize(("tried", "expected"), [(9e9, 9e9), (0.0, H100.link_bytes)])
-def test_loads_are_planned_with_what_was_tried(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tried: float, expected: float
+def test_both_ways_of_entries_are_tried_as_the_loader_takes_them() -> None:
+    mover = Watched()
+    rates = rates_of(mover, 0.5, direct=True)
+    assert mover.moved == [pytest.approx(8 / 9 * 8192 * 3072, rel=1e-3)] * 2
+    assert rates.gathered == 2 * mover.moved[0]
+    assert rates.direct == pytest.approx(2 * 8192 * 3072)  # whole tensors travel
+    assert rates.best(8 / 9) == pytest.approx(rates.gathered, rel=1e-3)
+    assert LinkRates(10e9, 50e9).best(0.5) == 25e9
+    assert LinkRates(10e9, 50e9).best(0.1) == 10e9
+
+
+def test_a_way_that_is_not_there_has_no_rate() -> None:
+    mover = Watched()
+    assert rates_of(mover, 0.5, direct=False).direct == 0.0
+    assert len(mover.moved) == 1
+    mover.refuses = True
+    assert rates_of(mover, 0.5, direct=True).direct == 0.0
+
+
+def test_times_that_say_nothing_leave_what_is_assumed() -> None:
+    assert rates_of(Watched(), 0.0, direct=True) == LinkRates()
+    assert rates_of(Watched(), 0.0, direct=False) == LinkRates(direct=0.0)
+
+
+def test_loads_are_planned_with_the_better_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(entry_store, "device_of", lambda config: torch.device("cuda", 0))
     monkeypatch.setattr(entry_store, "device_rates", lambda config: H100)
-    monkeypatch.setattr(entry_store, "CudaMover", lambda device, size: HostMover())
-    monkeypatch.setattr(entry_store, "moved_per_s", lambda mover, seconds: tried)
-    costs = entry_store.estimated_costs(config_of(tmp_path))
-    assert 1 / costs.loads["host"].per_unit == pytest.approx(expected)
-    off = entry_store.estimated_costs(config_of(tmp_path, cache={"enabled": False}))
+    mover = object.__new__(CudaMover)
+    mover.rates = LinkRates(9e9, 18e9)
+    costs = entry_store.estimated_costs(config_of(tmp_path), mover)
+    assert 1 / costs.loads["host"].per_unit == pytest.approx(18e9 * 8 / 9, rel=1e-3)
+    off = entry_store.estimated_costs(config_of(tmp_path, cache={"enabled": False}), mover)
     assert 1 / off.loads["host"].per_unit == pytest.approx(H100.link_bytes)
 
 

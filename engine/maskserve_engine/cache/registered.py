@@ -1,0 +1,196 @@
+"""Files of the host tier that a CUDA device reads by itself: mapped, and registered with it.
+
+A file on a tmpfs is memory. Registered (cudaHostRegister), its pages stay where they are and the
+device copies from them over its link; nobody touches the mapping but the device, so a file that is
+cut off meanwhile ends no process: the pages are held. A registration ends when nobody has the file
+open any more and the last copy out of it is done; a thread waits for that, since neither the
+engine nor the loader may.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import queue
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: for every context of the process."""
+_log = logging.getLogger(__name__)
+
+
+class HostRegister(Protocol):
+    """What of the CUDA runtime registers memory (`torch.cuda.cudart()`); both answer 0, or an
+    error's number.
+    """
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Any: ...  # noqa: N802
+
+    def cudaHostUnregister(self, address: int) -> Any: ...  # noqa: N802
+
+
+class Passing(Protocol):
+    """A CUDA event."""
+
+    def synchronize(self) -> None: ...
+
+
+class _Mapping:
+    def __init__(self, memory: Tensor) -> None:
+        self.memory: Tensor | None = memory
+        self.last: Passing | None = None
+
+
+class Registered:
+    """A whole file as the device reads it, for as long as this is held."""
+
+    def __init__(self, mapping: _Mapping) -> None:
+        self._mapping = mapping
+
+    @property
+    def memory(self) -> Tensor | None:
+        """[bytes] uint8, for copies to the device alone; None once the registrar is closed."""
+        return self._mapping.memory
+
+    def copied(self, event: Passing) -> None:
+        """The device reads it until `event` has passed; events pass in the order of these calls."""
+        self._mapping.last = event
+
+
+class Registrar:
+    """Registers files with one device; none any more once it refused one.
+
+    Args:
+        device: that reads them.
+        runtime: of CUDA; None: torch's.
+    """
+
+    def __init__(self, device: torch.device, runtime: HostRegister | None = None) -> None:
+        self._device = device
+        self._runtime: HostRegister = runtime or torch.cuda.cudart()
+        self._live: set[_Mapping] = set()
+        self._left: queue.SimpleQueue[_Mapping | None] = queue.SimpleQueue()
+        """Mappings that nobody holds. Finalizers put them here, at any moment and on any thread:
+        this queue takes no lock that they could meet."""
+        self._lock = threading.Lock()
+        """Of the books, and of whether there is a thread."""
+        self._thread: threading.Thread | None = None
+        self._off = False
+
+    @property
+    def nbytes(self) -> int:
+        """Registered now."""
+        with self._lock:
+            return sum(each.memory.nbytes for each in self._live if each.memory is not None)
+
+    def register(self, descriptor: int, nbytes: int) -> Registered | None:
+        """A file on a tmpfs, mapped and registered; None: it is to be read as others are.
+
+        Args:
+            descriptor: of the open file.
+            nbytes: of all of it.
+        """
+        if self._off or not nbytes:
+            return None
+        try:
+            memory = _mapped(descriptor, nbytes)
+        except OSError as error:
+            self._refuse(error.strerror or str(error))
+            return None
+        failed = int(self._runtime.cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE))
+        if failed:
+            self._refuse(f"cudaHostRegister: error {failed}")
+            self._forget_error()
+            return None
+        mapping = _Mapping(memory)
+        registered = Registered(mapping)
+        weakref.finalize(registered, self._left.put, mapping).atexit = False
+        with self._lock:
+            self._live.add(mapping)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="unregister", daemon=True)
+                self._thread.start()
+        return registered
+
+    def close(self) -> None:
+        """End every registration, also of what is still held; nothing is copied any more."""
+        self._off = True
+        if self._thread is not None:
+            self._left.put(None)
+            self._thread.join(10.0)
+        with self._lock:
+            left = list(self._live)
+        for each in left:
+            self._end(each)
+
+    def _run(self) -> None:
+        while (mapping := self._left.get()) is not None:
+            self._end(mapping)
+
+    def _end(self, mapping: _Mapping) -> None:
+        with self._lock:
+            if mapping not in self._live:
+                return
+            self._live.remove(mapping)
+        assert mapping.memory is not None
+        try:
+            if mapping.last is not None:
+                mapping.last.synchronize()
+            failed = int(self._runtime.cudaHostUnregister(mapping.memory.data_ptr()))
+        except RuntimeError as error:  # the device is lost: so is what it had registered
+            _log.warning("a file of the host tier could not be unregistered: %s", error)
+        else:
+            if failed:
+                _log.warning("cudaHostUnregister: error %d", failed)
+                self._forget_error()
+        mapping.memory = mapping.last = None  # the last reference to the mapping ends it
+
+    def _refuse(self, why: str) -> None:
+        self._off = True
+        _log.warning(
+            "files of the host tier are copied by this process, not by the device: %s", why
+        )
+
+    def _forget_error(self) -> None:
+        """CUDA tells a refusal once more, behind the next kernel that this thread launches: here it
+        harms nobody.
+        """
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self._device).add_(1)
+
+
+def _mapped(descriptor: int, nbytes: int) -> Tensor:
+    """[nbytes] of an open file, shared with it, whatever its name is by now.
+
+    Raises:
+        OSError: it is shorter, or must not be written to. (Nobody writes: but pages are registered
+            for reading and writing.)
+    """
+    writable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(writable).st_size < nbytes:
+            raise OSError("the file was cut off while it was open")
+        return torch.frombuffer(mmap.mmap(writable, nbytes), dtype=torch.uint8)
+    finally:
+        os.close(writable)
+
+
+def on_tmpfs(folder: str) -> bool:
+    """Whether files there are memory."""
+    path, best = Path(folder).resolve(), ("", "")
+    with suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+            _, at, kind, *_ = line.split()
+            at = at.encode().decode("unicode_escape")  # \040 for a space
+            # Of two mounts at one place the later one is on top.
+            if path.is_relative_to(at) and len(at) >= len(best[0]):
+                best = at, kind
+    return best[1] == "tmpfs"
