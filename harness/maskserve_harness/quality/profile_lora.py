@@ -1,6 +1,7 @@
 """For how long an edit may go without its LoRA (`adapters: fast`), judged on finished pictures.
 
-    python scripts/bench profile_lora assets/adapters/*.safetensors --out profiles.json
+    python scripts/bench profile_lora assets/adapters/{hollow,ninth-colour}.safetensors \
+        --out assets/adapters/profiles.json --plot docs/images/lora_profiles.png
 
 The same edits are made with the LoRA from step K on, for K = 1, 2, …, and held against those that
 have it from the start. The largest K at which, and below which, the pictures agree inside the mask
@@ -8,14 +9,14 @@ by BARS gives the sigma that `[adapters] profiles` reads: steps at a higher sigm
 LoRA for which not even K = 1 does is not written, and its fast edits are exact ones.
 
 Katz's rule stands beside (§6): the first step after which the latents with and without the LoRA
-have a cosine similarity under 0.99. It does not look at pictures.
+have a cosine similarity under 0.99. It does not look at pictures. `--plot` draws both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,14 +109,19 @@ def agree(found: Quality) -> bool:
     return found.psnr_in_mask >= BARS["mean"] and found.worst_psnr_in_mask >= BARS["worst"]
 
 
-def steps_by_cosine(ours: Made, without: Made) -> int:
-    """Katz's K: steps before the first whose latents are less alike than KATZ, mean over edits."""
-    for step, (some, others) in enumerate(zip(ours.latents, without.latents, strict=True)):
+def likeness(ours: Made, without: Made) -> list[float]:
+    """After each step, the cosine similarity of the latents of both, mean over edits."""
+    found = []
+    for some, others in zip(ours.latents, without.latents, strict=True):
         pairs = [(a.ravel(), b.ravel()) for a, b in zip(some, others, strict=True)]
         alike = [float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b))) for a, b in pairs]
-        if np.mean(alike) < KATZ:
-            return step
-    return len(ours.latents)
+        found.append(float(np.mean(alike)))
+    return found
+
+
+def steps_by_cosine(cosines: Sequence[float]) -> int:
+    """Katz's K: steps before the first whose latents are less alike than KATZ."""
+    return next((step for step, alike in enumerate(cosines) if alike < KATZ), len(cosines))
 
 
 def profiled(profiler: Profiler, path: Path, edits: Sequence[Edit]) -> dict[str, Any]:
@@ -124,7 +130,9 @@ def profiled(profiler: Profiler, path: Path, edits: Sequence[Edit]) -> dict[str,
     exact = profiler.made(edits, jobs, lora, 0)
     steps = len(exact.latents)
     without = profiler.made(edits, jobs, lora, steps)
-    katz = steps_by_cosine(exact, without)
+    cosines = likeness(exact, without)
+    katz = steps_by_cosine(cosines)
+    sigmas = [sigma for sigma, _ in profiler.adapter.sigmas(jobs[0])]
     late: dict[int, Quality] = {}
     best = 0
     for k in range(1, steps):
@@ -139,13 +147,60 @@ def profiled(profiler: Profiler, path: Path, edits: Sequence[Edit]) -> dict[str,
     return {
         "steps": steps,
         "k": best,
-        "sigma": profiler.adapter.sigmas(jobs[0])[best][0] if best else None,
+        "sigma": sigmas[best] if best else None,
         "katz_k": katz,
         "psnr_in_mask": {
             k: {"mean": round(each.psnr_in_mask, 2), "worst": round(each.worst_psnr_in_mask, 2)}
             for k, each in sorted(late.items())
         },
+        "sigmas": sigmas,
+        "cosines": cosines,
     }
+
+
+def draw(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """A column for each LoRA, over sigma as an edit goes through it: how alike latents are with and
+    without the LoRA, and how near finished pictures are that had it from there on.
+
+    Args:
+        report: of each LoRA by name, as `profiled` answers.
+        path: of a PNG.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        2, len(report), figsize=(6.5 * len(report), 7.0), squeeze=False, sharey="row"
+    )
+    for (name, found), (above, below) in zip(report.items(), panels.T, strict=True):
+        sigmas, tried = found["sigmas"], found["psnr_in_mask"]
+        # What is alike after a step is what the next one begins with.
+        above.plot(sigmas[1:], found["cosines"][:-1], ".-", color="tab:blue", label="latents alike")
+        above.axhline(KATZ, linestyle="--", color="tab:red", label=f"the paper's rule: {KATZ}")
+        above.set(title=name, ylabel="cosine similarity of latents")
+        for which, colour in (("mean", "tab:blue"), ("worst", "tab:orange")):
+            ys = [each[which] for each in tried.values()]
+            label = f"pictures, {which}; at least {BARS[which]:g}"
+            below.plot([sigmas[k] for k in tried], ys, "o", color=colour, label=label)
+            below.axhline(BARS[which], linestyle="--", color=colour)
+        below.set(xlabel="sigma from which on the LoRA is there", ylabel="PSNR in mask, dB")
+        for axes in (above, below):
+            for k, whose, colour in (
+                (found["k"], "ours", "tab:green"),
+                (found["katz_k"], "the paper's", "tab:red"),
+            ):
+                at = sigmas[min(k, len(sigmas) - 1)]
+                label = f"{whose}: {k} of {found['steps']} steps without"
+                axes.axvline(at, linestyle=":", color=colour, label=label)
+            axes.set_xlim(1.02, -0.02)
+            axes.grid(alpha=0.3)
+        above.legend(fontsize=8, loc="lower left")
+        below.legend(fontsize=8, loc="upper right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+    pyplot.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -158,6 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--edits", type=int, default=8)
     parser.add_argument("--out", type=Path, help="[adapters] profiles, which others stay in")
     parser.add_argument("--json", type=Path, help="all figures")
+    parser.add_argument("--plot", type=Path, help="a PNG: latents, pictures and both rules")
     args = parser.parse_args(arguments)
     profiler = Profiler(args.model, args.steps)
     report = {}
@@ -165,12 +221,15 @@ def main(arguments: list[str] | None = None) -> int:
         name = path.name.removesuffix(".safetensors")
         edits = edits_with(name, args.edits) if name in LOOKS else held_out_edits(args.edits)
         report[name] = profiled(profiler, path, edits)
-        print(json.dumps({name: report[name]}, indent=2), flush=True)
+        shown = {key: x for key, x in report[name].items() if key not in ("sigmas", "cosines")}
+        print(json.dumps({name: shown}, indent=2), flush=True)
     if args.out:
         kept = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
         kept = {name: sigma for name, sigma in kept.items() if name not in report}
         kept |= {name: each["sigma"] for name, each in report.items() if each["k"]}
         args.out.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    if args.plot:
+        draw(report, args.plot)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -7,12 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from maskserve_engine.requests.loras import read_profiles
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
 from maskserve_harness.quality import profile_lora
-from maskserve_harness.quality.profile_lora import Made, Profiler, main, profiled, steps_by_cosine
+from maskserve_harness.quality.profile_lora import (
+    Made,
+    Profiler,
+    draw,
+    likeness,
+    main,
+    profiled,
+    steps_by_cosine,
+)
 from tests.fakes.loras import LAYERS, lora, write
 
 STEPS = 4
@@ -59,5 +68,18 @@ def test_the_paper_s_rule_counts_steps_that_are_alike() -> None:
     one = np.array([1.0, 0.0], np.float32)
     near, far = np.array([1.0, 0.1], np.float32), np.array([1.0, 0.5], np.float32)
     ours = Made([], [[one]] * 3)
-    assert steps_by_cosine(ours, Made([], [[near], [near], [far]])) == 2
-    assert steps_by_cosine(ours, Made([], [[near]] * 3)) == 3
+    assert steps_by_cosine(likeness(ours, Made([], [[near], [near], [far]]))) == 2
+    assert steps_by_cosine(likeness(ours, Made([], [[near]] * 3))) == 3
+
+
+def test_a_plot_has_a_column_for_each_lora(tmp_path: Path) -> None:
+    one = {
+        "steps": 3, "k": 1, "katz_k": 3, "sigmas": [1.0, 0.7, 0.3], "cosines": [1.0, 0.999, 0.99],
+        "psnr_in_mask": {1: {"mean": 45.0, "worst": 33.0}, 2: {"mean": 35.0, "worst": 28.0}},
+    }  # fmt: skip
+    sizes = []
+    for names in (["a"], ["a", "b"]):
+        draw(dict.fromkeys(names, one), tmp_path / "plot.png")
+        with Image.open(tmp_path / "plot.png") as picture:
+            sizes.append(picture.size)
+    assert sizes[1] == (2 * sizes[0][0], sizes[0][1])

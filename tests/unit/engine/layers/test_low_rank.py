@@ -13,7 +13,15 @@ import torch
 from numpy.typing import NDArray
 from peft import LoraConfig
 
+from maskserve_core.models.unet import level_sizes
+from maskserve_engine.batch.forward import forward as flux_forward
+from maskserve_engine.batch.inputs import Packed
+from maskserve_engine.families.flux.blocks import FluxStep
+from maskserve_engine.families.flux.vectors import embed, vectors
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.families.unet.forward import PackedPasses
+from maskserve_engine.families.unet.forward import forward as unet_forward
+from maskserve_engine.job import Conditioning, EditJob
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, Update
 from maskserve_engine.layers.shrink_expand import Part
 from maskserve_harness.benchmarks.replay import Replay
@@ -22,6 +30,7 @@ from tests.fakes.pipelines import diffusers_edit, diffusers_latents
 from tests.fakes.tiny_unet import VARIANTS
 from tests.support import cached_rows
 from tests.support.cached_rows import KINDS
+from tests.support.frozen_tokens import Frozen, Recorded, first_blocks, flux_hooks, unet_hooks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
 LORAS = 3
@@ -67,14 +76,18 @@ class Model:
             if case.mask.mean() > 40:
                 return case
 
-    def oracle(self, case: Case, loras: Asked) -> NDArray[np.float32]:
-        """[C, h, w] latents of the pipeline with these LoRAs."""
+    def set(self, loras: Asked) -> None:
+        """Have diffusers' net add these LoRAs, and no other."""
         if loras:
             self.net.enable_adapters()
             names, scales = zip(*((str(number), scale) for number, scale in loras), strict=True)
             self.net.set_adapters(list(names), list(scales))
         else:
             self.net.disable_adapters()
+
+    def oracle(self, case: Case, loras: Asked) -> NDArray[np.float32]:
+        """[C, h, w] latents of the pipeline with these LoRAs."""
+        self.set(loras)
         if self.flux:
             return diffusers_latents(self.pipeline, case)
         latents: Any = diffusers_edit(
@@ -211,34 +224,105 @@ def test_cached_rows_with_other_loras_share_a_batch(model: Model, kind: str) -> 
         cached_rows.assert_equal(other.result().array(), one.result().array())
 
 
-def test_inactive_tokens_are_never_given_to_a_lora(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+def answered(model: Model, row: Any, kinds: Sequence[str]) -> torch.Tensor:
+    """[1, …] what the net answers to a row's next step; of FLUX for the computed tokens."""
+    weights = model.adapter.weights  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        if model.flux:
+            weights, packed = weights.with_adapters([row.adapters]), Packed([row.model_input()])
+            timesteps = torch.tensor([[row.walk(row.step)[0].timestep]])
+            [step] = vectors(weights, embed(weights, timesteps, packed.pooled, packed.guidance))
+            return flux_forward(FluxStep(weights, step), packed, kinds)[None]
+        sample, depth = row.sample(), len(model.net.down_blocks)
+        passes = PackedPasses(row.passes(), sample.shape[1:], depth, sample.device)
+        timesteps = torch.tensor([row.timestep])
+        weights = weights.with_adapters([row.adapters])
+        return unet_forward(weights, passes, sample[None], timesteps, kinds)
+
+
+def asked(
+    model: Model, x: torch.Tensor, timestep: float, job: EditJob, prompt: Conditioning
+) -> torch.Tensor:
+    """Diffusers' net, as it is set, on all tokens [N, in] or a whole sample [in_channels, h, w]."""
+    given = {name: torch.from_numpy(each)[None] for name, each in prompt.items()}
+    with torch.inference_mode():
+        if model.flux:
+            _, height, width = job.moments.shape
+            grid = height // 2, width // 2
+            ids = model.pipeline._prepare_latent_image_ids(1, *grid, x.device, x.dtype)
+            scale, text = job.request.settings.guidance_scale, given["prompt_embeds"]
+            guidance = torch.tensor([scale]) if model.net.config.guidance_embeds else None
+            answer: torch.Tensor = model.net(
+                x[None], text, given["pooled"], torch.tensor([timestep / 1000]), ids,
+                torch.zeros(text.shape[1], 3), guidance,
+            )[0]  # fmt: skip
+            return answer
+        height, width = job.edit_mask.shape
+        sizes = torch.tensor([[height, width, 0, 0, height, width]], dtype=torch.float32)
+        added = {"text_embeds": given.get("pooled"), "time_ids": sizes}
+        of_unet: torch.Tensor = model.net(
+            x[None], torch.tensor([timestep]), given["prompt_embeds"],
+            added_cond_kwargs=added if "pooled" in given else None,
+        )[0]  # fmt: skip
+        return of_unet
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inactive_tokens_are_the_template_s_whatever_loras_the_row_has(
+    model: Model, kind: str
 ) -> None:
-    """Of blocks that read keys and values: no product of theirs sees more rows than are active."""
-    if not model.flux:
-        return  # what leads into a UNet's stack and out of it is computed of the whole picture
-    rng, text, job = np.random.default_rng(), 0, None
-    while job is None or model.adapter.tokens(job).total <= 1 + text:  # too small a picture to tell
-        job = encode_case(model.encoder, model.case(rng), "r")
-        text = len(job.conditioning["prompt_embeds"])
-    job = replace(job, edit_mask=np.zeros_like(job.edit_mask))
-    job.edit_mask[:5, :5] = 255
+    """Oracle: diffusers' net with the LoRAs set by PEFT, all tokens in it, whose inactive ones
+    hooks keep as the same net without LoRAs has made them of the template. Where nothing keeps
+    them, as where LoRAs change what stands for them, the answer is another one.
+    """
+    rng = np.random.default_rng()
+    while True:  # until the picture has more tokens than the mask
+        job = encode_case(model.encoder, model.case(rng, guidance_scale=1.0), "r")
+        job = replace(job, edit_mask=np.zeros_like(job.edit_mask))
+        job.edit_mask[:5, :5] = 255
+        counts = model.adapter.tokens(job)
+        if 0 < counts.active < counts.total:
+            break
+    primed = cached_rows.Primed(model.adapter, model.encoder, job)
     replay = Replay(model.adapter)
-    row: Any = cached_rows.cached(
-        replay, job, cached_rows.Primed(model.adapter, model.encoder, job)
-    )
-    model.adapter.attach(row, job, ((model.sets[0], 1.0),))
-    counts = model.adapter.tokens(job)
-    seen: list[int] = []
-    add_to = Update.add_to
-
-    def watched(update: Update, out: torch.Tensor, x: torch.Tensor, scale: float) -> None:
-        seen.append(x.shape[-2])
-        add_to(update, out, x, scale)
-
-    monkeypatch.setattr(Update, "add_to", watched)
-    replay.step([row], ("kv",) * model.adapter.blocks)
-    assert counts.active < max(seen) <= counts.active + text < counts.total
+    row: Any = cached_rows.cached(replay, job, primed)
+    loras: Asked = [(0, 0.7), (2, -0.4)]
+    model.adapter.attach(row, job, tuple([(model.sets[n], scale) for n, scale in loras]))
+    template, empty = primed.row.template, model.encoder.encode_prompt("")
+    for step in range(2):
+        row.entry = replay.next_read(row)
+        anchor, timestep = row.entry.anchor, model.adapter.sigmas(job)[step][1]
+        active = row.inactive.active
+        if model.flux:
+            own, index = row.model_input(), row.inactive.index
+            entered = torch.empty(counts.total, own.tokens.shape[1])
+            entered[active], entered[index] = own.tokens, own.rest.tokens()
+            primed_on = template.at(torch.tensor(anchor.sigma))
+            hooks, inactive, at_hand = flux_hooks, {counts.total: index}, frozenset({0})
+        else:
+            entered, primed_on = row.sample(), template.at(anchor.timestep)
+            _, height, width = entered.shape
+            sizes = level_sizes(height, width, len(model.net.down_blocks))
+            inactive = {
+                h * w: torch.from_numpy(np.setdiff1d(np.arange(h * w), active[level]))
+                for level, (h, w) in enumerate(sizes)
+            }
+            hooks, at_hand = unet_hooks, first_blocks(model.net)
+        recorded = Recorded()
+        model.set(())
+        with hooks(model.net, recorded):
+            asked(model, primed_on, anchor.timestep, job, empty)
+        model.set(loras)
+        moving = asked(model, entered, timestep, job, job.conditioning)
+        with hooks(model.net, Frozen(recorded, inactive, kind, at_hand)):
+            frozen = asked(model, entered, timestep, job, job.conditioning)
+        found = answered(model, row, (kind,) * model.adapter.blocks)
+        if model.flux:
+            frozen, moving = frozen[:, active], moving[:, active]
+        cached_rows.assert_equal(found.numpy(), frozen.numpy())
+        if kind != "dense":
+            assert (found - moving).abs().max() > 2 * tolerance(frozen.numpy())
+        replay.step([row], (kind,) * model.adapter.blocks)
 
 
 def test_a_row_takes_its_loras_between_two_steps(model: Model) -> None:

@@ -1,0 +1,134 @@
+"""diffusers' nets whose inactive tokens stay what a template made of them: hooks freeze them.
+
+An oracle for cached rows with adapters. The template's forward is recorded without any adapter;
+in the edit's, PEFT's layers see and change all tokens, and hooks put the template's values back
+where the plan reads them: a block's input for `project`, keys and values for `kv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Site: TypeAlias = tuple[str, int]
+"""What is frozen, and of which block: `h`, its input; `k` (after its norm) and `v`; `end`, what
+leaves the stack that ends with it."""
+Freeze: TypeAlias = Callable[[Site, Tensor], Tensor]
+"""Is shown [1, tokens, …] of the image tokens at a site; answers what is to stand there."""
+
+
+class Recorded(dict[Site, Tensor]):
+    """Keeps what it is shown."""
+
+    def __call__(self, site: Site, seen: Tensor) -> Tensor:
+        self[site] = seen.clone()
+        return seen
+
+
+class Frozen:
+    """Puts back what was recorded.
+
+    Args:
+        recorded: of the template.
+        inactive: tokens in a picture → ids of the inactive ones.
+        kind: of the plan.
+        at_hand: blocks whose inactive tokens are computed before them: `project` reads these.
+    """
+
+    def __init__(
+        self,
+        recorded: Mapping[Site, Tensor],
+        inactive: Mapping[int, Tensor],
+        kind: str,
+        at_hand: frozenset[int],
+    ) -> None:
+        self.recorded, self.inactive = recorded, inactive
+        parts = {"project": ("h", "end"), "kv": ("k", "v", "end"), "dense": ()}[kind]
+        self.sites = {site for site in recorded if site[0] in parts}
+        self.sites -= {("h", block) for block in at_hand}
+
+    def __call__(self, site: Site, seen: Tensor) -> Tensor:
+        if site not in self.sites:
+            return seen
+        ids = self.inactive[seen.shape[1]]
+        return seen.index_copy(1, ids, self.recorded[site][:, ids])
+
+
+@contextmanager
+def flux_hooks(net: nn.Module, freeze: Freeze) -> Iterator[None]:
+    """On a FluxTransformer2DModel."""
+    with _hooks() as hooked:
+        model: Any = net
+        doubles = len(model.transformer_blocks)
+        blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
+        for number, block in enumerate(blocks):
+            text = [0]  # tokens before the image's, in a single block's attention
+
+            def enter(
+                _: Any, args: Any, given: dict[str, Any], number: int = number,
+                text: list[int] = text,
+            ) -> Any:  # fmt: skip
+                if number >= doubles:
+                    text[0] = given["encoder_hidden_states"].shape[1]
+                hidden = freeze(("h", number), given["hidden_states"])
+                return args, {**given, "hidden_states": hidden}
+
+            def leave(part: str, number: int = number, text: list[int] = text) -> Any:
+                def hook(_: Any, __: Any, out: Tensor) -> Tensor:
+                    own = freeze((part, number), out[:, text[0] :])
+                    return torch.cat((out[:, : text[0]], own), dim=1)
+
+                return hook
+
+            hooked(block.register_forward_pre_hook(enter, with_kwargs=True))
+            hooked(block.attn.norm_k.register_forward_hook(leave("k")))
+            hooked(block.attn.to_v.register_forward_hook(leave("v")))
+        yield
+
+
+@contextmanager
+def unet_hooks(net: nn.Module, freeze: Freeze) -> Iterator[None]:
+    """On a UNet2DConditionModel."""
+    with _hooks() as hooked:
+        for number, (block, last) in enumerate(_blocks_of_unet(net)):
+
+            def enter(_: Any, args: tuple[Any, ...], number: int = number) -> Any:
+                return freeze(("h", number), args[0]), *args[1:]
+
+            def leave(part: str, number: int = number) -> Any:
+                return lambda _, __, out: freeze((part, number), out)
+
+            hooked(block.register_forward_pre_hook(enter))
+            hooked(block.attn1.to_k.register_forward_hook(leave("k")))
+            hooked(block.attn1.to_v.register_forward_hook(leave("v")))
+            if last:
+                hooked(block.register_forward_hook(leave("end")))
+        yield
+
+
+def first_blocks(net: nn.Module) -> frozenset[int]:
+    """Of a UNet's stacks."""
+    ends = [last for _, last in _blocks_of_unet(net)]
+    return frozenset({0, *[number + 1 for number, last in enumerate(ends[:-1]) if last]})
+
+
+def _blocks_of_unet(net: Any) -> list[tuple[Any, bool]]:
+    """In the order they run, each with whether it is its stack's last one."""
+    stages = [*net.down_blocks, net.mid_block, *net.up_blocks]
+    stacks = [stack.transformer_blocks for stage in stages
+              for stack in getattr(stage, "attentions", None) or ()]  # fmt: skip
+    return [(block, block is stack[-1]) for stack in stacks for block in stack]
+
+
+@contextmanager
+def _hooks() -> Iterator[Callable[[Any], None]]:
+    made: list[Any] = []
+    try:
+        yield made.append
+    finally:
+        for each in made:
+            each.remove()
