@@ -22,13 +22,11 @@ COMMANDS = {
     "adapter_misses": "benchmarks.adapter_misses",
     # Many workers.
     "simulate_cluster": "simulator.command",
-    # Load and harm.
+    # Load.
     "end_to_end": "rivals.end_to_end",
     "due_times": "benchmarks.due_times",
     "perf_analyzer": "perf.command",
     "soak": "soaking.command",
-    "measure_faults": "faults.command",
-    "measure_router_faults": "cluster.faults_command",
     # The quality of pictures.
     "eval_demo_model": "demo_model.eval_command",
     "eval_quality": "quality.command",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -13,8 +12,6 @@ import pytest
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_harness.bench import COMMANDS
 from maskserve_harness.benchmarks.bytes_table import table, unet_table
-from maskserve_harness.faults.bars import missed_bars
-from maskserve_harness.faults.table import client_table, worker_table
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = sorted(
@@ -74,16 +71,6 @@ def test_every_setting_is_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     names = EditSettings.__struct_fields__
     assert [name for name in names if f"`{name}`" not in readme] == []
-
-
-def test_the_tables_of_reliability_are_those_that_were_measured() -> None:
-    """Printed by `scripts/bench measure_faults --show`."""
-    report = json.loads((ROOT / "docs" / "benchmarks" / "faults.json").read_text(encoding="utf-8"))
-    text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
-    assert worker_table(report["worker_faults"]) in text
-    assert client_table(report["client_faults"]) in text
-    assert report["date"] in text
-    assert missed_bars(report) == []
 
 
 def test_the_table_of_bytes_is_what_the_engine_takes() -> None:

@@ -95,6 +95,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     for name in ("warm", "cold"):
         drawn(folder / f"{name}.safetensors")
     drawn_for_text(folder / "words.safetensors")
+    config = tmp_path_factory.mktemp("config") / "maskserve.toml"
+    config.write_text("[adapters]\nrescan_s = 0.2\n")
     port = free_base_port(2)
     options = ServeOptions(
         model=str(DEMO),
@@ -102,6 +104,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         router=True,
         router_port=port + 10,
         adapters=str(folder),
+        config=config,
         log_dir=tmp_path_factory.mktemp("lora-logs"),
     )
     with (

@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from maskserve_harness.cluster.site import RouterSite
+from maskserve_harness.router_site import RouterSite
 from maskserve_router.openapi import document
 from maskserve_serving.worker import WorkerProcess
 

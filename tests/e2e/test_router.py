@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import http.client
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tritonclient.grpc as grpc_sync
 import tritonclient.grpc.aio as grpc_aio
@@ -27,11 +31,10 @@ import tritonclient.http.aio as http_aio
 from maskserve_client import Client
 from maskserve_core.errors import Cancelled, InvalidRequest, TemplateNotFound
 from maskserve_harness.checkout import CHECKOUT
-from maskserve_harness.cluster.faults import Cluster, faults, try_fault
-from maskserve_harness.cluster.judged_load import known_edits
-from maskserve_harness.cluster.site import RouterSite
 from maskserve_harness.perf.errors import PerfError
 from maskserve_harness.perf.tool import find_tool
+from maskserve_harness.router_site import RouterSite
+from maskserve_harness.soaking.visitor import DONE
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
@@ -41,6 +44,7 @@ from tests.support.calls import (
     Grpc,
     Http,
     InferenceServerException,
+    edit_inputs,
     eventually,
     pixels,
     plain_edit,
@@ -48,17 +52,26 @@ from tests.support.calls import (
     tensors,
     texts,
 )
+from tests.support.faults.cluster_faults import Cluster, Fault, faults, try_fault
+from tests.support.faults.judged_load import LOST, WRONG, known_edits
 
 LONG = {"num_inference_steps": 1000}
 SOON_S = 3.0
+SHORT = ("clients that leave at random", "router killed and started again", "denoiser killed")
+"""Faults that are tried in each run."""
 
 
 @pytest.fixture(scope="module")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
-    """Two workers."""
-    logs = tmp_path_factory.mktemp("logs")
+    """Two workers, whose cached activations outlive them."""
+    folder = tmp_path_factory.mktemp("pair")
     options = ServeOptions(
-        model=str(model), workers=2, base_port=free_base_port(2), log_dir=logs, say=print
+        model=str(model),
+        workers=2,
+        base_port=free_base_port(2),
+        log_dir=folder / "logs",
+        entries=folder / "entries",
+        say=print,
     )
     with Supervisor(options) as running:
         yield running
@@ -655,6 +668,53 @@ def test_workers_are_added_and_removed_while_it_runs(
     assert set(told(router)) == set(both)
 
 
+def test_a_template_is_shared_by_a_host_and_outlives_its_workers(
+    model: Path, pair: Supervisor, tmp_path: Path
+) -> None:
+    source, mask = scene(64, 64), blob_mask(64, 64)
+    # It waits for what lies in files, and every block takes its entry.
+    edit = edit_inputs(source, mask, cache="auto", reproducible=True, num_inference_steps=4)
+    first, second = (worker.grpc_url for worker in pair.workers)
+    with closing(Grpc(first)) as grpc:
+        image = base64.b64encode(encode(source)).decode()
+        name = str(grpc.control(op="register", image=image)["template_id"])
+
+        def listed() -> str:
+            """The template's line in what `maskserve templates ls` prints."""
+            command = [sys.executable, "-m", "maskserve_client.cli", "templates", "ls"]
+            said = subprocess.run(
+                [*command, "--url", first], capture_output=True, text=True, check=True, timeout=60
+            ).stdout
+            return next(line for line in said.splitlines() if name in line)
+
+        eventually(
+            "it is primed",
+            lambda: grpc.control(op="prime", template_id=name)["state"] == "primed",
+            60.0,
+        )
+        eventually("it is on disk", lambda: "disk" in listed(), 60.0)
+        for tier in ("device", "host", "disk"):
+            assert re.search(rf"{tier} [\d.]+ [KMG]iB", listed())
+        shown, _ = grpc.edit(edit)
+    with closing(Grpc(second)) as other:  # it has primed nothing
+        theirs, meta = other.edit(edit)
+        assert (meta["cache"], meta["cache_tier"]) == ("hit", "host")
+        assert np.abs(pixels(theirs).astype(int) - pixels(shown)).max() <= 1
+    # What is left when both are gone: their files, and no host tier.
+    options, entries = pair.workers[0].spec.options, tmp_path / "entries"
+    assert options.entries is not None
+    shutil.copytree(options.entries, entries)
+    alone = replace(
+        options, workers=1, base_port=free_base_port(), log_dir=tmp_path, entries=entries
+    )
+    with Supervisor(alone) as again, closing(Grpc(again.workers[0].grpc_url)) as grpc:
+        eventually("it has looked", lambda: name in str(grpc.control(op="templates")), 30.0)
+        after, meta = grpc.edit(edit)
+        assert (meta["cache"], meta["cache_tier"]) == ("hit", "disk")
+        assert meta["cache_bytes"].get("disk", 0) > 0
+        assert np.array_equal(pixels(after)[mask == 0], source[mask == 0])
+
+
 def test_perf_analyzer(router: RouterSite, tmp_path: Path) -> None:
     try:
         find_tool(None, CHECKOUT / ".cache" / "perf_analyzer")
@@ -691,13 +751,16 @@ def test_a_router_that_stops_finishes_what_it_took(
 
 
 @pytest.mark.parametrize(
-    "name", ["clients that leave at random", "router killed and started again", "denoiser killed"]
+    "fault",
+    [
+        pytest.param(fault, id=fault.name, marks=() if fault.name in SHORT else pytest.mark.slow)
+        for fault in faults()
+    ],
 )
-async def test_no_edit_is_lost_or_wrong(pair: Supervisor, router: RouterSite, name: str) -> None:
+async def test_no_edit_is_lost_or_wrong(pair: Supervisor, router: RouterSite, fault: Fault) -> None:
     edits = await asyncio.to_thread(known_edits, [w.grpc_url for w in pair.workers], 64, 2, 3)
-    (fault,) = [one for one in faults() if one.name == name]
-    trial = await try_fault(Cluster(pair, router, edits), replace(fault, seconds=3.0, clients=4))
-    assert (trial["lost"], trial["wrong"]) == (0, 0)
-    assert trial["right"] > 0
-    if name == "denoiser killed":
-        assert not trial["errors"]  # what it held was done by the other
+    tally = await try_fault(Cluster(pair, router, edits), fault)
+    assert (tally.ends[LOST], tally.ends[WRONG]) == (0, 0)
+    assert tally.ends[DONE] > 0
+    if "router" not in fault.name:
+        assert not tally.errors  # what one worker held was done by the other

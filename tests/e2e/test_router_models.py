@@ -15,7 +15,7 @@ import pytest
 
 from maskserve_client import Client
 from maskserve_harness.checkout import DEMO_MODEL
-from maskserve_harness.cluster.site import RouterSite
+from maskserve_harness.router_site import RouterSite
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor

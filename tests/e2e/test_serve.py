@@ -145,13 +145,20 @@ def test_a_model_that_does_not_load(
     assert "logs/worker-0.log" in sentence
 
 
-def test_it_survives_the_death_of_the_denoiser_and_drains(
+def test_denoiser_and_router_come_back_and_it_drains(
     serve: Callable[..., Serving], model: Path
 ) -> None:
-    serving = serve("--model", str(model))
+    front = Ports(*(free := free_base_port(), free + 1, free + 2))
+    serving = serve(
+        "--model", str(model), "--router", "--router-port", str(front.http), base_port=free + 10
+    )
     serving.until("ready;")
-    client = Grpc(f"127.0.0.1:{serving.ports.grpc}")
-    expected, _ = client.edit(plain_edit(num_inference_steps=20))
+    assert any(
+        line.startswith(f"router: HTTP http://127.0.0.1:{front.http}") for line in serving.lines
+    )
+    client, routed = Grpc(f"127.0.0.1:{serving.ports.grpc}"), Grpc(f"127.0.0.1:{front.grpc}")
+    expected, meta = routed.edit(plain_edit(num_inference_steps=20))
+    assert meta["worker"] == "worker-0"
 
     # Killed in the middle of an edit: the client is told at once, and the worker comes back.
     doomed = client.begin(plain_edit(num_inference_steps=1000, request_id="doomed"))
@@ -161,14 +168,23 @@ def test_it_survives_the_death_of_the_denoiser_and_drains(
         doomed.wait()
     assert "has died" in serving.until("failed:") or "silent" in serving.lines[-1]
     serving.until("ready after")
+    [router] = [
+        process
+        for process in psutil.Process(serving.process.pid).children()
+        if "maskserve_router" in process.cmdline()
+    ]
+    router.kill()
+    serving.until("router: ready after")
     client.close()
-    client = Grpc(f"127.0.0.1:{serving.ports.grpc}")
-    again, _ = client.edit(plain_edit(num_inference_steps=20))
+    routed.close()
+    client, routed = Grpc(f"127.0.0.1:{serving.ports.grpc}"), Grpc(f"127.0.0.1:{front.grpc}")
+    again, _ = routed.edit(plain_edit(num_inference_steps=20))
     assert (abs(pixels(again).astype(int) - pixels(expected)) <= 1).all()
 
     # Told to stop in the middle of many edits: those that were accepted are finished.
     accepted: list[Pending] = [
-        client.begin(plain_edit(num_inference_steps=60, seed=i)) for i in range(12)
+        by.begin(plain_edit(num_inference_steps=60, seed=i))
+        for i, by in enumerate((client, routed) * 6)
     ]
     eventually("they are accepted", lambda: client.control(op="status")["in_flight"] == 12)
     serving.process.send_signal(signal.SIGTERM)
@@ -180,6 +196,8 @@ def test_it_survives_the_death_of_the_denoiser_and_drains(
     assert serving.wait() == 0
     assert serving.lines[-1] == "stopped"
     client.close()
+    routed.close()
+    check_free("127.0.0.1", front)
     serving.nothing_left()
 
 
@@ -213,36 +231,4 @@ def test_past_the_grace_edits_are_refused(serve: Callable[..., Serving], model: 
     assert serving.wait() == 1
     assert serving.lines[-1] == "stopped; not every accepted edit was finished"
     client.close()
-    serving.nothing_left()
-
-
-def test_a_router_runs_in_front_and_comes_back(serve: Callable[..., Serving], model: Path) -> None:
-    ports = Ports(*(free := free_base_port(), free + 1, free + 2))
-    serving = serve(
-        "--model", str(model), "--router", "--router-port", str(ports.http), base_port=free + 10
-    )
-    serving.until("ready;")
-    assert any(
-        line.startswith(f"router: HTTP http://127.0.0.1:{ports.http}") for line in serving.lines
-    )
-    client = Grpc(f"127.0.0.1:{ports.grpc}")
-    expected, meta = client.edit(plain_edit())
-    assert meta["worker"] == "worker-0"
-    [router] = [
-        process
-        for process in psutil.Process(serving.process.pid).children()
-        if "maskserve_router" in process.cmdline()
-    ]
-    router.kill()
-    serving.until("router: ready after")
-    client.close()
-    client = Grpc(f"127.0.0.1:{ports.grpc}")
-    assert client.edit(plain_edit())[0] == expected
-    long = client.begin(plain_edit(num_inference_steps=200))
-    eventually("it runs", lambda: client.control(op="status")["running"])
-    serving.process.send_signal(signal.SIGTERM)
-    assert long.wait()[1]["event"] == "final"
-    assert serving.wait() == 0
-    client.close()
-    check_free("127.0.0.1", ports)
     serving.nothing_left()

@@ -23,7 +23,7 @@ def run(model: Path, out: Path, minutes: float, sample_s: float) -> Report:
 
 
 def test_mixed_visits_are_answered_right_and_leave_nothing(model: Path, tmp_path: Path) -> None:
-    report = run(model, tmp_path, minutes=0.4, sample_s=0.5)
+    report = run(model, tmp_path, minutes=0.25, sample_s=0.5)
     assert len(report.ends) > len(MIX) / 2
     samples = report.samples
     assert {"server", "denoiser", "edit", "edit_stream"} <= samples[-1].processes.keys()

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
@@ -26,6 +27,7 @@ conv_halo = {HALO}
 """
 
 
+@pytest.mark.slow  # the same without a Triton is in tests/unit
 def test_a_cached_edit_with_tiles_is_what_the_family_gives_without_triton(tmp_path: Path) -> None:
     """But for the noise of the template, which the server draws from its digest. The naive rivals
     are farther: what dense rows give, and the source.

@@ -18,11 +18,11 @@ import tomli_w
 
 from maskserve_core.imaging.images import encode_image
 from maskserve_harness.benchmarks.adapter_misses import SERVICES, drawn
-from maskserve_harness.cluster.site import RouterSite
 from maskserve_harness.perf.inputs import Edit, draw_mask
 from maskserve_harness.perf.load import Load
 from maskserve_harness.perf.server import Server, own_server, own_workers
 from maskserve_harness.rivals.measuring import IN_FLIGHT, WARM, Bench, Figures, System
+from maskserve_harness.router_site import RouterSite
 from maskserve_harness.simulator.bars import FEW_TOKENS_IDLE, batching, routing, routing_cases
 
 POLICIES = ("round_robin", "least_requests", "mask_aware")

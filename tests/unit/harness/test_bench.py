@@ -31,9 +31,9 @@ def test_each_has_a_main(name: str) -> None:
 
 
 def test_a_command_has_its_own_flags() -> None:
-    told = bench("measure_faults", "--help")
+    told = bench("kernel_table", "--help")
     assert told.returncode == 0
-    assert told.stdout.startswith("usage: bench measure_faults")
+    assert told.stdout.startswith("usage: bench kernel_table")
 
 
 def test_an_unknown_name_is_refused_by_name() -> None:

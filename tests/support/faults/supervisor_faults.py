@@ -11,24 +11,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from maskserve_harness.faults.site import Site, until
-from maskserve_harness.faults.worker_faults import (
-    CLIENTS,
-    LOAD_S,
-    PATIENCE_S,
-    WorkerTrial,
-    begin_visits,
-    when,
-)
 from maskserve_serving.files import running_files
-from maskserve_serving.heartbeat import says_ready
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.runtime import find_runtime
 from maskserve_serving.spec import Spec
 from maskserve_serving.worker import WorkerProcess
-
-FAULT = "supervisor killed and started again"
+from tests.support.faults.worker_faults import (
+    CLIENTS,
+    LOAD_S,
+    PATIENCE_S,
+    WorkerTrial,
+    begin_visits,
+)
+from tests.support.faults.worker_site import Site, until
 
 
 class _Serving:
@@ -85,21 +81,14 @@ def try_supervisor_kill(model: str, log_dir: Path, side: int, steps: int) -> Wor
             harm.set()
             began = time.monotonic()
             serving.kill()
-            not_well = when(lambda: not site.says_well())
-            not_ready = when(lambda: not says_ready(site.worker.http_url, 1.0))
             load_s = serving.start()
             ends = [answer.result(PATIENCE_S) for answer in answers]
         serves = until("it serves again", site.serves, LOAD_S)
     finally:
         serving.stop()
     return WorkerTrial(
-        fault=FAULT,
-        clients=CLIENTS,
         seen=tuple(sorted({message for _, message in ends})),
-        answered_s=round(max(at for at, _ in ends) - began, 2),
-        not_well_s=round(not_well.result(PATIENCE_S) - began, 2),
-        not_ready_s=round(not_ready.result(PATIENCE_S) - began, 2),
-        serves_s=round(serves - began, 2),
+        serves_s=serves - began,
         load_s=load_s,
         as_told=True,  # nobody of ours is left to tell them
     )

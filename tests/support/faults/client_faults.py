@@ -1,4 +1,4 @@
-"""Clients that leave: how many steps their rows go on for."""
+"""Clients that leave: how soon their rows are free."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 from tritonclient.utils import InferenceServerException
 
-from maskserve_harness.faults.site import Site, until
+from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.probing.calls import CLIENT_TIMEOUT, Grpc, Stream, reason, texts
+from tests.support.faults.worker_site import Site, until
 
-STEPS_BAR = 2
 _PATIENCE_S = 60.0
 # Far beyond the first step of an edit, and far before its last.
 _DEADLINE_S = 1.5
-_HARNESS = Path(__file__).parents[2]
+_HARNESS = CHECKOUT / "harness"
 _CHILD = """
 import json, sys, time
 from maskserve_harness.probing.calls import Grpc, Stream
@@ -43,21 +41,6 @@ class ClientFault:
     name: str
     leave: Callable[[Site, str, ExitStack], Callable[[], object]]
     """Starts the edit of this name and returns what makes the client leave it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientTrial:
-    """What came of it, beside seven other edits."""
-
-    fault: str
-    steps: int
-    """Steps that the row took after the client had left."""
-    freed_s: float
-    step_ms: float
-    """Mean time of a step meanwhile."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def client_faults() -> list[ClientFault]:
@@ -86,8 +69,8 @@ def full_batch(site: Site, rows: int) -> Iterator[None]:
     until("the batch is empty", lambda: not site.status().running, _PATIENCE_S)  # type: ignore[union-attr]
 
 
-def try_client_fault(site: Site, fault: ClientFault) -> ClientTrial:
-    """Start an edit among others, have its client leave, and follow its row in the record.
+def freed_s(site: Site, fault: ClientFault) -> float:
+    """Start an edit, have its client leave, and follow its row in the record until it is free.
 
     Raises:
         LookupError: the edit ended by itself, so nothing was seen of what its client did.
@@ -99,27 +82,16 @@ def try_client_fault(site: Site, fault: ClientFault) -> ClientTrial:
         until("the edit runs", lambda: site.row(name), _PATIENCE_S)
         until("it has taken a step", lambda: _has_stepped(site, name), _PATIENCE_S)
         leave()
-        began, before = time.monotonic(), site.row(name)
-        counters = site.status().counters  # type: ignore[union-attr]
-        last = before
+        began, last = time.monotonic(), None
         while (row := site.row(name)) is not None:
             last = row
             if time.monotonic() - began > _PATIENCE_S:
                 raise TimeoutError(f"{fault.name}: the row was not freed")
             time.sleep(0.001)
-        freed_s = time.monotonic() - began
+        seconds = time.monotonic() - began
         if last is not None and last.steps_left <= 1:
             raise LookupError(f"{fault.name}: the row ran to its end")
-        after = site.status().counters  # type: ignore[union-attr]
-    taken = after["steps_total"] - counters["steps_total"]
-    seconds = after["step_seconds_total"] - counters["step_seconds_total"]
-    return ClientTrial(
-        fault=fault.name,
-        # The record is written before each step: the last one seen was still to be taken.
-        steps=before.steps_left - last.steps_left + 1 if before and last else 0,
-        freed_s=round(freed_s, 3),
-        step_ms=round(1e3 * seconds / taken, 1) if taken else 0.0,
-    )
+    return seconds
 
 
 def _has_stepped(site: Site, name: str) -> bool:

@@ -8,17 +8,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from geventhttpclient.response import HTTPConnectionClosed
 from tritonclient.utils import InferenceServerException
 
-from maskserve_harness.faults.sabotage import ORDER
-from maskserve_harness.faults.site import Site, until
 from maskserve_harness.probing.calls import Grpc, Http, Stream
-from maskserve_serving.heartbeat import says_ready
 from maskserve_serving.supervisor import STEADY_S
+from tests.support.faults.sabotage import ORDER
+from tests.support.faults.worker_site import Site, until
 
 CLIENTS = 5
 RETURN_BAR_S = 15.0
@@ -42,25 +40,14 @@ class WorkerFault:
 class WorkerTrial:
     """What came of a fault. Seconds from the fault."""
 
-    fault: str
-    clients: int
     seen: tuple[str, ...]
     """Different messages that clients got."""
-    answered_s: float
-    """Until the last waiting client had its answer."""
-    not_well_s: float
-    """Until `control` stopped saying that the engine is well."""
-    not_ready_s: float
-    """Until Triton stopped saying that it is ready."""
     serves_s: float
     """Until an edit was done again."""
     load_s: float
     """What the restarted worker took to load."""
     as_told: bool
     """Whether every client was told what the fault's clients are to be told, in time."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def worker_faults() -> list[WorkerFault]:
@@ -104,8 +91,6 @@ def try_worker_fault(site: Site, fault: WorkerFault) -> WorkerTrial:
         harm.set()
         began = time.monotonic()
         fault.inject(site)
-        not_well = when(lambda: not site.says_well())
-        not_ready = when(lambda: not says_ready(site.worker.http_url, 1.0))
         ends = [answer.result(PATIENCE_S) for answer in answers]
     # Asked all along: an engine gives itself up when steps of one client after another fail.
     serves = until(
@@ -114,14 +99,9 @@ def try_worker_fault(site: Site, fault: WorkerFault) -> WorkerTrial:
     messages = [message for _, message in ends]
     answered_s = max(at for at, _ in ends) - began
     return WorkerTrial(
-        fault=fault.name,
-        clients=len(ends),
         seen=tuple(sorted(set(messages))),
-        answered_s=round(answered_s, 2),
-        not_well_s=round(not_well.result(PATIENCE_S) - began, 2),
-        not_ready_s=round(not_ready.result(PATIENCE_S) - began, 2),
-        serves_s=round(serves - began, 2),
-        load_s=round(site.worker.loaded_in_s, 2),
+        serves_s=serves - began,
+        load_s=site.worker.loaded_in_s,
         as_told=answered_s <= fault.answer_bar_s
         # An edit may be done in the moment before its worker is found unwell.
         and all(said == "done" or fault.code in said for said in messages),
@@ -160,20 +140,6 @@ def _sabotage(how: str) -> Callable[[Site], None]:
         scratch.rename(scratch.with_name(ORDER))
 
     return inject
-
-
-def when(check: Callable[[], bool]) -> Future[float]:
-    """The time.monotonic() at which `check` first holds, watched on a thread of its own."""
-    future: Future[float] = Future()
-
-    def watch() -> None:
-        try:
-            future.set_result(until("it is seen", check, PATIENCE_S))
-        except TimeoutError as error:
-            future.set_exception(error)
-
-    threading.Thread(target=watch, daemon=True).start()
-    return future
 
 
 def begin_visits(

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +32,7 @@ PATIENCE_S = 60.0
 """An edit without an answer by then is lost."""
 _AGAIN_S = 0.2
 """What a client waits after an error."""
-_WRONG, _LOST, _LEFT = "wrong", "lost", "left"
+WRONG, LOST, LEFT = "wrong", "lost", "left"
 _PROMPTS = ("a red star", "a blue circle", "a green square")
 
 
@@ -50,34 +49,20 @@ class Tally:
     """How edits ended; clients report here from their threads."""
 
     ends: Counter[str] = field(default_factory=Counter)
-    seconds: list[float] = field(default_factory=list)
-    """Of those that were answered right."""
-    worst: int = 0
-    """Levels of 255 by which an answer was off at most."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def book(self, kind: str, end: str, seconds: float) -> None:
         with self.lock:
             self.ends[end] += 1
-            if end == DONE:
-                self.seconds.append(seconds)
 
     def complain(self, kind: str, problem: str) -> None:
-        self.book(kind, _WRONG, 0.0)
+        self.book(kind, WRONG, 0.0)
 
-    def to_json(self) -> dict[str, Any]:
-        known = (DONE, _WRONG, _LOST, _LEFT)
-        return {
-            "sent": self.ends.total(),
-            "right": self.ends[DONE],
-            "wrong": self.ends[_WRONG],
-            "worst_levels": self.worst,
-            "lost": self.ends[_LOST],
-            "left": self.ends[_LEFT],
-            "errors": {end: n for end, n in self.ends.most_common() if end not in known},
-            "p50_s": round(float(np.percentile(self.seconds, 50)), 3) if self.seconds else None,
-            "p95_s": round(float(np.percentile(self.seconds, 95)), 3) if self.seconds else None,
-        }
+    @property
+    def errors(self) -> dict[str, int]:
+        """By what their clients were told."""
+        known = (DONE, WRONG, LOST, LEFT)
+        return {end: number for end, number in self.ends.items() if end not in known}
 
 
 def known_edits(urls: Sequence[str], side: int, steps: int, count: int = 6) -> list[Known]:
@@ -165,10 +150,9 @@ class Customer:
             time.sleep(_AGAIN_S)
             self.open()
             why = reason(error)
-            return {CLIENT_CANCELLED: _LEFT, CLIENT_TIMEOUT: _LOST}.get(why, _short(why))
+            return {CLIENT_CANCELLED: LEFT, CLIENT_TIMEOUT: LOST}.get(why, _short(why))
         off = _levels(decode(image), edit.answer)
         if off:  # reproducible edits: their pixels are equal, not near
-            self.tally.worst = max(self.tally.worst, off)
             raise Unexpected(f"an answer is off by {off} levels")
         return DONE
 
@@ -198,7 +182,7 @@ def leave(customer: Customer) -> str:
         return pending.wait(PATIENCE_S)
 
     end = customer.edit(asked)
-    return _LEFT if end == _LOST and customer.use_http else end
+    return LEFT if end == LOST and customer.use_http else end
 
 
 def _short(text: str) -> str:

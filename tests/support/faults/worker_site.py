@@ -59,15 +59,6 @@ class Site:
         rows = status.running if status is not None else ()
         return next((row for row in rows if row.request_id == request_id), None)
 
-    def says_well(self) -> bool:
-        """Whether `control` answers that the engine is alive and takes edits."""
-        try:
-            with closing(Grpc(self.worker.grpc_url)) as client:
-                status = client.control("status", timeout_s=1.0)
-        except InferenceServerException:
-            return False
-        return bool(status["alive"] and status["state"] == "ready")
-
     def serves(self) -> bool:
         """Whether an edit sent now is done."""
         inputs = self.inputs(f"probe-{time.monotonic_ns()}", num_inference_steps=1)

@@ -1,1 +1,0 @@
-"""Measuring a router: workers whose steps take modelled time, and harm under load."""
