@@ -35,18 +35,23 @@ _PICTURE = 3
 _TILED = 5
 """Pictures' worth of tiles: 1.8 of those with their overlaps, their rows, and the whole."""
 Stage = Literal["encoder", "decoder"]
+DeviceMemory = tuple[int, int]
+"""(all, free) bytes."""
 
 
-def memory_table(config: Config, adapter: Adapter, size: TemplateSize) -> MemoryTable:
+def memory_table(
+    config: Config, adapter: Adapter, size: TemplateSize, memory: DeviceMemory | None = None
+) -> MemoryTable:
     """Of the denoiser's device, once its weights are there.
 
     Args:
         config: of the worker.
         adapter: the model.
         size: of a template.
+        memory: of the device; None: as it is now.
     """
     device = device_of(config)
-    total, free = device_memory(device)
+    total, free = memory or device_memory(device)
     step = step_bytes(config, adapter) + size.anchor_bytes
     if config.cache.enabled and adapter.facts.keeps_decoded:
         step += config.cache.placed_bytes
@@ -155,7 +160,7 @@ def image_bytes(config: Config, stage: Stage, facts: ModelFacts) -> int:
     return (held * tile + _TILED * _PICTURE * whole) * itemsize
 
 
-def device_memory(device: torch.device) -> tuple[int, int]:
+def device_memory(device: torch.device) -> DeviceMemory:
     """(all, free) bytes; for the CPU what the host has and can give without swapping."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -88,6 +88,9 @@ class ServeOptions:
     """Device of a ControlNet service, as `[model] device`; empty: ControlNets run beside the base.
     Its ports are base + {4 HTTP, 5 gRPC, 6 metrics}."""
     load_timeout_s: float = 900.0
+    unheard_s: float = 30.0
+    """How long a loaded model may be unknown to Triton: a model's process signs in as the last
+    thing it does to load, and Triton hears of it at once."""
     """How long a worker may take to load its model."""
     drain_grace_s: float | None = None
     """Bounds a drain; None takes the config's `[engine] drain_grace_s`."""

@@ -17,7 +17,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +43,14 @@ class Runtime:
     version: str
 
 
-def check_packages(*, router: bool = False) -> None:
+def check_packages(
+    *, router: bool = False, find: Callable[[str], object] = importlib.util.find_spec
+) -> None:
     """Raise unless what the workers, and the router, import is installed.
+
+    Args:
+        router: whether there is one.
+        find: finds a package by name; None where it is not installed.
 
     Raises:
         ServeError: it names the package and how to install it.
@@ -53,7 +59,7 @@ def check_packages(*, router: bool = False) -> None:
     if router:
         wanted |= dict.fromkeys(_OF_ROUTER, "engine,server,router")
     for module, extras in wanted.items():
-        if importlib.util.find_spec(module) is None:
+        if find(module) is None:
             raise ServeError(
                 f"the package {module} is not installed (pip install 'maskserve[{extras}]')"
             )

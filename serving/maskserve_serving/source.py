@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from maskserve_serving.files import with_values
 # "owner/name"; a path is written with a dot or slash in front, or exists.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
+Fetch = Callable[..., str]
 _SERVED = ["*.json", "*.toml", "*/*"]
 """Of a hub model: folders, and beside them what is no weights. FLUX.1's have the same weights once
 more there, in one file."""
@@ -22,8 +23,17 @@ _TRANSFORMER = ["transformer/*.safetensors"]
 """What a GGUF file takes the place of."""
 
 
+def _from_hub(model: str, **wanted: Any) -> str:
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(model, **wanted))
+
+
 def with_model(
-    tables: dict[str, Any], model: str, files: list[str] | None = None
+    tables: dict[str, Any],
+    model: str,
+    files: list[str] | None = None,
+    fetch: Fetch = _from_hub,
 ) -> dict[str, Any]:
     """Configuration tables that name the local folder of `model`, at the revision they ask for.
 
@@ -31,13 +41,14 @@ def with_model(
         tables: of the configuration.
         model: folder or hub id.
         files: patterns of those that are wanted of a hub model; None: all that is served.
+        fetch: huggingface_hub's `snapshot_download`, or what stands for it.
 
     Raises:
         ServeError: there is no such model, or it is none that is served.
     """
     asked = tables.get("model", {})
     without = _TRANSFORMER if asked.get("gguf") else []
-    folder = resolve_model(model, str(asked.get("revision", "")), files, without)
+    folder = resolve_model(model, str(asked.get("revision", "")), files, without, fetch)
     tables = with_values(tables, "model", path=str(folder))
     if not Path(model).exists() and not tables["model"].get("name"):
         # A downloaded model's folder is named after its revision; clients know the hub id.
@@ -50,6 +61,7 @@ def resolve_model(
     revision: str = "",
     files: list[str] | None = None,
     without: Sequence[str] = (),
+    fetch: Fetch = _from_hub,
 ) -> Path:
     """The local folder of a path or hub id; a hub model is downloaded, or found downloaded.
 
@@ -58,13 +70,14 @@ def resolve_model(
         revision: of a hub model; empty: the default branch.
         files: as `with_model`.
         without: patterns of those that are not wanted.
+        fetch: as `with_model`.
 
     Raises:
         ServeError: there is no such model, or it is none that is served.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        folder = _download(model, revision or None, files or _SERVED, without)
+        folder = _download(model, revision or None, files or _SERVED, without, fetch)
     try:
         load_facts(folder)
     except ConfigError as error:
@@ -77,25 +90,27 @@ def resolve_model(
 
 
 def _download(
-    model: str, revision: str | None, files: Sequence[str], without: Sequence[str]
+    model: str,
+    revision: str | None,
+    files: Sequence[str],
+    without: Sequence[str],
+    fetch: Fetch,
 ) -> Path:
     if _HUB_ID.fullmatch(model) is None:
         raise ServeError(f"--model: there is no folder {model}")
     try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ServeError(
-            f"--model: there is no folder {model}, and huggingface_hub is not installed"
-        ) from None
-    try:
         return Path(
-            snapshot_download(
+            fetch(
                 model,
                 revision=revision,
                 allow_patterns=list(files),
                 ignore_patterns=list(without),
             )
         )
+    except ImportError:
+        raise ServeError(
+            f"--model: there is no folder {model}, and huggingface_hub is not installed"
+        ) from None
     except Exception as error:
         # The hub client raises its own and its transports' errors; the first line says enough.
         why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -24,8 +24,6 @@ from maskserve_serving.supervisor_log import SupervisorLog
 from maskserve_serving.tracing import trace_arguments, untrace
 from maskserve_serving.triton_log import loaded_models
 
-# A model's process signs in as the last thing it does to load; Triton hears of it at once.
-_UNHEARD_S = 30.0
 # After the last answer left a front, Triton still has to write it to its socket.
 _LAST_ANSWER_S = 0.3
 
@@ -120,7 +118,7 @@ class WorkerProcess(Process):
         """
         loaded = loaded_models(self.said())
         for model, age_s in signed_in_for_s(self.spec.files.runtime).items():
-            if age_s > _UNHEARD_S and model not in loaded:
+            if age_s > self.spec.options.unheard_s and model not in loaded:
                 return f"tritonserver does not notice that {model} is loaded"
         return None
 

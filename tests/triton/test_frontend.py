@@ -100,8 +100,9 @@ def stuck() -> Iterator[Stuck]:
 def fronts(api: FakeTriton, config: Config) -> Iterator[Callable[..., EditFront]]:
     made: list[EditFront] = []
 
-    def make(name: str = "edit") -> EditFront:
-        made.append(EditFront(api, config, FILL_FACTS, name, streaming=name == "edit_stream"))
+    def make(name: str = "edit", **given: Any) -> EditFront:
+        streaming = name == "edit_stream"
+        made.append(EditFront(api, config, FILL_FACTS, name, streaming=streaming, **given))
         return made[-1]
 
     yield make
@@ -520,13 +521,12 @@ def test_a_silent_engine_is_noticed(api: FakeTriton, front: EditFront, stuck: St
 
 def test_an_edit_that_triton_loses_is_answered(
     api: FakeTriton,
-    front: EditFront,
+    fronts: Callable[..., EditFront],
     stuck: Stuck,
     beat: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once the engine has been seen to hold it and holds it no more."""
-    monkeypatch.setattr("maskserve_core.triton.watcher._LOST_S", 0.5)
+    front = fronts(lost_s=0.5)
     api.models["edit_pipeline"] = stuck
     lost, encoding = edit(api, {"request_id": "lost"}), edit(api, {"request_id": "encoding"})
     front.execute([lost, encoding])

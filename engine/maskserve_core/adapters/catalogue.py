@@ -26,7 +26,6 @@ from maskserve_core.errors import AdapterNotFound, InvalidRequest, Overloaded
 
 log = logging.getLogger("maskserve")
 
-_SAVE_EVERY_S = 1.0
 _FORMAT = 1
 
 
@@ -76,9 +75,13 @@ class Catalogue:
         config: of the worker.
         folder: of the file, shared by processes that serve the same model.
         storage: of the adapters.
+        save_every_s: how often the file is written while the storage is read.
     """
 
-    def __init__(self, config: Config, folder: Path, storage: Storage) -> None:
+    def __init__(
+        self, config: Config, folder: Path, storage: Storage, save_every_s: float = 1.0
+    ) -> None:
+        self._save_every_s = save_every_s
         self._config = config
         self._storage = storage
         asked = config.adapters
@@ -158,7 +161,7 @@ class Catalogue:
             except StorageFailed as error:
                 problem = f"{name}: {error}"
                 continue  # the next scan tries again
-            if time.monotonic() - saved > _SAVE_EVERY_S:
+            if time.monotonic() - saved > self._save_every_s:
                 self._write(_Page({**adapters}, whole=False))
                 saved = time.monotonic()
         self._write(_Page(adapters, whole=not problem, problem=problem))

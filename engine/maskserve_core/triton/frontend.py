@@ -58,6 +58,7 @@ class EditFront:
         name: of the front.
         streaming: whether progress and previews are sent on.
         tracer: by default, as the configuration says.
+        lost_s: as the watcher's.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class EditFront:
         *,
         streaming: bool,
         tracer: Tracer | None = None,
+        lost_s: float = 60.0,
     ) -> None:
         self._api = api
         self._config = config
@@ -90,7 +92,7 @@ class EditFront:
         self._after_steps = AfterSteps()
         self._traffic = Traffic()
         self._withdrawals = Withdrawals(api, config.runtime_dir, name, self._calls)
-        self._watcher = Watcher(config, name, self._calls, self._withdrawals, self._traffic)
+        self._watcher = Watcher(config, name, self._calls, self._withdrawals, self._traffic, lost_s)
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; each is answered later, exactly once."""

@@ -25,8 +25,6 @@ _HEALTH_EVERY_S = 0.1
 _IDLE_S = 0.25
 # However long steps are, a client that cancels or whose deadline passes has its answer by then.
 _SELDOM_S = 0.1
-# What comes after the engine takes a moment, or many on a CPU that decodes for others first.
-_LOST_S = 60.0
 
 
 class Watcher:
@@ -38,11 +36,20 @@ class Watcher:
         calls: the edits in flight.
         withdrawals: ends those that nobody waits for.
         traffic: told by the front what comes back.
+        lost_s: after the engine has let go of an edit, when its answer is held to be lost. What
+            comes then takes a moment, or many on a CPU that decodes for others first.
     """
 
     def __init__(
-        self, config: Config, name: str, calls: Calls, withdrawals: Withdrawals, traffic: Traffic
+        self,
+        config: Config,
+        name: str,
+        calls: Calls,
+        withdrawals: Withdrawals,
+        traffic: Traffic,
+        lost_s: float = 60.0,
     ) -> None:
+        self._lost_s = lost_s
         self._engine = config.engine
         self._calls, self._withdrawals, self._traffic = calls, withdrawals, traffic
         self._health = Health(config)
@@ -123,7 +130,7 @@ class Watcher:
             limit = call.edit.settings.deadline_ms
             late = f"{call.limit_name}: {limit} ms passed before the edit was done"
             self._withdrawals.withdraw(call, DeadlineExceeded(late))
-        elif call.heard and now - call.heard > _LOST_S:
+        elif call.heard and now - call.heard > self._lost_s:
             # TRITON-2.51: an ensemble never ends in which a step fails while others are under way.
             call.answer.fail(EngineFailed("the edit was lost on its way back from the engine"))
 

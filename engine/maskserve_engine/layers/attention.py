@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -121,20 +121,26 @@ def missing_varlen(device: torch.device, dtype: torch.dtype) -> str | None:
     return reason
 
 
-def choose_flash(major: int) -> str:
+def _activate(name: str) -> None:
+    """Raises AttributeError in a torch that knows no such packages."""
+    from torch.nn import attention as kernels
+
+    kernels.activate_flash_attention_impl(name)
+
+
+def choose_flash(major: int, activate: Callable[[str], object] = _activate) -> str:
     """Have torch use the first FlashAttention made for a device that is installed; in words, which,
     and why none that comes before it.
 
     Args:
         major: of the device's compute capability.
+        activate: has torch use one, by its name.
     """
-    from torch.nn import attention as kernels
-
     missed = ""
     for name, made_for in _FLASH.items():
         if major in made_for:
             try:
-                kernels.activate_flash_attention_impl(name)
+                activate(name)
             except (AttributeError, ImportError, KeyError, RuntimeError, ValueError) as error:
                 missed += f"; no {name}: {error}"
             else:

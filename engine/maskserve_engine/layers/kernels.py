@@ -27,10 +27,10 @@ def kernels_on(device: torch.device) -> bool:
 
 
 @cache
-def missing_triton() -> str | None:
+def missing_triton(package: str = "triton") -> str | None:
     """Why they cannot; None if they can. Logged once."""
-    if importlib.util.find_spec("triton") is None:
-        reason: str | None = "the package triton is not installed"
+    if importlib.util.find_spec(package) is None:
+        reason: str | None = f"the package {package} is not installed"
     else:
         reason = missing_for_launches()
     if reason is not None:
@@ -38,9 +38,9 @@ def missing_triton() -> str | None:
     return reason
 
 
-def missing_for_launches() -> str | None:
+def missing_for_launches(headers: Path | None = None) -> str | None:
     """What the package triton lacks to launch a kernel: what does it is C, made at the first."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "there is no C compiler (gcc, clang, or another that CC names)"
-    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    return None if headers.exists() else f"there is no {headers}"
+    headers = headers or Path(sysconfig.get_path("include", "posix_prefix"))
+    return None if (headers / "Python.h").exists() else f"there is no {headers}/Python.h"

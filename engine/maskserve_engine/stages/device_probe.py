@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -42,11 +43,16 @@ def device_rates(config: Config) -> Rates:
     return probed(peak, device, dtype, lambda work: seconds_of(work, device))
 
 
-def peak_rates(device: torch.device, dtype: torch.dtype, threads: int = 0) -> Rates:
+def peak_rates(
+    device: torch.device,
+    dtype: torch.dtype,
+    threads: int = 0,
+    properties: Callable[[torch.device], Any] = torch.cuda.get_device_properties,
+) -> Rates:
     """By a GPU's properties, or a CPU's threads (0: all cores)."""
     if device.type != "cuda":
         return cpu_rates(threads or cores())
-    found = torch.cuda.get_device_properties(device)
+    found = properties(device)
     gpu = GpuProperties(
         name=found.name,
         multiprocessors=found.multi_processor_count,

@@ -13,15 +13,20 @@ import torch
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.facts import ModelFacts, read_json
 
-_GPUS = Path("/proc/driver/nvidia/gpus")
+GPUS = Path("/proc/driver/nvidia/gpus")
 """Where NVIDIA's driver lists its devices."""
 _LIBRARIES = ("diffusers", "transformers")
 """That model_index.json may name: no other module is imported on a folder's word."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def device_of(config: Config) -> torch.device:
+def device_of(config: Config, cuda: Any = torch.cuda, gpus: Path = GPUS) -> torch.device:
     """The device `[model] device` names; `auto` takes CUDA where there is one.
+
+    Args:
+        config: of the worker.
+        cuda: torch's module.
+        gpus: folder where NVIDIA's driver lists its devices.
 
     Raises:
         ConfigError: no such device, or `auto` on a host with GPUs that torch cannot use: a model
@@ -29,26 +34,26 @@ def device_of(config: Config) -> torch.device:
     """
     name = config.model.device
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-        if name == "cpu" and (reason := unusable_gpus()) is not None:
+        name = "cuda" if cuda.is_available() else "cpu"
+        if name == "cpu" and (reason := unusable_gpus(gpus)) is not None:
             raise ConfigError(f'[model] device: {reason}; say device = "cpu" to do without')
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"[model] device: {name!r} is not a device") from error
     if device.type == "cuda":
-        if not torch.cuda.is_available():
+        if not cuda.is_available():
             raise ConfigError(f"[model] device: {name!r} asked for, but there is no CUDA device")
-        seen = torch.cuda.device_count()
+        seen = cuda.device_count()
         if (device.index or 0) >= seen:
             raise ConfigError(f"[model] device: {name!r} asked for, but {seen} can be seen here")
     return device
 
 
-def unusable_gpus() -> str | None:
+def unusable_gpus(gpus: Path = GPUS) -> str | None:
     """Why the GPUs of this host cannot be used; None if it has none that this process may see."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cards = len(list(_GPUS.glob("*")))
+    cards = len(list(gpus.glob("*")))
     if visible in ("", "-1") or (not cards and visible is None):
         return None
     if torch.version.cuda is None:
@@ -147,11 +152,11 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes + (0 if scales is None else scales.nbytes)
 
 
-def warm_up_side(config: Config, facts: ModelFacts) -> int:
+def warm_up_side(config: Config, facts: ModelFacts, device: torch.device | None = None) -> int:
     """Of the square picture to warm up with, in pixels: kernels of a GPU are chosen by shape, and a
-    CPU would take long for nothing.
+    CPU would take long for nothing. `device`: another than the configured one.
     """
-    on_gpu = device_of(config).type == "cuda"
+    on_gpu = (device or device_of(config)).type == "cuda"
     return facts.native_resolution if on_gpu else 4 * facts.size_multiple
 
 

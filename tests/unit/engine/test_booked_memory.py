@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from maskserve_engine import local_executor
 from maskserve_engine.cache.loader import EntryLost
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.registry import Encoder, load_encoder
@@ -73,9 +73,10 @@ def test_what_rows_hold_of_an_evicted_template_is_booked(engine: Engine, encoder
 
 @pytest.mark.parametrize("error", [RuntimeError, EntryLost])
 def test_what_a_failed_step_held_is_let_go_before_it_is_tried_again(
-    engine: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+    engine: Engine, encoder: Encoder, caplog: pytest.LogCaptureFixture, error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(local_executor._log, "disabled", True)  # pytest keeps what it is told
+    # pytest keeps what it is told.
+    caplog.set_level(logging.CRITICAL + 1, "maskserve_engine.local_executor")
     step, tries, alive = engine.adapter.step, list[weakref.ref[torch.Tensor]](), list[bool]()
 
     def fails_once(*given: Any) -> None:

@@ -21,6 +21,7 @@ from maskserve_core.worker.liveness import sign_in
 from maskserve_engine import memory
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.engine import Engine
+from maskserve_engine.entry_store import estimated_costs, sized
 from maskserve_engine.families.flux.encode import FluxEncoder
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.layers import kernels
@@ -45,18 +46,14 @@ FLUX_VAE = {
 FREE = 1000 * 2**20
 
 
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host whose memory is known."""
-    monkeypatch.setattr(memory, "device_memory", lambda device: (2 * FREE, FREE))
-
-
 def table(folder: Path, tmp_path: Path, **sections: Any) -> MemoryTable:
+    """On a host whose memory is known."""
     config = structs.replace(config_of(folder, **sections), runtime_dir=str(tmp_path))
-    return Engine(config, load_adapter(config)).memory
+    adapter = load_adapter(config)
+    _, size = sized(config, adapter, estimated_costs(config))
+    return memory.memory_table(config, adapter, size, (2 * FREE, FREE))
 
 
-@pytest.mark.usefixtures("host")
 def test_the_parts_add_up_to_the_whole(tiny_fill: Path, tmp_path: Path) -> None:
     told = table(tiny_fill, tmp_path)
     parts = (told.weights, told.encoder, told.decoder, told.step, told.cache, told.others)
@@ -67,7 +64,6 @@ def test_the_parts_add_up_to_the_whole(tiny_fill: Path, tmp_path: Path) -> None:
     assert told.cache == int(0.25 * (FREE - coming))
 
 
-@pytest.mark.usefixtures("host")
 def test_what_is_loaded_already_is_not_taken_twice(tiny_fill: Path, tmp_path: Path) -> None:
     before = table(tiny_fill, tmp_path)
     sign_in(tmp_path, "encoder")
@@ -79,7 +75,6 @@ def test_what_is_loaded_already_is_not_taken_twice(tiny_fill: Path, tmp_path: Pa
     )
 
 
-@pytest.mark.usefixtures("host")
 def test_loras_have_their_budget(tiny_fill: Path, tmp_path: Path) -> None:
     without = table(tiny_fill, tmp_path)
     where = {"store": str(tmp_path), "device_bytes": FREE // 10}
@@ -90,7 +85,6 @@ def test_loras_have_their_budget(tiny_fill: Path, tmp_path: Path) -> None:
     assert sum(parts) + told.others + told.left == told.total
 
 
-@pytest.mark.usefixtures("host")
 def test_a_stage_elsewhere_takes_nothing_here(tiny_fill: Path, tmp_path: Path) -> None:
     where = {"encoder_device": "meta"}
     told = table(tiny_fill, tmp_path, model=where)
@@ -98,20 +92,24 @@ def test_a_stage_elsewhere_takes_nothing_here(tiny_fill: Path, tmp_path: Path) -
     assert told.decoder > 0
 
 
-@pytest.mark.usefixtures("host")
 def test_a_budget_beyond_what_there_is_is_told(
     tiny_fill: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO):
-        told = table(tiny_fill, tmp_path, cache={"budget_bytes": 2 * FREE})
-    assert told.cache == 2 * FREE
-    assert told.left < 0
+    def told(cache: dict[str, Any]) -> MemoryTable:
+        config = config_of(tiny_fill, cache=cache)
+        with caplog.at_level(logging.INFO):
+            return Engine(config, load_adapter(config)).memory
+
+    all_there_is, _ = memory.device_memory(torch.device("cpu"))
+    beyond = told({"budget_bytes": 2 * all_there_is})
+    assert beyond.cache == 2 * all_there_is
+    assert beyond.left < 0
     assert "more memory is promised than there is" in caplog.text
     caplog.clear()
-    with caplog.at_level(logging.INFO):
-        assert table(tiny_fill, tmp_path, cache={"enabled": False}).cache == 0
+    assert told({"enabled": False}).cache == 0
     assert "promised" not in caplog.text
-    assert "memory of cpu: 1.95 GiB\n  weights" in caplog.text
+    assert "memory of cpu: " in caplog.text
+    assert "memory of cpu: 1.95 GiB\n  weights" in table(tiny_fill, tmp_path).text()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -124,10 +124,8 @@ def test_a_model_that_cannot_take_a_step_is_not_served(tiny_fill: Path) -> None:
         watched.warm_up()
 
 
-def test_a_gpu_is_warmed_up_at_the_models_own_size(
-    tiny_fill: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_is_warmed_up_at_the_models_own_size(tiny_fill: Path) -> None:
     config, facts = config_of(tiny_fill), load_facts(tiny_fill)
     assert loader.warm_up_side(config, facts) == 32
-    monkeypatch.setattr(loader, "device_of", lambda config: torch.device("cuda", 0))
-    assert loader.warm_up_side(config, facts) == facts.native_resolution == 64
+    side = loader.warm_up_side(config, facts, torch.device("cuda", 0))
+    assert side == facts.native_resolution == 64

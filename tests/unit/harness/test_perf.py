@@ -302,7 +302,6 @@ def test_without_a_package_index_nothing_is_left(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    monkeypatch.setattr(tool, "check_platform", lambda *_: None)
     with pytest.raises(PerfError, match=r"cannot install perf_analyzer: pip cannot download trit"):
         tool.find_tool(None, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []

@@ -178,26 +178,20 @@ def test_a_missing_model_is_told(model: str, sentence: str) -> None:
     assert str(caught.value) == sentence
 
 
-def test_a_hub_id_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
+def test_a_hub_id_that_cannot_be_had_is_told() -> None:
     asked = []
 
     def refuse(name: str, **asked_for: object) -> str:
         asked.append((name, asked_for["revision"]))
         raise OSError("the network is down\nand so on")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(ServeError, match=r"no folder some/model, .* it: the network is down$"):
-        resolve_model("some/model", "v2")
+        resolve_model("some/model", "v2", fetch=refuse)
     assert asked == [("some/model", "v2")]
 
 
 @pytest.mark.parametrize("gguf", ["", "weights.gguf"])
-def test_of_a_hub_model_what_is_served_is_fetched(
-    monkeypatch: pytest.MonkeyPatch, tiny_fill: Path, gguf: str
-) -> None:
-    import huggingface_hub
+def test_of_a_hub_model_what_is_served_is_fetched(tiny_fill: Path, gguf: str) -> None:
     from huggingface_hub.utils import filter_repo_objects
 
     wanted = ["model_index.json", "transformer/config.json", "vae/diffusion.safetensors"]
@@ -209,8 +203,7 @@ def test_of_a_hub_model_what_is_served_is_fetched(
         fetched.extend(filter_repo_objects(files, **patterns))
         return str(tiny_fill)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    with_model({"model": {"gguf": gguf}}, "some/model")
+    with_model({"model": {"gguf": gguf}}, "some/model", fetch=fetch)
     assert fetched == (wanted if gguf else [*wanted, files[-1]])
 
 
@@ -350,13 +343,11 @@ http.server.HTTPServer(("127.0.0.1", port), Ready).serve_forever()
 )
 def test_a_first_start_is_tried_again_when_the_machine_stalled(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     fail: str,
     failures: int,
     tries: int,
     error: str | None,
 ) -> None:
-    monkeypatch.setattr("maskserve_serving.worker._UNHEARD_S", 0.3)
     count, server = tmp_path / "tries", tmp_path / "tritonserver"
     server.write_text(
         FAKE_SERVER.format(python=sys.executable, tries=str(count), failures=failures, fail=fail)
@@ -367,6 +358,7 @@ def test_a_first_start_is_tried_again_when_the_machine_stalled(
         base_port=ports.free_base_port(),
         log_dir=tmp_path / "logs",
         tritonserver=server,
+        unheard_s=0.3,
         say=lambda line: None,
     )
     supervisor = Supervisor(options, backoff_s=(0.1,))
@@ -499,15 +491,12 @@ def test_a_server_gets_a_large_stack_and_its_models_know_it() -> None:
         ("uvicorn", True, "engine,server,router"),
     ],
 )
-def test_a_missing_package_is_told_with_its_remedy(
-    monkeypatch: pytest.MonkeyPatch, missing: str, router: bool, extras: str
-) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == missing else find_spec(name)
-    )
+def test_a_missing_package_is_told_with_its_remedy(missing: str, router: bool, extras: str) -> None:
+    def find(name: str) -> object:
+        return None if name == missing else importlib.util.find_spec(name)
+
     with pytest.raises(ServeError) as refused:
-        runtime.check_packages(router=router)
+        runtime.check_packages(router=router, find=find)
     assert str(refused.value) == (
         f"the package {missing} is not installed (pip install 'maskserve[{extras}]')"
     )

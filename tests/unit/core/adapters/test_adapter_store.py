@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from maskserve_core.adapters import catalogue as catalogues
+from maskserve_core.adapters.catalogue import Catalogue
 from maskserve_core.adapters.storage import CHUNK_BYTES, Storage, StorageFailed
 from maskserve_core.adapters.store import AdapterStore
 from maskserve_core.config import Config
@@ -469,16 +469,13 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path, folder: Path) -> None:
                 holder.stdout.close()
 
 
-def test_the_catalogue_is_saved_while_it_is_read(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_catalogue_is_saved_while_it_is_read(tmp_path: Path, folder: Path) -> None:
     """Adapters of a large storage can be used before the last header is read."""
-    monkeypatch.setattr(catalogues, "_SAVE_EVERY_S", 0.0)
     for name in "ab":
         write(folder / f"{name}.safetensors")
     shelf = Shelf(str(folder))
     seen: list[set[str]] = []
-    with opened(tmp_path, shelf) as store, opened(tmp_path) as other:
+    with opened(tmp_path) as other:
         shelf.between = lambda: seen.append(set(other.catalogue.all()))
-        store.catalogue.scan()
+        Catalogue(config_of(tmp_path), other.host.folder, shelf, save_every_s=0.0).scan()
     assert seen == [set(), {"a"}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.request import accept_edit
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.postprocess import finish_edit, source_and_weights
-from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
+from maskserve_core.imaging.preprocess import DECODED_PIXELS, PreparedEdit, prepare_edit
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.pictures import OddImage, blob_mask, encode, odd_images, scene
 
@@ -23,16 +24,19 @@ FACTS = replace(FILL_FACTS, native_resolution=64)
 SIZES = [(64, 64), (45, 61), (61, 45), (1, 1), (3, 200), (200, 3), (97, 131), (64, 65)]
 
 
-@pytest.fixture(params=["pixels", "files"], autouse=True)
-def carried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+Prepare = Callable[..., PreparedEdit]
+
+
+@pytest.fixture(params=["pixels", "files"])
+def prepare(request: pytest.FixtureRequest) -> Prepare:
     """How source and weights come from preprocess: small ones as pixels, large ones as files."""
-    if request.param == "files":
-        monkeypatch.setattr("maskserve_core.imaging.preprocess.DECODED_PIXELS", 0)
+    decoded = DECODED_PIXELS if request.param == "pixels" else 0
 
+    def prepare(image: bytes, mask: np.ndarray, **settings: Any) -> PreparedEdit:
+        accepted = accept_edit(EditSettings(**settings), b"x", FACTS, Config())
+        return prepare_edit(image, encode(mask), accepted, FACTS, Config(), decoded_pixels=decoded)
 
-def prepare(image: bytes, mask: np.ndarray, **settings: Any) -> PreparedEdit:
-    accepted = accept_edit(EditSettings(**settings), b"x", FACTS, Config())
-    return prepare_edit(image, encode(mask), accepted, FACTS, Config())
+    return prepare
 
 
 def finish(done: PreparedEdit, colour: tuple[int, int, int]) -> np.ndarray:
@@ -53,7 +57,9 @@ def check_outside(answer: np.ndarray, source: np.ndarray, mask: np.ndarray) -> N
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("output_format", ["png", "webp"])
-def test_outside_is_bit_exact_at_any_size(size: tuple[int, int], output_format: str) -> None:
+def test_outside_is_bit_exact_at_any_size(
+    prepare: Prepare, size: tuple[int, int], output_format: str
+) -> None:
     source, mask = scene(*size), blob_mask(*size)
     done = prepare(encode(source), mask, output_format=output_format)
     check_outside(finish(done, (250, 3, 120)), source, mask)
@@ -61,14 +67,16 @@ def test_outside_is_bit_exact_at_any_size(size: tuple[int, int], output_format: 
 
 @pytest.mark.parametrize("odd", odd_images(), ids=lambda odd: odd.name)
 @pytest.mark.parametrize("output_format", ["png", "webp"])
-def test_outside_is_the_decoded_upright_source(odd: OddImage, output_format: str) -> None:
+def test_outside_is_the_decoded_upright_source(
+    prepare: Prepare, odd: OddImage, output_format: str
+) -> None:
     mask = blob_mask(*odd.pixels.shape[:2])
     done = prepare(odd.encoded, mask, output_format=output_format)
     check_outside(finish(done, (250, 3, 120)), odd.pixels, mask)
 
 
 @pytest.mark.parametrize("at", [(0, 0), (44, 60), (0, 60), (20, 31)])
-def test_a_mask_of_one_pixel_changes_one_pixel(at: tuple[int, int]) -> None:
+def test_a_mask_of_one_pixel_changes_one_pixel(prepare: Prepare, at: tuple[int, int]) -> None:
     source, mask = scene(45, 61), np.zeros((45, 61), np.uint8)
     mask[at] = 255
     answer = finish(prepare(encode(source), mask), (250, 3, 120))
@@ -76,20 +84,20 @@ def test_a_mask_of_one_pixel_changes_one_pixel(at: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("output_format", ["png", "webp"])
-def test_holes_in_a_mask_stay_as_they_were(output_format: str) -> None:
+def test_holes_in_a_mask_stay_as_they_were(prepare: Prepare, output_format: str) -> None:
     mask = (np.random.default_rng().random((45, 61)) < 0.3).astype(np.uint8) * np.uint8(255)
     source = scene(45, 61)
     answer = finish(prepare(encode(source), mask, output_format=output_format), (250, 3, 120))
     check_outside(answer, source, mask)
 
 
-def test_an_all_white_mask_keeps_nothing() -> None:
+def test_an_all_white_mask_keeps_nothing(prepare: Prepare) -> None:
     mask = np.full((45, 61), 255, np.uint8)
     answer = finish(prepare(encode(scene(45, 61)), mask), (250, 3, 120))
     assert (answer == (250, 3, 120)).all()
 
 
-def test_the_feather_mixes_by_its_weights() -> None:
+def test_the_feather_mixes_by_its_weights(prepare: Prepare) -> None:
     source = np.full((40, 60, 3), 200, np.uint8)
     done = prepare(encode(source), blob_mask(40, 60), mask_dilate=2, mask_feather=6)
     weights = np.asarray(source_and_weights(done.context, (40, 60))[1]).astype(float)
@@ -101,7 +109,7 @@ def test_the_feather_mixes_by_its_weights() -> None:
     assert (answer[weights == 255] == (100, 0, 255)).all()
 
 
-def test_inside_is_the_models_picture_brought_to_size() -> None:
+def test_inside_is_the_models_picture_brought_to_size(prepare: Prepare) -> None:
     source = scene(150, 90)
     done = prepare(encode(source), np.full((150, 90), 255, np.uint8))
     assert done.pixels.shape[:2] != (150, 90)
@@ -111,7 +119,7 @@ def test_inside_is_the_models_picture_brought_to_size() -> None:
     assert np.abs(np.asarray(Image.open(io.BytesIO(answer))) - expected).max() <= 2
 
 
-def test_base64_answers_hold_the_same_file() -> None:
+def test_base64_answers_hold_the_same_file(prepare: Prepare) -> None:
     source, mask = scene(20, 30), blob_mask(20, 30)
     raw = prepare(encode(source), mask)
     text = prepare(encode(source), mask, output_encoding="base64")
@@ -120,7 +128,7 @@ def test_base64_answers_hold_the_same_file() -> None:
     assert base64.b64decode(coded, validate=True) == plain
 
 
-def test_jpeg_answers_are_near() -> None:
+def test_jpeg_answers_are_near(prepare: Prepare) -> None:
     smooth = np.asarray(Image.fromarray(scene(4, 4)).resize((60, 40), Image.Resampling.BICUBIC))
     done = prepare(encode(smooth), blob_mask(40, 60), output_format="jpeg")
     answer = finish_edit(done.pixels, done.context)

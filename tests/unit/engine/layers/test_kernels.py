@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
-import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +13,27 @@ from maskserve_engine.layers import kernels
 
 
 @pytest.fixture
-def reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], str | None]:
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """With all that is needed, until a test takes a part away."""
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setattr(shutil, "which", {"gcc": "/usr/bin/gcc"}.get)
-    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
+    (tmp_path / "gcc").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    return kernels.missing_triton.__wrapped__
+    return tmp_path
 
 
-def test_the_package_the_compiler_and_the_headers_are_all_it_needs(
-    reason: Callable[[], str | None],
-) -> None:
-    assert reason() is None
+def test_the_compiler_and_the_headers_are_all_it_needs(folder: Path) -> None:
+    assert kernels.missing_for_launches(folder) is None
 
 
-def test_what_is_missing_is_named(
-    reason: Callable[[], str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "Python.h").unlink()
-    assert reason() == f"there is no {tmp_path}/Python.h"
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert "no C compiler" in str(reason())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert reason() == "the package triton is not installed"
+def test_what_is_missing_is_named(folder: Path) -> None:
+    (folder / "Python.h").unlink()
+    assert kernels.missing_for_launches(folder) == f"there is no {folder}/Python.h"
+    (folder / "gcc").unlink()
+    assert "no C compiler" in str(kernels.missing_for_launches(folder))
+    assert "no C compiler" in str(kernels.missing_triton.__wrapped__())
+    missing = kernels.missing_triton.__wrapped__("no_such_triton")
+    assert missing == "the package no_such_triton is not installed"
 
 
 def test_they_go_to_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,54 +23,51 @@ def config(tmp_path: Path) -> Config:
     return config_of(tmp_path)
 
 
+UNUSABLE = SimpleNamespace(is_available=lambda: False)
+"""torch.cuda where it finds no GPU."""
+
+
 @pytest.fixture
-def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host whose driver lists two GPUs, for a torch that cannot use them."""
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the driver of a host lists two GPUs."""
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / "gpus" / name).mkdir(parents=True)
-    monkeypatch.setattr(loader, "_GPUS", tmp_path / "gpus")
-    monkeypatch.setattr(loader.torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path / "gpus"
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_gpus_that_torch_cannot_use_are_an_error(config: Config) -> None:
+def test_gpus_that_torch_cannot_use_are_an_error(config: Config, two_gpus: Path) -> None:
     with pytest.raises(ConfigError, match=r"2 NVIDIA GPU\(s\) that cannot be used: .+ say device"):
-        loader.device_of(config)
+        loader.device_of(config, UNUSABLE, two_gpus)
 
 
 def test_gpus_that_are_named_and_not_there_are_an_error(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "_GPUS", tmp_path / "no driver")
-    monkeypatch.setattr(loader.torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES=1 names GPUs .+ say device"):
-        loader.device_of(config)
+        loader.device_of(config, UNUSABLE, tmp_path / "no driver")
 
 
-@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("visible", ["", "-1"])
 def test_gpus_that_are_hidden_are_not_missed(
-    config: Config, visible: str, monkeypatch: pytest.MonkeyPatch
+    config: Config, two_gpus: Path, visible: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert loader.device_of(config).type == "cpu"
+    assert loader.device_of(config, UNUSABLE, two_gpus).type == "cpu"
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_who_says_cpu_gets_it(tmp_path: Path) -> None:
+def test_who_says_cpu_gets_it(tmp_path: Path, two_gpus: Path) -> None:
     config = config_of(tmp_path, model={"device": "cpu"})
-    assert loader.device_of(config).type == "cpu"
+    assert loader.device_of(config, UNUSABLE, two_gpus).type == "cpu"
     assert loader.device_in_words(config).startswith("cpu, float32, torch ")
 
 
-def test_a_gpu_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(loader.torch.cuda, "device_count", lambda: 1)
+def test_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None:
+    one = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1)
     config = config_of(tmp_path, model={"device": "cuda:1"})
     with pytest.raises(ConfigError, match="'cuda:1' asked for, but 1 can be seen here"):
-        loader.device_of(config)
+        loader.device_of(config, one)
 
 
 def test_stages_go_where_they_are_told_and_else_to_the_denoiser(tmp_path: Path) -> None:

@@ -106,12 +106,11 @@ def test_times_that_say_nothing_leave_what_the_device_says_of_itself() -> None:
     assert probed(H100, CPU, torch.float32, lambda work: 0.0, side=32, copied=1024) == H100
 
 
-def test_a_gpu_is_asked_for_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_asked_for_its_properties() -> None:
     found = SimpleNamespace(
         name="no such name", multi_processor_count=170, clock_rate=2_407_000, major=12, minor=0
     )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    rates = peak_rates(torch.device("cuda"), torch.bfloat16)
+    rates = peak_rates(torch.device("cuda"), torch.bfloat16, properties=lambda device: found)
     assert rates.device == "no such name"
     assert rates.product_flops == pytest.approx(419e12, rel=0.01)
 

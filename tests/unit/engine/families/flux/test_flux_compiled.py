@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -142,7 +141,7 @@ def test_what_attention_was_given_is_let_go_before_the_rest_of_a_single_block(
 def test_without_a_compiler_blocks_run_uncompiled_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shutil, "which", lambda program: None)
+    monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with caplog.at_level(logging.WARNING):
         assert compile_segments(make_bench().weights) is None
