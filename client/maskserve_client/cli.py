@@ -231,7 +231,8 @@ def _add_edit(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     running.add_argument(
         "--adapters",
         choices=ADAPTER_MODES,
-        help="fast: the first steps may run before the LoRAs are there",
+        help="fast: the first steps may run before the LoRAs are there, and no step waits for what "
+        "a ControlNet service says of it",
     )
     running.add_argument("--cache", choices=CACHE_MODES, help="use of cached activations")
     running.add_argument(

@@ -308,6 +308,9 @@ class AdaptersConfig(Table, frozen=True):
     the model without any."""
 
 
+FastControl = Literal["ahead", "stale"]
+
+
 class ControlsConfig(Table, frozen=True):
     """`[controls]`: the ControlNets that edits may name."""
 
@@ -325,6 +328,10 @@ class ControlsConfig(Table, frozen=True):
     refresh: Annotated[int, Meta(ge=1, le=1000)] = 7
     """Beside a cached row a ControlNet computes all tokens at one step in so many, and the active
     ones at the others; 1: all tokens at each."""
+    fast: FastControl = "ahead"
+    """What edits with `adapters: fast` add of a service's ControlNets, so that no step waits for
+    its own: `ahead`: what they said of latents extrapolated from the step before; `stale`: what
+    they said of that step."""
 
 
 class LogConfig(Table, frozen=True):

@@ -87,6 +87,7 @@ class ControlNetService:
         folder: for the socket and the slots; best in memory. Made anew.
         loader: brings ControlNets from `[controls] folder`.
         adapter: of the base's family; None: as the configuration says.
+        connection: of a denoiser; a bench's is as slow as some network.
     """
 
     def __init__(
@@ -95,8 +96,9 @@ class ControlNetService:
         folder: Path,
         loader: Callable[..., ControlNetLoader] = ControlNetLoader,
         adapter: Adapter | None = None,
+        connection: Callable[[socket.socket], Connection] = Connection,
     ) -> None:
-        self._config, self._folder = config, folder
+        self._config, self._folder, self._connection = config, folder, connection
         self._device, self._dtype = device_of(config), dtype_of(config)
         self._adapter: Adapter = adapter or load_adapter(_shape_of(config))
         self._loader = loader(config, self._adapter.facts, self._brought)
@@ -274,7 +276,7 @@ class ControlNetService:
             while not self._stop.is_set():
                 for key, _ in selector.select(_LOOK_S):
                     if key.fileobj is self._listener:
-                        accepted = Connection(self._listener.accept()[0])
+                        accepted = self._connection(self._listener.accept()[0])
                         selector.register(accepted, selectors.EVENT_READ)
                         continue
                     connection = key.fileobj
@@ -321,13 +323,14 @@ class ControlNetService:
             session = self._session(connection.session)
             rows = {each.row: session.rows.get(each.row) for each in ask.rows}
         ends = dict.fromkeys(rows, 0)
+        slots = {each.row: each.slot for each in ask.rows}
         steps = []
         for each in ask.rows:
             row = rows[each.row]
             if row is None:
                 raise EngineFailed("a row was asked for that is not open")
             dtype = getattr(torch, each.dtype)
-            sample = row.slots.ask(ask.number).read(0, each.shape, dtype).to(self._device)
+            sample = row.slots.ask(each.slot).read(0, each.shape, dtype).to(self._device)
             steps.append(NetStep(each.row, row.own, each.step, sample, each.computed))
 
         def send(residuals: Sequence[Residual]) -> None:
@@ -335,7 +338,7 @@ class ControlNetService:
             for name, first, last, added in residuals:
                 row, offset = rows[name], ends[name]
                 assert row is not None
-                row.slots.answer(ask.number).write(offset, added)
+                row.slots.answer(slots[name]).write(offset, added)
                 ends[name] = aligned(offset + added.nbytes)
                 dtype = str(added.dtype).removeprefix("torch.")
                 parts.append(AddedPart(name, first, last, offset, tuple(added.shape), dtype))

@@ -219,6 +219,7 @@ class Engine:
             adapter.device,
             str(dtype_of(config)).removeprefix("torch."),
             config.controls.service_timeout_s,
+            fast=config.controls.fast,
         )
         return cls(
             config,

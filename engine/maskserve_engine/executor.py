@@ -143,6 +143,8 @@ class RowStep(NamedTuple):
     """Of those the ones that left all blocks but the first out."""
     read: bool
     """Whether it read an entry in this step."""
+    stale: bool = False
+    """Whether it added what a ControlNet service says of other latents than the step's own."""
 
 
 @dataclass(frozen=True, slots=True)

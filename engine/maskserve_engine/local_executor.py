@@ -134,7 +134,8 @@ class LocalExecutor:
         elif job.controls:
             opening = self._adapter.opening(made, job)
             if opening is not None:
-                served = self._served[row] = self._service.open(opening)
+                adapters = job.request.settings.adapters
+                served = self._served[row] = self._service.open(opening, adapters)
                 self._adapter.serve_control(made, served)
 
     def load(self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)) -> dict[str, LoadState]:
@@ -319,7 +320,9 @@ class LocalExecutor:
 
     def _taken(self, row: str, *, read: bool) -> RowStep:
         made = self._rows[row]
-        return RowStep(row, made.step, getattr(made, "skipped", 0), read)
+        served = self._served.get(row)
+        stale = served is not None and served.stale
+        return RowStep(row, made.step, getattr(made, "skipped", 0), read, stale)
 
 
 def _is_lost(handle: Handle | None) -> bool:

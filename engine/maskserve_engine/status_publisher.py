@@ -96,6 +96,7 @@ def new_counters() -> dict[str, float]:
         "cached_rows_total": 0,
         "priming_rows_total": 0,
         "skipped_rows_total": 0,
+        "controlnet_stale_steps_total": 0,
         "cache_integrity_failures_total": 0,
         "step_seconds_total": 0.0,
         "step_load_stall_seconds_total": 0.0,

@@ -239,6 +239,9 @@ class StepRunner:
             return
         work, cached = edit.work, step.read
         self.counters["skipped_rows_total"] += _skipped(edit, step)
+        if step.stale:
+            edit.controls.stale_steps += 1
+            self.counters["controlnet_stale_steps_total"] += 1
         ran = edit.count_step(step, rows, kinds if cached else self._dense)
         self.counters["cached_rows_total" if cached else "dense_rows_total"] += 1
         for kind, blocks in Counter(ran).items() if cached else ():

@@ -92,6 +92,17 @@ def expected(site: Site) -> Pixels:
     return site.edit(control=True)
 
 
+def test_fast_edits_ask_ahead_and_say_so(site: Site, expected: Pixels) -> None:
+    assert site.edit(control=True).tolist() == expected.tolist()
+    assert site.meta["controls_stale_steps"] == 0
+    fast = site.edit(control=True, adapters="fast")
+    assert site.meta["controls_stale_steps"] == STEPS - 1
+    assert not np.array_equal(fast, expected)
+    assert site.edit(control=True, adapters="fast").tolist() == fast.tolist()
+    with pytest.raises(MaskserveError, match=r"SETTINGS\.adapters"):
+        site.edit(control=True, adapters="fast", reproducible=True, cache="auto")
+
+
 @pytest.mark.slow
 def test_a_service_answers_as_nets_beside_the_base_do(
     expected: Pixels, tiny_inpaint: Path, nets: Path, tmp_path_factory: pytest.TempPathFactory

@@ -154,7 +154,8 @@ class EditSettings(Table, frozen=True):
     loras: LoraSettings = ()
     """LoRAs whose updates are added up, each with its own scale."""
     adapters: AdapterMode = "exact"
-    """`exact`: no step runs before the LoRAs are there; `fast`: the first steps may run without."""
+    """`exact`: no step runs before the LoRAs are there; `fast`: the first steps may run without,
+    and steps add what a ControlNet service said of latents before theirs (`[controls] fast`)."""
     controls: ControlSettings = ()
     """ControlNets whose additions are summed, each for a picture of CONTROL."""
     private_prompt: bool = False

@@ -108,6 +108,9 @@ ENGINE_METRICS = {
     "adapter_wait_seconds": _histogram(
         "Seconds that an edit waited for its adapters; edits that did.", _WAIT
     ),
+    "controlnet_stale_steps_total": _counter(
+        "Steps of edits that added what a ControlNet service says of other latents than their own."
+    ),
     "controlnet_load_seconds": _histogram("Seconds to bring a ControlNet to the device.", _EDIT),
     "controlnet_wait_seconds": _histogram(
         "Seconds that an edit waited for its ControlNets; edits that did.", _WAIT

@@ -1,7 +1,8 @@
 """ControlNets of a denoiser's rows that another process runs (docs/adr/0035; Katz §4.2).
 
 The denoiser asks as a step begins and goes on with its own blocks. It waits where a residual is
-added, and no longer than until that one is there.
+added, and no longer than until that one is there. Rows with `adapters: fast` have asked before
+(`reuse`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from maskserve_core.config import FastControl
+from maskserve_core.contracts.settings import AdapterMode
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
 from maskserve_engine.control_link.opening import Opening
+from maskserve_engine.control_link.reuse import Reuse, ReuseMode, SentAsk
 from maskserve_engine.control_link.slots import RowSlots
 from maskserve_engine.control_link.transport import (
     AddedPart,
@@ -59,23 +63,38 @@ class RowAsk(NamedTuple):
     """What nets are given of it, of any device."""
     computed: int = 0
     """As of `transport.AskedRow`."""
+    ahead: Callable[[], Tensor | None] = lambda: None
+    """The same of the step after it, extrapolated; None: there is nothing to go by."""
 
 
 class ServedRow:
     """A row at the service; what it adds to the base (`batch.inputs.Residuals`)."""
 
-    def __init__(self, link: Link, name: str, opening: Opening, opened: Future[Any]) -> None:
+    def __init__(
+        self, link: Link, name: str, opening: Opening, opened: Future[Any], mode: ReuseMode
+    ) -> None:
         self.link, self.name = link, name
         self.slots = RowSlots(link.folder, name)
-        self._controls = [each.input for each in opening.facts.controls]
-        self._steps = len(opening.facts.timesteps)
+        controls, steps = [each.input for each in opening.facts.controls], opening.facts.timesteps
+        count = len(steps)
+        scales = [tuple(each.scale_at(step, count) for each in controls) for step in range(count)]
+        self.reuse = Reuse(mode, scales)
         self._opened: Future[Any] | None = opened
-        self.asked = 0
-        """Number of the ask whose residuals the present step adds; 0: it adds none."""
+        self.added: SentAsk | None = None
+        """What the present step adds; None: nothing."""
+        self.stale = False
+        """Whether that is of other latents than the step's own."""
 
-    def acts(self, step: int) -> bool:
-        """Whether any ControlNet adds anything in a step."""
-        return any(each.scale_at(step, self._steps) for each in self._controls)
+    def turn_to(self, step: int, added: SentAsk | None) -> None:
+        """Have a step add what was asked for."""
+        self.added = added
+        self.stale = added is not None and (added.ahead or added.step != step)
+
+    def free_slot(self, step: int) -> int:
+        """Of what is asked for a step: what the present step adds, and what a later one will, stay
+        where they are.
+        """
+        return self.reuse.free_slot(step, self.added)
 
     def await_opened(self) -> None:
         """Raises EngineFailed: the service does not have it."""
@@ -92,7 +111,7 @@ class ServedRow:
         Raises:
             EngineFailed: it will not come.
         """
-        return self.link.find(self.asked, self, number) if self.asked else None
+        return None if self.added is None else self.link.find(self.added, self, number)
 
     def close(self) -> None:
         self.link.close_row(self)
@@ -110,6 +129,16 @@ def ask_service(asks: Sequence[RowAsk], batch: int) -> None:
     """See `Link.ask`; rows of a session that was lost fail all."""
     for link in dict.fromkeys(each.row.link for each in asks):
         link.ask([each for each in asks if each.row.link is link], batch)
+
+
+class _Question(NamedTuple):
+    """A row's part of an ask."""
+
+    row: ServedRow
+    step: int
+    computed: int
+    sample: Tensor
+    ahead: bool
 
 
 class _Answer:
@@ -159,15 +188,22 @@ class Link:
         self._messages, self._calls = messages, calls
         self._device, self._patience_s = device, patience_s
         self._names, self._numbers = itertools.count(), itertools.count(1)
+        self._rows: set[ServedRow] = set()
+        """Those that are open."""
         self._answers: dict[int, _Answer] = {}
+        """By the number of the ask, of those that some row may still need."""
         self._pool = ThreadPoolExecutor(1, "controlnet calls")
         self.lost = ""
         """Why it is over; empty while it is not."""
         self.waits: list[float] = []
         """Seconds that steps have waited for residuals; whoever books them clears it."""
 
-    def open(self, opening: Opening) -> ServedRow:
+    def open(self, opening: Opening, mode: ReuseMode = "exact") -> ServedRow:
         """A row at the service; its first ask waits until it is there.
+
+        Args:
+            opening: of the row.
+            mode: which residuals its steps add.
 
         Raises:
             ControlLost: the session is over.
@@ -177,9 +213,12 @@ class Link:
             raise self._over("it has ended")
         name = f"{self.session}-{next(self._names)}"
         opened = self._pool.submit(self._open, name, opening)
-        return ServedRow(self, name, opening, opened)
+        row = ServedRow(self, name, opening, opened, mode)
+        self._rows.add(row)
+        return row
 
     def close_row(self, row: ServedRow) -> None:
+        self._rows.discard(row)
         self.tell({"op": "close", "session": self.session, "row": row.name})
 
     def tell(self, op: dict[str, Any]) -> None:
@@ -188,61 +227,88 @@ class Link:
             self._pool.submit(self._call, op)
 
     def ask(self, asks: Sequence[RowAsk], batch: int) -> None:
-        """Have residuals of a step computed, for rows that begin it together.
+        """Have residuals of a step computed, for rows that begin it together; and of the next one,
+        for those that ask ahead.
 
         Raises:
             EngineFailed: they will not be.
         """
-        acting = [each for each in asks if each.row.acts(each.step)]
+        own: list[_Question] = []
+        ahead: list[_Question] = []
         for each in asks:
-            each.row.asked = 0
-        if not acting:
-            return
+            row, step = each.row, each.step
+            added = row.reuse.at(step, each.computed, self._failed)
+            row.turn_to(step, added)
+            if row.reuse.wants_own(step, added):
+                own.append(_Question(row, step, each.computed, each.sample, ahead=False))
+            if row.reuse.wants_ahead(step, each.computed):
+                sample = each.ahead()
+                if sample is not None:
+                    ahead.append(_Question(row, step + 1, each.computed, sample, ahead=True))
+        for questions in (own, ahead):
+            if questions:
+                self._send(questions, batch)
+        needed = {number for row in self._rows for number in row.reuse.numbers}
+        self._answers = {n: answer for n, answer in self._answers.items() if n in needed}
+
+    def _send(self, questions: Sequence[_Question], batch: int) -> None:
+        """Send one ask, for rows whose nets are run together."""
         self._check()
-        number = next(self._numbers)
-        rows = []
-        for each in acting:
-            each.row.await_opened()
+        number, rows = next(self._numbers), []
+        for each in questions:
+            row, sample, slot = each.row, each.sample, each.row.free_slot(each.step)
+            row.await_opened()
             with self._slots():
-                each.row.slots.ask(number).write(0, each.sample)
-            dtype = str(each.sample.dtype).removeprefix("torch.")
-            shape = tuple(each.sample.shape)
-            rows.append(AskedRow(each.row.name, each.step, each.computed, shape, dtype))
+                row.slots.ask(slot).write(0, sample)
+            dtype, shape = str(sample.dtype).removeprefix("torch."), tuple(sample.shape)
+            rows.append(AskedRow(row.name, each.step, each.computed, slot, shape, dtype))
         try:
             self._messages.ask(Ask(number, batch, tuple(rows)))
         except Lost as error:
             raise self._over(str(error)) from error
-        self._answers = {number: _Answer()}
-        for each in acting:
-            each.row.asked = number
+        self._answers[number] = _Answer()
+        for each, asked in zip(questions, rows, strict=True):
+            row = each.row
+            sent = SentAsk(number, each.step, each.computed, asked.slot, each.ahead)
+            row.reuse.keep(sent)
+            if row.added is None and not each.ahead:
+                row.turn_to(each.step, sent)
 
-    def find(self, number: int, row: ServedRow, place: int) -> Tensor | None:
+    def _failed(self, number: int) -> bool:
+        return bool(self._answers[number].error)
+
+    def _read(self, patience_s: float) -> None:
+        """The next message."""
+        try:
+            more = self._messages.next(patience_s)
+        except Lost as error:
+            raise self._over(str(error)) from error
+        if more.number in self._answers:
+            self._answers[more.number].add(more)
+
+    def find(self, sent: SentAsk, row: ServedRow, place: int) -> Tensor | None:
         """What is added to a row at a place; None: nothing.
 
         Raises:
             EngineFailed: it will not come.
         """
         self._check()
-        answer = self._answers[number]
+        answer = self._answers[sent.number]
         begin = 0.0
         while True:
             part = answer.at(row.name, place)
             if part is not None or answer.ended:
                 break
-            begin = begin or time.monotonic()
-            try:
-                more = self._messages.next(begin + self._patience_s - time.monotonic())
-            except Lost as error:
-                raise self._over(str(error)) from error
-            if more.number == number:
-                answer.add(more)
+            if not self._messages.come():
+                begin = begin or time.monotonic()
+            self._read(begin + self._patience_s - time.monotonic() if begin else self._patience_s)
         if begin:
             self.waits = [*self.waits[-_WAITS:], time.monotonic() - begin]
         if answer.error:
             raise EngineFailed(f"the ControlNet service failed: {answer.error}")
         if part is None:
             return None
-        slot, dtype = row.slots.answer(number), getattr(torch, part.dtype)
+        slot, dtype = row.slots.answer(sent.slot), getattr(torch, part.dtype)
         with self._slots():
             return slot.read(part.offset, part.shape, dtype).to(self._device)
 
@@ -302,6 +368,8 @@ class ControlService:
         device: of the base.
         dtype: of the base; the service's must be the same.
         patience_s: `[controls] service_timeout_s`.
+        connect: to its socket, by the session's name.
+        fast: `[controls] fast`.
     """
 
     def __init__(
@@ -311,9 +379,10 @@ class ControlService:
         dtype: str,
         patience_s: float,
         connect: Callable[[str, str], Messages] = SocketMessages,
+        fast: FastControl = "ahead",
     ) -> None:
         self._calls, self._device, self._dtype = calls, device, dtype
-        self._patience_s, self._connect = patience_s, connect
+        self._patience_s, self._connect, self._fast = patience_s, connect, fast
         self._link: Link | None = None
         self._held: dict[str, Link] = {}
         """The ControlNets that the service was told to hold, and in which session."""
@@ -359,11 +428,19 @@ class ControlService:
         if link is not None and not link.lost:
             link.tell({"op": "drop", "session": link.session, "version": version})
 
-    def open(self, opening: Opening) -> ServedRow:
-        """Raises ControlLost: the service is not there."""
+    def open(self, opening: Opening, adapters: AdapterMode = "exact") -> ServedRow:
+        """A row at the service.
+
+        Args:
+            opening: of the row.
+            adapters: as the edit asks.
+
+        Raises:
+            ControlLost: the service is not there.
+        """
         if self._link is None:
             raise _lost("it was never there")
-        return self._link.open(opening)
+        return self._link.open(opening, self._fast if adapters == "fast" else "exact")
 
     def take_waits(self) -> list[float]:
         """Seconds that steps have waited for residuals, since this was asked last."""

@@ -1,8 +1,8 @@
 """Memory that two processes of one host share: one writes tensors there, the other reads them.
 
 A slot is a file in memory. Nothing in it says what is there, or whether it is there yet: messages
-do (`transport`), each with the number of what was asked. A row has two slots each way, used in
-turn, so that one step's tensors are written while those of the step before are read.
+do (`transport`), each with the number of what was asked. A row has two slots each way, so that one
+step's tensors are written while those of the step before are read.
 """
 
 from __future__ import annotations
@@ -83,16 +83,17 @@ class RowSlots:
 
     def __init__(self, folder: Path, row: str) -> None:
         self._asks, self._answers = (
-            tuple(Slot(folder / f"{row}.{n}.{way}") for n in range(2)) for way in ("ask", "answer")
+            tuple(Slot(folder / f"{row}.{number}.{way}") for number in range(2))
+            for way in ("ask", "answer")
         )
 
-    def ask(self, number: int) -> Slot:
-        """Where the denoiser puts what the step of this number is of."""
-        return self._asks[number % 2]
+    def ask(self, slot: int) -> Slot:
+        """Where the denoiser puts what a step is of."""
+        return self._asks[slot]
 
-    def answer(self, number: int) -> Slot:
+    def answer(self, slot: int) -> Slot:
         """Where the service puts residuals."""
-        return self._answers[number % 2]
+        return self._answers[slot]
 
     def remove(self) -> None:
         for slot in (*self._asks, *self._answers):

@@ -27,6 +27,8 @@ class AskedRow(msgspec.Struct, array_like=True, frozen=True):
     step: int
     computed: int
     """Tokens that the base computes; of FLUX the first ones."""
+    slot: int
+    """Number of the slots that are used."""
     shape: tuple[int, ...]
     dtype: str
 
@@ -35,7 +37,7 @@ class Ask(msgspec.Struct, array_like=True, frozen=True):
     """Rows of a denoiser that begin a step together: nets run over all of them at once."""
 
     number: int
-    """One more than that of the ask before it; also says which slots are used."""
+    """One more than that of the ask before it."""
     batch: int
     """The same for as long as the same rows go on."""
     rows: tuple[AskedRow, ...]
@@ -77,6 +79,10 @@ class Messages(Protocol):
 
     def next(self, patience_s: float) -> Answered:
         """Raises Lost: the service has ended, or said nothing for so long."""
+        ...
+
+    def come(self) -> bool:
+        """Whether `next` would not wait."""
         ...
 
     def ended(self) -> bool:
@@ -123,6 +129,11 @@ class SocketMessages:
         if not message:
             raise Lost("it has ended")
         return self._answers.decode(message)
+
+    def come(self) -> bool:
+        looks = select.poll()
+        looks.register(self._socket, select.POLLIN)
+        return bool(looks.poll(0))
 
     def ended(self) -> bool:
         number = self._socket.fileno()

@@ -217,6 +217,8 @@ class ControlUse:
     waited_s: float = 0.0
     stalled_s: float = 0.0
     """That its steps have waited for a ControlNet service, those of batch-mates among it."""
+    stale_steps: int = 0
+    """That added what a service said of other latents than their own (`adapters: fast`)."""
 
     def meta(self) -> dict[str, Any]:
         """What META says; empty without controls."""
@@ -238,6 +240,7 @@ class ControlUse:
             ],
             "controls_waited_ms": _ms(self.waited_s),
             "controls_stalled_ms": _ms(self.stalled_s),
+            "controls_stale_steps": self.stale_steps,
         }
 
 

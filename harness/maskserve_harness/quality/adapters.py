@@ -2,7 +2,7 @@
 
 Each is judged by its own held-out edits: a look by `looks.py`, drawn outlines by `outlines.py`.
 Beside the shares that follow it stand those of the model alone, and how far cached edits are from
-dense ones, shape by shape.
+dense ones, shape by shape. Of a ControlNet also what `adapters: fast` costs (`late_control`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from maskserve_engine.layers.low_rank import LowRankSet
 from maskserve_harness.demo_model import looks, outlines
 from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.choices import default
+from maskserve_harness.quality.late_control import held as late_held
+from maskserve_harness.quality.late_control import late
 from maskserve_harness.quality.metrics import EditQuality, by_class, compare
 from maskserve_harness.quality.systems import Rig
 
@@ -85,6 +87,7 @@ class AdapterRig(Rig):
         """Whether templates are primed with the LoRA (`[adapters] entries`)."""
         self.lora: LowRankSet | None = None
         self.net: FluxControlNet | None = None
+        self.path = path
         if path.is_dir():
             self.net = self.adapter.control_net(FluxControlNetModel.from_pretrained(path).eval())
         else:
@@ -104,8 +107,12 @@ class AdapterRig(Rig):
         if self.lora is not None:
             if self.own_entries or isinstance(row, FluxRow):
                 self.adapter.attach(row, job, ((self.lora, 1.0),))
-        elif isinstance(row, FluxRow):
+        elif not isinstance(row, FluxRow):
+            return
+        elif self.served is None:
             self.adapter.control(row, job, {"net": self.net})
+        elif (opening := self.adapter.opening(row, job)) is not None:
+            self.adapter.serve_control(row, self.served.open(opening, "fast"))
 
 
 def judged(rig: AdapterRig, without: Rig, asked: Asked) -> dict[str, Any]:
@@ -122,7 +129,8 @@ def judged(rig: AdapterRig, without: Rig, asked: Asked) -> dict[str, Any]:
     jobs = [rig.given(job, control) for job, control in zip(plain, controls, strict=True)]
     dense = rig.dense(edits, jobs)
     choice = default(rig.adapter.facts, rig.steps)
-    cached = rig.cached(edits, jobs, rig.entries(jobs), choice)
+    entries = rig.entries(jobs)
+    cached = rig.cached(edits, jobs, entries, choice)
     pictures = {"dense": dense, "cached": cached, "without": without.dense(edits, plain)}
     if rig.lora is not None:
         rig.own_entries = False
@@ -138,17 +146,23 @@ def judged(rig: AdapterRig, without: Rig, asked: Asked) -> dict[str, Any]:
         if system.startswith("cached")
     }
     likeness = like["cached"]
+    fast = {}
+    if rig.net is not None:
+        waited = dense, cached
+        fast = {"fast": late(rig, rig.path.resolve(), edits, jobs, waited, (entries, choice))}
     least = FOLLOWED["lora" if asked.controls is None else "control"]
     return {
         "edits": len(edits),
         "followed": {system: round(each, 4) for system, each in share.items()},
         "cached_against_dense": likeness,
         "base_entries_against_dense": like.get("cached, base entries"),
+        **fast,
         "held": {
             "followed": share["dense"] >= least and share["without"] <= WITHOUT,
             "cached_follows": share["cached"] >= share["dense"] - POINTS,
             "mean_db": likeness["psnr_in_mask"] >= MEAN_DB,
             "worst_class_db": likeness["worst_class_psnr_in_mask"] >= WORST_DB,
+            **(late_held(fast["fast"]) if fast else {}),
         },
     }
 

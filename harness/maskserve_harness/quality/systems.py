@@ -23,6 +23,7 @@ from maskserve_core.models.registry import load_facts
 from maskserve_engine.batch.inputs import RowInput
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, Recorder, encode
+from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
 from maskserve_engine.families.registry import load_decoder, load_encoder
@@ -60,6 +61,8 @@ class Rig:
         self.adapter = FluxAdapter.load(load_facts(folder), self.config)
         self.replay = Replay(self.adapter)
         self.prompt = self.encoder.encode_prompt("")
+        self.served: ControlService | None = None
+        """Runs the rows' ControlNets, of edits with `adapters: fast`; None: they run here."""
         self._steps_taken: Counter[CacheChoice] = Counter()
         self._steps_skipped: Counter[CacheChoice] = Counter()
 

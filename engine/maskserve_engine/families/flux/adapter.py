@@ -255,7 +255,7 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
         self.release()  # the row's batch holds for where it was
         row.step = steps
         if isinstance(row, FluxRow):
-            (row.latents,), row.moves = carried, None
+            (row.latents,), row.moved = carried, None
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():

@@ -79,4 +79,4 @@ def _asked(row: FluxRow, served: ServedRow) -> RowAsk:
     tokens = given.tokens[:, :channels]
     if given.rest is not None:
         tokens = torch.cat((tokens, given.rest.tokens()[:, :channels]))
-    return RowAsk(served, row.step, tokens, len(given.tokens))
+    return RowAsk(served, row.step, tokens, len(given.tokens), row.latents_ahead)

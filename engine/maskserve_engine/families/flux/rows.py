@@ -90,8 +90,8 @@ class FluxRow:
     step: int = 0
     place: slice = field(default_factory=lambda: slice(0))
     """Of the computed tokens in the batch."""
-    moves: Tensor | None = None
-    """[N, 4C] by what the last step moved the whole batch."""
+    moved: Tensor | None = None
+    """[n, 4C] by what the last step moved the computed tokens."""
 
     @property
     def steps(self) -> int:
@@ -148,7 +148,6 @@ class FluxRow:
         """
         computed = len(self.latents)
         self.latents, self.place = latents[:computed], slice(begin, begin + computed)
-        self.moves = None
 
     @property
     def blends(self) -> bool:
@@ -172,14 +171,29 @@ class FluxRow:
         Args:
             moves: [N, 4C] of the whole batch: model's velocity times change of sigma; kept.
         """
-        self.moves = moves
+        self.moved = moves[self.place]
         self.step += 1
+
+    def latents_ahead(self) -> Tensor | None:
+        """[gh·gw, 4C] of all tokens, the computed ones first, after the next step, if the model
+        then answers what it has answered last; None: it has not, or there is no step after it.
+        """
+        after, walk = self.step + 1, self.schedule.walk
+        if self.moved is None or after >= self.steps:
+            return None
+        sigma = self.schedule.sigmas[after]
+        latents = self.latents + self.moved * (walk[self.step].change / walk[self.step - 1].change)
+        if self.blend is not None:
+            latents = self.blend.apply(latents, sigma, last=False)
+        if self.inactive is None:
+            return latents
+        return torch.cat((latents, self.inactive.template.at(sigma)[:, : self.channels]))
 
     def estimate(self) -> HostCopy:
         """[C, h, w] latents as the last step's velocity would finish them."""
-        assert self.moves is not None, "no step was taken yet"
+        assert self.moved is not None, "no step was taken yet"
         share = self.sigma / self.schedule.walk[self.step - 1].change
-        return self._image(self.latents.float() - share * self.moves[self.place].float())
+        return self._image(self.latents.float() - share * self.moved.float())
 
     def result(self) -> HostCopy:
         """[C, h, w] latents."""

@@ -151,7 +151,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
             control, own = row.control, sample[: len(row.latents)]
             if isinstance(control, UnetServedControl):
                 count = own[0].numel() if row.active is None else len(row.active[0])
-                asked.append(RowAsk(control.served, row.step, own, count))
+                asked.append(RowAsk(control.served, row.step, own, count, row.sample_ahead))
             elif isinstance(control, UnetRowControl):
                 here.append(
                     UnetControlled(control, own, row.active, row.timestep, row.step, row.steps)

@@ -174,12 +174,28 @@ class UnetRow:
 
     def sample(self) -> Tensor:
         """[in_channels, h, w] the model's input of the next step."""
-        taken = self.sampler.scaled(self.latents, self.step)
-        if self.inactive is not None:
-            pinned = self.inactive.template.latents_at(self.timestep)
-            taken = torch.where(self.inactive.mask, taken, pinned)
-        self._taken = taken
+        taken = self._taken = self._given(self.latents, self.step)
         return taken if self.condition is None else torch.cat((taken, self.condition))
+
+    def sample_ahead(self) -> Tensor | None:
+        """[C, h, w] that ControlNets are given after the next step, if the model then answers what
+        it has answered last; None: it has not, or there is no step after it.
+        """
+        after = self.step + 1
+        if self._answer is None or after >= self.steps:
+            return None
+        memory = self.sampler.memory()
+        ahead = self._given(self._moved(self._answer), after)
+        self.sampler.remember(memory)
+        return ahead
+
+    def _given(self, latents: Tensor, step: int) -> Tensor:
+        """[C, h, w] latents as the model takes them in a step; the sampler is there."""
+        taken = self.sampler.scaled(latents, step)
+        if self.inactive is None:
+            return taken
+        pinned = self.inactive.template.latents_at(float(self.sampler.timesteps[step]))
+        return torch.where(self.inactive.mask, taken, pinned)
 
     def advance(self, answers: Tensor) -> None:
         """Take the sampler's step.
@@ -192,11 +208,15 @@ class UnetRow:
             away = answers[1]
             answer = away + self.guidance.scale * (answer - away)
         self._answer = answer
-        moved = self.sampler.move(answer[None], self.step, self.latents[None])[0]
+        self.latents = self._moved(answer)
         self.step += 1
-        if self.blend is not None:
-            moved = self.blend.apply(moved, self.sampler, self.step)
-        self.latents = moved
+
+    def _moved(self, answer: Tensor) -> Tensor:
+        """The latents after the next step, from the model's guided answer; the sampler goes on."""
+        moved = self.sampler.move(answer[None], self.step, self.latents[None])[0]
+        if self.blend is None:
+            return moved
+        return self.blend.apply(moved, self.sampler, self.step + 1)
 
     def estimate(self) -> HostCopy:
         """[C, h, w] the latents that the last step's answer expects in the end."""

@@ -38,6 +38,9 @@ class Silent:
         time.sleep(max(patience_s, 0.0))
         raise Lost("it has not answered in time")
 
+    def come(self) -> bool:
+        return False
+
     def ended(self) -> bool:
         return False
 
@@ -52,10 +55,10 @@ class Site:
         self.model, self.folder = model, folder
         self.service = Service(model, folder, {"one": random_net(1, 1, 1)})
 
-    def jobs(self) -> tuple[EditJob, EditJob]:
+    def jobs(self, adapters: str = "exact") -> tuple[EditJob, EditJob]:
         """One with control, one without."""
         rng = np.random.default_rng()
-        case = random_case(rng, num_inference_steps=4, strength=1.0)
+        case = random_case(rng, num_inference_steps=4, strength=1.0, adapters=adapters)
         picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
         moments = self.encoder.encode(picture, case.mask, "").moments
         control = ControlInput(self.service.versions["one"], picture, moments=moments)
@@ -105,8 +108,11 @@ def check_only_it_fails(site: Site, executor: LocalExecutor, jobs: Any, named: s
     assert np.allclose(found, alone(site, jobs[1]), atol=1e-4)
 
 
-def test_one_that_ends_fails_its_edits_in_words_and_batch_mates_go_on(site: Site) -> None:
-    jobs = site.jobs()
+@pytest.mark.parametrize("adapters", ["exact", "fast"])
+def test_one_that_ends_fails_its_edits_in_words_and_batch_mates_go_on(
+    site: Site, adapters: str
+) -> None:
+    jobs = site.jobs(adapters)
     service = site.service.denoiser()
     executor = executor_of(site, service, jobs)
     assert not step(executor, "with", "without").failed
@@ -115,8 +121,9 @@ def test_one_that_ends_fails_its_edits_in_words_and_batch_mates_go_on(site: Site
     assert not service.holds(site.service.versions["one"])
 
 
-def test_one_that_is_frozen_fails_them_within_its_patience(site: Site) -> None:
-    jobs = site.jobs()
+@pytest.mark.parametrize("adapters", ["exact", "fast"])
+def test_one_that_is_frozen_fails_them_within_its_patience(site: Site, adapters: str) -> None:
+    jobs = site.jobs(adapters)
     calls = DirectCalls(site.service.front, site.service.triton)
     service = ControlService(calls, torch.device("cpu"), "float32", 0.3, Silent)
     service.load("one", site.service.versions["one"], 60.0)

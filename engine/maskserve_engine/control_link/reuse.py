@@ -1,0 +1,112 @@
+"""Which residuals a row's step adds, where it need not wait for its own (`adapters: fast`).
+
+On a slow link residuals take a step to come. So nets are asked sooner: either with the latents of
+the step before (`stale`, Katz §5), or one step ahead, with latents that the row's own sampler has
+extrapolated (`ahead`): what comes then is off by what the model answers anew alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+ReuseMode = Literal["exact", "stale", "ahead"]
+_LOOKS: dict[ReuseMode, tuple[int, ...]] = {"exact": (), "stale": (1, 0), "ahead": (0, 1)}
+"""How many steps ago what a step adds was asked for, the preferred one first."""
+
+
+class SentAsk(NamedTuple):
+    """Residuals that were asked for."""
+
+    number: int
+    """Of the ask."""
+    step: int
+    """Whose timestep and scales the nets were given."""
+    computed: int
+    """Tokens that the base was to compute in it."""
+    slot: int
+    """Where they lie (`slots`)."""
+    ahead: bool
+    """Whether of extrapolated latents."""
+
+
+class Reuse:
+    """What was asked for one row.
+
+    Args:
+        mode: `exact`: each step adds residuals of its own latents.
+        scales: per step, of each of the row's controls; 0: it adds nothing.
+    """
+
+    def __init__(self, mode: ReuseMode, scales: Sequence[tuple[float, ...]]) -> None:
+        self._mode, self._scales = mode, scales
+        self._sent: dict[int, SentAsk] = {}
+        """By their step."""
+        self._slot = 0
+        """Of what was asked for last."""
+
+    @property
+    def numbers(self) -> set[int]:
+        """Of the asks whose answers some step may still add."""
+        return {each.number for each in self._sent.values()}
+
+    def acts(self, step: int) -> bool:
+        """Whether any ControlNet adds anything in a step."""
+        return any(self._scales[step])
+
+    def keep(self, sent: SentAsk) -> None:
+        self._sent[sent.step], self._slot = sent, sent.slot
+
+    def free_slot(self, step: int, added: SentAsk | None) -> int:
+        """Where there is room for what is asked for a step.
+
+        Args:
+            step: asked for: one that begins, or the one after it.
+            added: to the one that begins, and still to be read.
+        """
+        taken = {each.slot for each in self._sent.values() if each.step > step}
+        taken |= set() if added is None else {added.slot}
+        other = 1 - self._slot
+        return self._slot if other in taken else other
+
+    def at(self, step: int, computed: int, failed: Callable[[int], bool]) -> SentAsk | None:
+        """What a step may add of what was asked before; None: it needs residuals of its own.
+
+        Controls that have another scale since, or tokens that nobody asked for, are such a need.
+
+        Args:
+            step: that begins; what was asked for those long past is forgotten.
+            computed: tokens that the base computes in it.
+            failed: whether it is known of an ask that its answer does not come.
+        """
+        self._sent = {at: each for at, each in self._sent.items() if at >= step - 1}
+        for ago in _LOOKS[self._mode] if self.acts(step) else ():
+            sent = self._sent.get(step - ago)
+            if sent is not None:
+                serves = sent.computed == computed and self._alike(step, step - ago)
+                return sent if serves and not failed(sent.number) else None
+        return None
+
+    def wants_own(self, step: int, added: SentAsk | None) -> bool:
+        """Whether nets are asked with the latents of a step that begins.
+
+        Args:
+            step: that begins.
+            added: from `at`.
+        """
+        if added is None:
+            return self.acts(step)
+        later = step + 1
+        return self._mode == "stale" and step not in self._sent and self._alike(step, later)
+
+    def wants_ahead(self, step: int, computed: int) -> bool:
+        """Whether nets are asked for the step after one that begins."""
+        later = step + 1
+        if self._mode != "ahead" or later >= len(self._scales) or not self.acts(later):
+            return False
+        sent = self._sent.get(later)
+        return sent is None or sent.computed != computed
+
+    def _alike(self, one: int, other: int) -> bool:
+        """Whether controls have the same scales in two steps."""
+        return other < len(self._scales) and self._scales[one] == self._scales[other]

@@ -1,0 +1,84 @@
+"""What it costs in quality that steps add what a ControlNet service said of other latents than
+theirs (`adapters: fast`): pictures with each `[controls] fast`, against those that wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from maskserve_core.config import FastControl
+from maskserve_engine.cache.entries import AnchorEntry
+from maskserve_engine.job import EditJob
+from maskserve_harness.benchmarks.service_here import ServiceHere
+from maskserve_harness.demo_model.scenes import Edit
+from maskserve_harness.quality.choices import CacheChoice
+from maskserve_harness.quality.metrics import Picture, compare, summary
+from maskserve_harness.quality.systems import Rig
+
+MODES: Final[tuple[FastControl, ...]] = ("ahead", "stale")
+SSIM: Final = 0.95
+"""Of `ahead`, in the mask; Katz reports 0.77 over the picture (§9.3)."""
+OVER_STALE_DB: Final = 3.0
+"""By how much `ahead` is nearer than `stale`, in the mask."""
+
+
+def late(
+    rig: Rig,
+    net: Path,
+    edits: Sequence[Edit],
+    jobs: Sequence[EditJob],
+    waited: tuple[Sequence[Picture], Sequence[Picture]],
+    cached_as: tuple[Sequence[tuple[AnchorEntry, ...]], CacheChoice],
+) -> dict[str, Any]:
+    """Figures of each mode, dense and cached, by a service of the ControlNet in this process.
+
+    Args:
+        rig: whose rows have the ControlNet, from `served` where that is not None.
+        net: its folder.
+        edits: that are made.
+        jobs: theirs.
+        waited: their pictures, dense and cached, whose steps wait.
+        cached_as: the templates' entries, and how cached rows read them.
+    """
+    service = ServiceHere(rig.config, net)
+    own = [
+        replace(job, controls=tuple([replace(c, net=service.version) for c in job.controls]))
+        for job in jobs
+    ]
+    found: dict[str, Any] = {}
+    try:
+        for mode in MODES:
+            rig.served = service.denoiser(mode)
+            made = rig.dense(edits, own), rig.cached(edits, own, *cached_as)
+            rig.served.close()
+            rig.served = None
+            found[mode] = {
+                way: _figures(edits, late, exact)
+                for way, late, exact in zip(("dense", "cached"), made, waited, strict=True)
+            }
+    finally:
+        service.close()
+    return found
+
+
+def held(found: dict[str, Any]) -> dict[str, bool]:
+    """Which bars hold, of what `late` has found."""
+    ahead, stale = found["ahead"], found["stale"]
+    return {
+        "ahead_ssim": all(each["ssim_in_mask"] >= SSIM for each in ahead.values()),
+        "ahead_over_stale": all(
+            each["psnr_in_mask"] >= stale[way]["psnr_in_mask"] + OVER_STALE_DB
+            for way, each in ahead.items()
+        ),
+    }
+
+
+def _figures(
+    edits: Sequence[Edit], made: Sequence[Picture], exact: Sequence[Picture]
+) -> dict[str, Any]:
+    names = ("ssim_in_mask", "worst_ssim_in_mask", "psnr_in_mask", "worst_psnr_in_mask")
+    figures = summary(compare(edits, made, exact)).as_dict()
+    return {name: figures[name] for name in names}
