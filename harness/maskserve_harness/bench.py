@@ -28,10 +28,8 @@ COMMANDS = {
     "perf_analyzer": "perf.command",
     "soak": "soaking.command",
     # The quality of pictures.
-    "eval_demo_model": "demo_model.eval_command",
     "eval_quality": "quality.command",
     "profile_lora": "quality.profile_lora",
-    "eval_unet_quality": "quality.unet_command",
 }
 """The module of each command inside this package. It has a `main()` that reads `sys.argv`, and its
 docstring's first paragraph says what is measured."""
