@@ -3,7 +3,7 @@
 
 import sys
 
-from maskserve_harness.training.control import main
+from maskserve_training.control import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,7 @@
 
 import sys
 
-from maskserve_harness.training.command import main
+from maskserve_training.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

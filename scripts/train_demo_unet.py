@@ -3,7 +3,7 @@
 
 import sys
 
-from maskserve_harness.training.unet_command import main
+from maskserve_training.unet_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,7 @@
 
 import sys
 
-from maskserve_harness.training.inpaint import main
+from maskserve_training.inpaint import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from maskserve_harness.training.attention import MatmulAttention
-from maskserve_harness.training.hints import Hints, _mean, front_of
-from maskserve_harness.training.text import WIDTH
-from maskserve_harness.training.transformer import Batch, build_transformer, loss_of
+from maskserve_training.attention import MatmulAttention
+from maskserve_training.hints import Hints, _mean, front_of
+from maskserve_training.text import WIDTH
+from maskserve_training.transformer import Batch, build_transformer, loss_of
 
 CHANNELS, FACTOR, TOKENS, TEXT = 2, 4, 6, 3
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH
-from maskserve_harness.training.data import ASKED_COLOURS, ASKED_SHAPES, Part
-from maskserve_harness.training.sampler import Sampler
+from maskserve_training.data import ASKED_COLOURS, ASKED_SHAPES, Part
+from maskserve_training.sampler import Sampler
 
 SIDE, WIDTH, PIXELS = 16, 4, 8
 SCENES = 30

@@ -21,10 +21,10 @@ import torch
 from diffusers import AutoencoderKL, FluxFillPipeline, FluxTransformer2DModel
 
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_harness.training.attention import MatmulAttention
-from maskserve_harness.training.data import read_part
-from maskserve_harness.training.sampler import Sampler, encode_prompts
-from maskserve_harness.training.transformer import optimisers, sample_times
+from maskserve_training.attention import MatmulAttention
+from maskserve_training.data import read_part
+from maskserve_training.sampler import Sampler, encode_prompts
+from maskserve_training.transformer import optimisers, sample_times
 
 TOKENS_PER_BATCH = 3072
 

@@ -17,8 +17,8 @@ from maskserve_harness.demo_model.prompts import SAME
 from maskserve_harness.demo_model.relations import RELATIONS, Wish, draw_wish, make_relational_scene
 from maskserve_harness.demo_model.scenes import Mask, Scene, finish, make_scene, to_bytes
 from maskserve_harness.demo_model.structures import STRUCTURES, make_structure
-from maskserve_harness.training.transformer import pack, pack_mask
-from maskserve_harness.training.vae import to_tensor
+from maskserve_training.transformer import pack, pack_mask
+from maskserve_training.vae import to_tensor
 
 KINDS: Final = ("plain", "relations", "structures")
 WISHES: Final = {"plain": 3, "relations": len(RELATIONS), "structures": 0}

@@ -9,7 +9,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxFillPipeline, FluxTransformer2DModel
 from torch import nn
 
-from maskserve_harness.training.text import WIDTH
+from maskserve_training.text import WIDTH
 
 HEAD_DIM: Final = 32
 AXES: Final = (8, 12, 12)  # rotary dimensions of (unused, row, column); they sum to HEAD_DIM

@@ -13,9 +13,9 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
 from torch import nn
 
-from maskserve_harness.training.text import WIDTH
-from maskserve_harness.training.transformer import sample_times
-from maskserve_harness.training.vae import build_vae
+from maskserve_training.text import WIDTH
+from maskserve_training.transformer import sample_times
+from maskserve_training.vae import build_vae
 
 LATENT_CHANNELS: Final = 4
 TEXT_LENGTH: Final = 24

@@ -13,9 +13,9 @@ from diffusers import DDIMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
 
-from maskserve_harness.training.transformer import optimisers
-from maskserve_harness.training.unet import loss_of
-from maskserve_harness.training.unet_data import Sampler
+from maskserve_training.transformer import optimisers
+from maskserve_training.unet import loss_of
+from maskserve_training.unet_data import Sampler
 
 LATENTS_PER_BATCH: Final = 12_288
 _WINDOWS: Final[tuple[int | None, ...]] = (8, 11, None)  # tokens a side; None = whole picture

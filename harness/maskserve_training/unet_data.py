@@ -13,8 +13,8 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.demo_model.prompts import SAME, every_phrase
-from maskserve_harness.training.sampler import window_at
-from maskserve_harness.training.unet import LATENT_CHANNELS, TEXT_LENGTH, Batch
+from maskserve_training.sampler import window_at
+from maskserve_training.unet import LATENT_CHANNELS, TEXT_LENGTH, Batch
 
 _EMPTY_SHARE: Final = 0.1  # of samples: empty prompt, the region is just continued
 _IDENTITY_SHARE: Final = 0.04  # of samples: no mask, empty prompt, the picture itself (priming)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
-from maskserve_harness.training.transformer import Batch
+from maskserve_training.transformer import Batch
 
 _NUMBERS: Final = len(COLOURS) + len(SHAPES)
 

@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, FluxFillPipeline, FluxTransformer2DModel
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-from maskserve_harness.training.transformer import build_scheduler
+from maskserve_training.transformer import build_scheduler
 
 STEPS = 20
 

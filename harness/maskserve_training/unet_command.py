@@ -15,12 +15,12 @@ from diffusers.utils import logging
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
-from maskserve_harness.training import data
-from maskserve_harness.training.export import export
-from maskserve_harness.training.unet import TEXT_LENGTH, build_sampler, build_unet, narrow_vae
-from maskserve_harness.training.unet_data import Sampler, encode_prompts
-from maskserve_harness.training.unet_loop import train
-from maskserve_harness.training.vae import train_decoder
+from maskserve_training import data
+from maskserve_training.export import export
+from maskserve_training.unet import TEXT_LENGTH, build_sampler, build_unet, narrow_vae
+from maskserve_training.unet_data import Sampler, encode_prompts
+from maskserve_training.unet_loop import train
+from maskserve_training.vae import train_decoder
 
 GUIDANCE = 2.5
 

@@ -27,7 +27,7 @@ from maskserve_harness.demo_model.looks import (
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.demo_model.prompts import TEMPLATES
 from maskserve_harness.demo_model.scenes import Edit, finish, make_scene, to_bytes
-from maskserve_harness.training.lora_bases import BASES, Base
+from maskserve_training.lora_bases import BASES, Base
 
 ADAPTERS: Final = CHECKOUT / "assets" / "adapters"
 _SIZES: Final = ((128, 128), (128, 128), (96, 160), (160, 96))

@@ -24,7 +24,7 @@ from maskserve_harness.demo_model.outlines import (
     outlined_edits,
 )
 from maskserve_harness.demo_model.scenes import Edit, Picture, fill, to_bytes
-from maskserve_harness.training.control_bases import BASES, ControlBase
+from maskserve_training.control_bases import BASES, ControlBase
 
 NETS: Final = CHECKOUT / "assets" / "controlnets"
 FOLDERS: Final = {"flux": NETS / "outline", "unet": NETS / "unet-outline"}

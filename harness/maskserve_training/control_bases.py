@@ -11,10 +11,10 @@ from diffusers import ControlNetModel, FluxControlNetModel
 from torch import nn
 
 from maskserve_harness.demo_model.outlines import OutlinedEdit
-from maskserve_harness.training import transformer, unet
-from maskserve_harness.training.data import encode
-from maskserve_harness.training.lora_bases import Base, FluxBase, UnetBase
-from maskserve_harness.training.vae import to_tensor
+from maskserve_training import transformer, unet
+from maskserve_training.data import encode
+from maskserve_training.lora_bases import Base, FluxBase, UnetBase
+from maskserve_training.vae import to_tensor
 
 _DOUBLE, _SINGLE = 1, 2
 _READER_WIDTHS: Final = (16, 32, 64)  # three: the demo VAE shrinks pictures four times

@@ -14,12 +14,12 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import nn
 
-from maskserve_harness.training.attention import MatmulAttention
-from maskserve_harness.training.data import KINDS
-from maskserve_harness.training.exchange import Exchange
-from maskserve_harness.training.hints import Hints, front_of
-from maskserve_harness.training.sampler import Sampler
-from maskserve_harness.training.transformer import loss_of, optimisers
+from maskserve_training.attention import MatmulAttention
+from maskserve_training.data import KINDS
+from maskserve_training.exchange import Exchange
+from maskserve_training.hints import Hints, front_of
+from maskserve_training.sampler import Sampler
+from maskserve_training.transformer import loss_of, optimisers
 
 TOKENS_PER_BATCH: Final = 3072  # image and text tokens together
 _WINDOWS: Final[tuple[int | None, ...]] = (6, 8, 11, None)  # tokens a side; None = whole picture

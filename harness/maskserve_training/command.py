@@ -18,13 +18,13 @@ from diffusers.utils import logging
 
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH
-from maskserve_harness.training import data
-from maskserve_harness.training.export import assemble, export
-from maskserve_harness.training.loop import Plan, merged_ema, train
-from maskserve_harness.training.sampler import Sampler, encode_prompts
-from maskserve_harness.training.text import train_text
-from maskserve_harness.training.transformer import build_transformer
-from maskserve_harness.training.vae import build_vae, train_decoder
+from maskserve_training import data
+from maskserve_training.export import assemble, export
+from maskserve_training.loop import Plan, merged_ema, train
+from maskserve_training.sampler import Sampler, encode_prompts
+from maskserve_training.text import train_text
+from maskserve_training.transformer import build_transformer
+from maskserve_training.vae import build_vae, train_decoder
 
 
 def parse() -> argparse.Namespace:

@@ -11,8 +11,8 @@ from diffusers import FluxFillPipeline
 from numpy.typing import NDArray
 
 from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH, every_phrase
-from maskserve_harness.training.data import ASKED_COLOURS, ASKED_SHAPES, Part
-from maskserve_harness.training.transformer import Batch
+from maskserve_training.data import ASKED_COLOURS, ASKED_SHAPES, Part
+from maskserve_training.transformer import Batch
 
 EMPTY_SHARE: Final = 0.04  # of samples: empty prompt, the region is just continued
 IDENTITY_SHARE: Final = 0.06  # of samples: no mask, empty prompt, the picture itself (priming)

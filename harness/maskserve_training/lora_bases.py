@@ -15,12 +15,12 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.evaluation import run_edits
 from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH
 from maskserve_harness.demo_model.scenes import Edit, Picture
-from maskserve_harness.training import transformer, unet
-from maskserve_harness.training.attention import MatmulAttention
-from maskserve_harness.training.data import encode
-from maskserve_harness.training.export import STEPS
-from maskserve_harness.training.unet_command import GUIDANCE
-from maskserve_harness.training.vae import to_tensor
+from maskserve_training import transformer, unet
+from maskserve_training.attention import MatmulAttention
+from maskserve_training.data import encode
+from maskserve_training.export import STEPS
+from maskserve_training.unet_command import GUIDANCE
+from maskserve_training.vae import to_tensor
 
 
 class Base(Protocol):
