@@ -192,7 +192,8 @@ class CacheConfig(Table, frozen=True):
     conv_halo: Annotated[int, Meta(ge=0, le=64)] = 0
     """UNets: positions round the mask's box, at each level, on which cached rows compute their
     convolutions; farther out these read the template's feature maps, which are kept besides. Goes
-    with `entry_kind` `kv`, and `plan` is `fixed`. 0: the whole picture."""
+    with `entry_kind` `kv`, and `plan` is `fixed`. Where steps are CUDA graphs, the box's sides are
+    rounded up by an eighth at most, or by one. 0: the whole picture."""
     entry_format: EntryFormat = "int4"
     """Storage of entries."""
     placed_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**26

@@ -101,6 +101,13 @@ def mapped(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
     return whole
 
 
+def copy_tensors(to: Tree, source: Tree) -> None:
+    """Write a tree's tensors into those of another that has as many, of the same shapes."""
+    there = list(_tensors(to))
+    if there:
+        torch._foreach_copy_(there, list(_tensors(source)))
+
+
 def _tensors(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree

@@ -115,6 +115,10 @@ UNET_CASES = (
     UnetCase("SD 2.1, kv int8, 4 rows, mixed", "sd21-768", MIXED[:4]),
     UnetCase("SD 2.1, project int8, 1 row", "sd21-768", (0.11,), "project"),
     UnetCase("SD 2.1, kv int8, 1 row, halo 4", "sd21-768", (0.11,), halo=4),
+    UnetCase("SDXL, kv int8, 1 guided row, halo 4", "sdxl-1024", (0.11,), halo=4, guided=True),
+    UnetCase(
+        "SDXL, kv int8, 4 guided rows, mixed, halo 4", "sdxl-1024", MIXED[:4], halo=4, guided=True
+    ),
     UnetCase("SDXL, dense, 1 row", "sdxl-1024", (None,)),
     UnetCase("SDXL, kv int8, 1 row", "sdxl-1024", (0.11,)),
 )
@@ -261,7 +265,7 @@ def unet_step(case: UnetCase) -> tuple[Log, int]:
         bench = UnetBench(*args, model)
         if case.recorded:
             recorder = Graphs.on(DEVICE, torch.bfloat16)
-            bench.weights = replace(bench.weights, graphs=recorder)
+            bench.weights, bench.buckets = replace(bench.weights, graphs=recorder), True
         bench.fill_entry(case.kind)
         rows = [bench.row(ratio, seed) for seed, ratio in enumerate(case.ratios)]
         for row in rows[: case.loras]:

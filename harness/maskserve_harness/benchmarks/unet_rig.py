@@ -89,6 +89,8 @@ class UnetBench:
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
         self.batch: UnetBatch | None = None
         self.sampler = DDIMScheduler()
+        self.buckets = False
+        """Whether tiles are those of steps that are recorded."""
 
     def fill_entry(self, kind: str) -> None:
         """Random entries of one template for all blocks: `kv`, `project` (hidden) or `both`."""
@@ -219,7 +221,9 @@ class UnetBench:
 
     def _active(self, ratio: float) -> ActiveTokens:
         levels = len(self.work.tokens)
-        return ActiveTokens.of(self._mask(ratio), 1, levels, ring=0, halo=self.work.halo)
+        return ActiveTokens.of(
+            self._mask(ratio), 1, levels, ring=0, halo=self.work.halo, buckets=self.buckets
+        )
 
     def _mask(self, ratio: float) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """A square of that share of the picture, in its middle."""

@@ -111,6 +111,17 @@ def test_a_unet_step_copies_nothing_and_launches_no_more_than_the_table_says(
     assert log.launches <= COMMITTED[case.name]["step"]
 
 
+def test_tiles_cost_the_host_no_more_than_rows_without_them_but_a_few_launches() -> None:
+    """Aimed at: 700 launches for a guided row, 20 more for each further one."""
+    one, two = (
+        unet_step(UnetCase("tiles", "sdxl-1024", MIXED[:rows], halo=4, guided=True))[0]
+        for rows in (1, 2)
+    )
+    assert one.launches <= 250
+    assert two.launches <= one.launches + 20
+    assert one.copies == two.copies == []
+
+
 @pytest.mark.parametrize("halo", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_loras_adds_two_kernels_per_layer_of_a_unet(halo: int) -> None:
     """Convolutions too, of which the library would launch three for each pass with a LoRA."""

@@ -109,6 +109,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             levels=len(model.down_blocks),
             halo=halo,
             outside_noise=outside_noise,
+            buckets=recorder is not None,
         )
 
     @classmethod
@@ -373,7 +374,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         return UnetPrompt(text, added_embedding(self.model, *micro) if micro else None)
 
     def _make_work(self, height: int, width: int) -> ModelWork:
-        recorded = self.weights.graphs is not None and not self._halo
+        recorded = self.weights.graphs is not None
         return unet_work(
             self.facts.denoiser, height, width, guidance=False, halo=self._halo, recorded=recorded
         )

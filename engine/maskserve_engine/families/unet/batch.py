@@ -135,10 +135,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
     def _recorded(self, model: UnetWeights) -> bool:
         """Whether the steps of these rows may be recorded."""
         return model.graphs is not None and not any(
-            isinstance(row, UnetPrimingRow)
-            or row.adapters
-            or row.surroundings is not None
-            or row.control is not None
+            isinstance(row, UnetPrimingRow) or row.adapters or row.control is not None
             for row in self.rows
         )
 

@@ -7,15 +7,15 @@ map, and a convolution at the tile's edge reads the template's features beyond i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_engine.batch.row_updates import ByPass
 from maskserve_engine.families.unet.moments import Moments, normalise
-from maskserve_engine.families.unet.surroundings import Around, Surroundings
+from maskserve_engine.families.unet.surroundings import Around, HeldSurroundings, Surroundings
 
 
 class Site(NamedTuple):
@@ -35,6 +35,27 @@ class Canvas(ABC):
 
     def __init__(self, passes: slice) -> None:
         self.passes = passes
+
+    @property
+    def shapes(self) -> Hashable:
+        """All that the shapes of what is computed follow from."""
+        return self.passes.start, self.passes.stop
+
+    @abstractmethod
+    def copied(self) -> Canvas:
+        """The same in tensors of its own, which can take in what others of its shapes have."""
+
+    @abstractmethod
+    def take(self, other: Canvas) -> None:
+        """Compute where another one does."""
+
+    @abstractmethod
+    def turn_to(self, other: Canvas) -> None:
+        """Read round the tile what another one's next step reads.
+
+        Raises:
+            EntryLost: as `Handle.wait`.
+        """
 
     @abstractmethod
     def enter(self, conv: Any, sample: Tensor) -> Tensor:
@@ -76,6 +97,13 @@ class Canvas(ABC):
 class Whole(Canvas):
     """Passes that compute the whole picture, as the real modules do."""
 
+    def copied(self) -> Whole:
+        return self
+
+    def take(self, other: Canvas) -> None: ...
+
+    def turn_to(self, other: Canvas) -> None: ...
+
     def enter(self, conv: Any, sample: Tensor) -> Tensor:
         return conv(sample)
 
@@ -113,13 +141,32 @@ class Tiled(Canvas):
         surroundings: of the row.
     """
 
-    def __init__(self, passes: slice, surroundings: Surroundings) -> None:
+    def __init__(self, passes: slice, surroundings: Surroundings | HeldSurroundings) -> None:
         super().__init__(passes)
         self.tile, self._surroundings = surroundings.tile, surroundings
 
+    @property
+    def shapes(self) -> Hashable:
+        return self.passes.start, self.passes.stop, self._surroundings.shapes
+
+    def copied(self) -> Tiled:
+        assert isinstance(self._surroundings, Surroundings)
+        return Tiled(self.passes, HeldSurroundings(self._surroundings))
+
+    def take(self, other: Canvas) -> None:
+        assert isinstance(other, Tiled)
+        assert isinstance(other._surroundings, Surroundings)
+        assert isinstance(self._surroundings, HeldSurroundings)
+        self._surroundings.take(other._surroundings)
+
+    def turn_to(self, other: Canvas) -> None:
+        assert isinstance(other, Tiled)
+        assert isinstance(other._surroundings, Surroundings)
+        assert isinstance(self._surroundings, HeldSurroundings)
+        self._surroundings.turn_to(other._surroundings)
+
     def enter(self, conv: Any, sample: Tensor) -> Tensor:
-        frame = self.tile[0].near
-        return _convolved(conv, frame.pad(frame.region.cut(sample)))
+        return _convolved(conv, self.tile[0].enter(sample))
 
     def norm(self, site: Site, norm: Any, x: Tensor) -> Tensor:
         return normalise(norm, x, self._moments(norm, x, self._around(site)))
@@ -127,37 +174,27 @@ class Tiled(Canvas):
     def norm_around(self, site: Site, norm: Any, x: Tensor) -> Tensor:
         around = self._around(site)
         moments = self._moments(norm, x, around)
-        if around is not None:
-            x = self.tile[site.level].near.paste(x, around.ring[: len(x)])
-        return normalise(norm, x, moments)
+        ring = None if around is None else around.ring[: len(x)]
+        return normalise(norm, self.tile[site.level].near.paste(x, ring), moments)
 
     def convolve(self, level: int, conv: Any, x: Tensor) -> Tensor:
-        return _convolved(conv, self.tile[level].near.pad(x))
+        return _convolved(conv, self.tile[level].near.read(x))
 
     def shrink(self, site: Site, sampler: Any, conv: Any, x: Tensor) -> Tensor:
         around, frame = self._around(site, strided=True), self.tile[site.level].strided
-        if around is not None:
-            x = frame.paste(x, around.ring[: len(x)])
-        return _convolved(conv, frame.pad(x))
+        ring = None if around is None else around.ring[: len(x)]
+        return _convolved(conv, frame.read(frame.paste(x, ring)))
 
     def widen(
         self, level: int, size: tuple[int, int], sampler: Any, conv: Any, x: Tensor
     ) -> Tensor:
-        frame, coarse = self.tile[level].near, self.tile[level + 1].box
-        # Each position takes the one that covers it, on the coarser level.
-        rows = torch.arange(frame.region.top, frame.region.bottom, device=x.device)
-        columns = torch.arange(frame.region.left, frame.region.right, device=x.device)
-        x = x.index_select(2, rows // 2 - coarse.top)
-        x = x.index_select(3, columns // 2 - coarse.left)
-        return _convolved(conv, frame.pad(x))
+        return _convolved(conv, self.tile[level].upsampled(x))
 
     def cut(self, level: int, x: Tensor) -> Tensor:
         return self.tile[level].box.cut(x)
 
     def leave(self, size: tuple[int, int], answer: Tensor) -> Tensor:
-        out = answer.new_zeros(*answer.shape[:2], *size)
-        self.tile[0].box.cut(out).copy_(answer)
-        return out
+        return self.tile[0].leave(answer)
 
     def _around(self, site: Site, *, strided: bool = False) -> Around | None:
         return self._surroundings.around(site.number, site.level, strided=strided)
@@ -165,7 +202,10 @@ class Tiled(Canvas):
     def _moments(self, norm: Any, x: Tensor, around: Around | None) -> Moments:
         """Of the mixed map."""
         own = Moments.of(x, norm.num_groups)
-        return own if around is None else around.outside.first(len(x)) + own
+        if around is None:
+            return own
+        assert around.outside is not None, "no norm reads what a strided convolution does"
+        return around.outside.first(len(x)) + own
 
 
 def _convolved(conv: Any, x: Tensor) -> Tensor:

@@ -86,14 +86,14 @@ class PackedPasses:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing in them has a way of its own: tiles, or what a ControlNet adds."""
-        return not self.residuals and not any(level.tiled for level in self.levels)
+        """Whether nothing in them has a way of its own, as what a ControlNet adds."""
+        return not self.residuals
 
     @property
     def shapes(self) -> Hashable:
         """All that the shapes of a step's tensors follow from, beside those of its input."""
         computed = tuple([(level.sparse or level).own.q_spans for level in self.levels])
-        return computed, self.text.spans
+        return computed, self.text.spans, tuple([each.shapes for each in self.canvases])
 
     def copied(self) -> PackedPasses:
         """The same in tensors of its own, which can take in what others have; without entries."""
@@ -102,6 +102,7 @@ class PackedPasses:
         own.text = self.text.copied()
         own.added = None if self.added is None else self.added.clone()
         own.levels = tuple([level.copied() for level in self.levels])
+        own.canvases = [canvas.copied() for canvas in self.canvases]
         return own
 
     def take(self, other: PackedPasses) -> None:
@@ -112,6 +113,17 @@ class PackedPasses:
             self.added.copy_(other.added)
         for own, level in zip(self.levels, other.levels, strict=True):
             own.take(level)
+        for canvas, given in zip(self.canvases, other.canvases, strict=True):
+            canvas.take(given)
+
+    def turn_to(self, other: PackedPasses) -> None:
+        """Have what the next step of other passes, which these have taken, reads round tiles.
+
+        Raises:
+            EntryLost: as `Handle.wait`.
+        """
+        for canvas, given in zip(self.canvases, other.canvases, strict=True):
+            canvas.turn_to(given)
 
     def place(self, level: int, number: int, part: str, outs: Sequence[Tensor]) -> None:
         """`stack.PlaceInactive` of a level."""

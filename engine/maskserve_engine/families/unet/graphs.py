@@ -8,8 +8,9 @@ What a piece reads and writes lies where it was recorded; what is given is copie
     copy in ► piece ► place block 0 ► piece ► place block 1 ► … ► piece ► copy out
 
 Shapes must be those of the recording: passes compute as many tokens as their buckets have
-(`levels`). Whatever has addresses or a way of its own (tiles, LoRAs, ControlNets, priming rows,
-projected blocks) is asked for kernel by kernel, as without graphs.
+(`levels`), and tiles have sides of buckets, too; where a tile lies, and what is read round it, is
+copied in. Whatever has addresses or a way of its own (LoRAs, ControlNets, priming rows, projected
+blocks) is asked for kernel by kernel, as without graphs.
 """
 
 from __future__ import annotations
@@ -159,6 +160,7 @@ class RecordedStep:
         if self._of() is not packed:
             self._own.take(packed)
             self._of = weakref.ref(packed)
+        self._own.turn_to(packed)
         for piece, action in zip(self._pieces, self._actions, strict=False):
             piece.replay()
             action(packed)

@@ -122,20 +122,21 @@ def make_level(
         tiles: per pass the ids in its tile's box, ascending, its computed tokens among them;
             None: it has no tile.
         text: text tokens per pass.
-        buckets: whether passes compute as many tokens as their buckets have; without tiles.
+        buckets: whether passes compute as many tokens as their buckets have.
     """
     whole = [tokens] * len(active)
     sparse = None
     if any(ids is not None for ids in active):
         computed = [_marked(tokens, ids) for ids in active]
         counts = [int(own.sum()) for own in computed]
-        padded = [bucket(count, tokens) for count in counts] if buckets else counts
+        there_are = [tokens if ids is None else len(ids) for ids in tiles]
+        padded = list(map(bucket, counts, there_are)) if buckets else counts
         there = _partition(computed, padded)
         wanted: tuple[Tensor | None, ...] = (None,) * len(active)
         if any(ids is not None for ids in tiles):
             inside = [_marked(tokens, ids) for ids in tiles]
             boxed = [own[box] for own, box in zip(computed, inside, strict=True)]
-            there = _partition(boxed, counts)
+            there = _partition(boxed, padded)
             wanted = tuple(
                 None if ids is None else torch.from_numpy(np.flatnonzero(box[~own]))
                 for ids, own, box in zip(tiles, computed, inside, strict=True)

@@ -32,19 +32,22 @@ class Moments:
         """Of both parts together (Chan et al.: no large sums are subtracted)."""
         count = self.count + other.count
         share, apart = other.count / count, other.mean - self.mean
-        variance = self.variance * (1 - share) + other.variance * share
+        variance = torch.lerp(self.variance, other.variance, share)
         return Moments(
-            count, self.mean + apart * share, variance + apart * apart * (share * (1 - share))
+            count,
+            torch.add(self.mean, apart, alpha=share),
+            torch.addcmul(variance, apart, apart, value=share * (1 - share)),
         )
 
     def __sub__(self, part: Moments) -> Moments:
         """Of the positions that are not in `part`, which leaves some."""
         count = self.count - part.count
         share = part.count / self.count
-        mean = (self.mean - part.mean * share) / (1 - share)
+        mean = torch.sub(self.mean, part.mean, alpha=share).div_(1 - share)
         apart = part.mean - mean
-        variance = self.variance - part.variance * share - apart * apart * (share * (1 - share))
-        return Moments(count, mean, (variance / (1 - share)).clamp_min(0.0))
+        variance = torch.sub(self.variance, part.variance, alpha=share)
+        variance.addcmul_(apart, apart, value=-share * (1 - share))
+        return Moments(count, mean, variance.div_(1 - share).clamp_min_(0.0))
 
     def first(self, passes: int) -> Moments:
         """Of that many passes, which may share one."""

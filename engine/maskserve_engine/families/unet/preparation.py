@@ -48,6 +48,7 @@ class UnetPreparation:
         levels: of the UNet.
         halo: `[cache] conv_halo`.
         outside_noise: `[model] outside_noise`.
+        buckets: as of `tile.tile_of`.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class UnetPreparation:
         levels: int,
         halo: int,
         outside_noise: str,
+        buckets: bool = False,
     ) -> None:
         self._facts, self._sampler = facts, sampler
         self._vae_dtype, self._dtype = vae_dtype, dtype
-        self._levels, self._halo = levels, halo
+        self._levels, self._halo, self._buckets = levels, halo, buckets
         self._shares_noise = outside_noise == "template" and facts.semantics == "inpaint"
         self.noise_levels = NoiseLevels(sampler)
         self.timesteps = lru_cache(maxsize=256)(self._make_timesteps)
@@ -114,6 +116,7 @@ class UnetPreparation:
             self._levels,
             ring=job.mask_ring,
             halo=self._halo,
+            buckets=self._buckets,
         )
 
     def sampler(self, job: EditJob) -> Sampler:

@@ -71,6 +71,8 @@ class CachedRest:
     row: UnetRow
     half: int
     """Of the entries: 0, or 1 for the second pass where it has its own."""
+    _wanted: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    """Of those that are there, and which are wanted, which these are; for each level."""
 
     def source(self, block: int, part: str, wanted: Tensor | None = None) -> KvSource:
         entry, inactive = self.row.entry, self.row.inactive
@@ -80,9 +82,16 @@ class CachedRest:
         count = len(parts[0].data if ids is None else ids) // inactive.halves
         own = slice(self.half * count, (self.half + 1) * count)
         if ids is not None:
-            ids = ids[own] if wanted is None else ids[own].index_select(0, wanted)
-            return KvSource(parts, ids)
+            return KvSource(parts, ids[own] if wanted is None else self._of(ids, own, wanted))
         return KvSource(tuple([coded.map(lambda tokens: tokens[own]) for coded in parts]), wanted)
+
+    def _of(self, ids: Tensor, own: slice, wanted: Tensor) -> Tensor:
+        """[m] `wanted` of a half's ids: the same at every step."""
+        for all_ids, known, found in self._wanted:
+            if all_ids is ids and known is wanted:
+                return found
+        self._wanted.append((ids, wanted, ids[own].index_select(0, wanted)))
+        return self._wanted[-1][-1]
 
 
 @dataclass(slots=True)

@@ -1,14 +1,15 @@
 """Where a row's convolutions are computed: at each level the mask's box and a halo round it.
 
-| region: what a convolution reads          zeros beyond the picture's edge
-|   ring: of the template                 |
-|     box: what is computed               |
+| what a convolution reads          zeros beyond the picture's edge
+|   ring: of the template         |
+|     box: what is computed       |
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ class TileBox:
         height, width = self.shape
         return height * width
 
-    def cut(self, x: Tensor) -> Tensor:
+    def cut(self, x: Any) -> Any:
         """Its positions of [..., h, w]."""
         return x[..., self.top : self.bottom, self.left : self.right]
 
@@ -65,49 +66,58 @@ class TileBox:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a 3x3 convolution reads: a region of a map, of which a box is computed."""
+    """What a 3x3 convolution reads, of which a box is computed and the ring round it is not.
 
+    Whatever is not a shape is in tensors: a step is recorded for all tiles of some shapes
+    (`graphs`).
+    """
+
+    reads: TileBox
+    """In the picture and beyond its edges."""
     region: TileBox
-    """In the picture."""
-    box: TileBox
-    """In the region."""
+    """Of that, what lies in the picture."""
+    places: Tensor
+    """[positions that are read] where each lies: 0 beyond the picture, behind that those of the
+    box, and behind these those of the ring."""
     ring: Tensor
-    """[n] positions of the region that are not in the box."""
-    zeros: tuple[int, int, int, int]
-    """Positions that the convolution reads beyond the picture's edges, as `F.pad` takes them."""
+    """[n] of the ring's positions in the region; of those beyond the picture any."""
+    own: Tensor
+    """[box] of the box's positions in the region."""
+    whole: bool
+    """Whether nothing is read round the box but what lies beyond the picture."""
 
     @classmethod
     def of(cls, reads: TileBox, box: TileBox, size: tuple[int, int]) -> Frame:
         """Of a convolution that reads `reads`, of which what lies beyond the picture is 0."""
         region = reads.inside(size)
-        own = box - region
-        outside = np.ones(region.shape, np.bool_)
-        outside[own.top : own.bottom, own.left : own.right] = False
-        zeros = (
-            region.left - reads.left,
-            reads.right - region.right,
-            region.top - reads.top,
-            reads.bottom - region.bottom,
+        inside = np.zeros(reads.shape, np.bool_)
+        (region - reads).cut(inside)[:] = True
+        own = np.zeros(reads.shape, np.bool_)
+        (box - reads).cut(own)[:] = True
+        places, in_region = np.zeros(reads.shape, np.int64), np.zeros(reads.shape, np.int64)
+        in_region[inside] = np.arange(region.area)
+        places[own] = 1 + np.arange(box.area)
+        places[~own] = 1 + box.area + np.arange(reads.area - box.area)
+        places[~inside] = 0
+        return cls(
+            reads,
+            region,
+            torch.from_numpy(places.ravel()),
+            torch.from_numpy(in_region[~own]),
+            torch.from_numpy(in_region[own]),
+            whole=region.area == box.area,
         )
-        return cls(region, own, torch.from_numpy(np.flatnonzero(outside)), zeros)
 
-    @property
-    def whole(self) -> bool:
-        """Whether nothing is read round the box."""
-        return not len(self.ring)
+    def paste(self, x: Tensor, ring: Tensor | None) -> Tensor:
+        """[p, C, 1, m] the box's [p, C, h, w] and behind it the ring's [1 or p, C, n], if any."""
+        flat = x.flatten(2)
+        if ring is not None:
+            flat = torch.cat((flat, ring.expand(len(x), -1, -1)), dim=2)
+        return flat[:, :, None]
 
-    def paste(self, x: Tensor, ring: Tensor) -> Tensor:
-        """[p, C, region] of the box's [p, C, h, w], and of the ring's [1 or p, C, n]."""
-        if self.whole:
-            return x
-        wide = x.new_empty(*x.shape[:2], *self.region.shape)
-        wide.flatten(2)[:, :, self.ring] = ring
-        self.box.cut(wide).copy_(x)
-        return wide
-
-    def pad(self, x: Tensor) -> Tensor:
-        """[p, C, what the convolution reads] of [p, C, region]."""
-        return F.pad(x, self.zeros) if any(self.zeros) else x
+    def read(self, pasted: Tensor) -> Tensor:
+        """[p, C, what the convolution reads] of what `paste` gave."""
+        return _read(pasted.flatten(2), self.places, self.reads.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,38 +133,86 @@ class TileLevel:
     """Of the convolution that leads to the next level; as `near` at the last one."""
     inside: Ids
     """[n] of the box's positions, in host memory: batches are packed there."""
+    ids: Tensor
+    """The same as a tensor."""
+    sources: Tensor
+    """Of each position that `near` reads, the one in the next level's box that is upsampled to it;
+    at the last level the one in the picture. 0 beyond the picture, others from 1 on."""
+    picture: Tensor
+    """Of each position that `near` reads, the one in the picture; as `sources`."""
 
     def frame(self, *, strided: bool) -> Frame:
         return self.strided if strided else self.near
 
-    def ids(self, *, strided: bool) -> Ids:
-        """What is read of the template: nothing where the box is the whole picture."""
+    def of_template(self, *, strided: bool) -> Ids:
+        """What is read of the template: nothing where there is nothing round the box."""
         frame = self.frame(strided=strided)
         return np.zeros(0, np.int64) if frame.whole else frame.region.ids(self.size[1])
+
+    def enter(self, sample: Tensor) -> Tensor:
+        """[p, C, what a convolution reads] of a map of the whole picture."""
+        return _read(sample.flatten(2), self.picture, self.near.reads.shape)
+
+    def upsampled(self, coarse: Tensor) -> Tensor:
+        """[p, C, what a convolution reads] of the next level's box, doubled."""
+        return _read(coarse.flatten(2), self.sources, self.near.reads.shape)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """[p, C, picture] of the box's; what was not computed is 0."""
+        out = x.new_zeros(*x.shape[:2], self.size[0] * self.size[1])
+        return out.index_copy_(2, self.ids, x.flatten(2)).unflatten(2, self.size)
 
 
 Tile = tuple[TileLevel, ...]
 
 
-def tile_of(active: Mapping[int, Ids], sizes: Sequence[tuple[int, int]], halo: int) -> Tile:
+def _read(flat: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
+    """[p, C, shape] of [p, C, m]: 0, or the one of that number, from 1 on."""
+    return F.pad(flat, (1, 0)).index_select(2, places).unflatten(2, shape)
+
+
+def tile_of(
+    active: Mapping[int, Ids], sizes: Sequence[tuple[int, int]], halo: int, *, buckets: bool = False
+) -> Tile:
     """The tile round a row's active tokens.
 
     Args:
         active: level → ids; at least one each.
         sizes: of each level.
         halo: at least 1, so that what is upsampled lies in the coarser level's box.
+        buckets: whether boxes' sides are those of buckets, so that few shapes are recorded: at most
+            an eighth more, or one.
     """
     boxes = [_box(active[level], size, halo) for level, size in enumerate(sizes)]
+    if buckets:
+        boxes = _bucketed(boxes, sizes)
     levels = []
     for number, (size, box) in enumerate(zip(sizes, boxes, strict=True)):
         reads = TileBox(box.top - 1, box.left - 1, box.bottom + 1, box.right + 1)
         near = strided = Frame.of(reads, box, size)
+        picture = sources = _numbers(reads, TileBox(0, 0, *size), size, 1)
         if number + 1 < len(sizes):
             to = boxes[number + 1]
+            sources = _numbers(reads, to, size, 2)
             reads = TileBox(2 * to.top - 1, 2 * to.left - 1, 2 * to.bottom, 2 * to.right)
             strided = Frame.of(reads, box, size)
-        levels.append(TileLevel(size, box, near, strided, box.ids(size[1])))
+        inside = box.ids(size[1])
+        ids = torch.from_numpy(inside)
+        levels.append(TileLevel(size, box, near, strided, inside, ids, sources, picture))
     return tuple(levels)
+
+
+def _numbers(reads: TileBox, box: TileBox, size: tuple[int, int], scale: int) -> Tensor:
+    """Of each position of `reads` that lies in the picture the number, from 1 on, of the position
+    in `box` that it is taken from, on a level so many times as coarse; 0 of the others.
+    """
+    rows, columns = np.arange(reads.top, reads.bottom), np.arange(reads.left, reads.right)
+    inside = np.logical_and.outer(
+        (rows >= 0) & (rows < size[0]), (columns >= 0) & (columns < size[1])
+    )
+    down, across = rows // scale - box.top, columns // scale - box.left
+    numbers = 1 + down[:, None] * box.shape[1] + across
+    return torch.from_numpy(np.where(inside, numbers, 0).ravel())
 
 
 def _box(active: Ids, size: tuple[int, int], halo: int) -> TileBox:
@@ -165,3 +223,30 @@ def _box(active: Ids, size: tuple[int, int], halo: int) -> TileBox:
         int(rows.max()) + 1 + halo,
         int(columns.max()) + 1 + halo,
     ).inside(size)
+
+
+def _bucketed(boxes: Sequence[TileBox], sizes: Sequence[tuple[int, int]]) -> list[TileBox]:
+    """The same, of sides that buckets have; a coarser one holds what is upsampled to a finer."""
+    found: list[TileBox] = []
+    for box, size in zip(boxes, sizes, strict=True):
+        needed = box
+        if found:
+            fine = found[-1]
+            needed = TileBox(
+                min(box.top, max(0, fine.top - 1) // 2),
+                min(box.left, max(0, fine.left - 1) // 2),
+                min(size[0], max(box.bottom, fine.bottom // 2 + 1)),
+                min(size[1], max(box.right, fine.right // 2 + 1)),
+            )
+        top, bottom = _side(needed.top, needed.bottom, size[0])
+        left, right = _side(needed.left, needed.right, size[1])
+        found.append(TileBox(top, left, bottom, right))
+    return found
+
+
+def _side(begin: int, end: int, most: int) -> tuple[int, int]:
+    """As long as its bucket, and in the picture."""
+    step = max(2, 1 << max(0, (end - begin).bit_length() - 4))
+    length = min(most, -(-(end - begin) // step) * step)
+    begin = min(begin, most - length)
+    return begin, begin + length

@@ -28,7 +28,14 @@ class ActiveTokens:
 
     @classmethod
     def of(
-        cls, mask: NDArray[np.uint8], token_pixels: int, levels: int, *, ring: int, halo: int
+        cls,
+        mask: NDArray[np.uint8],
+        token_pixels: int,
+        levels: int,
+        *,
+        ring: int,
+        halo: int,
+        buckets: bool = False,
     ) -> ActiveTokens:
         """Of an edit mask.
 
@@ -38,13 +45,15 @@ class ActiveTokens:
             levels: of the UNet.
             ring: tokens of level 0 round the mask that are computed too.
             halo: `[cache] conv_halo`.
+            buckets: as of `tile_of`.
         """
         ids = active_tokens_per_level(mask, token_pixels, range(levels), ring)
         height, width = (side // token_pixels for side in mask.shape)
         side = cover_a_side(ids[0], height, width)
         if not halo or not len(ids[0]):  # of a template that is only to be primed
             return cls(ids, None, side)
-        return cls(ids, tile_of(ids, level_sizes(height, width, levels), halo), side)
+        sizes = level_sizes(height, width, levels)
+        return cls(ids, tile_of(ids, sizes, halo, buckets=buckets), side)
 
     def row(self, text: int) -> RowTokens:
         """What a pass with so many text tokens is counted as."""
@@ -72,7 +81,9 @@ class ActiveTokens:
         of_block = [block.level for block in work.blocks]
         if self.tile is not None:
             for strided in (False, True):
-                read += [both(level.ids(strided=strided), i) for i, level in enumerate(self.tile)]
+                read += [
+                    both(level.of_template(strided=strided), i) for i, level in enumerate(self.tile)
+                ]
             of_block += [depth * (2 if each.strided else 1) + each.level for each in work.maps]
             # And the means and variances of all maps.
             of_block.append(len(read))

@@ -79,21 +79,24 @@ def test_frames_hold_what_convolutions_read(seed: int) -> None:
 def check_frame(
     frame: Frame, box: TileBox, size: tuple[int, int], reads: set[tuple[int, int]]
 ) -> None:
-    region = positions(frame.region)
-    assert region == in_picture(reads, size) | positions(box)
-    width = frame.region.shape[1]
-    ring = {
-        (frame.region.top + i // width, frame.region.left + i % width) for i in frame.ring.tolist()
-    }
-    assert ring == region - positions(box)
-    left, right, top, bottom = frame.zeros
-    whole = TileBox(
-        frame.region.top - top,
-        frame.region.left - left,
-        frame.region.bottom + bottom,
-        frame.region.right + right,
-    )
-    assert positions(whole) == reads
+    assert positions(frame.reads) == reads
+    assert positions(frame.region) == in_picture(reads, size)
+    assert frame.whole is (positions(frame.region) == positions(box))
+    picture = torch.arange(1.0, 1 + size[0] * size[1]).view(1, 1, *size)
+    region = frame.region.cut(picture).flatten(2)
+    own = box.cut(picture)
+    assert torch.equal(region[:, :, frame.own], own.flatten(2))
+    for ring in [region[:, :, frame.ring]] + [None] * frame.whole:
+        found = frame.read(frame.paste(own, ring))
+        assert torch.equal(found, padded(picture, frame.reads))
+
+
+def padded(x: torch.Tensor, reads: TileBox) -> torch.Tensor:
+    """What of x lies in a box that may reach beyond it, with zeros there."""
+    far = max(map(abs, (reads.top, reads.left, reads.bottom, reads.right)))
+    wide = F.pad(x, (far, far, far, far))
+    height, width = reads.shape
+    return wide[..., reads.top + far :, reads.left + far :][..., :height, :width]
 
 
 def positions(box: TileBox) -> set[tuple[int, int]]:
@@ -104,13 +107,50 @@ def in_picture(reads: set[tuple[int, int]], size: tuple[int, int]) -> set[tuple[
     return {(y, x) for y, x in reads if 0 <= y < size[0] and 0 <= x < size[1]}
 
 
-def test_a_tile_is_pasted_into_its_ring() -> None:
-    x = torch.randn(2, 3, 8, 8)
-    frame = Frame.of(TileBox(-1, 2, 5, 7), TileBox(0, 3, 4, 6), (8, 8))
-    region = frame.region.cut(x)
-    pasted = frame.paste(TileBox(0, 3, 4, 6).cut(x), region.flatten(2)[:, :, frame.ring])
-    assert torch.equal(pasted, region)
-    assert torch.equal(frame.pad(pasted), F.pad(x, (0, 0, 1, 0))[:, :, :6, 2:7])
+def test_what_a_tile_reads_and_gives_is_where_the_picture_has_it() -> None:
+    rng = np.random.default_rng()
+    sizes = [(18, 22), (9, 11), (5, 6)]
+    rows, columns = np.sort(rng.integers(0, 18, 2)), np.sort(rng.integers(0, 22, 2))
+    mask = np.zeros(sizes[0], np.uint8)
+    mask[rows[0] : rows[1] + 1, columns[0] : columns[1] + 1] = 1
+    active = active_tokens_per_level(mask, 1, range(3))
+    for level, place in enumerate(tile_of(active, sizes, 2)):
+        x = torch.randn(2, 3, *place.size)
+        assert torch.equal(place.enter(x), padded(x, place.near.reads))
+        left = torch.zeros_like(x)
+        place.box.cut(left).copy_(place.box.cut(x))
+        assert torch.equal(place.leave(place.box.cut(x)), left)
+        if level < 2:
+            coarse = torch.randn(2, 3, *sizes[level + 1])
+            box = tile_of(active, sizes, 2)[level + 1].box
+            wide = F.interpolate(coarse, size=place.size, mode="nearest")
+            if any(n % 2 for n in place.size):  # the last one is alone
+                wide = coarse.repeat_interleave(2, 2).repeat_interleave(2, 3)
+                wide = wide[..., : place.size[0], : place.size[1]]
+            assert torch.equal(place.upsampled(box.cut(coarse)), padded(wide, place.near.reads))
+
+
+@pytest.mark.parametrize("halo", [1, 4])
+def test_boxes_of_buckets_hold_those_that_are_needed(halo: int) -> None:
+    rng = np.random.default_rng()
+    sizes = level_sizes(128, 96, 3)
+    shapes = set()
+    for _ in range(60):
+        top, left = rng.integers(0, 128), rng.integers(0, 96)
+        mask = np.zeros(sizes[0], np.uint8)
+        mask[top : top + rng.integers(1, 64), left : left + rng.integers(1, 64)] = 1
+        active = active_tokens_per_level(mask, 1, range(3))
+        exact, own = (tile_of(active, sizes, halo, buckets=each) for each in (False, True))
+        for place, of, size in zip(own, exact, sizes, strict=True):
+            assert positions(of.box) <= positions(place.box) <= positions(TileBox(0, 0, *size))
+            # Where a coarser one has to hold a finer one that grew, it may be a little larger.
+            for side, needed in zip(place.box.shape, of.box.shape, strict=True):
+                assert side <= max(needed + 4, 1.25 * needed + 2)
+        for place, below in itertools.pairwise(own):
+            reads = in_picture(brute_reads(place.box, 1), place.size)
+            assert {(y // 2, x // 2) for y, x in reads} <= positions(below.box)
+        shapes.add(own[0].box.shape[0])
+    assert len(shapes) <= 32
 
 
 @pytest.mark.parametrize("config", [SD21, SDXL])
@@ -128,7 +168,7 @@ def test_bytes_of_a_square_tile_are_about_those_that_are_loaded(
     active = active_tokens_per_level(mask, 1, range(len(work.tokens)))
     tile = tile_of(active, level_sizes(side, side, len(work.tokens)), halo)
     loaded = sum(
-        fmt.bytes_of(len(tile[each.level].ids(strided=each.strided)), each.width)
+        fmt.bytes_of(len(tile[each.level].of_template(strided=each.strided)), each.width)
         for each in work.maps
     )
     counted = tile_bytes(work, work.row_at(ratio, 77), fmt)

@@ -27,6 +27,8 @@ from tests.support.cached_rows import Primed, assert_equal, cached
 from tests.support.replayed import Replayed
 
 SIDE = 96
+TOKEN = 16
+"""Pixels between two places at which a mask touches tokens of each level alike."""
 
 
 @pytest.fixture(scope="module", params=["sdxl-base", "sd-fill"])
@@ -39,22 +41,30 @@ def encoder(folder: Path) -> Encoder:
     return load_encoder(config_of(folder))
 
 
-def adapter_of(folder: Path, capture: Replayed | None) -> UnetAdapter:
-    adapter = load_adapter(config_of(folder))
+def adapter_of(
+    folder: Path, capture: Replayed | None, halo: int = 0, *, buckets: bool = True
+) -> UnetAdapter:
+    adapter = load_adapter(config_of(folder, cache={"conv_halo": halo}))
     assert isinstance(adapter, UnetAdapter)
+    adapter._preparation._buckets = buckets  # tiles as where steps are recorded
     if capture is not None:
         adapter._stepped = replace(adapter.weights, graphs=Graphs(capture))
     return adapter
 
 
-def job_of(encoder: Encoder, seed: int, **asked: Any) -> EditJob:
+def job_of(encoder: Encoder, seed: int, at: int = 0, **asked: Any) -> EditJob:
+    """An edit; `at` moves its mask and changes its pixels."""
     rng = np.random.default_rng(seed)
     case = unet_case(rng, num_inference_steps=6, strength=1.0, **asked)
     mask = np.zeros((SIDE, SIDE), np.uint8)
     top, left = (int(each) for each in rng.integers(0, SIDE // 2, 2))
     mask[top : top + int(rng.integers(8, 48)), left : left + int(rng.integers(8, 48))] = 255
     pixels = rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
-    return encode_case(encoder, replace(case, pixels=pixels, mask=mask), f"edit-{seed}")
+    if at:
+        mask = np.roll(mask, (-TOKEN * (top // TOKEN), -TOKEN * (left // TOKEN)), (0, 1))
+        mask = np.roll(mask, at * TOKEN, (0, 1))
+        pixels = np.roll(pixels, at, 0)
+    return encode_case(encoder, replace(case, pixels=pixels, mask=mask), f"edit-{seed}-{at}")
 
 
 def results(
@@ -73,6 +83,64 @@ def results(
         if live:
             replay.step(live, plans[at % len(plans)])
     return [row.result().array() for row in rows]
+
+
+@pytest.mark.parametrize(("halo", "buckets"), [(1, True), (2, False)])
+def test_tiles_that_join_and_leave_have_the_latents_that_they_have_without(
+    folder: Path, encoder: Encoder, halo: int, buckets: bool
+) -> None:
+    """Beside rows without tiles; in the second round nearly all steps were recorded in the first.
+    Tiles of equal shapes lie elsewhere and read other entries.
+    """
+    seed = int(np.random.default_rng().integers(1 << 30))
+    guided = {"guidance_scale": 7.5, "negative_prompt": "blue"}
+    jobs = [job_of(encoder, seed + i // 2 * 2, at=i, **(guided if i < 2 else {})) for i in range(5)]
+    capture = Replayed()
+    plain = adapter_of(folder, None, halo, buckets=buckets)
+    own = adapter_of(folder, capture, halo, buckets=buckets)
+    plans = [("kv",) * plain.blocks]
+    expected = results(plain, encoder, jobs, plans)
+    recorded = []
+    for _ in range(2):
+        for found, latents in zip(results(own, encoder, jobs, plans), expected, strict=True):
+            assert_equal(found, latents)
+        recorded.append(capture.recorded)
+    assert recorded[0] > 0, seed
+    recorder = own._stepped.graphs
+    assert isinstance(recorder, Graphs)
+    assert recorder._capture is capture, "recording was turned off"
+
+
+def test_a_tile_elsewhere_is_stepped_by_the_pieces_of_another(
+    folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of equal shapes, and another entry; a step without the walk gives what the walk gives."""
+    adapter, plain = adapter_of(folder, Replayed(), 1), adapter_of(folder, None, 1)
+    jobs = [job_of(encoder, 4, at=at) for at in (0, 2)]
+    kinds = ("kv",) * plain.blocks
+    replay, expected = Replay(adapter), Replay(plain)
+    walked: list[int] = []
+    walk = graphs.forward
+
+    def watched(*args: Any, **named: Any) -> Any:
+        walked.append(1)
+        return walk(*args, **named)
+
+    monkeypatch.setattr(graphs, "forward", watched)
+    tiles = []
+    for number, job in enumerate(jobs):
+        primed = Primed(plain, encoder, job)
+        row, other = cached(replay, job, primed), cached(expected, job, primed)
+        assert row.inactive is not None
+        assert row.inactive.tile is not None
+        tiles.append(row.inactive.tile[0].box)
+        while row.step < row.steps:
+            replay.step([row], kinds)
+            expected.step([other], kinds)
+        assert_equal(row.result().array(), other.result().array())
+        assert len(walked) == 3, number
+    assert tiles[0].shape == tiles[1].shape
+    assert tiles[0] != tiles[1]
 
 
 @pytest.mark.parametrize("mixed", [False, True])
