@@ -26,6 +26,11 @@ at mask ratio .2, with a ControlNet of its size; `…_xl_count` is of SDXL at 10
 `service_of_limit`: a dense step with a ControlNet beside the base over one with it in a service, a
 core each, over what the FLOPs say (`control_service`); `service_speedup` before that division.
 
+`three_controls_of_limit`: as `service_of_limit`, of three ControlNets in three services, where
+clocks stand for the devices (`three_controls`); `…_alone_ms` is a step with all on the base's
+device, `…_one_service_ms` one with all in one service, and `…_bus_…` counts what residuals take
+through host memory.
+
 `cfg_pair`: a step of a guided row by two processes of one core, a pass each, over both passes in
 one of them (`cfg_pair.py`; SDXL at 0.3 of its width), and `…_two_workers` edits per second
 of two such processes with an edit each over one. The same of a cached row, and of FLUX's width.
@@ -67,6 +72,7 @@ from maskserve_harness.benchmarks.lora_edits import lora_edits
 from maskserve_harness.benchmarks.lora_loading import lora_loading
 from maskserve_harness.benchmarks.step import kept
 from maskserve_harness.benchmarks.step_rig import Bench
+from maskserve_harness.benchmarks.three_controls import three_controls
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.benchmarks.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_harness.published_models import FLUX_DEV, SDXL
@@ -199,6 +205,11 @@ def control_service(args: argparse.Namespace) -> dict[str, Any]:
     return service_step(args.repeat, args.clock)
 
 
+def emulated_controls(args: argparse.Namespace) -> dict[str, Any]:
+    """Steps of a row with three ControlNets, on devices that clocks stand for."""
+    return three_controls(args.repeat)
+
+
 def _repeated(weights: FluxWeights, blocks: tuple[int, int]) -> FluxWeights:
     """So many double and single blocks, all with the weights of the first."""
     doubles, singles = blocks
@@ -271,6 +282,7 @@ BARS = {
     "control_sdxl": ("at most", 1.66),
     "dense_control_sdxl": ("above", 1.66),
     "service_of_limit": ("at least", 0.85),
+    "three_controls_of_limit": ("at least", 0.94),
     "cfg_pair": ("at least", 1.7),
 }
 
@@ -289,7 +301,13 @@ def held(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 PARTS = {
     "lora": (lora_step, lora_edits, lora_loading),
-    "control": (control_step, unet_control_step, control_service, cfg_pair),
+    "control": (
+        control_step,
+        unet_control_step,
+        control_service,
+        emulated_controls,
+        cfg_pair,
+    ),
 }
 """What is measured, by the name that `--only` takes."""
 

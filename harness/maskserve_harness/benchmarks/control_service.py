@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from maskserve_engine.adapters.control_net_loader import LoadedNet
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.control_service import ControlNetService
+from maskserve_engine.families.control_batches import NetBatch
 from maskserve_engine.families.unet.control import (
     PassControl,
     ServedPass,
@@ -64,10 +65,27 @@ def build_net(preset: str) -> Any:
     return net
 
 
-class _Nets:
-    """What the service asks of a family (`families.adapter.Adapter`)."""
+class Family(Protocol):
+    """What the service asks of a family (`families.adapter.Adapter`), and the ControlNets that it
+    reads; made in another process.
+    """
 
+    facts: Any
+
+    def read(self) -> Any: ...
+
+    def control_net(self, model: Any) -> Any: ...
+
+    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> Any: ...
+
+    def net_batch(self) -> NetBatch[Any]: ...
+
+
+class _Unet:
     facts = None
+
+    def read(self) -> Any:
+        return build_net(PRESET)
 
     def control_net(self, model: Any) -> UnetControlNet:
         return UnetControlNet.of(model, model, 4)
@@ -79,25 +97,18 @@ class _Nets:
         return UnetNetBatch()
 
 
-class _Made:
-    """In place of a folder (`control_net_loader.NetFolder`)."""
-
-    def read(self) -> Any:
-        return build_net(PRESET)
-
-
 class _Loader:
     """Makes the ControlNet in place of reading it (`ControlNetLoader`)."""
 
-    def __init__(self, config: Config, facts: object, bring: Any) -> None:
-        self._bring = bring
+    def __init__(self, family: Family, config: Config, facts: object, bring: Any) -> None:
+        self._family, self._bring = family, bring
 
     def device_bytes(self, control: ResolvedControl) -> int:
         return 0
 
     def load(self, control: ResolvedControl, done: Any) -> None:
         def load() -> None:
-            self._bring(control.version, _Made())
+            self._bring(control.version, self._family)
             done(LoadedNet(control.name, "", 0.0))
 
         threading.Thread(target=load).start()
@@ -106,16 +117,24 @@ class _Loader:
         """It has nothing open."""
 
 
-def _serve(pipe: Connection, core: int, folder: str) -> None:
-    """The service's process, until the pipe closes."""
-    _alone_on(core)
-    loader: Any = _Loader
-    config = Config()
-    service = ControlNetService(config, Path(folder), loader, _Nets())  # type: ignore[arg-type]
+def serve(pipe: Connection, core: int | None, folder: str, family: Family) -> None:
+    """A service's process, until the pipe closes.
+
+    Args:
+        pipe: of `PipeCalls`.
+        core: that it has for itself; None: any.
+        folder: of its slots.
+        family: of its ControlNets.
+    """
+    if core is not None:
+        _alone_on(core)
+    loader: Any = partial(_Loader, family)
+    adapter: Any = family
+    service = ControlNetService(Config(), Path(folder), loader, adapter)
     while True:
         try:
             op, arrays = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             break
         said: dict[str, Any] = {}
         match op.pop("op"):
@@ -130,6 +149,8 @@ def _serve(pipe: Connection, core: int, folder: str) -> None:
             case "open":
                 opening = Opening.unpacked(op["opening"], arrays)
                 service.open(op["session"], op["row"], opening)
+            case "close":
+                service.close_row(op["session"], op["row"])
         pipe.send(said)
     service.close()
 
@@ -138,7 +159,7 @@ def _set(event: threading.Event, outcome: object) -> None:
     event.set()
 
 
-class _PipeCalls:
+class PipeCalls:
     """`ServiceCalls` through a pipe."""
 
     def __init__(self, pipe: Connection) -> None:
@@ -177,13 +198,13 @@ def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
     ours, theirs = multiprocessing.Pipe()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         spawned = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(theirs, cores[1], folder), daemon=True
+            target=serve, args=(theirs, cores[1], folder, _Unet()), daemon=True
         )
         spawned.start()
         theirs.close()
         try:
             _alone_on(cores[0])
-            service = ControlService(_PipeCalls(ours), bench.device, "float32", _PATIENCE_S)
+            service = ControlService(PipeCalls(ours), bench.device, "float32", _PATIENCE_S)
             service.load(NET, NET, _PATIENCE_S)
             times = _timed(bench, service, Timer(bench.device, clock), repeat)
             service.close()
@@ -192,7 +213,8 @@ def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
             torch.set_num_threads(threads)
             spawned.join(30)
     without, beside, served = times
-    limit = _count()
+    base, net = flops()
+    limit = 1.0 + net / base  # what hiding the ControlNet can give
     return {
         "service_step_without_ms": round(without, 1),
         "service_step_beside_ms": round(beside, 1),
@@ -227,12 +249,10 @@ def _timed(bench: UnetBench, service: ControlService, timer: Timer, repeat: int)
     return [statistics.median(each) for each in zip(*found, strict=True)]
 
 
-def _count() -> float:
-    """FLOPs of base and ControlNet over those of the base: what hiding the net can give."""
+def flops() -> tuple[float, float]:
+    """Of a step of the base, and of its ControlNet."""
     config = UNETS[PRESET]
     side = int(config["sample_size"])
-    work = unet_work(config, side, side, guidance=False)
-    net = control_work(config, side, side, guidance=False)
+    work, net = (count(config, side, side, guidance=False) for count in (unet_work, control_work))
     row = work.row_at(1.0, TEXT)
-    base = work.step_flops([row], "dense")
-    return 1.0 + net.step_flops([row], "dense") / base
+    return work.step_flops([row], "dense"), net.step_flops([row], "dense")
