@@ -388,8 +388,7 @@ def adapters_list(options: argparse.Namespace) -> None:
     for adapter in values["adapters"]:
         print(f"{adapter['name']:32} {_adapter(adapter)}")
     for net in values.get("controlnets", ()):
-        size = f"ControlNet, {net['bytes'] / 2**20:.1f} MiB"
-        print(f"{net['name']:32} {'not served: it ' + net['problem'] if net['problem'] else size}")
+        print(f"{net['name']:32} {_controlnet(net)}")
     if values["problem"]:
         print(f"the storage does not answer: {values['problem']}", file=sys.stderr)
 
@@ -398,12 +397,24 @@ def _adapter(about: dict[str, Any]) -> str:
     """What an adapter is and where it lies, in words."""
     if about["problem"]:
         return f"not served: it {about['problem']}"
-    tiers = about["tiers"]
-    if isinstance(tiers, dict):  # a router's: by worker
-        tiers = sorted({tier for each in tiers.values() for tier in each})
-    kept = " and ".join(tiers) or "in the storage only"
+    kept = " and ".join(_tiers(about)) or "in the storage only"
     size = f"rank {about['rank']}, {about['bytes'] / 2**20:.1f} MiB, {', '.join(about['parts'])}"
     return f"{size}; {kept}{', pinned' if about['pinned'] else ''}"
+
+
+def _controlnet(about: dict[str, Any]) -> str:
+    """Likewise of a ControlNet."""
+    if about["problem"]:
+        return f"not served: it {about['problem']}"
+    kept = " and ".join(_tiers(about)) or "in the folder only"
+    return f"ControlNet, {about['bytes'] / 2**20:.1f} MiB; {kept}"
+
+
+def _tiers(about: dict[str, Any]) -> list[str]:
+    tiers = about["tiers"]
+    if isinstance(tiers, dict):  # a router's: by worker
+        return sorted({tier for each in tiers.values() for tier in each})
+    return list(tiers)
 
 
 def adapters_check(options: argparse.Namespace) -> None:

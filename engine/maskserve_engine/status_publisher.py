@@ -174,6 +174,11 @@ class StatusPublisher:
             status.adapter_loads = loras.costs.published
             status.typical_adapter_bytes = loras.typical_bytes()
             status.counters = {**status.counters, **loras.counters}
+        nets = self._manager.nets
+        if nets is not None:
+            status.controlnets, status.controlnet_loads = nets.listed(), nets.costs.published
+            status.typical_controlnet_bytes = nets.typical_bytes
+            status.counters = {**status.counters, **nets.counters}
         self._writer.write(status)
 
     def close(self) -> None:

@@ -275,13 +275,15 @@ def merged_templates(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, An
 
 
 def merged_adapters(answers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Adapters of all workers by name, with the tiers in which each worker's host has them, and
-    ControlNets.
+    """Adapters and ControlNets of all workers by name, with the tiers in which each worker's host
+    has them.
     """
     merged: dict[str, dict[str, Any]] = {}
     nets: dict[str, dict[str, Any]] = {}
     for address, answer in answers.items():
-        nets |= {net["name"]: net for net in answer.get("controlnets", ())}
+        for net in answer.get("controlnets", ()):
+            into = nets.setdefault(net["name"], {**net, "tiers": {}})
+            into["tiers"][address] = net.get("tiers", [])
         for adapter in answer["adapters"]:
             into = merged.setdefault(adapter["name"], {**adapter, "tiers": {}, "pinned": False})
             into["tiers"][address] = adapter["tiers"]

@@ -79,12 +79,16 @@ def _check_status(status: PolledStatus) -> None:
         for _, share in row.controls:
             within("a control's share", share, 0.0, 1.0)
     within("the number of nodes", len(status.nodes), 0, _MOST_NODES)
-    within("the number of adapters", len(status.adapters), 0, _MOST_ROWS)
-    for adapter in status.adapters:
-        within("an adapter's bytes", adapter.nbytes, 0, 2**50)
-    for cost in status.adapter_loads.values():
-        within("adapter_loads", cost.fixed, 0.0, _MOST_LOAD_S)
-        within("adapter_loads", cost.per_byte, 0.0, 1.0)
+    for adapters, loads, sort in (
+        (status.adapters, status.adapter_loads, "adapter"),
+        (status.controlnets, status.controlnet_loads, "controlnet"),
+    ):
+        within(f"the number of {sort}s", len(adapters), 0, _MOST_ROWS)
+        for adapter in adapters:
+            within(f"bytes of one of the {sort}s", adapter.nbytes, 0, 2**50)
+        for cost in loads.values():
+            within(f"{sort}_loads", cost.fixed, 0.0, _MOST_LOAD_S)
+            within(f"{sort}_loads", cost.per_byte, 0.0, 1.0)
     if (served := status.served) is not None:
         within("served.native_resolution", served.native_resolution, 1, 2**16)
         within("served.token_pixels", served.token_pixels, 1, served.native_resolution)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from tests.fakes.pictures import blob_mask, encode, scene
 from tests.fakes.pipelines import diffusers_edit
 from tests.fakes.tiny_model import VAE_FACTOR
 from tests.support.calls import InferenceServerException, Pixels, pixels, tensors
+from tests.support.eventually import eventually
 
 SIDE, STEPS = 64, 4
 SOURCE = scene(SIDE, SIDE)
@@ -367,6 +369,26 @@ def check_refusal(said: str, asked: Refused, name: str) -> None:
     assert "Traceback" not in said, (name, said)
 
 
+def test_the_record_and_the_metrics_say_which_nets_are_on_the_device(site: Site) -> None:
+    site.edit(({"name": "plain"},), [picture(0)])
+    held = {each["name"]: each for each in site.status()["controlnets"]}
+    assert held["plain"]["tier"] == "device"
+    numbers = sum(weight.numel() for weight in NETS["plain"].parameters())
+    assert held["plain"]["nbytes"] == numbers * 4  # float32
+    with Client(site.url) as client:
+        listed = client.control("adapters")["controlnets"]
+    assert next(each for each in listed if each["name"] == "plain")["tiers"] == {
+        site.worker.grpc_url: ["device"]
+    }
+
+    def published() -> bool:
+        page = httpx.get(site.worker.metrics_url, trust_env=False).text
+        found = re.search(r"^maskserve_controlnet_bytes\{.*\} (\S+)$", page, re.MULTILINE)
+        return found is not None and float(found[1]) == sum(n["nbytes"] for n in held.values())
+
+    eventually("published", published)
+
+
 def check_idle(before: dict[str, Any], after: dict[str, Any]) -> None:
     """No step was taken, no row is left and no ControlNet was brought."""
     for each in (before, after):
@@ -374,6 +396,7 @@ def check_idle(before: dict[str, Any], after: dict[str, Any]) -> None:
         assert not each["waiting"]
         assert not each["in_flight"]
     assert after["counters"] == before["counters"]
+    assert after["controlnets"] == before["controlnets"]
 
 
 def test_an_edit_of_a_cached_template_has_controls_too(site: Site) -> None:

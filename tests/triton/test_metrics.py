@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.keys import Anchor
-from maskserve_core.contracts.status_record import AdapterTierTotal
+from maskserve_core.contracts.status_record import AdapterStatus, AdapterTierTotal
 from maskserve_core.models.flux import flux_work
 from maskserve_core.triton.metric_table import (
     ADAPTER_SERIES,
@@ -26,6 +26,7 @@ from maskserve_core.triton.metric_table import (
 from maskserve_core.triton.metrics import EngineMetrics, FrontMetrics, MetricsThread
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.engine import Engine
+from maskserve_engine.requests.control_nets import new_counters as controlnet_counters
 from maskserve_engine.requests.loras import new_counters as adapter_counters
 from maskserve_harness.published_models import FLUX_DEV
 from tests.fakes.facts import FILL_FACTS
@@ -76,6 +77,10 @@ def test_metrics_follow_the_record(api: FakeTriton, metrics: EngineMetrics) -> N
             },
             tier_bytes={"device": 7},
             adapter_tiers={"device": AdapterTierTotal(3, 50)},
+            controlnets=(
+                AdapterStatus("outline", "device", 70),
+                AdapterStatus("depth", "coming", 30),
+            ),
             templates={"device": ("a", "b")},
         )
     )
@@ -87,6 +92,8 @@ def test_metrics_follow_the_record(api: FakeTriton, metrics: EngineMetrics) -> N
     assert one(api, "cache_hits_total", tier="host").value == 1
     assert one(api, "adapters", tier="device").value == 3
     assert one(api, "adapter_bytes", tier="device").value == 50
+    assert one(api, "controlnets").value == 1
+    assert one(api, "controlnet_bytes").value == 70
     assert one(api, "running_rows").value == 0
     assert one(api, "row_capacity").value == 8
 
@@ -167,7 +174,8 @@ def engine_counters() -> set[str]:
     )
     engine = Engine(Config(), adapter, prompt=lambda: None)
     audits = engine.manager.audits.counters()
-    return {*engine.counters, *engine.cache.counters(), *audits, *adapter_counters()}
+    more = {*adapter_counters(), *controlnet_counters()}
+    return {*engine.counters, *engine.cache.counters(), *audits, *more}
 
 
 def test_every_counter_is_published_or_known_not_to_be() -> None:

@@ -160,6 +160,12 @@ class WorkerStatus(msgspec.Struct):
     adapter_loads: Mapping[str, LoadCost] = msgspec.field(default_factory=dict)
     """`host` or `storage` -> what it costs to bring an adapter from there to the device, as it was
     measured lately. Empty: the worker serves none."""
+    controlnets: tuple[AdapterStatus, ...] = ()
+    """ControlNets on the device, or on their way there, with their bytes on it."""
+    typical_controlnet_bytes: float = 0.0
+    """Of any other, on average over all that the worker knows of."""
+    controlnet_loads: Mapping[str, LoadCost] = msgspec.field(default_factory=dict)
+    """As `adapter_loads`, from `storage`."""
     nodes: tuple[NodeStatus, ...] = ()
     """All that an edit passes through by steps; `state` is that of the engine that runs them. Empty
     in the records of writers that know of no nodes."""

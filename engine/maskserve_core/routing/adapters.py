@@ -1,4 +1,4 @@
-"""Where a worker has LoRAs, and how long it takes to bring the others to its device."""
+"""Where a worker has LoRAs and ControlNets, and how long it takes to bring others to its device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LEFT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class AdapterView:
-    """LoRAs by name, as a worker's record lists them. Immutable."""
+    """LoRAs, or ControlNets, by name, as a worker's record lists them. Immutable."""
 
     held: Mapping[str, AdapterStatus]
     loads: Mapping[str, LoadCost]
     """`host` and `storage` -> cost of a load from there."""
     typical_bytes: float
-    """Of a file that the worker does not have."""
+    """Of one that the worker does not have."""
     coming: frozenset[str] = frozenset()
     """Asked for by edits on their way to the worker."""
 
@@ -30,6 +30,14 @@ class AdapterView:
             return None
         held = {each.name: each for each in status.adapters}
         return cls(held, status.adapter_loads, status.typical_adapter_bytes)
+
+    @classmethod
+    def of_controlnets(cls, status: WorkerStatus) -> AdapterView | None:
+        """None: the worker says nothing of ControlNets."""
+        if not status.controlnet_loads:
+            return None
+        held = {each.name: each for each in status.controlnets}
+        return cls(held, status.controlnet_loads, status.typical_controlnet_bytes)
 
     def seconds(self, names: Iterable[str]) -> float:
         """Until all of these can be used. They come side by side, so the longest load counts."""

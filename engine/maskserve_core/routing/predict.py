@@ -38,7 +38,7 @@ def predicted_seconds(edit: Edit, worker: WorkerView, now: float) -> float:
         total = max(total - passed, own)
     fetch = max(fetch, worker.adapter_seconds(edit))
     if fetch > 0.0:
-        # Entries and LoRAs come, side by side, while the edit waits for its place.
+        # Entries, LoRAs and ControlNets come, side by side, while the edit waits for its place.
         waits = profile.free_at * step + profile.until(profile.free_at)[0]
         total += max(fetch - waits, 0.0)
     return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from maskserve_core.contracts.pricing import Pricing
@@ -48,6 +48,7 @@ class WorkerView:
     templates: Mapping[str, Set[str]] | None = None
     """Tier -> templates it has entries of; `None`: every template is in the host tier."""
     adapters: AdapterView | None = None
+    controlnets: AdapterView | None = None
     """`None`: loading one is not known to take any time."""
     model: str = ""
     devices: int = 1
@@ -131,10 +132,13 @@ class WorkerView:
         return seconds
 
     def adapter_seconds(self, edit: Edit) -> float:
-        """Seconds until the LoRAs of `edit` can be used here."""
-        if not edit.adapters or self.adapters is None:
-            return 0.0
-        return self.adapters.seconds(edit.adapters)
+        """Seconds until the LoRAs and ControlNets of `edit` can be used here."""
+        seconds = 0.0
+        if edit.adapters and self.adapters is not None:
+            seconds = self.adapters.seconds(edit.adapters)
+        if edit.controls and self.controlnets is not None:
+            seconds = max(seconds, self.controlnets.seconds(_nets(edit)))
+        return seconds
 
     def row(self, edit: Edit) -> RowLoad:
         """`edit` as a row of this worker."""
@@ -146,11 +150,13 @@ class WorkerView:
     def sent(self, edits: Iterable[Edit]) -> WorkerView:
         """The view with `edits` on their way to the worker, behind those that wait."""
         on_their_way = tuple(edits)
-        adapters = self.adapters
+        adapters, nets = self.adapters, self.controlnets
         if adapters is not None:
             adapters = adapters.asked(name for edit in on_their_way for name in edit.adapters)
+        if nets is not None:
+            nets = nets.asked(name for edit in on_their_way for name in _nets(edit))
         waiting = (*self.waiting, *(self.row(edit) for edit in on_their_way))
-        return replace(self, waiting=waiting, adapters=adapters)
+        return replace(self, waiting=waiting, adapters=adapters, controlnets=nets)
 
     @classmethod
     def from_status(cls, status: WorkerStatus, pricing: Pricing, as_of: float) -> WorkerView:
@@ -190,8 +196,14 @@ class WorkerView:
             waiting=rows(status.waiting),
             templates=templates,
             adapters=AdapterView.from_status(status),
+            controlnets=AdapterView.of_controlnets(status),
             model=status.model,
             devices=status.devices,
             ready=status.takes_edits,
             as_of=as_of,
         )
+
+
+def _nets(edit: Edit) -> Iterator[str]:
+    """Names of its ControlNets."""
+    return (name for name, _ in edit.controls)

@@ -194,8 +194,16 @@ class WorkerControl:
             return []
         model = self._config.model
         facts = load_facts(model.path, model.native_resolution)
+        status = self._status.read()
+        tiers = {} if status is None else {each.name: each.tier for each in status.controlnets}
         return [
-            {"name": net.name, "bytes": net.nbytes, "modes": net.modes, "problem": net.problem}
+            {
+                "name": net.name,
+                "bytes": net.nbytes,
+                "modes": net.modes,
+                "problem": net.problem,
+                "tiers": [tiers[net.name]] if net.name in tiers else [],
+            }
             for net in ControlNets(self._config, facts).all()
         ]
 

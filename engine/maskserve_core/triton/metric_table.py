@@ -74,6 +74,14 @@ ENGINE_METRICS = {
     "adapters": _gauge("Adapters at hand.", "tier"),
     "adapter_load_failures_total": _counter("Adapters that could not be brought to the device."),
     "adapter_evictions_total": _counter("Adapters that left the device to make room."),
+    "controlnets": _gauge("ControlNets on the device."),
+    "controlnet_bytes": _gauge("Bytes of ControlNets on the device."),
+    "controlnet_load_failures_total": _counter(
+        "ControlNets that could not be brought to the device."
+    ),
+    "controlnet_evictions_total": _counter(
+        "ControlNets that left the device to make room, or with the service that held them."
+    ),
     "steps_total": _counter("Steps of the batch, each one call of the model."),
     "edits_total": _counter("Edits whose last step was taken."),
     "active_tokens_total": _counter("Tokens computed for edits, summed over rows and steps."),

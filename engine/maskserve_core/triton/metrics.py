@@ -119,6 +119,9 @@ class EngineMetrics:
         for tier, total_held in status.adapter_tiers.items():
             self._page.set("adapter_bytes", total_held.nbytes, tier)
             self._page.set("adapters", total_held.count, tier)
+        nets = [net.nbytes for net in status.controlnets if net.tier == "device"]
+        self._page.set("controlnets", len(nets))
+        self._page.set("controlnet_bytes", sum(nets))
         for key, total in status.counters.items():
             # A counter with a label is in the record once for each of its values, behind a dot.
             name, _, label = key.partition(".")

@@ -102,6 +102,12 @@ class ControlNetLoader:
         net = self._nets.find(control.name, _FIELD)
         return net.numbers * dtype_of(self._config).itemsize
 
+    def typical_bytes(self) -> float:
+        """On the device, of one of the folder, on average; 0: it has none."""
+        itemsize = dtype_of(self._config).itemsize
+        sizes = [net.numbers * itemsize for net in self._nets.all() if not net.problem]
+        return sum(sizes) / len(sizes) if sizes else 0.0
+
     def config(self, control: ResolvedControl) -> Mapping[str, Any]:
         """Its config.json. From any thread.
 

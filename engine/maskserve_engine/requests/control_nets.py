@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from maskserve_core.contracts.control_range import acting, scale_at
 from maskserve_core.contracts.request import ResolvedControl
+from maskserve_core.contracts.status_record import AdapterStatus, AdapterTier, LoadCost
 from maskserve_core.errors import MaskserveError, Overloaded
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.registry import control_work
@@ -20,16 +22,22 @@ from maskserve_core.planning.flops import Totals
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.adapters.control_net_loader import LoadedNet
 from maskserve_engine.job import EditJob
+from maskserve_engine.requests.load_costs import LoadCosts
 from maskserve_engine.requests.popularity import Popularity
 from maskserve_engine.requests.residency import Residency, Resource
 
 KIND = "controlnet"
+_SOURCE = "storage"
+ESTIMATES: Mapping[str, LoadCost] = MappingProxyType({_SOURCE: LoadCost(0.5, 1e-9)})
+"""Of loads before any was measured: reading a folder of the host, and a copy to the device."""
 
 
 class ControlNetSource(Protocol):
     """What brings ControlNets to the executor: `ControlNetLoader`."""
 
     def device_bytes(self, control: ResolvedControl) -> int: ...
+
+    def typical_bytes(self) -> float: ...
 
     def config(self, control: ResolvedControl) -> Mapping[str, Any]: ...
 
@@ -104,6 +112,11 @@ class ControlWork:
         return sum(self.at(step, cached=cached) for step in range(self.steps)) / self.steps
 
 
+def new_counters() -> dict[str, int]:
+    """Totals since the worker's start, by metric."""
+    return {"controlnet_load_failures_total": 0, "controlnet_evictions_total": 0}
+
+
 Came = Callable[[ResolvedControl, LoadedNet | MaskserveError], None]
 """Told, in any thread, what became of a ControlNet that was asked for."""
 
@@ -126,6 +139,13 @@ class EditControlNets:
         self._popularity = Popularity()
         self._loaded: dict[str, LoadedNet] = {}
         """By version."""
+        self._coming: dict[str, str] = {}
+        """Version → name of what is on its way."""
+        self.costs = LoadCosts(ESTIMATES)
+        self.counters = new_counters()
+        self.typical_bytes = loader.typical_bytes()
+        """On the device, of one of those that lay in the folder at the start, on average."""
+        self._listed: tuple[AdapterStatus, ...] | None = None
         self._owners: dict[str, tuple[Resource, ...]] = {}
         """What each edit holds."""
 
@@ -156,17 +176,25 @@ class EditControlNets:
 
     def arrived(self, control: ResolvedControl, loaded: LoadedNet) -> list[str]:
         """It can be used; the edits that wait for nothing more."""
+        resource = Resource(KIND, control.version)
         self._observations.add("controlnet_load_seconds", loaded.seconds)
-        self._loaded[control.version] = loaded
-        return self._residency.arrived(Resource(KIND, control.version))
+        self.costs.add(_SOURCE, self._residency.nbytes_of(resource), loaded.seconds)
+        self._coming.pop(control.version, None)
+        self._loaded[control.version], self._listed = loaded, None
+        return self._residency.arrived(resource)
 
     def failed(self, control: ResolvedControl, error: MaskserveError) -> list[str]:
         """It will not come; the edits that waited for it."""
+        self.counters["controlnet_load_failures_total"] += 1
+        self._coming.pop(control.version, None)
+        self._listed = None
         return self._residency.failed(Resource(KIND, control.version), error)
 
     def dropped(self, resource: Resource) -> None:
-        """It has made room for another."""
+        """It has made room for another, or went with the service that held it."""
+        self.counters["controlnet_evictions_total"] += 1
         self._loaded.pop(resource.name, None)
+        self._listed = None
 
     def waited(self, seconds: float) -> None:
         """An edit has gone on after so long a wait for its ControlNets."""
@@ -180,6 +208,22 @@ class EditControlNets:
         """Of those on the device."""
         return tuple(sorted({loaded.name for loaded in self._loaded.values()}))
 
+    def listed(self) -> tuple[AdapterStatus, ...]:
+        """What routers are told of; the same object for as long as nothing changes."""
+        if self._listed is None:
+
+            def about(version: str, name: str, tier: AdapterTier, digest: str) -> AdapterStatus:
+                nbytes = self._residency.nbytes_of(Resource(KIND, version))
+                return AdapterStatus(name, tier, nbytes, digest)
+
+            coming = [about(each, name, "coming", "") for each, name in self._coming.items()]
+            here = [
+                about(version, net.name, "device", net.digest)
+                for version, net in self._loaded.items()
+            ]
+            self._listed = (*coming, *here)
+        return self._listed
+
     def _bring(self, resource: Resource, control: ResolvedControl) -> None:
         if not self._loader.holds(control):  # it went with the service that held it
             self._residency.drop(resource)
@@ -191,6 +235,7 @@ class EditControlNets:
                     f"SETTINGS.controls: there is no room for ControlNet {control.name} beside "
                     "those of the edits under way ([controls] device_bytes); try again later"
                 )
+            self._coming[control.version], self._listed = control.name, None
             self._loader.load(control, lambda outcome: self._came(control, outcome))
         worth = self._popularity.worth(resource.name, self._residency.nbytes_of(resource))
         self._residency.touch(resource, worth)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -26,17 +26,21 @@ from maskserve_core.contracts.status_record import (
     LoadCost,
 )
 from maskserve_core.errors import MaskserveError, Overloaded
-from maskserve_core.planning.cost_model import fit
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.adapters.lora_loader import LoadedLora
+from maskserve_engine.requests.load_costs import LoadCosts
 from maskserve_engine.requests.popularity import Popularity
 from maskserve_engine.requests.residency import Residency, Resource
 from maskserve_engine.stages.loader import dtype_of
 
 KIND = "lora"
 _EVICTED_KEPT = 64
-_LOADS_KEPT = 64
-"""Of each source, that costs are fitted to."""
+ESTIMATES: Mapping[str, LoadCost] = MappingProxyType(
+    {"host": LoadCost(0.01, 1e-9), "storage": LoadCost(0.1, 1e-8)}
+)
+"""Of loads before any was measured: a read of 1 GB/s from memory, 100 MB/s and 0.1 s from the
+storage.
+"""
 
 
 class LoraSource(Protocol):
@@ -86,7 +90,7 @@ class Loras:
         """What each edit, or priming, holds."""
         self._coming: dict[str, tuple[str, int]] = {}
         """Version → name and file's bytes of what is on its way."""
-        self.costs = LoadCosts()
+        self.costs = LoadCosts(ESTIMATES)
         self._popularity = Popularity()
         self._evicted: dict[str, tuple[str, int]] = {}
         """Version → name and file's bytes of the last ones that made room and are not here."""
@@ -126,7 +130,7 @@ class Loras:
     def arrived(self, lora: Lora, loaded: LoadedLora) -> list[str]:
         """It can be used; the edits that wait for nothing more."""
         self._observations.add("adapter_load_seconds", loaded.seconds, loaded.source)
-        self.costs.add(loaded)
+        self.costs.add(loaded.source, loaded.file_bytes, loaded.seconds)
         self._coming.pop(lora.version, None)
         self._listed = None
         self._loaded[lora.version] = lora.name, loaded
@@ -259,26 +263,6 @@ class Loras:
 def new_counters() -> dict[str, int]:
     """Totals since the worker's start, by metric."""
     return {"adapter_load_failures_total": 0, "adapter_evictions_total": 0}
-
-
-class LoadCosts:
-    """What loads have cost lately, by where the files were.
-
-    Until two were measured an estimate stands: a read of 1 GB/s from memory, 100 MB/s and 0.1 s
-    from the storage.
-    """
-
-    def __init__(self) -> None:
-        self.published = {"host": LoadCost(0.01, 1e-9), "storage": LoadCost(0.1, 1e-8)}
-        self._samples: dict[str, deque[tuple[int, float]]] = {}
-
-    def add(self, loaded: LoadedLora) -> None:
-        kept = self._samples.setdefault(loaded.source, deque(maxlen=_LOADS_KEPT))
-        kept.append((loaded.file_bytes, loaded.seconds))
-        if len(kept) > 1:
-            sizes, seconds = zip(*kept, strict=True)
-            line = fit(sizes, seconds)
-            self.published = {**self.published, loaded.source: LoadCost(line.fixed, line.per_unit)}
 
 
 def used(request: EditRequest) -> tuple[Lora, ...]:

@@ -1,4 +1,6 @@
-"""How much a place on the device is worth to a LoRA: uses, old ones fading, per byte."""
+"""How much a place on the device is worth to a LoRA or a ControlNet: uses, old ones fading, per
+byte.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,15 @@ import math
 from collections import OrderedDict
 
 HALF_LIFE = 1_000
-"""Uses of all LoRAs together after which one counts half. A longer life holds on to LoRAs that are
-out of fashion; a shorter one forgets those that are asked for steadily but rarely
-(`scripts/bench adapter_misses`)."""
+"""Uses of all of a kind together after which one counts half. A longer life holds on to what is
+out of fashion; a shorter one forgets what is asked for steadily but rarely (`scripts/bench
+adapter_misses`)."""
 _REMEMBERED = 32_768
-"""LoRAs that are remembered, on the device or not: what comes back is not taken for a new one."""
+"""That are remembered, on the device or not: what comes back is not taken for a new one."""
 
 
 class Popularity:
-    """Uses of LoRAs, counted on a clock that ticks with each use of any of them."""
+    """Uses of one kind, counted on a clock that ticks with each use of any of them."""
 
     def __init__(self, half_life: int = HALF_LIFE) -> None:
         self._half_life = half_life

@@ -14,7 +14,7 @@ from maskserve_core.errors import MaskserveError
 from maskserve_core.routing.adapters import AdapterView
 from maskserve_core.worker.observations import Observations
 from maskserve_engine.adapters.lora_loader import LoadedLora
-from maskserve_engine.requests.loras import KIND, LoadCosts, Loras
+from maskserve_engine.requests.loras import ESTIMATES, KIND, Loras
 from maskserve_engine.requests.residency import Residency
 
 NBYTES = 125 << 20
@@ -49,7 +49,7 @@ class WorkerLoras:
         residency = Residency(1, budget, lambda gone: self._books.dropped(gone))
         config = Config(model=ModelConfig(dtype="bfloat16"))  # so that a file's bytes are its size
         self._books = Loras(config, residency, self._source, lambda *_: None, Observations())
-        self._costs = LoadCosts().published
+        self._costs = ESTIMATES
         """What a worker says until it has measured: so every load takes what routing expects."""
         self._arrivals: dict[str, float] = {}
         """Name → when it will be here, of those on their way."""

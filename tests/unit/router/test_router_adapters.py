@@ -24,6 +24,17 @@ def test_adapters_of_all_workers_are_one_list() -> None:
     assert merged["problem"] == "no answer"
 
 
+def test_controlnets_of_all_workers_are_one_list() -> None:
+    def net(name: str, *tiers: str) -> dict[str, object]:
+        return {"name": name, "bytes": 5, "modes": 0, "problem": "", "tiers": list(tiers)}
+
+    first = {"adapters": [], "controlnets": [net("outline", "device"), net("depth")], "problem": ""}
+    second = {"adapters": [], "controlnets": [net("outline")], "problem": ""}
+    merged = merged_adapters({"w0": first, "w1": second})
+    assert [each["name"] for each in merged["controlnets"]] == ["depth", "outline"]
+    assert merged["controlnets"][1]["tiers"] == {"w0": ["device"], "w1": []}
+
+
 @pytest.mark.parametrize("op", ["adapter_load", "adapter_pin", "adapter_unpin", "adapter_evict"])
 async def test_only_operators_change_what_lies_on_hosts(op: str):
     async with cluster() as (router, _):

@@ -365,6 +365,39 @@ def test_a_record_says_where_loras_are() -> None:
     assert view.sent([far]).adapter_seconds(far) == pytest.approx(1.5)
 
 
+def test_an_edit_goes_where_its_controlnets_are_as_records_say() -> None:
+    nets = (AdapterStatus("outline", "device", 3), AdapterStatus("depth", "coming", 10**8))
+    told = WorkerStatus(
+        "b",
+        "m",
+        "ready",
+        4,
+        16,
+        controlnets=nets,
+        controlnet_loads={"storage": LOADS["storage"]},
+        typical_controlnet_bytes=2e8,
+    )
+    read = WorkerStatus.from_json(told.to_json())
+    with_it = WorkerView.from_status(read, PRICING, 0.0)
+    read.controlnets = ()
+    without = WorkerView.from_status(read, PRICING, 0.0)
+
+    def edit(*names: str) -> Edit:
+        return replace(EDIT, controls=tuple((name, 1.0) for name in names))
+
+    assert with_it.adapter_seconds(edit("outline")) == 0.0
+    assert with_it.adapter_seconds(edit("depth")) == pytest.approx(1.0)  # half of 2 s
+    assert with_it.adapter_seconds(edit("pose")) == pytest.approx(3.0)
+    assert with_it.sent([edit("pose")]).adapter_seconds(edit("pose")) == pytest.approx(1.5)
+    both = [replace(without, worker="a"), with_it]
+    assert MaskAware().choose(EDIT, both, 0.0) == "a"
+    assert MaskAware().choose(edit("outline"), both, 0.0) == "b"
+    gap = predicted_seconds(edit("outline"), without, 0.0)
+    assert gap - predicted_seconds(edit("outline"), with_it, 0.0) == pytest.approx(3.0)
+    silent = worker("a")  # says nothing of ControlNets
+    assert silent.adapter_seconds(edit("outline")) == 0.0
+
+
 def test_what_a_worker_knows_of_its_storage_prices_the_first_lora() -> None:
     """It has none yet, and says how large they are."""
     none = WorkerStatus("w", "m", "ready", 4, 16, adapter_loads=LOADS, typical_adapter_bytes=5e7)

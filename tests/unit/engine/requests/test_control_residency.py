@@ -1,0 +1,184 @@
+"""Which ControlNets are on the device: what makes room for what, and what records say of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from maskserve_core.contracts.request import ResolvedControl
+from maskserve_core.contracts.status_record import AdapterStatus, WorkerStatus
+from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded
+from maskserve_core.worker.observations import Observations
+from maskserve_engine.adapters.control_net_loader import LoadedNet
+from maskserve_engine.requests.control_nets import ESTIMATES, KIND, EditControlNets
+from maskserve_engine.requests.residency import Residency, Resource
+
+ROOM = 10
+
+
+class Folder:
+    """`ControlNetSource` of nets of given sizes; a load ends when it is told to."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = dict(sizes)
+        self.loads: list[str] = []
+        self.gone: set[str] = set()
+        """Went with the service that held them."""
+
+    def device_bytes(self, control: ResolvedControl) -> int:
+        return self.sizes[control.name]
+
+    def typical_bytes(self) -> float:
+        return sum(self.sizes.values()) / len(self.sizes)
+
+    def config(self, control: ResolvedControl) -> Mapping[str, Any]:
+        return {}
+
+    def holds(self, control: ResolvedControl) -> bool:
+        return control.name not in self.gone
+
+    def load(
+        self, control: ResolvedControl, done: Callable[[LoadedNet | MaskserveError], None]
+    ) -> None:
+        self.loads.append(control.name)
+        self.gone.discard(control.name)
+
+    def close(self) -> None:
+        """It has nothing open."""
+
+
+class Books:
+    def __init__(self, **sizes: int) -> None:
+        self.folder = Folder(sizes)
+        self.dropped: list[str] = []
+        self.residency = Residency(8, {KIND: ROOM}, self._drop)
+        self.seen = Observations()
+        self.nets = EditControlNets(self.residency, self.folder, lambda *_: None, self.seen)
+
+    def _drop(self, resource: Resource) -> None:
+        self.dropped.append(resource.name)
+        self.nets.dropped(resource)
+
+    def come(self, name: str, seconds: float = 1.0) -> None:
+        self.nets.arrived(control(name), LoadedNet(name, f"sha of {name}", seconds))
+
+    def edit(self, *names: str) -> tuple[str, ...]:
+        """An edit from its begin to its end; what had to be brought."""
+        absent = self.nets.hold("edit", [control(name) for name in names])
+        for each in absent:
+            self.come(each.name)
+        self.nets.let_go("edit")
+        return tuple(each.name for each in absent)
+
+
+def control(name: str) -> ResolvedControl:
+    return ResolvedControl(name=name, version=name, image=0)
+
+
+def test_what_is_used_least_of_late_per_byte_makes_room() -> None:
+    books = Books(often=4, seldom=4, new=4)
+    for _ in range(5):
+        books.edit("often")
+    books.edit("seldom")  # the one used last, and yet the one to go
+    assert books.edit("new") == ("new",)
+    assert books.dropped == ["seldom"]
+    assert books.edit("often") == ()
+
+
+def test_uses_of_long_ago_count_less() -> None:
+    books = Books(past=5, now=5, new=5)
+    for _ in range(50):
+        books.edit("past")
+    for _ in range(10_000):
+        books.edit("now")
+    for _ in range(20):
+        books.edit("past", "now")
+    books.edit("now")
+    books.edit("new")
+    assert books.dropped == ["past"]
+
+
+def test_a_large_one_needs_more_uses_to_stay_than_a_small_one() -> None:
+    books = Books(large=8, small=2, new=2)
+    for _ in range(3):
+        books.edit("large")
+    books.edit("small")
+    books.edit("small")
+    books.edit("new")
+    assert books.dropped == ["large"]
+
+
+def test_what_an_edit_holds_is_never_dropped_and_who_comes_later_is_told_so() -> None:
+    books = Books(a=6, b=6)
+    books.nets.hold("first", [control("a")])
+    books.come("a")
+    with pytest.raises(Overloaded, match="no room for ControlNet b beside those of the edits"):
+        books.nets.hold("second", [control("b")])
+    assert books.dropped == []
+    books.nets.let_go("first")
+    assert books.nets.hold("second", [control("b")]) == (Resource(KIND, "b"),)
+    assert books.dropped == ["a"]
+
+
+def test_records_list_what_is_here_and_what_is_coming_and_count_the_rest() -> None:
+    books = Books(a=6, b=4, c=5)
+    assert books.nets.listed() == ()
+    assert books.nets.typical_bytes == 5
+    books.nets.hold("one", [control("a"), control("b")])
+    books.come("b", seconds=2.0)
+    listed = books.nets.listed()
+    assert listed == (AdapterStatus("a", "coming", 6), AdapterStatus("b", "device", 4, "sha of b"))
+    assert books.nets.listed() is listed
+    books.nets.failed(control("a"), EngineFailed("it is broken"))
+    assert books.nets.listed() == (AdapterStatus("b", "device", 4, "sha of b"),)
+    books.nets.let_go("one")
+    books.edit("c")
+    books.edit("a")  # what has failed is tried anew; only now has something to go
+    assert books.dropped == ["c"]
+    assert books.nets.counters == {
+        "controlnet_load_failures_total": 1,
+        "controlnet_evictions_total": 1,
+    }
+    took = [value for name, value, _ in books.seen.take() if name == "controlnet_load_seconds"]
+    assert took == [2.0, 1.0, 1.0]
+
+
+def test_what_went_with_its_service_is_brought_anew() -> None:
+    books = Books(a=6)
+    books.edit("a")
+    books.folder.gone.add("a")
+    assert books.edit("a") == ("a",)
+    assert books.folder.loads == ["a", "a"]
+
+
+def test_loads_are_priced_by_what_they_took() -> None:
+    books = Books(a=2, b=8)
+    told = WorkerStatus("w", "m", "ready", 4, 16, controlnet_loads=books.nets.costs.published)
+    assert WorkerStatus.from_json(told.to_json()).controlnet_loads == ESTIMATES
+    for name, seconds in (("a", 1.2), ("b", 1.8)):
+        books.nets.hold(name, [control(name)])
+        books.come(name, seconds)
+    cost = books.nets.costs.published["storage"]
+    assert cost.seconds(2) == pytest.approx(1.2)
+    assert cost.seconds(8) == pytest.approx(1.8)
+
+
+def test_books_match_whatever_is_asked_for() -> None:
+    rng = random.Random(0)
+    sizes = {f"net{i}": rng.randint(1, 6) for i in range(8)}
+    books = Books(**sizes)
+    for _ in range(500):
+        names = rng.sample(sorted(sizes), rng.randint(1, 3))
+        try:
+            books.edit(*names)
+        except Overloaded:
+            assert sum(sizes[name] for name in names) > ROOM
+            for each in books.nets.listed():
+                if each.tier == "coming":  # it goes on although its edit was refused
+                    books.come(each.name)
+        books.residency.check_integrity()
+        held = books.nets.listed()
+        assert sum(each.nbytes for each in held) == books.residency.nbytes(KIND) <= ROOM
