@@ -26,6 +26,7 @@ from maskserve_engine.families.registry import load_adapter
 from maskserve_engine.memory import (
     GPU_SHARE,
     Stage,
+    control_bytes,
     denoiser_bytes,
     image_bytes,
     is_loaded,
@@ -191,7 +192,7 @@ class Shapes:
         if config.cache.enabled and self.facts.keeps_decoded:
             total += config.cache.placed_bytes
         total += config.adapters.device_bytes if config.adapters.store else 0
-        return total + (config.controls.device_bytes if config.controls.folder else 0)
+        return total + control_bytes(config, self.adapter)
 
     @property
     def least(self) -> int:

@@ -8,12 +8,15 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import psutil
 import torch
 
 from maskserve_core.config import Config, beside_denoiser
 from maskserve_core.contracts.memory_table import MemoryTable
+from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.models.facts import ModelFacts, read_json
+from maskserve_core.models.registry import control_work
 from maskserve_core.planning.flops import ModelWork
 from maskserve_core.worker.liveness import signed_in
 from maskserve_engine.cache.sizing import TemplateSize
@@ -57,7 +60,7 @@ def memory_table(
         step += config.cache.placed_bytes
     here: dict[Stage, int] = {}
     adapters = config.adapters.device_bytes if config.adapters.store else 0
-    controls = config.controls.device_bytes if config.controls.folder else 0
+    controls = control_bytes(config, adapter)
     coming = step + adapters + controls
     for stage in ("encoder", "decoder"):
         own = beside_denoiser(config, stage)
@@ -102,6 +105,36 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
     # What is recorded keeps its memory beside that of steps that are not.
     recorded = facts.family == "unet" and config.engine.cuda_graphs
     return 2 * once if recorded and device_of(config).type != "cpu" else once
+
+
+def control_bytes(config: Config, adapter: Adapter) -> int:
+    """What ControlNets take: their own budget, and what every row of native size keeps of the
+    largest one there is, in each pass. A service has the nets and what they keep of a row, and the
+    denoiser what they say.
+    """
+    controls, facts = config.controls, adapter.facts
+    if not controls.folder:
+        return 0
+    side = facts.native_resolution // facts.vae_scale_factor
+    works = [
+        control_work(facts, net.config, side, side)
+        for net in ControlNets(config, facts).all()
+        if not net.problem
+    ]
+    keeps = controls.refresh > 1 and config.cache.enabled and not controls.service
+    of_row = max((work.beside + keeps * kept_values(work) for work in works), default=0.0)
+    passes = config.engine.max_rows * (2 if facts.two_passes else 1)
+    rows = int(passes * of_row) * dtype_of(config).itemsize
+    return rows if controls.service else controls.device_bytes + rows
+
+
+def kept_values(work: ModelWork) -> float:
+    """Numbers that a ControlNet keeps of one evaluation of a cached row (`[controls] refresh`), for
+    all tokens: keys and values of its blocks, and of a UNet what its stacks hand on.
+    """
+    of_blocks = np.array(work.tokens)[work.levels] * work.widths
+    ends = 0.0 if work.joint else of_blocks[work.ends].sum()
+    return float(2 * of_blocks.sum() + ends)
 
 
 def peak_values(work: ModelWork, passes: int, text: int) -> int:

@@ -33,7 +33,7 @@ class MemoryTable(msgspec.Struct, frozen=True):
     adapters: int = 0
     """The device's budget for LoRAs; 0 where edits may name none."""
     controls: int = 0
-    """The same for ControlNets."""
+    """The same for ControlNets, and what rows keep of the largest one."""
 
     def text(self) -> str:
         """For people: a line per part, in GiB."""
@@ -43,7 +43,7 @@ class MemoryTable(msgspec.Struct, frozen=True):
             "decoder": "and what decoding takes",
             "step": f"of {self.rows} rows",
             "adapters": "LoRAs of edits",
-            "controls": "ControlNets of edits",
+            "controls": "ControlNets of edits, and what these keep of them",
             "cache": f"{self.cache // max(1, self.template)} templates of "
             f"{self.template / _MIB:.1f} MiB",
             "others": "other processes",

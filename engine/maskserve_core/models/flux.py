@@ -151,6 +151,7 @@ def control_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
         blocks=tuple(blocks),
         before=(replace(embed, token=embed.token + hint),),
         after=FixedWork(),
+        beside=float(base.tokens[0] * h * (1 + len(blocks))),
     )
 
 

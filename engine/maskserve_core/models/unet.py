@@ -406,6 +406,8 @@ def control_work(
     walk.says = True
     walk.down(config)
     walk.conv(len(walk.channels) - 1, walk.channels[-1], walk.channels[-1], side=1)
+    # The picture is as large as the first map; the middle speaks, too.
+    said = sum(walk.kept) + walk.channels[-1] * walk.areas[-1]
     return ModelWork(
         family="unet",
         blocks=tuple(walk.blocks),
@@ -414,6 +416,7 @@ def control_work(
         before=tuple(walk.before),
         after=walk.outside(),
         restore_ends=False,
+        beside=walk.kept[0] + said,
         copies=2 if guidance else 1,
         peak_row=walk.peak,
         peak_text=0.0,

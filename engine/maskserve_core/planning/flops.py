@@ -198,6 +198,9 @@ class ModelWork:
     """The same per text token."""
     peak_once: float = 0.0
     """The same of the whole batch, however many rows it has."""
+    beside: float = 0.0
+    """Of a ControlNet, numbers that one evaluation of a row has from step to step: what it has read
+    of the picture, and what it says to its base."""
     copies: int = 1
     halo: int = 0
     """Positions round a mask's box, at each level, that a cached row's convolutions compute; 0: it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from msgspec import structs
 from maskserve_client import commands
 from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.models.facts import latent_space
+from maskserve_core.models.flux import control_work as flux_control_work
+from maskserve_core.models.unet import control_work as unet_control_work
 from maskserve_core.worker.liveness import sign_in
 from maskserve_engine import memory
 from maskserve_engine.batch.skipping import FirstBlockCache
@@ -24,12 +26,14 @@ from maskserve_engine.engine import Engine
 from maskserve_engine.entry_store import estimated_costs, sized
 from maskserve_engine.families.flux.encode import FluxEncoder
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
+from maskserve_engine.families.unet.control import UnetRowControl
 from maskserve_engine.layers import kernels
 from maskserve_harness.benchmarks.fake_cuda import FakeCuda
 from maskserve_harness.benchmarks.kernel_counts import MIXED, Case, fake_bench, kinds_of, make_rows
 from maskserve_harness.benchmarks.live_bytes import LiveBytes
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.unet_rig import TEXT, UNETS, UnetBench
+from tests.fakes.control_nets import random_net
 from tests.fakes.facts import FILL_FACTS
 from tests.fakes.jobs import config_of
 from tests.support.model_configs import TINY_SD21
@@ -231,3 +235,65 @@ def test_an_image_takes_no_more_than_was_counted(stage: memory.Stage, tmp_path: 
     facts = replace(FILL_FACTS, native_resolution=512, latents=latent_space(tmp_path))
     counted = memory.image_bytes(config, stage, facts)
     assert 0.95 * counted <= live.peak <= counted
+
+
+@pytest.mark.parametrize("mask", [None, 0.05])
+def test_what_a_unet_row_keeps_of_a_control_net_is_counted(
+    monkeypatch: pytest.MonkeyPatch, mask: float | None
+) -> None:
+    """Of a dense row what the net says, of a cached one what it keeps of the others, too."""
+    monkeypatch.setitem(UNETS, "tiny", {**TINY_SD21, "in_channels": 4, "sample_size": 64})
+    bench = UnetBench("tiny", torch.float32, torch.device("cpu"), "int8")
+    bench.fill_entry("kv")
+    row, net = bench.row(mask, 0), bench.net()
+    bench.control(row, net, 7)
+    bench.step([row], "kv")
+    control = row.control
+    assert isinstance(control, UnetRowControl)
+    held = tensor_bytes((control.passes[0].added, control.inputs[0].hint))
+    work = unet_control_work(dict(net.weights.model.config), bench.side, bench.side)
+    assert held == 4 * work.beside
+    if mask is not None:
+        kept = tensor_bytes([each._sources for each in control.kept[0].passes])
+        assert 0.8 * memory.kept_values(work) <= kept / 4 <= memory.kept_values(work)
+
+
+def test_what_a_flux_row_keeps_of_a_control_net_is_counted() -> None:
+    net = random_net(0, 2, 1)
+    work = flux_control_work(dict(net.config), 12, 16)
+    tokens, width = 6 * 8, 32
+    # What is read of the picture, and what three blocks say; keys and values of them.
+    assert work.beside == tokens * width * (1 + 3)
+    assert memory.kept_values(work) == 2 * tokens * width * 3
+
+
+def test_rows_with_control_nets_are_in_the_table(tiny_fill: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "nets"
+    random_net(0, 2, 1).save_pretrained(folder / "edges")
+    (tmp_path / "run").mkdir()
+    budget = {"folder": str(folder), "device_bytes": 2**20}
+
+    def controls(rows: int, **more: Any) -> int:
+        asked = {"controls": {**budget, **more}, "engine": {"max_rows": rows}}
+        return table(tiny_fill, tmp_path / "run", **asked).controls
+
+    one, three = controls(1), controls(3)
+    assert one > 2**20
+    assert three - 2**20 == 3 * (one - 2**20)
+    assert controls(1, refresh=1) < one
+    assert controls(1, service="127.0.0.1:1") == controls(1, refresh=1) - 2**20
+    (folder / "edges" / "config.json").write_text("{}")
+    assert controls(3) == 2**20
+
+
+def tensor_bytes(tree: object) -> int:
+    """Of all tensors in containers and dataclasses."""
+    if isinstance(tree, torch.Tensor):
+        return tree.nbytes
+    if isinstance(tree, dict):
+        return sum(map(tensor_bytes, tree.values()))
+    if isinstance(tree, (list, tuple)):
+        return sum(map(tensor_bytes, tree))
+    if is_dataclass(tree):
+        return sum(tensor_bytes(getattr(tree, each.name)) for each in fields(tree))
+    return 0
