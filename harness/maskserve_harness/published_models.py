@@ -30,6 +30,25 @@ FLUX_DEV_SAMPLER: dict[str, Any] = {
 }
 """scheduler/scheduler_config.json of FLUX.1-dev."""
 
+T5_XXL: dict[str, Any] = {
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
+"""text_encoder_2/config.json of FLUX.1, as far as it is not T5's default."""
+
+FLUX_VAE: dict[str, Any] = {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 16,
+}
+"""vae/config.json of FLUX.1, likewise."""
+
 FLUX_DEV_FACTS = ModelFacts(
     family="flux",
     semantics="inpaint",

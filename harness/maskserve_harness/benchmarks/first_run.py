@@ -4,7 +4,10 @@ It is written anew as each part is known, and what fails later takes nothing awa
 pass; which attention is used; how fast entries reach the device; steps of FLUX.1-dev's size (random
 weights) beside what their counted FLOPs take at the device's published peak, with rows of one mask
 ratio and of several, with entries in int8 and as they are by default; for how long the host asks
-for a step; what a step holds in memory beside what the memory table counts; steps of SDXL.
+for a step; what a step holds in memory beside what the memory table counts; steps that load their
+entries meanwhile; diffusers' own transformer in turn, as it is, compiled and in FP8; steps of SDXL;
+T5 and the VAE; whole edits of the demo model (`--model FOLDER`: of another) through Triton, where
+there is one.
 
     python scripts/bench first_run --json docs/benchmarks/gpu-first-run.json
 
@@ -41,18 +44,26 @@ from maskserve_engine.layers.attention import choose_flash, missing_varlen
 from maskserve_engine.memory import device_memory, peak_values
 from maskserve_engine.stages.device_probe import peak_rates
 from maskserve_harness.benchmarks.first_run_page import write_page
+from maskserve_harness.benchmarks.first_run_parts import (
+    time_edits,
+    time_loads,
+    time_rivals,
+    time_stages,
+)
 from maskserve_harness.benchmarks.live_bytes import peak_bytes
 from maskserve_harness.benchmarks.step import measure
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
-from maskserve_harness.checkout import CHECKOUT
+from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 
 BATCHES, RATIOS = (1, 4, 8), (0.05, 0.11, 0.2, 0.35)
 KINDS = ("kv", "project")
 FORMAT, DEFAULT = "int8", CacheConfig().entry_format
 MIXED = (2, 4, 8)
 """Rows of batches in which each has another mask ratio."""
+EDITS = 4
+"""Whole edits for each that is under way at once."""
 _TESTS_S = 480
 _BUFFER = 32 * 2**20
 _SENT, _WIDTH = 2**28, 3072
@@ -205,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of the model; default: all",
     )
     parser.add_argument("--unet", choices=UNETS, help="UNet to step; default: SDXL on a GPU")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="folder, for whole edits")
     parser.add_argument("--repeat", type=int, default=3, help="rounds of each step")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -243,10 +255,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep(asked=ask_for_steps(bench))
     held = weigh_steps(bench)
     keep(memory={**memory, "steps": held})
+    few = BATCHES[: 2 if device.type == "cuda" else 1]
+    keep(loads=time_loads(bench, few))
+    keep(rivals=time_rivals(bench, few, args.repeat))
+    del bench  # its memory is the next model's
     unet = args.unet or ("sdxl-1024" if device.type == "cuda" else None)
     if unet is not None:
-        del bench  # its memory is the next model's
         keep(unet=unet, unet_steps=time_mixed_steps(UnetBench(unet, dtype, device, FORMAT), 3))
+    keep(stages=time_stages(device, dtype, demo=args.preset == "demo"))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    keep(edits=time_edits(args.model, EDITS))
     over = [each for each in held if each["held"] > each["counted"]]
     print(f"tests {'passed' if passed else 'FAILED'}; {len(over)} steps held more than counted")
     return 0 if passed and not over else 1

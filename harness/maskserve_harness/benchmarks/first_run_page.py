@@ -64,6 +64,55 @@ def _lines(report: Report, plots: Sequence[str]) -> list[str]:
         lines += ["", f"## Steps of {report['unet']}", "", *_mixed_table(report["unet_steps"])]
     if report.get("memory", {}).get("steps"):
         lines += ["", "## What steps hold", "", *_memory_table(report["memory"]["steps"])]
+    if "loads" in report:
+        lines += ["", "## Steps that load their entries", "", *_load_table(report["loads"])]
+    if "rivals" in report:
+        lines += ["", "## Beside diffusers", "", *_rival_table(report["rivals"])]
+    if "stages" in report:
+        own = report["stages"]
+        times = [f"{own[name]:.1f} ms" for name in ("t5_ms", "encode_ms", "decode_ms")]
+        lines += ["", "## T5 and the VAE", ""]
+        side, tokens = own["side"], own["tokens"]
+        told = f"T5 over {tokens} tokens {times[0]}; the VAE of {side}x{side}"
+        lines.append(f"{told}: encoding {times[1]}, decoding {times[2]}.")
+    if "edits" in report:
+        lines += ["", "## Whole edits through Triton", "", *_edit_table(report["edits"])]
+    return lines
+
+
+def _load_table(loads: Sequence[Report]) -> list[str]:
+    lines = [
+        "All of a step's entries come from files in memory while it runs; *alone*: they lie on the "
+        "device.",
+        "",
+        "| way | rows | alone ms | beside loads ms | loads by themselves ms | GB/s |",
+        "|---" * 6 + "|",
+    ]
+    for each in loads:
+        times = " | ".join(f"{each[key]:.1f}" for key in ("alone_ms", "beside_ms", "load_ms"))
+        lines.append(f"| {each['way']} | {each['batch']} | {times} | {each['gb_per_s']:.1f} |")
+    return lines
+
+
+def _rival_table(rivals: Sequence[Report]) -> list[str]:
+    lines = ["| rows | who | step ms |", "|---" * 3 + "|"]
+    for each in rivals:
+        told = f"{each['ms']:.1f}" if "ms" in each else f"none: {each['why']}"
+        lines.append(f"| {each.get('batch', '–')} | {each['who']} | {told} |")
+    return lines
+
+
+def _edit_table(edits: Report) -> list[str]:
+    if "why" in edits:
+        return [f"None of {edits['model']}: {edits['why']}"]
+    lines = [f"{edits['model']}, {edits['side']}x{edits['side']}. Stages in ms, medians.", ""]
+    runs = edits["at_once"]
+    stages = next(iter(runs.values()))["stages_ms"]
+    lines.append(f"| at once | edits/s | {' | '.join(stages)} |")
+    lines.append("|---" * (2 + len(stages)) + "|")
+    for many, run in runs.items():
+        times = " | ".join(f"{each:.1f}" for each in run["stages_ms"].values())
+        lines.append(f"| {many} | {run['edits_per_s']:.2f} | {times} |")
     return lines
 
 

@@ -33,7 +33,7 @@ from maskserve_harness.benchmarks.kernel_counts import (
     unet_step,
 )
 from maskserve_harness.benchmarks.launch_log import WEIGHTS
-from maskserve_harness.published_models import FLUX_DEV, SDXL
+from maskserve_harness.published_models import FLUX_DEV, FLUX_VAE, SDXL, T5_XXL
 
 
 class Card(NamedTuple):
@@ -175,15 +175,7 @@ def step_ms(
 def stage_flops() -> tuple[float, float]:
     """Of T5 over 512 tokens, and of the VAE that encodes and decodes one picture."""
     with torch.device("meta"), torch.inference_mode():
-        t5 = T5EncoderModel(
-            T5Config(d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64,
-                     feed_forward_proj="gated-gelu")
-        ).eval()  # fmt: skip
-        widths = (128, 256, 512, 512)
-        vae = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-            block_out_channels=widths, layers_per_block=2, latent_channels=16,
-        ).eval()  # fmt: skip
+        t5, vae = T5EncoderModel(T5Config(**T5_XXL)).eval(), AutoencoderKL(**FLUX_VAE).eval()
         with FlopCounterMode(display=False) as of_t5:
             t5(torch.zeros(1, 512, dtype=torch.long))
         with FlopCounterMode(display=False) as of_vae:

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from maskserve_harness.benchmarks import first_run
+from maskserve_harness.benchmarks import first_run, first_run_parts
 from maskserve_harness.benchmarks.first_run_page import write_page
+from maskserve_harness.benchmarks.first_run_parts import RIVALS, time_loads, time_rivals
 from maskserve_harness.benchmarks.step import rest_time
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.timing import Timer
+from maskserve_harness.checkout import DEMO_MODEL
 
 
 @pytest.mark.slow
@@ -43,6 +45,14 @@ def test_a_rehearsal_measures_all_that_a_gpu_is_asked(
     assert report["gb_per_s"].keys() == {"gathered", "whole", "link"}
     for step in report["memory"]["steps"]:
         assert 0 < step["held"] <= step["counted"]
+    assert {(each["way"], each["batch"]) for each in report["loads"]} == {("gathered", 1)}
+    assert {each["who"] for each in report["rivals"]} >= set(RIVALS)
+    assert all(each["ms"] > 0 for each in report["rivals"])
+    assert min(report["stages"][name] for name in ("t5_ms", "encode_ms", "decode_ms")) > 0
+    assert report["edits"]["at_once"].keys() == {"1", "8"}, report["edits"]
+    page = file.with_suffix(".md").read_text(encoding="utf-8")
+    for title in ("Steps that load", "Beside diffusers", "T5 and the VAE", "Whole edits"):
+        assert f"## {title}" in page
     assert {each.name for each in tmp_path.iterdir()} == {
         "rehearsal.json",
         "rehearsal.md",
@@ -127,3 +137,63 @@ def test_the_page_says_what_the_report_says(tmp_path: Path) -> None:
     for plot in ("run-steps.png", "run-memory.png"):
         assert f"({plot})" in page
         assert (tmp_path / plot).stat().st_size > 5000
+
+
+def small_bench() -> Bench:
+    return Bench("demo", (1, 1), torch.float32, torch.device("cpu"), "int8")
+
+
+def test_steps_are_timed_while_their_entries_come() -> None:
+    [told] = time_loads(small_bench(), [2])
+    assert told["way"] == "gathered"
+    assert told["bytes"] > 0
+    assert min(told[name] for name in ("alone_ms", "beside_ms", "load_ms", "gb_per_s")) > 0
+
+
+def test_a_rival_that_cannot_run_says_why_and_the_others_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rivals share the weights: what is quantised of one is not of another."""
+
+    def refuses(*_: object) -> None:
+        raise RuntimeError("no such kernel\nand a page of more")
+
+    monkeypatch.setattr(first_run_parts, "RIVALS", ("eager", "fp8"))
+    bench = small_bench()
+    before = [each.clone() for each in bench.model.parameters()]
+    told = time_rivals(bench, [1, 2], 1)
+    assert {(each["batch"], each["who"]) for each in told} == {
+        (batch, who)
+        for batch in (1, 2)
+        for who in ("ours, dense", "ours, m = 0.11", "eager", "fp8")
+    }
+    assert all(map(torch.equal, before, bench.model.parameters()))
+    monkeypatch.setattr(first_run_parts, "quantise", refuses)
+    told = time_rivals(bench, [1], 1)
+    assert told[-1] == {"who": "fp8", "why": "RuntimeError: no such kernel"}
+    assert [each["who"] for each in told[:-1]] == ["ours, dense", "ours, m = 0.11", "eager"]
+
+
+def test_a_rival_answers_all_tokens_of_the_step() -> None:
+    bench = small_bench()
+    model, inputs = first_run_parts._rival(bench, "eager"), first_run_parts._inputs(bench, 2)
+    answer = first_run_parts._answer(model, inputs)
+    assert answer.shape == (2, 256, bench.config["out_channels"] or bench.config["in_channels"])
+    assert bool(answer.isfinite().all())
+
+
+def test_where_no_triton_is_edits_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing(*_: object) -> None:
+        raise FileNotFoundError("no tritonserver")
+
+    monkeypatch.setattr(first_run_parts, "worker_of", missing)
+    told = first_run_parts.time_edits(DEMO_MODEL, 1)
+    assert told == {"model": "demo", "why": "FileNotFoundError: no tritonserver"}
+    report = {
+        "hardware": "x", "command": "y", "date": "z", "torch": "2", "edits": told,
+        "rivals": [{"who": "fp8", "why": "no such kernel"}],
+    }  # fmt: skip
+    write_page(report, tmp_path / "run.json")
+    page = (tmp_path / "run.md").read_text(encoding="utf-8")
+    assert "None of demo: FileNotFoundError" in page
+    assert "| – | fp8 | none: no such kernel |" in page

@@ -1,0 +1,278 @@
+"""What a first run measures beside plain steps: loads under them, rivals, T5 and the VAE, and whole
+edits through Triton. Each says why where it cannot.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL
+from transformers import T5Config, T5EncoderModel
+
+from maskserve_core.models.registry import load_facts
+from maskserve_engine.cache.entry_file import StoredEntry
+from maskserve_engine.cache.folder_tier import FolderTier
+from maskserve_engine.cache.loader import CudaMover, HostMover, LinkRates, Loader, Mover
+from maskserve_engine.cache.memory_tier import MemoryTier
+from maskserve_engine.cache.registered import Registrar
+from maskserve_engine.cache.store import Handle, Store
+from maskserve_engine.cache.tier import Note
+from maskserve_engine.stages.quantise import quantise
+from maskserve_harness.benchmarks.edit import drawn_edits, worker_of
+from maskserve_harness.benchmarks.step_rig import Bench
+from maskserve_harness.benchmarks.timing import Timer
+from maskserve_harness.checkout import DEMO_MODEL
+from maskserve_harness.published_models import FLUX_VAE, T5_XXL
+
+RATIO = 0.11
+WAYS = {"gathered": LinkRates(direct=0.0), "direct": LinkRates(gathered=1.0)}
+"""What has the loader take each of its ways, whatever is sooner."""
+RIVALS = ("eager", "compiled", "fp8, compiled")
+_KEY, _ENDLESS = "template", 2**50
+_BUFFER = 32 * 2**20
+_ROUNDS = 3
+_AT_ONCE = (1, 8)
+_SHM = Path("/dev/shm")
+Figures = dict[str, Any]
+
+
+def time_loads(bench: Bench, batches: Sequence[int]) -> list[Figures]:
+    """Steps whose entries lie on the device, steps that bring all of theirs in from files in memory
+    meanwhile, and the loads by themselves; each way of the loader that there is here.
+    """
+    bench.fill_entry("kv")
+    device = bench.device
+    mover: Mover = HostMover()
+    if device.type == "cuda":
+        mover = CudaMover(device, _BUFFER, registrar=Registrar(device))
+    found = []
+    with tempfile.TemporaryDirectory(dir=_SHM if _SHM.is_dir() else None) as folder:
+        tier = FolderTier("host", folder, _ENDLESS, opened=mover.register)
+        store = Store(MemoryTier(0), [tier], None, Loader(mover))
+        try:
+            for way, batch in ((way, batch) for way in WAYS for batch in batches):
+                told = _time_load(bench, store, mover, way, batch)
+                if told is not None:
+                    found.append({"way": way, "batch": batch, **told})
+        finally:
+            store.close()
+    bench.batch = None
+    return found
+
+
+def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -> Figures | None:
+    entry = bench.entry
+    if store.lower.locate(_KEY, [entry.anchor]) is None:
+        store.put(_KEY, entry, Note(_KEY, 1, 1.0))
+        store.settle()
+    store.hold(_KEY, entry.anchor)  # has the file opened, if it is not
+    store.settle()
+    source = store.hold(_KEY, entry.anchor)
+    assert source is not None
+    assert isinstance(source.entry, StoredEntry)
+    if isinstance(mover, CudaMover):
+        mover.rates = WAYS[way]
+    if way == "direct" and source.entry.file.registered is None:
+        return None
+    rows = [bench.row(RATIO, seed) for seed in range(batch)]
+    near = [row.entry for row in rows]
+    wants = [(block, "kv") for block in range(bench.blocks)]
+    timer, turn = Timer(bench.device), 0
+    bench.batch = None
+
+    def asked() -> list[Handle]:
+        nonlocal turn
+        turn += 1
+        handles = []
+        for row in rows:
+            assert row.inactive is not None
+            handle = store.request(_KEY, entry.anchor, row.inactive.selection, source, force=True)
+            assert handle is not None
+            handle.want(wants, turn)
+            handles.append(handle)
+        return handles
+
+    def alone() -> None:
+        for row, own in zip(rows, near, strict=True):
+            row.entry = own
+        bench.step(rows, "kv")
+
+    def beside() -> None:
+        handles = asked()
+        for row, handle in zip(rows, handles, strict=True):
+            row.entry = handle
+        bench.step(rows, "kv")
+        let_go(handles)
+
+    def loads() -> None:
+        handles = asked()
+        for handle in handles:
+            for want in wants:
+                handle.wait_whole(*want)
+        let_go(handles)
+
+    def let_go(handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            handle.release()
+
+    handles = asked()
+    nbytes = sum(handle.load.nbytes for handle in handles)
+    let_go(handles)
+    ms = in_turn(timer, {"alone_ms": alone, "beside_ms": beside, "load_ms": loads}, _ROUNDS)
+    return {**ms, "bytes": nbytes, "gb_per_s": round(nbytes / 1e6 / ms["load_ms"], 2)}
+
+
+def in_turn(timer: Timer, ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Medians of milliseconds, after a first time of each."""
+    for each in ways.values():
+        each()
+    took = [{name: timer.ms(each) for name, each in ways.items()} for _ in range(rounds)]
+    return {name: round(statistics.median(one[name] for one in took), 3) for name in ways}
+
+
+def time_rivals(bench: Bench, batches: Sequence[int], rounds: int) -> list[Figures]:
+    """Dense steps of diffusers' transformer with the same weights, as it is, with compiled blocks,
+    and with blocks in FP8, too; in turn with ours, dense and cached. One that cannot run here has
+    a reason (`why`) in place of a time.
+    """
+    bench.fill_entry("kv")
+    models: dict[str, Any] = {}
+    why: dict[str, str] = {}
+    for name in RIVALS:
+        try:
+            models[name] = _rival(bench, name)
+        except Exception as error:  # whatever libraries and drivers raise
+            why[name] = _in_words(error)
+    found = []
+    for batch in batches:
+        inputs = _inputs(bench, batch)
+        dense = [bench.row(None, seed) for seed in range(batch)]
+        cached = [bench.row(RATIO, seed) for seed in range(batch)]
+        ways: dict[str, Callable[[], object]] = {}
+        for name, model in list(models.items()):
+            call = partial(_answer, model, inputs)
+            try:
+                call()
+                ways[name] = call
+            except Exception as error:
+                why[name] = _in_words(error)
+                del models[name]
+
+        def step(rows: list[Any]) -> None:
+            bench.batch = None
+            bench.step(rows, "kv")
+
+        own = {"ours, dense": partial(step, dense), f"ours, m = {RATIO:g}": partial(step, cached)}
+        ms = in_turn(Timer(bench.device), {**own, **ways}, rounds)
+        found += [{"batch": batch, "who": name, "ms": each} for name, each in ms.items()]
+    bench.batch = None
+    return [*found, *({"who": name, "why": each} for name, each in why.items())]
+
+
+def _rival(bench: Bench, name: str) -> Any:
+    """A copy of the model that shares its weights."""
+    own = chain(bench.model.parameters(), bench.model.buffers())
+    model = deepcopy(bench.model, {id(each): each for each in own})
+    if "fp8" in name:
+        quantise(model, "fp8", bench.device)
+    if "compiled" in name:
+        model.compile_repeated_blocks()
+    return model
+
+
+def _inputs(bench: Bench, batch: int) -> Figures:
+    """What diffusers' pipeline gives the transformer at one step."""
+    config, (height, width) = bench.config, bench.grid
+    ids = torch.zeros(height * width, 3, device=bench.device)
+    ids[:, 1] = torch.arange(height, device=bench.device).repeat_interleave(width)
+    ids[:, 2] = torch.arange(width, device=bench.device).repeat(height)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, *shape, device=bench.device).to(bench.dtype)
+
+    guidance = torch.full((batch,), 3.5, device=bench.device) if config["guidance_embeds"] else None
+    return {
+        "hidden_states": some(height * width, config["in_channels"]),
+        "encoder_hidden_states": some(bench.text, config["joint_attention_dim"]),
+        "pooled_projections": some(config["pooled_projection_dim"]),
+        "timestep": torch.full((batch,), 0.5, device=bench.device).to(bench.dtype),
+        "img_ids": ids,
+        "txt_ids": torch.zeros(bench.text, 3, device=bench.device),
+        "guidance": guidance,
+    }
+
+
+@torch.inference_mode()
+def _answer(model: Any, inputs: Figures) -> torch.Tensor:
+    answer: torch.Tensor = model(**inputs, return_dict=False)[0]
+    return answer
+
+
+def _in_words(error: Exception) -> str:
+    """Its first line: some print pages."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@torch.inference_mode()
+def time_stages(device: torch.device, dtype: torch.dtype, *, demo: bool) -> Figures:
+    """T5 over one prompt, and the VAE there and back of one picture; random weights.
+
+    Args:
+        device: where they are.
+        dtype: of their weights.
+        demo: of the demo model's sizes, else of FLUX.1's, 512 tokens and 1024 x 1024 pixels.
+    """
+    t5_config, vae_config, tokens, side = T5Config(**T5_XXL), FLUX_VAE, 512, 1024
+    if demo:
+        t5_config = T5Config.from_pretrained(DEMO_MODEL / "text_encoder_2")
+        vae_config, tokens, side = AutoencoderKL.load_config(DEMO_MODEL / "vae"), 16, 128
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            t5 = T5EncoderModel(t5_config).eval()
+            vae = AutoencoderKL.from_config(vae_config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+    picture = torch.zeros(1, 3, side, side, device=device, dtype=dtype)
+    latents = vae.encode(picture).latent_dist.mean
+    ways: dict[str, Callable[[], object]] = {
+        "t5_ms": lambda: t5(ids),
+        "encode_ms": lambda: vae.encode(picture),
+        "decode_ms": lambda: vae.decode(latents),
+    }
+    return {"tokens": tokens, "side": side, **in_turn(Timer(device), ways, _ROUNDS)}
+
+
+def time_edits(model: Path, count: int) -> Figures:
+    """Whole edits through a Triton of their own, with production masks of primed templates: one and
+    several at once. Where there is no Triton, why.
+
+    Args:
+        model: folder.
+        count: of edits, for each that is under way at once.
+    """
+    size = load_facts(str(model)).native_resolution
+    edits = drawn_edits(size, count * max(_AT_ONCE), 4)
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            worker_of(model, {}, Path(folder) / "worker") as site,
+        ):
+            for image in sorted({edit.image for edit in edits}):
+                site.prime(image)
+            site.run(edits[: max(_AT_ONCE)], max(_AT_ONCE))  # what a worker does once
+            runs = {str(many): site.run(edits[: count * many], many) for many in _AT_ONCE}
+    except Exception as error:  # no Triton, or whatever keeps a worker from starting
+        return {"model": model.name, "why": _in_words(error)}
+    return {"model": model.name, "side": size, "at_once": runs}
