@@ -345,6 +345,10 @@ def main(pipe: Connection) -> None:
                 calls.put(receive(pipe))
         except (EOFError, OSError):
             os._exit(0)  # nobody is there who could want anything of this process
+        except BaseException:
+            # Who waits for calls would wait for ever.
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
 
     threading.Thread(target=read, name="calls", daemon=True).start()
     config = calls.get()
