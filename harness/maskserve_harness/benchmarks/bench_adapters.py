@@ -31,6 +31,10 @@ clocks stand for the devices (`three_controls`); `…_alone_ms` is a step with a
 device, `…_one_service_ms` one with all in one service, and `…_bus_…` counts what residuals take
 through host memory.
 
+`ahead_over_free_link`: an edit whose ControlNet is in a service behind 10 Gbit/s, with `adapters:
+fast`, over one with no network between them (`slow_link`, emulated as well); `stale_…` with the
+residuals of the step before, `exact_…` with steps that wait.
+
 `cfg_pair`: a step of a guided row by two processes of one core, a pass each, over both passes in
 one of them (`cfg_pair.py`; SDXL at 0.3 of its width), and `…_two_workers` edits per second
 of two such processes with an edit each over one. The same of a cached row, and of FLUX's width.
@@ -70,6 +74,7 @@ from maskserve_harness.benchmarks.cfg_pair import cfg_pair
 from maskserve_harness.benchmarks.control_service import service_step
 from maskserve_harness.benchmarks.lora_edits import lora_edits
 from maskserve_harness.benchmarks.lora_loading import lora_loading
+from maskserve_harness.benchmarks.slow_link import slow_link
 from maskserve_harness.benchmarks.step import kept
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.three_controls import three_controls
@@ -210,6 +215,11 @@ def emulated_controls(args: argparse.Namespace) -> dict[str, Any]:
     return three_controls(args.repeat)
 
 
+def control_link(args: argparse.Namespace) -> dict[str, Any]:
+    """Edits whose ControlNet is behind a slow network."""
+    return slow_link(args.repeat)
+
+
 def _repeated(weights: FluxWeights, blocks: tuple[int, int]) -> FluxWeights:
     """So many double and single blocks, all with the weights of the first."""
     doubles, singles = blocks
@@ -283,6 +293,8 @@ BARS = {
     "dense_control_sdxl": ("above", 1.66),
     "service_of_limit": ("at least", 0.85),
     "three_controls_of_limit": ("at least", 0.94),
+    "ahead_over_free_link": ("at most", 1.05),
+    "exact_over_free_link": ("above", 1.05),
     "cfg_pair": ("at least", 1.7),
 }
 
@@ -306,6 +318,7 @@ PARTS = {
         unet_control_step,
         control_service,
         emulated_controls,
+        control_link,
         cfg_pair,
     ),
 }

@@ -12,10 +12,11 @@ import os
 import statistics
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from socket import socket
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from maskserve_core.models.unet import control_work, unet_work
 from maskserve_engine.adapters.control_net_loader import LoadedNet
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.control_link.transport import Connection as Denoiser
 from maskserve_engine.control_service import ControlNetService
 from maskserve_engine.families.control_batches import NetBatch
 from maskserve_engine.families.unet.control import (
@@ -117,7 +119,13 @@ class _Loader:
         """It has nothing open."""
 
 
-def serve(pipe: Connection, core: int | None, folder: str, family: Family) -> None:
+def serve(
+    pipe: Connection,
+    core: int | None,
+    folder: str,
+    family: Family,
+    connection: Callable[[socket], Denoiser] = Denoiser,
+) -> None:
     """A service's process, until the pipe closes.
 
     Args:
@@ -125,12 +133,13 @@ def serve(pipe: Connection, core: int | None, folder: str, family: Family) -> No
         core: that it has for itself; None: any.
         folder: of its slots.
         family: of its ControlNets.
+        connection: of a denoiser.
     """
     if core is not None:
         _alone_on(core)
     loader: Any = partial(_Loader, family)
     adapter: Any = family
-    service = ControlNetService(Config(), Path(folder), loader, adapter)
+    service = ControlNetService(Config(), Path(folder), loader, adapter, connection)
     while True:
         try:
             op, arrays = pipe.recv()

@@ -45,7 +45,7 @@ _STEPS = 10
 _PATIENCE_S = 30.0
 
 
-class _Device:
+class EmulatedDevice:
     """Computes one thing after the other, each for as long as it is told."""
 
     def __init__(self) -> None:
@@ -59,28 +59,28 @@ class _Device:
         time.sleep(max(0.0, self._free_at - time.perf_counter()))
 
 
-class _Map(NamedTuple):
+class ResidualMap(NamedTuple):
     """A feature map of a UNet that a ControlNet adds to."""
 
     channels: int
     positions: int
 
 
-def _maps(config: Mapping[str, Any]) -> list[_Map]:
+def residual_maps(config: Mapping[str, Any]) -> list[ResidualMap]:
     """In the order in which they begin."""
     channels, layers = config["block_out_channels"], int(config["layers_per_block"])
     side = int(config["sample_size"])
-    maps = [_Map(channels[0], side**2)]
+    maps = [ResidualMap(channels[0], side**2)]
     for level, own in enumerate(channels):
-        maps += [_Map(own, side**2)] * layers
+        maps += [ResidualMap(own, side**2)] * layers
         if level < len(channels) - 1:
             side //= 2
-            maps.append(_Map(own, side**2))
+            maps.append(ResidualMap(own, side**2))
     return [*maps, maps[-1]]
 
 
-_PLACES = len(_maps(SDXL))
-_BYTES = [2 * 2 * each.channels * each.positions for each in _maps(SDXL)]
+_PLACES = len(residual_maps(SDXL))
+RESIDUAL_BYTES = [2 * 2 * each.channels * each.positions for each in residual_maps(SDXL)]
 """Of each residual: half precision, two passes."""
 
 
@@ -113,13 +113,13 @@ class _EmulatedBatch:
     """As `unet.control.UnetNetBatch`, which tells all when a net has done."""
 
     def __init__(self, bus: bool) -> None:
-        self._bus, self._device = bus, _Device()
+        self._bus, self._device = bus, EmulatedDevice()
 
     def run(self, rows: Sequence[NetStep[int]], send: Send) -> None:
         for each in rows:
             self._device.launch(each.row * _NET_S)
             if self._bus:
-                self._device.launch(sum(_BYTES) / _BUS_BYTES_PER_S)
+                self._device.launch(sum(RESIDUAL_BYTES) / _BUS_BYTES_PER_S)
             self._device.wait()
             added = torch.zeros(1)
             send([Residual(each.name, place, place, added) for place in range(_PLACES)])
@@ -129,11 +129,11 @@ class _Base:
     """Steps of the base, on a device of its own."""
 
     def __init__(self) -> None:
-        self._device = _Device()
+        self._device = EmulatedDevice()
         base, net = flops()
         # What a ControlNet computes is a copy of the way down and of the middle, and products of
         # its own behind them.
-        own = sum(2.0 * each.channels**2 * each.positions for each in _maps(UNETS[PRESET]))
+        own = sum(2.0 * each.channels**2 * each.positions for each in residual_maps(UNETS[PRESET]))
         self._down_s = _NET_S * (net - own) / net
         self._up_s = _NET_S * base / net - self._down_s
         self.limit = 1.0 + NETS * net / base
@@ -151,7 +151,7 @@ class _Base:
             for row in rows:
                 assert row.after(place) is not None
                 if bus:
-                    self._device.launch(_BYTES[place] / _BUS_BYTES_PER_S)
+                    self._device.launch(RESIDUAL_BYTES[place] / _BUS_BYTES_PER_S)
             self._device.launch(self._up_s / _PLACES)
         self._device.wait()
 
