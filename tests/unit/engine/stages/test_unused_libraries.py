@@ -14,7 +14,7 @@ from maskserve_core.config import Config, ModelConfig
 from maskserve_engine.stages.unused_libraries import unused_libraries
 from maskserve_harness.checkout import CHECKOUT
 
-ALL = {"peft", "torchao", "bitsandbytes", "gguf"}
+ALL = {"peft", "torchao", "bitsandbytes", "gguf", "scipy"}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,15 @@ def test_a_folder_that_is_quantised_may_want_any(tmp_path: Path) -> None:
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text(json.dumps(said))
     assert unused_libraries(Config(model=ModelConfig(path=str(tmp_path)))) == []
+
+
+def test_a_sampler_with_beta_sigmas_has_scipy(tmp_path: Path) -> None:
+    config = Config(model=ModelConfig(path=str(tmp_path)))
+    (tmp_path / "scheduler").mkdir()
+    for said, hidden in ((False, True), (True, False)):
+        told = json.dumps({"_class_name": "EulerDiscreteScheduler", "use_beta_sigmas": said})
+        (tmp_path / "scheduler" / "scheduler_config.json").write_text(told)
+        assert ("scipy" in unused_libraries(config)) is hidden
 
 
 def test_a_process_does_without_the_others(tiny_fill: Path) -> None:
