@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.facts import anchor_stride
-from maskserve_core.planning.cost_model import CostModel, estimate
+from maskserve_core.planning.cost_model import CostModel, Rates, estimate
 from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat
 from maskserve_engine.cache.entries import Coded, encode
 from maskserve_engine.cache.entry_file import FileTensor, OpenFile, StoredCoded
@@ -99,14 +99,17 @@ def memory_file(nbytes: int) -> Iterator[OpenFile]:
         os.close(descriptor)
 
 
-def estimated_costs(config: Config, mover: Mover | None = None) -> CostModel:
+def estimated_costs(
+    config: Config, mover: Mover | None = None, rates: Rates | None = None
+) -> CostModel:
     """What steps and loads cost before any was measured.
 
     Args:
         config: of the worker.
         mover: of entries, whose ways to a GPU were tried: loads are planned with the better one.
+        rates: of the device; None: they are probed.
     """
-    rates = device_rates(config)
+    rates = rates or device_rates(config)
     if isinstance(mover, CudaMover) and config.cache.enabled:
         rates = replace(rates, link_bytes=mover.rates.best(len(_IDS) / _TRIED))
     return estimate(rates)

@@ -23,7 +23,8 @@ _TRANSFORMER = ["transformer/*.safetensors"]
 """What a GGUF file takes the place of."""
 
 
-def _from_hub(model: str, **wanted: Any) -> str:
+def from_hub(model: str, **wanted: Any) -> str:
+    """The folder of a hub model, downloaded, or found downloaded."""
     from huggingface_hub import snapshot_download
 
     return str(snapshot_download(model, **wanted))
@@ -33,7 +34,7 @@ def with_model(
     tables: dict[str, Any],
     model: str,
     files: list[str] | None = None,
-    fetch: Fetch = _from_hub,
+    fetch: Fetch = from_hub,
 ) -> dict[str, Any]:
     """Configuration tables that name the local folder of `model`, at the revision they ask for.
 
@@ -61,7 +62,7 @@ def resolve_model(
     revision: str = "",
     files: list[str] | None = None,
     without: Sequence[str] = (),
-    fetch: Fetch = _from_hub,
+    fetch: Fetch = from_hub,
 ) -> Path:
     """The local folder of a path or hub id; a hub model is downloaded, or found downloaded.
 

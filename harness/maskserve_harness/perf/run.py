@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,17 @@ def start(tool: Tool, arguments: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def measure(tool: Tool, measurement: Measurement) -> Outcome:
+def measure(
+    tool: Tool,
+    measurement: Measurement,
+    started: Callable[[Tool, list[str]], subprocess.Popen[str]] = start,
+) -> Outcome:
     """Run perf_analyzer once. Interrupted, it is ended before the interruption goes on.
+
+    Args:
+        tool: perf_analyzer.
+        measurement: what to ask it for.
+        started: starts it with arguments.
 
     Raises:
         PerfError: it ended well without its report, or wrote what is not known.
@@ -111,7 +121,7 @@ def measure(tool: Tool, measurement: Measurement) -> Outcome:
         process: subprocess.Popen[str] | None = None
         try:
             with held_back():
-                process = start(tool, [*arguments, *written])
+                process = started(tool, [*arguments, *written])
             output, _ = process.communicate(timeout=measurement.limit_s)
         except subprocess.TimeoutExpired:
             late = f"not done after {measurement.limit_s:g} s"

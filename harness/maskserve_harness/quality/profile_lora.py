@@ -203,6 +203,14 @@ def draw(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
+def keep(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Write the file that `[adapters] profiles` reads; what it says of other LoRAs stays."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    kept = {name: sigma for name, sigma in kept.items() if name not in report}
+    kept |= {name: each["sigma"] for name, each in report.items() if each["k"]}
+    path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -224,10 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
         shown = {key: x for key, x in report[name].items() if key not in ("sigmas", "cosines")}
         print(json.dumps({name: shown}, indent=2), flush=True)
     if args.out:
-        kept = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
-        kept = {name: sigma for name, sigma in kept.items() if name not in report}
-        kept |= {name: each["sigma"] for name, each in report.items() if each["k"]}
-        args.out.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        keep(report, args.out)
     if args.plot:
         draw(report, args.plot)
     if args.json:

@@ -39,7 +39,7 @@ from maskserve_serving.files import checked, read_tables, with_values
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.shm_cleanup import SHARED_MEMORY, region_prefix
-from maskserve_serving.source import with_model
+from maskserve_serving.source import Fetch, from_hub, with_model
 from maskserve_serving.stop_signals import StopSignals
 from maskserve_serving.supervisor import Supervisor
 from maskserve_serving.worker import WorkerProcess
@@ -142,14 +142,18 @@ def soak(options: SoakOptions, stop: StopSignals | threading.Event) -> Report:
     return _judge(options, ledger, sampler.samples, rest, worker)
 
 
-def write_config(options: SoakOptions) -> Path:
+def write_config(options: SoakOptions, fetch: Fetch = from_hub) -> Path:
     """The worker's configuration: the given one, with a cache that the pictures do not fit in, and
     with audits.
 
     Unless it says how many threads the denoiser has, one core is left to the visitors: threads of
     a step that wait for one another on cores that others use take many times as long.
+
+    Args:
+        options: of the soak.
+        fetch: as `with_model`.
     """
-    tables = with_model(read_tables(options.config), str(options.model))
+    tables = with_model(read_tables(options.config), str(options.model), fetch=fetch)
     if "audit_share" not in tables.get("cache", {}):
         tables = with_values(tables, "cache", audit_share=AUDIT_SHARE)
     if "torch_threads" not in tables["model"]:

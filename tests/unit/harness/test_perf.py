@@ -10,7 +10,6 @@ import subprocess
 import sys
 from base64 import b64decode
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ from maskserve_harness.perf.inputs import (
 )
 from maskserve_harness.perf.load import Load, Target, draw_gaps, parse_loads, targets
 from maskserve_harness.perf.results import parse_errors, parse_report, parse_stamps
-from maskserve_harness.perf.run import Measurement, measure
+from maskserve_harness.perf.run import Measurement, measure, start
 from maskserve_harness.perf.server import running_server
 from maskserve_harness.simulator.workload import MIXES
 
@@ -241,24 +240,22 @@ def test_a_run_that_fails_says_why(tmp_path: Path, text: str, limit_s: float, er
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_while_the_tool_starts_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    tmp_path: Path, number: signal.Signals
 ) -> None:
     started: list[subprocess.Popen[str]] = []
 
-    class Interrupted(subprocess.Popen[str]):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            started.append(self)
-            signal.raise_signal(number)
+    def interrupted(of: tool.Tool, arguments: list[str]) -> subprocess.Popen[str]:
+        started.append(start(of, arguments))
+        signal.raise_signal(number)
+        return started[0]
 
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
     target, load = Target("edit", "http"), Load("concurrency", 1.0)
     what = Measurement(target, load, "localhost:1", 2, tmp_path / "edits.json", 0, 30.0)
     # As the script has it; a SIGTERM is an interruption too.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            measure(tool.Tool(program(tmp_path, "exec sleep 60"), None, "fake"), what)
+            measure(tool.Tool(program(tmp_path, "exec sleep 60"), None, "fake"), what, interrupted)
     finally:
         signal.signal(signal.SIGTERM, before)
         (process,) = started

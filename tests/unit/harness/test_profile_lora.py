@@ -12,13 +12,12 @@ from PIL import Image
 from maskserve_engine.requests.loras import read_profiles
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
-from maskserve_harness.quality import profile_lora
 from maskserve_harness.quality.profile_lora import (
     Made,
     Profiler,
     draw,
+    keep,
     likeness,
-    main,
     profiled,
     steps_by_cosine,
 )
@@ -52,15 +51,11 @@ def test_what_changes_nothing_may_come_last_and_what_changes_all_is_waited_for(
     assert strong["sigma"] is None
 
 
-def test_what_is_written_is_what_the_engine_reads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_written_is_what_the_engine_reads(tmp_path: Path) -> None:
     found: dict[str, dict[str, Any]] = {"a": {"k": 2, "sigma": 0.7}, "b": {"k": 0, "sigma": None}}
-    monkeypatch.setattr(profile_lora, "Profiler", lambda *_: None)
-    monkeypatch.setattr(profile_lora, "profiled", lambda _, path, edits: found[path.stem])
     out = tmp_path / "profiles.json"
     out.write_text('{"b": 0.5, "other": 0.9}')
-    main([str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), "--out", str(out)])
+    keep(found, out)
     assert read_profiles(str(out)) == {"other": 0.9, "a": 0.7}
 
 

@@ -18,7 +18,6 @@ from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.soaking.ledger import Ledger
 from maskserve_harness.soaking.load import Load
 from maskserve_harness.soaking.run import SoakOptions, soak, template_bytes, write_config
-from maskserve_serving import source
 from maskserve_serving.errors import ServeError
 
 DEMO = DEMO_MODEL
@@ -45,14 +44,13 @@ def test_the_model_is_that_of_the_configured_revision(
 ) -> None:
     asked = []
 
-    def download(model: str, revision: str | None, *_: object) -> Path:
+    def fetch(model: str, revision: str | None, **_: object) -> str:
         asked.append((model, revision))
-        return DEMO
+        return str(DEMO)
 
-    monkeypatch.setattr(source, "_download", download)
     config = tmp_path / "maskserve.toml"
     config.write_text('[model]\nrevision = "v2"\n')
-    write_config(SoakOptions(Path("owner/name"), minutes=1.0, out=tmp_path, config=config))
+    write_config(SoakOptions(Path("owner/name"), minutes=1.0, out=tmp_path, config=config), fetch)
     assert asked == [("owner/name", "v2")]
 
 

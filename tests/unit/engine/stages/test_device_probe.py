@@ -90,15 +90,12 @@ def test_times_that_say_nothing_leave_what_is_assumed() -> None:
     assert rates_of(Watched(), 0.0, direct=False) == LinkRates(direct=0.0)
 
 
-def test_loads_are_planned_with_the_better_way(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(entry_store, "device_rates", lambda config: H100)
+def test_loads_are_planned_with_the_better_way(tmp_path: Path) -> None:
     mover = object.__new__(CudaMover)
     mover.rates = LinkRates(9e9, 18e9)
-    costs = entry_store.estimated_costs(config_of(tmp_path), mover)
+    costs = entry_store.estimated_costs(config_of(tmp_path), mover, H100)
     assert 1 / costs.loads["host"].per_unit == pytest.approx(18e9 * 8 / 9, rel=1e-3)
-    off = entry_store.estimated_costs(config_of(tmp_path, cache={"enabled": False}), mover)
+    off = entry_store.estimated_costs(config_of(tmp_path, cache={"enabled": False}), mover, H100)
     assert 1 / off.loads["host"].per_unit == pytest.approx(H100.link_bytes)
 
 
