@@ -73,8 +73,8 @@ def _lines(report: Report, plots: Sequence[str]) -> list[str]:
         times = [f"{own[name]:.1f} ms" for name in ("t5_ms", "encode_ms", "decode_ms")]
         lines += ["", "## T5 and the VAE", ""]
         side, tokens = own["side"], own["tokens"]
-        told = f"T5 over {tokens} tokens {times[0]}; the VAE of {side}x{side}"
-        lines.append(f"{told}: encoding {times[1]}, decoding {times[2]}.")
+        both = f"T5 over {tokens} tokens {times[0]}; the VAE of {side}x{side}"
+        lines.append(f"{both}: encoding {times[1]}, decoding {times[2]}.")
     if "edits" in report:
         lines += ["", "## Whole edits through Triton", "", *_edit_table(report["edits"])]
     return lines

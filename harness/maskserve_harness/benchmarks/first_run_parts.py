@@ -267,7 +267,7 @@ def time_edits(model: Path, count: int) -> Figures:
     try:
         with (
             tempfile.TemporaryDirectory() as folder,
-            worker_of(model, {}, Path(folder) / "worker") as site,
+            worker_of(model, Path(folder) / "worker") as site,
         ):
             for image in sorted({edit.image for edit in edits}):
                 site.prime(image)
