@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
 
 from maskserve_core.config import ENTRY_FORMATS
 from maskserve_engine.cache.entries import encode
-from maskserve_engine.cache.loader import CudaMover, HostMover, Mover
+from maskserve_engine.cache.folder_tier import FolderTier
+from maskserve_engine.cache.loader import CudaMover, HostMover, LinkRates, Mover
+from maskserve_engine.cache.registered import HostRegister, Registrar
+from maskserve_engine.entry_store import memory_file
+from tests.fakes.entries import NOTE, random_entry
 
 
 @pytest.mark.parametrize("format", ENTRY_FORMATS)
@@ -29,3 +36,58 @@ def test_what_arrives_is_what_was_sent(
             assert one.device.type == device.type
             assert torch.equal(one.cpu(), other)
     assert all(arrival.ready() for arrival in arrived)
+
+
+@pytest.mark.parametrize("format", ENTRY_FORMATS)
+@pytest.mark.parametrize("tokens", [None, 700])
+def test_the_device_reads_files_in_memory_by_itself(
+    device: torch.device, format: str, tokens: int | None
+) -> None:
+    """Whole tensors out of a registered file, of which it takes its tokens."""
+    if device.type != "cuda":
+        pytest.skip("the host needs no such way")
+    registrar = Registrar(device)
+    mover = CudaMover(device, 2**16, registrar=registrar, rates=LinkRates(gathered=1.0))
+    entry = random_entry(0, tokens=1000, width=96, format=format)
+    rng = np.random.default_rng(0)
+    ids = None if tokens is None else np.sort(rng.permutation(1000)[:tokens])
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        tier = FolderTier("host", folder, 10**9, opened=mover.register)
+        assert tier.put("k", entry, NOTE)
+        stored = tier.open("k", entry.anchor)
+        assert stored is not None
+        assert stored.file.registered is not None, "the driver refuses: see the log"
+        tier.evict("k")  # what is open stays
+        for block, kept in zip(stored.blocks, entry.blocks, strict=True):
+            arrived = mover.move(block.part("kv"), ids).get()
+            wanted = kept.part("kv")
+            if ids is not None:
+                wanted = tuple(coded.take(torch.from_numpy(ids)) for coded in wanted)
+            for there, own in zip(arrived, wanted, strict=True):
+                for one, other in zip(there.tensors(), own.tensors(), strict=True):
+                    assert torch.equal(one.cpu(), other)
+        del stored, block
+    mover.close()
+    assert registrar.nbytes == 0
+
+
+def test_a_refused_registration_fails_no_later_kernel(device: torch.device) -> None:
+    """CUDA repeats such an error behind the thread's next kernel."""
+    if device.type != "cuda":
+        pytest.skip("the host needs no such way")
+
+    class Twice:
+        """Registers everything a second time, which is refused."""
+
+        def cudaHostRegister(self, *given: int) -> int:  # noqa: N802
+            runtime = torch.cuda.cudart()
+            assert not int(runtime.cudaHostRegister(*given))
+            failed = int(runtime.cudaHostRegister(*given))
+            assert not int(runtime.cudaHostUnregister(given[0]))
+            return failed
+
+    registrar = Registrar(device, cast(HostRegister, Twice()))
+    with memory_file(2**16) as file:
+        assert registrar.register(file.descriptor, file.nbytes) is None
+    assert torch.ones(8, device=device).add_(1).sum().item() == 16
+    registrar.close()
