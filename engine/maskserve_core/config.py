@@ -115,12 +115,16 @@ class EngineConfig(Table, frozen=True):
     devices: Literal[1, 2, 4, 8] = 1
     """Devices of this worker, each with the whole model; with more than one the denoiser's steps
     are taken by a process for each."""
-    policy: Literal["spread", "deadline", "cfg"] = "spread"
+    policy: Literal["spread", "deadline", "rounds", "cfg"] = "spread"
     """Of a worker of several devices. `spread`: each has a batch of its own, and an edit stays on
     one; `deadline`: each step of an edit gets as many as its due time needs (FLUX; other models'
-    edits have one for each pass), and small edits share it where none is late by that; `cfg`: both
-    devices take the steps of one batch, and of an edit under classifier-free guidance each computes
-    one pass (two devices, and models with such guidance)."""
+    edits have one for each pass), and small edits share it where none is late by that; `rounds`:
+    the same, decided at the starts of rounds alone, as TetriServe does; `cfg`: both devices take
+    the steps of one batch, and of an edit under classifier-free guidance each computes one pass
+    (two devices, and models with such guidance)."""
+    round_steps: Annotated[int, Meta(ge=1, le=1000)] = 5
+    """Length of a round under `rounds`: so many steps of the slowest edit that is there, on as many
+    devices as make it fastest."""
     max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
     """Edits waiting for a row; one more is refused."""
     drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0

@@ -7,6 +7,7 @@ into its inbox; events leave through the reply thread.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,9 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.registry import load_facts
 from maskserve_core.worker.gangs.batching import Batching
 from maskserve_core.worker.gangs.deadline import Deadline
+from maskserve_core.worker.gangs.rounds import Rounds
 from maskserve_core.worker.gangs.scheduler import GangScheduler
+from maskserve_core.worker.gangs.work import GangPolicy
 from maskserve_core.worker.observations import Observations
 from maskserve_core.worker.pair import Pair
 from maskserve_core.worker.spread import Spread
@@ -469,12 +472,14 @@ class Engine:
         if idle:
             self.executor.idle()
             self._step_runner.times.book()
-        waits = idle or self.executor.devices != ALL_FREE  # what can begin has begun
+        rests_s = self.manager.again - time.monotonic()  # what can begin has begun
+        waits = idle or self.executor.devices != ALL_FREE or 0.0 < rests_s < math.inf
         if not waits and self._inbox.empty():
             return
         if waits:  # a sign of life: steps of ranks, and their starts, take as long as they do
             self._publisher.publish(self.state)
-        self._inbox.run(self.config.engine.heartbeat_s if waits else 0.0)
+        beat_s = self.config.engine.heartbeat_s
+        self._inbox.run(max(0.0, min(beat_s, rests_s)) if waits else 0.0)
         self._check_cache()
 
     def _check_cache(self) -> None:
@@ -509,9 +514,11 @@ def _policy_of(config: Config) -> MakePolicy:
         return lambda rows, waiting, share: Spread(devices, rows, waiting, share)
     if config.engine.policy == "cfg":
         return lambda rows, waiting, share: Pair(devices, rows, waiting, share)
-    return lambda rows, waiting, share: GangScheduler(
-        Batching(Deadline(devices), rows), devices, rows, waiting
-    )
+    if config.engine.policy == "rounds":
+        gangs: GangPolicy = Rounds(devices, round_steps=config.engine.round_steps)
+    else:
+        gangs = Deadline(devices)
+    return lambda rows, waiting, share: GangScheduler(Batching(gangs, rows), devices, rows, waiting)
 
 
 def _check_pair(config: Config) -> None:

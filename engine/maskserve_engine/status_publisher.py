@@ -48,7 +48,7 @@ class PriceList:
         degrees: Callable[[int], tuple[DegreePrice, ...]] | None = None,
     ) -> None:
         self._costs, facts = costs, adapter.facts
-        self._degrees = degrees if config.engine.policy == "deadline" else None
+        self._degrees = degrees if config.engine.policy in ("deadline", "rounds") else None
         self._text = facts.text_tokens(config.model.max_sequence_length)
         nets = [net for net in ControlNets(config, facts).all() if not net.problem]
         side = facts.native_resolution // facts.vae_scale_factor

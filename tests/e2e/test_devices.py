@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,19 +22,25 @@ from tests.support.eventually import eventually
 RANK = "maskserve_engine.gangs.rank"
 
 
-@pytest.fixture(scope="module")
-def devices(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
-    config = tmp_path_factory.mktemp("config") / "config.toml"
-    config.write_text('[engine]\npolicy = "deadline"\n', encoding="utf-8")
+@contextmanager
+def worker_of_two(model: Path, folder: Path, policy: str) -> Iterator[Supervisor]:
+    config = folder / "config.toml"
+    config.write_text(f'[engine]\npolicy = "{policy}"\n', encoding="utf-8")
     options = ServeOptions(
         model=str(model),
         config=config,
         devices_per_worker=2,
         base_port=free_base_port(),
-        log_dir=tmp_path_factory.mktemp("logs"),
-        entries=tmp_path_factory.mktemp("entries"),
+        log_dir=folder / "logs",
+        entries=folder / "entries",
     )
     with Supervisor(options) as supervisor:
+        yield supervisor
+
+
+@pytest.fixture(scope="module")
+def devices(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+    with worker_of_two(model, tmp_path_factory.mktemp("devices"), "deadline") as supervisor:
         yield supervisor
 
 
@@ -109,3 +116,19 @@ def test_ranks_end_with_the_process_that_schedules(devices: Supervisor) -> None:
     (parent,) = {each.ppid() for each in old}
     os.kill(parent, signal.SIGKILL)
     eventually("they end", lambda: not any(each.is_running() for each in old), 5.0)
+
+
+def test_rounds_give_the_same_pictures(model: Path, tmp_path: Path, grpc: Grpc) -> None:
+    asked = [
+        plain_edit(seed=seed, deadline_ms=limit, on_late="finish")
+        for seed, limit in enumerate((1, 60_000, 60_000, 1))
+    ]
+    with worker_of_two(model, tmp_path, "rounds") as worker:
+        client = Grpc(worker.workers[0].grpc_url)
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(client.edit, asked))
+        client.close()
+    assert [meta["slo"] for _, meta in answers] == ["late", "met", "met", "late"]
+    for inputs, (ours, _) in zip(asked, answers, strict=True):
+        apart = pixels(ours).astype(int) - pixels(grpc.edit(inputs)[0]).astype(int)
+        assert np.abs(apart).max() <= 1

@@ -95,6 +95,8 @@ class Decision:
     """No row is in two of them. The admitted need not be among their rows, parked rows are not."""
     expired: tuple[Ticket, ...]
     """Tickets whose deadline has passed, waiting or running: already removed."""
+    again: float = math.inf
+    """Ask again at this time; also when a ticket comes or a step ends."""
 
     @property
     def running(self) -> tuple[Ticket, ...]:

@@ -5,6 +5,7 @@ Plain bookkeeping between the scheduler, the cache and the rows; used by the eng
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -117,6 +118,9 @@ class RequestManager:
         self._late: dict[str, RequestState] = {}
         """Rows that run, and whose LoRAs are not here yet (`adapters: fast`)."""
         self.draining = False
+        self.again = math.inf
+        """When `schedule` has something to decide even if nothing happens until then, on
+        time.monotonic's clock."""
         self._listed: list[RequestState | PrimingState | None] = []
         """What was held and what ran when `_waiting` was made."""
         self._waiting: tuple[RowStatus, ...] = ()
@@ -154,6 +158,7 @@ class RequestManager:
             )
         for ticket in decision.admitted:
             self._admit(ticket)
+        self.again = decision.again
         return decision.runs
 
     def running(self, run: Run) -> list[RequestState | PrimingState]:

@@ -12,11 +12,11 @@ from maskserve_core.worker.gangs.work import (
     GangPlan,
     Work,
     allocate,
-    blocks,
     choose_block,
     device_seconds,
     devices_of,
     frontier,
+    largest_gang,
 )
 from maskserve_core.worker.step_scheduler import Run
 
@@ -232,10 +232,8 @@ class _Books:
         self.claimed = lost
         """Given, or wanted by an edit that waits for them."""
         self.living = devices - lost.bit_count()
-        self.most = devices
+        self.most = max(1, largest_gang(devices, lost))
         """The largest gang that is whole."""
-        while self.most > 1 and all(block & lost for block in blocks(self.most, devices)):
-            self.most //= 2
         self._soonest = min((end for end, _ in ends), default=math.inf)
         """When the first step ends that is under way."""
 

@@ -14,6 +14,7 @@ from maskserve_core.worker.gangs.work import (
     choose_block,
     devices_of,
     frontier,
+    largest_gang,
 )
 from maskserve_core.worker.step_scheduler import Run
 
@@ -65,35 +66,83 @@ class Rounds:
 
     A round that starts with no edit ends when one comes. Edits with no due time, and those that
     are late, run where devices are left, first come first.
+
+    Args:
+        devices: of the worker: 1, 2, 4 or 8.
+        round_seconds: of each round; None: as long as `round_steps` steps of the slowest edit that
+            is there as it starts, each on as many devices as make it fastest (§4.2.2).
+        round_steps: see there.
+
+    Raises:
+        ValueError: no such round.
     """
 
-    def __init__(self, devices: int, round_seconds: float) -> None:
-        if not round_seconds > 0.0:
+    def __init__(
+        self, devices: int, round_seconds: float | None = None, round_steps: int = 5
+    ) -> None:
+        if round_seconds is not None and not round_seconds > 0.0:
             raise ValueError(f"no such round: {round_seconds} s")
+        if round_steps < 1:
+            raise ValueError(f"no such round: {round_steps} steps")
         self.devices = devices
-        self.round_seconds = round_seconds
+        self.round_seconds, self.round_steps = round_seconds, round_steps
         self._ends = -math.inf
 
     def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
         """As `GangPolicy.decide`; nothing starts between two rounds."""
         if now < self._ends - 1e-9:
             return GangPlan(again=self._ends)
-        busy = sum({work.gang for work in works if work.until is not None})
-        if busy or not works:
+        idle = [work for work in works if work.until is None]
+        if not idle or any(work.until not in (None, math.inf) for work in works):
             # A step longer than a round is on its way: the round starts at its end.
             return GangPlan()
-        self._ends = now + self.round_seconds
+        lost = sum({work.gang for work in works if work.until == math.inf})
+        most = largest_gang(self.devices, lost)
+        if not most:
+            return GangPlan()
+        seconds = self.round_seconds
+        if seconds is None:
+            slowest = max(min(w.ticket.seconds[: most.bit_length()]) for w in idle)
+            seconds = self.round_steps * slowest * (1 + 1e-9)
+        self._ends = now + seconds
+        return GangPlan(
+            tuple(_Round(now, seconds, self.devices, lost, most).plan(idle)), self._ends
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One of them, as it starts."""
+
+    now: float
+    lasts: float
+    devices: int
+    lost: int
+    """Devices, as a bit mask."""
+    most: int
+    """The largest gang that is whole."""
+
+    @property
+    def living(self) -> int:
+        return self.devices - self.lost.bit_count()
+
+    def plan(self, works: Sequence[Work]) -> list[Run]:
+        """What runs in it."""
         ordered = sorted(works, key=lambda w: (_due(w), w.ticket.arrival, w.ticket.request_id))
-        groups = [self._options(work, now) for work in ordered]
-        picked = knapsack(groups, self.devices)
+        groups = [self._options(work) for work in ordered]
+        picked = knapsack(groups, self.living)
         wanted = [options[pick].degree for options, pick in zip(groups, picked, strict=True)]
         self._fill(ordered, groups, wanted)
         self._scale_up(ordered, wanted)
-        return GangPlan(tuple(self._place(ordered, wanted)), self._ends)
+        return self._place(ordered, wanted)
 
-    def _options(self, work: Work, now: float) -> list[Option]:
-        seconds = work.ticket.seconds
-        slack = _due(work) - now
+    def _seconds(self, work: Work) -> tuple[float, ...]:
+        """Of a step by the degrees that there are."""
+        return work.ticket.seconds[: self.most.bit_length()]
+
+    def _options(self, work: Work) -> list[Option]:
+        seconds = self._seconds(work)
+        slack = _due(work) - self.now
         shares = (
             (Share(frontier(seconds)[0][0], work.remaining),)
             if slack == math.inf
@@ -101,11 +150,11 @@ class Rounds:
         )
         # Nothing meets its due time any more: it may have what it is fastest with, and no vote.
         shares = shares or (Share(frontier(seconds)[-1][0], work.remaining),)
-        after, fastest = slack - self.round_seconds, min(seconds)
+        after, fastest = slack - self.lasts, min(seconds)
         options = [Option(0, 0, work.remaining * fastest <= after)]
         for share in shares:
-            steps = min(share.steps, self._steps(seconds, share.degree))
-            if steps > 0 and share.degree <= self.devices:
+            steps = min(share.steps, self._steps(work, share.degree))
+            if steps > 0:
                 options.append(
                     Option(share.degree, steps, (work.remaining - steps) * fastest <= after)
                 )
@@ -114,30 +163,30 @@ class Rounds:
             options.append(Option(degree, 1, (work.remaining - 1) * fastest <= after))
         return options
 
-    def _steps(self, seconds: tuple[float, ...], degree: int) -> int:
-        return int(self.round_seconds / seconds[degree.bit_length() - 1] + 1e-9)
+    def _steps(self, work: Work, degree: int) -> int:
+        return int(self.lasts / work.ticket.seconds[degree.bit_length() - 1] + 1e-9)
 
     def _fill(self, works: Sequence[Work], groups: list[list[Option]], wanted: list[int]) -> None:
         """Those that need not run now, where devices are left."""
-        left = self.devices - sum(wanted)
+        left = self.living - sum(wanted)
         for index, options in enumerate(groups):
             if not wanted[index]:
                 fitting = [o.degree for o in options[1:] if o.degree <= left]
                 if fitting:
                     wanted[index] = fitting[0]
                 elif left and len(options) > 1:
-                    wanted[index] = 1 << left.bit_length() - 1
-                    if not self._steps(works[index].ticket.seconds, wanted[index]):
+                    wanted[index] = min(self.most, 1 << left.bit_length() - 1)
+                    if not self._steps(works[index], wanted[index]):
                         wanted[index] = 0  # it would outlast the round
                 left -= wanted[index]
 
     def _scale_up(self, works: Sequence[Work], wanted: list[int]) -> None:
         """Twice the devices to the edit that saves most time, while there are some."""
-        left = self.devices - sum(wanted)
+        left = self.living - sum(wanted)
         while left:
             gains = []
             for index, (work, degree) in enumerate(zip(works, wanted, strict=True)):
-                if 0 < degree <= left and 2 * degree <= self.devices:
+                if 0 < degree <= left and 2 * degree <= self.most:
                     seconds = work.ticket.seconds
                     now, more = (
                         seconds[degree.bit_length() - 1],
@@ -152,17 +201,20 @@ class Rounds:
             wanted[index] *= 2
 
     def _place(self, works: Sequence[Work], wanted: list[int]) -> list[Run]:
-        """The largest gangs first, so that aligned blocks always fit."""
-        taken, runs = 0, []
+        """The largest gangs first, so that aligned blocks fit; where lost devices leave none of a
+        size, the edit has half as many.
+        """
+        taken, runs = self.lost, []
         for index in sorted(range(len(works)), key=lambda i: (-wanted[i], i)):
             work, degree = works[index], wanted[index]
-            if degree:
+            block = 0
+            while degree and not block:
                 block = choose_block(degree, self.devices, taken, work.gang)
+                degree //= 2
+            if block:
                 taken |= block
-                steps = self._steps(work.ticket.seconds, degree)
-                runs.append(
-                    Run((work.ticket,), devices_of(block), max(1, min(steps, work.remaining)))
-                )
+                steps = min(work.remaining, self._steps(work, block.bit_count()))
+                runs.append(Run((work.ticket,), devices_of(block), max(1, steps)))
         return runs
 
 

@@ -100,7 +100,7 @@ class GangScheduler:
 
     def schedule(self, now: float, devices: Devices = ALL_FREE) -> Decision:
         """Book the steps that have ended, and have idle devices decided on."""
-        again = self._book(now, devices)
+        going_on = self._book(now, devices)
         expired = [
             ticket
             for ticket in (*self.running, *self.waiting)
@@ -113,13 +113,14 @@ class GangScheduler:
             ticket = self._tickets.pop(self._waiting.pop(0)[-1])
             self._works[ticket.request_id] = Work(ticket, ticket.steps, ticket.arrival)
             admitted.append(ticket)
-        runs = [self._begin(each, now) for each in again if self._held(each.run)]
+        runs = [self._begin(each, now) for each in going_on if self._held(each.run)]
         works = [*self._works.values(), *self._taken(now, devices)]
-        for run in self.policy.decide(now, works).runs:
+        plan = self.policy.decide(now, works)
+        for run in plan.runs:
             begun = _UnderWay(run, run.steps)
             self._under_way.append(begun)
             runs.append(self._begin(begun, now))
-        return Decision(tuple(admitted), tuple(runs), tuple(expired))
+        return Decision(tuple(admitted), tuple(runs), tuple(expired), plan.again)
 
     def check_integrity(self) -> None:
         if len(self._waiting) != len(self._tickets):

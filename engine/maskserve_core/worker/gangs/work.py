@@ -128,6 +128,12 @@ def blocks(degree: int, devices: int) -> tuple[int, ...]:
     return tuple(full << at for at in range(0, devices - degree + 1, degree))
 
 
+def largest_gang(devices: int, lost: int) -> int:
+    """How many devices the largest gang has that touches none of `lost`; 0: there is none."""
+    sizes = (1 << at for at in reversed(range(devices.bit_length())))
+    return next((k for k in sizes if not all(block & lost for block in blocks(k, devices))), 0)
+
+
 def devices_of(gang: int) -> tuple[int, ...]:
     """The numbers in a bit mask."""
     return tuple(at for at in range(gang.bit_length()) if gang >> at & 1)

@@ -9,6 +9,7 @@ import pytest
 
 from maskserve_core.worker.gangs.batching import Batching
 from maskserve_core.worker.gangs.deadline import Deadline
+from maskserve_core.worker.gangs.rounds import Rounds
 from maskserve_core.worker.gangs.scheduler import GangScheduler
 from maskserve_core.worker.gangs.work import GangPlan, Work, seconds_together
 from maskserve_core.worker.step_scheduler import Devices, Ticket
@@ -121,6 +122,16 @@ def test_random_instances(seed: int) -> None:
                 steps = left[row.request_id].remaining
                 if row.due is not None and steps * seconds_together([row], degree) <= row.due:
                     assert steps * together <= row.due
+
+
+def test_a_round_that_is_shared_is_no_longer() -> None:
+    """An edit with fewer steps than that stays out: it would leave devices idle."""
+    batching = Batching(Rounds(1, 0.5), 4)
+    (run,) = batching.decide(0.0, [work(name) for name in "abc"]).runs
+    assert (len(run.rows), run.steps) == (3, 3)
+    assert run.steps * seconds_together(run.rows, 1) <= 0.5
+    (run,) = Batching(Rounds(1, 0.5), 4).decide(0.0, [work("a"), work("b", 1)]).runs
+    assert (len(run.rows), run.steps) == (1, 5)
 
 
 def test_all_rows_of_a_step_are_booked() -> None:

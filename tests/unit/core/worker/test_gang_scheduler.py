@@ -7,6 +7,7 @@ import random
 import pytest
 
 from maskserve_core.errors import InvalidRequest, Overloaded
+from maskserve_core.worker.gangs.batching import Batching
 from maskserve_core.worker.gangs.deadline import Deadline
 from maskserve_core.worker.gangs.rounds import Rounds
 from maskserve_core.worker.gangs.scheduler import GangScheduler
@@ -87,11 +88,13 @@ def test_queue_and_names_are_bounded_and_unique() -> None:
         scheduler.submit(ticket("d", 1))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(9))
 def test_every_edit_ends_once_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
-    policy: GangPolicy = Rounds(4, 1.0) if seed % 2 else Deadline(4)
-    scheduler = GangScheduler(policy, 4, 2, 100)
+    policies: tuple[GangPolicy, ...] = (
+        Deadline(4), Rounds(4, 1.0), Batching(Rounds(4, round_steps=3), 2)
+    )  # fmt: skip
+    scheduler = GangScheduler(policies[seed % 3], 4, 2, 100)
     left, ended, cancelled = dict[str, int](), set[str](), set[str]()
     for number in range(30):
         name, steps = str(number), rng.randint(1, 6)
@@ -105,6 +108,7 @@ def test_every_edit_ends_once_whatever_happens(seed: int) -> None:
                 deadline=rng.choice([None, None, 40.0]),
                 background=rng.random() < 0.2,
                 seconds=rng.choice([BY_DEGREE, BY_DEGREE[:1], ()]),
+                shared=rng.choice([0.0, 0.05]),
             )
         )
     now, busy = 0.0, list[tuple[float, Run]]()
@@ -142,3 +146,14 @@ def test_every_edit_ends_once_whatever_happens(seed: int) -> None:
             break
     assert ended | cancelled == set(left)
     assert not ended & cancelled
+
+
+def test_a_round_that_has_not_ended_is_asked_for_again() -> None:
+    scheduler = GangScheduler(Rounds(4, 1.0), 4, 8, 8)
+    scheduler.submit(ticket("a", 2))
+    assert scheduler.schedule(0.0).again == 1.0
+    scheduler.submit(ticket("b", 9))
+    scheduler.finish("a")
+    decision = scheduler.schedule(0.5)
+    assert (decision.runs, decision.again) == ((), 1.0)
+    assert scheduler.schedule(1.0).runs

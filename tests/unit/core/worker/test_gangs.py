@@ -151,6 +151,34 @@ def test_a_round_places_nothing_between_its_ends() -> None:
         Rounds(8, 0.0)
 
 
+def test_a_round_lasts_some_steps_of_the_slowest_edit_that_is_there() -> None:
+    policy = Rounds(8, round_steps=4)
+    small, large = (
+        Work(Ticket(n, 50, 1, 1, 0.0, seconds=TIMES[side]), 50, 0.0)
+        for n, side in (("small", 256), ("large", 1024))
+    )
+    assert policy.decide(0.0, [small, large]).again == pytest.approx(4 * min(TIMES[1024]))
+    assert policy.decide(9.0, [small]).again == pytest.approx(9.0 + 4 * min(TIMES[256]))
+    with pytest.raises(ValueError, match="no such round"):
+        Rounds(8, round_steps=0)
+
+
+@pytest.mark.parametrize("lost", [(0,), (0, 4), (0, 2, 4, 6), tuple(range(7))])
+def test_rounds_go_on_with_the_devices_that_are_left(lost: tuple[int, ...]) -> None:
+    gone = [
+        Work(Ticket(f"lost {n}", 1, 0, 0, 0.0, seconds=(1.0,) * 4), 1, 0.0, 1 << n, math.inf, 1)
+        for n in lost
+    ]
+    works = [
+        Work(Ticket(str(n), 50, 1, 1, 0.0, due=3.0, seconds=TIMES[1024]), 50, 0.0) for n in range(9)
+    ]
+    runs = Rounds(8, round_steps=4).decide(0.0, [*gone, *works]).runs
+    used = [device for run in runs for device in run.devices]
+    assert sorted(used) == sorted(set(range(8)).difference(lost))
+    everything = [Work(gone[0].ticket, 1, 0.0, 1 << n, math.inf, 1) for n in range(8)]
+    assert Rounds(8, 1.0).decide(0.0, [*everything, *works]).runs == ()
+
+
 def test_costs_are_those_of_the_counted_table() -> None:
     """Milliseconds and GB at 1024 x 1024, 495 TFLOP/s: dense, and cached at mask ratio 0.1."""
     costs = GangCosts(495.0)

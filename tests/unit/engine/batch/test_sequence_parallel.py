@@ -5,8 +5,11 @@ Ranks are threads here, over real gloo groups; `bench_sp` runs them as processes
 
 from __future__ import annotations
 
+import pickle
 import random
 import shutil
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -101,6 +104,28 @@ def test_dense_rows_equal_diffusers(model: Model, count: int) -> None:
             assert np.abs(one - other).max() <= tolerance(other)
     for own in found[1:]:  # the same bytes, so that ranks never part
         assert all(np.array_equal(a, b) for a, b in zip(own, found[0], strict=True))
+
+
+def test_dense_rows_equal_diffusers_own_parallelism(tiny_fill: Path, tmp_path: Path) -> None:
+    """Two processes of `enable_parallelism` (Ulysses over gloo), and two ranks of ours."""
+    model = Model(tiny_fill, tmp_path / "model")
+    case = random_case(np.random.default_rng(31), num_inference_steps=4)
+    (tmp_path / "case").write_bytes(pickle.dumps(case))
+    command = [sys.executable, "-m", "tests.support.diffusers_parallel"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(tmp_path)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    job = encode_case(model.encoder, case, "edit")
+    found = by_ranks(model.adapter, 2, lambda rank: rank.run([rank.adapter.dense_row(job)], ()))
+    for process in processes:
+        said = process.communicate(timeout=120.0)[1]
+        assert process.returncode == 0, said
+    expected = np.load(tmp_path / "latents.npy")
+    for (own,) in found:
+        assert np.abs(own - expected).max() <= tolerance(expected)
 
 
 def one_token(job: EditJob) -> EditJob:

@@ -349,6 +349,34 @@ def rows_on(engine: Engine, process: RankProcess) -> bool:
     return any(process in row.there for row in rows)
 
 
+def test_rounds_give_the_edits_of_one_device(
+    one: Engine, tiny_fill: Path, encoder: Encoder
+) -> None:
+    """As configured: some are late, some due at no time; and with a rank that is lost."""
+    config = config_for(tiny_fill, 2)
+    tables = structs.replace(config.engine, policy="rounds", round_steps=2)
+    engine = started(structs.replace(config, engine=tables), encoder)
+    try:
+        jobs = [
+            job(encoder, seed, f"round-{seed}", num_inference_steps=30, strength=1.0, cache="off")
+            for seed in range(5)
+        ]
+        for number, ms in ((1, 1), (2, 1), (3, 60_000)):
+            jobs[number] = replace(jobs[number], request=replace(jobs[number].request, due_ms=ms))
+        expected = run(one, jobs)
+        assert_same(run(engine, jobs), expected)
+        sinks = [Sink() for _ in jobs]
+        for each, sink in zip(jobs, sinks, strict=True):
+            engine.submit(each, sink)
+        process = ranks(engine)._ranks.processes[1]
+        eventually("a row is there", lambda: rows_on(engine, process))
+        process.kill()
+        assert_same([sink.final().latents for sink in sinks], expected)
+        engine.manager.scheduler.check_integrity()
+    finally:
+        engine.close(5.0)
+
+
 def test_what_devices_do_not_go_with_is_refused_in_a_sentence(tiny_fill: Path) -> None:
     config = config_for(tiny_fill, 2)
     served = structs.replace(config.controls, service="127.0.0.1:1")
