@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from maskserve_core.planning.degree_costs import DEGREES
+from maskserve_core.worker.gangs.batching import Batching
 from maskserve_core.worker.gangs.deadline import Deadline
 from maskserve_core.worker.gangs.rounds import Rounds
 from maskserve_core.worker.gangs.work import GangPolicy, Work
@@ -47,6 +48,8 @@ RATES = (6.0, 9.0, 12.0, 15.0, 18.0)
 ROUND_STEPS = (1, 2, 5, 10)
 DECISION_SECONDS = (0.0, 0.005, 0.02, 0.05)
 FIXED = tuple(f"sp{k}" for k in DEGREES)
+MAX_ROWS = 8
+"""Of a step, where rows share it."""
 SMALL = 200
 """Instances whose optimum is searched."""
 
@@ -59,6 +62,8 @@ def policies(times: Times) -> dict[str, Make]:
         "per_resolution": lambda: Fixed(DEVICES, best_degrees(times, STEPS)),
         **{f"rounds{n}": partial(rounds, times, n) for n in ROUND_STEPS},
         "deadline": lambda: Deadline(DEVICES),
+        "deadline_batched": lambda: Batching(Deadline(DEVICES), MAX_ROWS),
+        "rounds5_batched": lambda: Batching(rounds(times, 5), MAX_ROWS),
     }
 
 
@@ -70,7 +75,7 @@ def point(
     load: Load, times: Times, names: Iterable[str], seeds: Sequence[int], decision: float = 0.0
 ) -> Report:
     """SAR of each policy on the same edits: mean, per seed, by size."""
-    made = policies(times)
+    made, shared = policies(times), GangCosts().fixed
     report: Report = {
         "mix": load.mix,
         "per_minute": load.per_minute,
@@ -82,7 +87,8 @@ def point(
     }
     for name in names:
         runs: list[Outcome] = [
-            simulate(made[name](), draw(load, times, seed), DEVICES, decision) for seed in seeds
+            simulate(made[name](), draw(load, times, seed, shared), DEVICES, decision)
+            for seed in seeds
         ]
         shares = [run.in_time() for run in runs]
         report["sar"][name] = float(np.mean(shares))
@@ -109,6 +115,7 @@ def masked(rate: float, seed: int, edits: int = 200) -> tuple[list[Ticket], list
             r.arrival,
             due=r.arrival + 3.0,
             seconds=_cached(costs, -(-r.active // 32) * 32) if r.active < 0.9 * 4096 else dense,
+            shared=costs.fixed,
         )
         for r in asked
     ]
@@ -217,7 +224,7 @@ def small(times: Times, first: int) -> Report:
 def decisions(times: Times, count: int = 2000) -> Report:
     """Milliseconds of processor time of one decision over 64 edits on 8 devices."""
     report = {}
-    for name in ("rounds5", "deadline"):
+    for name in ("rounds5", "deadline", "deadline_batched"):
         rng, took = random.Random(1), []
         for _ in range(count):
             works = []
@@ -231,6 +238,7 @@ def decisions(times: Times, count: int = 2000) -> Report:
                     0.0,
                     due=rng.uniform(0.2, 6),
                     seconds=times[side],
+                    shared=GangCosts().fixed,
                 )
                 works.append(Work(ticket, rng.randint(1, STEPS), 0.0))
             policy = policies(times)[name]()

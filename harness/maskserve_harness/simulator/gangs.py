@@ -65,8 +65,17 @@ class Load:
     steps: int = 50
 
 
-def draw(load: Load, times: dict[int, tuple[float, ...]], seed: int) -> list[Ticket]:
-    """The edits of a load; those of one seed come at the same moments but for the rate's factor."""
+def draw(
+    load: Load, times: dict[int, tuple[float, ...]], seed: int, shared: float = 0.0
+) -> list[Ticket]:
+    """The edits of a load; those of one seed come at the same moments but for the rate's factor.
+
+    Args:
+        load: what comes.
+        times: of a step by side and degree, in seconds.
+        seed: of the draws.
+        shared: of each of `times`, what a step costs whatever its rows.
+    """
     arrivals, sizes = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
     latent = np.array([(side / 16) ** 2 for side in SIZES])
     weight = np.ones(4) if load.mix == "uniform" else np.exp(latent / latent.max())
@@ -81,6 +90,7 @@ def draw(load: Load, times: dict[int, tuple[float, ...]], seed: int) -> list[Tic
             float(t),
             due=float(t) + load.scale * DUE[side],
             seconds=times[side],
+            shared=shared,
         )
         for number, (t, side) in enumerate(zip(at, map(int, drawn), strict=True))
     ]

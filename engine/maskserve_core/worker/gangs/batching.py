@@ -16,8 +16,10 @@ class Batching:
     Rows of one step pay once for what it costs whatever its rows (`Ticket.shared`). An edit joins
     only if that is much of its own step, as it is of small ones, and if
 
-    - no edit of the run is late that would be in time, were they to share all their steps;
-    - no edit that still waits is late that could be in time behind the run as it was.
+    - no edit of the run is late that would be in time, were they to share all their steps,
+    - no edit that still waits is late that could be in time behind the run as it was,
+    - a run of several steps, a round's, still ends when the other policy decides again: it takes
+      only time in which its devices would idle.
 
     Args:
         policy: the other.
@@ -38,41 +40,44 @@ class Batching:
             others = [each for each in waiting if each is not work]
             for number, run in enumerate(runs):
                 rows = [by_id[ticket.request_id] for ticket in run.rows]
-                joined = self._joined(work, rows, run, others, now)
-                if joined is not None:
-                    runs[number] = joined
+                if self._joins(work, rows, run, others, now, plan.again):
+                    runs[number] = replace(run, rows=(*run.rows, work.ticket))
                     waiting = others
                     break
         return replace(plan, runs=tuple(runs))
 
-    def _joined(
-        self, work: Work, rows: Sequence[Work], run: Run, others: Iterable[Work], now: float
-    ) -> Run | None:
-        """The run with `work` in it, of as many steps as then fit into its time; None: it stays."""
+    def _joins(
+        self,
+        work: Work,
+        rows: Sequence[Work],
+        run: Run,
+        others: Iterable[Work],
+        now: float,
+        again: float,
+    ) -> bool:
         ticket, degree = work.ticket, len(run.devices)
         own = _seconds(ticket, degree)
         if len(rows) >= self.max_rows or ticket.shared < self.least * own:
-            return None
+            return False
         if any(row.ticket.batch_key != ticket.batch_key for row in rows):
-            return None
+            return False
         if degree > 1 and own >= _seconds(ticket, degree // 2):
-            return None  # it may not have so many, or gains nothing
+            return False  # it may not have so many, or gains nothing
         tickets = [row.ticket for row in rows]
         before = seconds_together(tickets, degree)
         after = seconds_together([*tickets, ticket], degree)
-        steps = max(1, int(run.steps * before / after))
-        if work.remaining < steps:
-            return None
-        in_time = all(
+        if run.steps > 1 and (work.remaining < run.steps or now + run.steps * after > again):
+            return False
+        ends = all(
             now + row.remaining * after <= row.ticket.due
             for row in rows
             if row.ticket.due is not None and now + row.remaining * before <= row.ticket.due
-        ) and all(
-            _in_time(each, now + steps * after)
+        )
+        return ends and all(
+            _in_time(each, now + run.steps * after)
             for each in others
             if _in_time(each, now + run.steps * before)
         )
-        return Run((*run.rows, ticket), run.devices, steps) if in_time else None
 
 
 def _seconds(ticket: Ticket, degree: int) -> float:

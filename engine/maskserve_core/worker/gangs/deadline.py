@@ -227,8 +227,8 @@ class _Books:
         self.now, self.devices = now, devices
         self.runs: list[Run] = []
         ends = [(work.until, work.gang) for work in works if work.until is not None]
-        self.busy = sum(gang for _, gang in ends)
-        lost = sum(gang for end, gang in ends if end == math.inf)
+        self.busy = sum({gang for _, gang in ends})  # rows of one step have the same
+        lost = sum({gang for end, gang in ends if end == math.inf})
         self.claimed = lost
         """Given, or wanted by an edit that waits for them."""
         self.living = devices - lost.bit_count()

@@ -206,7 +206,8 @@ class _Round:
         """
         taken, runs = self.lost, []
         for index in sorted(range(len(works)), key=lambda i: (-wanted[i], i)):
-            work, degree = works[index], wanted[index]
+            # What a smaller gang has left over goes to those that were to wait.
+            work, degree = works[index], wanted[index] or int(bool(self.lost))
             block = 0
             while degree and not block:
                 block = choose_block(degree, self.devices, taken, work.gang)

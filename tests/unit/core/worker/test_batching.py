@@ -13,7 +13,7 @@ from maskserve_core.worker.gangs.rounds import Rounds
 from maskserve_core.worker.gangs.scheduler import GangScheduler
 from maskserve_core.worker.gangs.work import GangPlan, Work, seconds_together
 from maskserve_core.worker.step_scheduler import Devices, Ticket
-from maskserve_harness.simulator.gangs import simulate
+from maskserve_harness.simulator.gangs import GangCosts, Load, draw, simulate, step_times
 
 SMALL = {"seconds": (0.1,), "shared": 0.08}
 
@@ -125,13 +125,31 @@ def test_random_instances(seed: int) -> None:
 
 
 def test_a_round_that_is_shared_is_no_longer() -> None:
-    """An edit with fewer steps than that stays out: it would leave devices idle."""
-    batching = Batching(Rounds(1, 0.5), 4)
-    (run,) = batching.decide(0.0, [work(name) for name in "abc"]).runs
-    assert (len(run.rows), run.steps) == (3, 3)
-    assert run.steps * seconds_together(run.rows, 1) <= 0.5
-    (run,) = Batching(Rounds(1, 0.5), 4).decide(0.0, [work("a"), work("b", 1)]).runs
-    assert (len(run.rows), run.steps) == (1, 5)
+    """Of steps of 0.1 s, and 0.02 s more for each that joins. An edit with fewer steps than the run
+    stays out: its devices would idle.
+    """
+    for lasts, rows_of, other in ((0.49, 2, 9), (0.49, 1, 3), (0.42, 1, 9)):
+        works = [work("a", 9), work("b", other), work("c", other)]
+        (run,) = Batching(Rounds(1, lasts), 4).decide(0.0, works).runs
+        assert (len(run.rows), run.steps) == (rows_of, 4)
+        assert run.steps * seconds_together(run.rows, 1) <= lasts
+
+
+@pytest.mark.parametrize("mix", ["uniform", "skewed"])
+def test_no_device_is_given_twice_while_rows_share_steps(mix: str) -> None:
+    """The simulation raises where one is."""
+    costs = GangCosts()
+    load = Load(mix, 60.0, edits=60)
+    for policy in (Batching(Deadline(8), 8), Batching(Rounds(8, 0.3), 8)):
+        tickets = draw(load, step_times(costs), 1, costs.fixed)
+        outcome = simulate(policy, tickets, 8)
+        assert set(outcome.ended) == {ticket.request_id for ticket in tickets}
+
+
+def test_devices_whose_step_is_shared_are_busy() -> None:
+    running = [replace(work(name), gang=0b1, until=0.1, under_way=1) for name in "ab"]
+    plan = Deadline(2).decide(0.0, [*running, work("c"), work("d")])
+    assert [run.devices for run in plan.runs] == [(1,)]
 
 
 def test_all_rows_of_a_step_are_booked() -> None:
