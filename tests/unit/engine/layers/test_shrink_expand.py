@@ -158,12 +158,16 @@ for side, stride in ((3, 1), (3, 2), (1, 1)):
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+# Each is interpreted, in a process of its own.
+DTYPES = [pytest.param("float32", marks=pytest.mark.slow), "float16"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernels_add_what_convolutions_of_each_pass_add(dtype: str) -> None:
     run_interpreted(MAPS, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernels_add_what_grouped_products_add(dtype: str) -> None:
     """(The interpreter multiplies bfloat16 as if its bits were integers.)"""
     run_interpreted(PROGRAM, dtype)

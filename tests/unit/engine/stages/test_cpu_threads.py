@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from maskserve_harness.checkout import CHECKOUT
 
 _COUNT = """
@@ -28,11 +30,15 @@ engine.close(5.0)
 """
 
 
-def test_the_thread_that_takes_the_steps_is_the_only_one_with_a_pool() -> None:
+@pytest.mark.parametrize(
+    ("threads", "configured"), [(3, 0), pytest.param(1, 3, marks=pytest.mark.slow)]
+)
+def test_the_thread_that_takes_the_steps_is_the_only_one_with_a_pool(
+    threads: int, configured: int
+) -> None:
     alone = _count(threads=1, configured=1)
     assert alone[1] == 1
-    assert _count(threads=3, configured=0) == (alone[0] + 2, 3)
-    assert _count(threads=1, configured=3) == (alone[0] + 2, 3)
+    assert _count(threads, configured) == (alone[0] + 2, 3)
 
 
 def _count(threads: int, configured: int) -> tuple[int, int]:
