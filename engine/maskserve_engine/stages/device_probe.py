@@ -47,12 +47,12 @@ def peak_rates(
     device: torch.device,
     dtype: torch.dtype,
     threads: int = 0,
-    properties: Callable[[torch.device], Any] = torch.cuda.get_device_properties,
+    properties: Callable[[torch.device], Any] | None = None,
 ) -> Rates:
-    """By a GPU's properties, or a CPU's threads (0: all cores)."""
+    """By a GPU's properties (None: as torch tells them), or a CPU's threads (0: all cores)."""
     if device.type != "cuda":
         return cpu_rates(threads or cores())
-    found = properties(device)
+    found = (properties or torch.cuda.get_device_properties)(device)
     gpu = GpuProperties(
         name=found.name,
         multiprocessors=found.multi_processor_count,
