@@ -50,6 +50,7 @@ class Mutation:
 
 _CORE, _ENGINE, _UNIT = "engine/maskserve_core", "engine/maskserve_engine", "tests/unit"
 _WAY = f"{_UNIT}/engine/cache/test_entry_way.py"
+_FAST = f"{_UNIT}/engine/control_link/test_fast_controls.py"
 
 MUTATIONS = (
     # Which entry a row reads.
@@ -213,6 +214,28 @@ MUTATIONS = (
         "tokens[self.inactive.index] = self.inactive.template.clean.to(computed.dtype)",
         "tokens[self.inactive.index] = 0.0",
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_inactive_tokens_come_back_as_the_template",
+    ),
+    # What a step adds of a ControlNet service.
+    Mutation(
+        "residuals ahead are of the latents at hand",
+        f"{_ENGINE}/families/unet/rows.py",
+        "        ahead = self._given(self._moved(self._answer), after)",
+        "        ahead = self._given(self.latents, after)",
+        f"{_FAST}::test_a_row_equals_the_pipeline_whose_net_is_as_late[sd-base-ahead]",
+    ),
+    Mutation(
+        "looking ahead moves the sampler",
+        f"{_ENGINE}/families/unet/rows.py",
+        "        self.sampler.remember(memory)",
+        "        assert memory",
+        f"{_FAST}::test_looking_ahead_leaves_a_rows_sampler_as_it_was[dpm2m]",
+    ),
+    Mutation(
+        "old residuals of another scale",
+        f"{_ENGINE}/control_link/reuse.py",
+        "serves = sent.computed == computed and self._alike(step, step - ago)",
+        "serves = sent.computed == computed",
+        f"{_FAST}::test_which_residuals_a_step_adds",
     ),
 )
 

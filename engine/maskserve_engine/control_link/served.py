@@ -254,6 +254,8 @@ class Link:
     def _send(self, questions: Sequence[_Question], batch: int) -> None:
         """Send one ask, for rows whose nets are run together."""
         self._check()
+        while self._messages.come():  # rows that leave blocks out read nothing, and it would wait
+            self._read(self._patience_s)
         number, rows = next(self._numbers), []
         for each in questions:
             row, sample, slot = each.row, each.sample, each.row.free_slot(each.step)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from maskserve_core.errors import EngineFailed, InvalidRequest, MaskserveError, Overloaded
-from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.control_link.served import ControlService, RowAsk, ask_service
 from maskserve_engine.control_link.slots import Slot
 from maskserve_engine.control_link.transport import Answered, Ask, Lost
 from maskserve_engine.executor import DenseRowSpec, StepInput, StepResult
@@ -55,10 +55,13 @@ class Site:
         self.model, self.folder = model, folder
         self.service = Service(model, folder, {"one": random_net(1, 1, 1)})
 
-    def jobs(self, adapters: str = "exact") -> tuple[EditJob, EditJob]:
+    def jobs(
+        self, adapters: str = "exact", num_inference_steps: int = 4
+    ) -> tuple[EditJob, EditJob]:
         """One with control, one without."""
         rng = np.random.default_rng()
-        case = random_case(rng, num_inference_steps=4, strength=1.0, adapters=adapters)
+        steps = num_inference_steps
+        case = random_case(rng, num_inference_steps=steps, strength=1.0, adapters=adapters)
         picture = rng.integers(0, 256, case.pixels.shape, dtype=np.uint8)
         moments = self.encoder.encode(picture, case.mask, "").moments
         control = ControlInput(self.service.versions["one"], picture, moments=moments)
@@ -213,6 +216,36 @@ def test_a_denoiser_that_ends_leaves_nothing(site: Site) -> None:
         time.sleep(0.01)
     assert site.service.front._service.counts() == {"sessions": 0, "rows": 0, "nets": 1}
     assert not list((site.service.folder / "controls").iterdir())
+
+
+def test_a_denoiser_that_leaves_blocks_out_for_long_does_not_hold_up_its_service(
+    site: Site,
+) -> None:
+    """Rows that skip steps (`first_block_threshold`) do not read what is said of them."""
+    job = site.jobs(num_inference_steps=150)[0]
+    service = site.service.denoiser()
+    row: Any = site.adapter.dense_row(job)
+    opening = site.adapter.opening(row, job)
+    assert opening is not None
+    served = service.open(opening)
+    for at in range(150):
+        ask_service([RowAsk(served, at, row.latents, len(row.latents))], 1)
+        time.sleep(0.02)  # the service keeps up, until nobody takes what it says
+    assert served.after(0) is not None
+    service.close()
+
+
+def test_one_that_ends_behind_the_last_step_that_needs_it_harms_nothing(site: Site) -> None:
+    jobs = site.jobs()
+    [control] = jobs[0].controls
+    jobs = replace(jobs[0], controls=(replace(control, end=0.5),)), jobs[1]
+    service = site.service.denoiser()
+    executor = executor_of(site, service, jobs)
+    for _ in range(2):
+        assert not step(executor, "with", "without").failed
+    site.service.front.close()
+    for _ in range(2):
+        assert not step(executor, "with", "without").failed
 
 
 @pytest.mark.parametrize("name", ["../nets/one", "a/b", "", "x" * 300])
