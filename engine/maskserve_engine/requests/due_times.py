@@ -7,7 +7,9 @@ and no step is taken for nothing. Edits that go on when they are late are never 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from maskserve_core.config import Config
 from maskserve_core.contracts.control_range import shares
@@ -17,6 +19,7 @@ from maskserve_core.contracts.status_record import WorkerStatus
 from maskserve_core.errors import DeadlineExceeded, Overloaded
 from maskserve_core.routing import Edit, WorkerView, predicted_seconds
 from maskserve_engine.requests.state import RequestState
+from maskserve_engine.requests.templates import Route
 
 
 class InTime:
@@ -97,6 +100,29 @@ class InTime:
         enough = (level for level in edit.levels if level.work * needs_s <= due - now)
         return next(enough, edit.levels[-1])
 
+    def gains_by_waiting(
+        self, edit: RequestState, route: Route, anchors: int, running: Iterable[RequestState]
+    ) -> bool:
+        """Whether a dense edit would be late now, and in time behind its template's priming.
+
+        Args:
+            edit: that has missed its template.
+            route: how it runs behind the priming.
+            anchors: that the priming still has to compute, a dense step each.
+            running: edits that have a row beside it.
+        """
+        pricing, due = self._prices(), edit.make_ticket().due
+        if pricing is None or due is None:
+            return False
+        dense, left_s = _wanted(edit), due - time.monotonic()
+        cached = _wanted(edit, route)
+        view = self._view(dense, pricing, running, ())
+        if predicted_seconds(dense, view, 0.0) <= left_s:
+            return False
+        priming = replace(dense, steps=anchors, controls=())
+        both = (priming, cached)
+        return sum(predicted_seconds(each, view, 0.0) for each in both) <= left_s
+
     def _view(
         self,
         wanted: Edit,
@@ -119,16 +145,16 @@ class InTime:
         return WorkerView.from_status(status, pricing, 0.0)
 
 
-def _wanted(edit: RequestState) -> Edit:
-    """As a router would see it."""
-    work = edit.work
+def _wanted(edit: RequestState, route: Route | None = None) -> Edit:
+    """As a router would see it, on this route or its own."""
+    work, route = edit.work, route or edit.route
     return Edit(
         steps=work.steps,
         active_tokens=work.passes * work.active_tokens,
         total_tokens=work.passes * work.total_tokens,
         template_id=edit.job.request.template_id,
-        cache=edit.mode != "dense",
-        dense_steps=edit.route.dense_steps,
+        cache=route.mode != "dense",
+        dense_steps=route.dense_steps,
         controls=shares(edit.controls.wanted, work.steps),
     )
 

@@ -332,6 +332,8 @@ class RequestManager:
         if not loras:
             self._name_adapters(edit)
         self._route(edit)
+        if not loras:
+            self._wait_if_in_time(edit)
         edit.levels = levels_of(
             edit.job.request.settings, self.adapter.facts, cached=edit.mode == "cached"
         )
@@ -339,11 +341,36 @@ class RequestManager:
             self._check_in_time(edit)
         edit.starts += 1
         if edit.route.prime:
-            self._prime(edit.job, urgent=edit.mode == "wait")
+            waits = edit.mode == "wait"
+            self._prime(edit.job, urgent=waits, due=edit.make_ticket().due if waits else None)
+        insists = edit.job.request.settings.insists
+        if edit.mode == "wait" and not insists and not self._is_coming(edit):
+            edit.route = replace(DENSE, outcome="miss", key=edit.route.key)
         if edit.mode == "wait":
             self._wait_for_template(edit)
         else:
             self._queue(edit)
+
+    def _is_coming(self, edit: RequestState) -> bool:
+        assert self.cache is not None, _ONLY_CACHED
+        return self.cache.is_coming(edit.route.key)
+
+    def _wait_if_in_time(self, edit: RequestState) -> None:
+        """An edit that would be late without its template waits for it to be primed, if it is in
+        time then; once.
+        """
+        if edit.starts or edit.route.outcome != "miss" or self.cache is None:
+            return
+        assert self.primings is not None, _ONLY_CACHED
+        found = self.cache.behind_priming(edit.job)
+        if found is None:
+            return
+        route, anchors = found
+        left = anchors if route.prime else self.primings.left(route.key)
+        tickets = self.scheduler.running
+        running = [self.edits[t.request_id] for t in tickets if t.request_id in self.edits]
+        if left is not None and self.in_time.gains_by_waiting(edit, route, left, running):
+            edit.route = route
 
     def _check_in_time(self, edit: RequestState) -> None:
         """Refuse it at once if it would be dropped on its way.
@@ -360,13 +387,13 @@ class RequestManager:
         running, waiting = edits(self.scheduler.running), edits(self.scheduler.waiting)
         self.in_time.check(edit, running, waiting, time.monotonic())
 
-    def _prime(self, job: EditJob, *, urgent: bool) -> None:
+    def _prime(self, job: EditJob, *, urgent: bool, due: float | None = None) -> None:
         """Have a job's template primed, with the adapters that its entries are named by."""
         assert self.cache is not None, _ONLY_CACHED
         assert self.primings is not None, _ONLY_CACHED
         if self.loras is not None and job.adapters:
             self.loras.hold(f"prime:{self.cache.key_of(job)}", used(job.request))
-        self.primings.begin(job, urgent=urgent)
+        self.primings.begin(job, urgent=urgent, due=due)
 
     def _wait(self, edit: RequestState, resources: Sequence[Resource]) -> None:
         """Have it wait until these are here.

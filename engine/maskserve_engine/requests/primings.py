@@ -51,12 +51,13 @@ class Primings:
         self.held: dict[str, PrimingState] = {}
         """By the ticket's id."""
 
-    def begin(self, job: EditJob, *, urgent: bool) -> None:
+    def begin(self, job: EditJob, *, urgent: bool, due: float | None = None) -> None:
         """Queue the priming of a job's template.
 
         Args:
             job: an edit of it, or its registration.
             urgent: an edit waits for it: it is queued as live edits are, not behind them.
+            due: when that edit's last step is to end.
         """
         priming = self._cache.begin(job)
         if priming is None:
@@ -70,6 +71,7 @@ class Primings:
             arrival=time.monotonic(),
             priority=job.request.settings.priority,
             background=not urgent,
+            due=due,
             batch_key=priming.key,  # by itself: entries must not depend on who runs beside it
         )
         try:
@@ -80,6 +82,15 @@ class Primings:
         counted = self._adapter.counted(job).with_loras(self._loras(job))
         state = PrimingState(priming, ticket, tokens, counted)
         self.held[ticket.request_id] = state
+
+    def left(self, key: str) -> int | None:
+        """Anchors of a template that are not computed yet; None: they come when others have nothing
+        to do, or the template is not being primed.
+        """
+        state = self.held.get(f"prime:{key}")
+        if state is None or (state.ticket.background and self._scheduler.waiting):
+            return None
+        return state.ticket.steps - state.done
 
     def admit(self, row_id: str) -> None:
         """Make the row, or end the priming if that cannot be done."""

@@ -242,11 +242,7 @@ class TemplateCache:
         if not again:
             self._reuse.add(key)
         anchors = self._anchors(job)
-        first = self.dense_steps.of(
-            self.adapter.steps(job),
-            prompt=job.request.prompt != PRIMING_PROMPT,
-            side=self.adapter.tokens(job).cover_a_side,
-        )
+        first = self._dense_first(job)
         per_step = self._nearest(anchors, job, first)
         tier = None if key in self.priming else self.store.locate(key, anchors)
         if tier is not None and any(per_step):
@@ -258,6 +254,19 @@ class TemplateCache:
             may_prime = self._reuse.may_prime(key)
             return Route("wait", "hit", key, prime=may_prime and not coming)
         return Route("dense", "miss", key, prime=self._reuse.worth_priming(key) and not coming)
+
+    def behind_priming(self, job: EditJob) -> tuple[Route, int] | None:
+        """How an edit whose template is missed runs if it waits for it, and how many anchors a
+        priming computes; None: it cannot wait.
+        """
+        key, anchors = self.key_of(job), self._anchors(job)
+        first = self._dense_first(job)
+        primes = key not in self.priming
+        if primes and (self.is_coming(key) or not self._reuse.may_prime(key)):
+            return None
+        if not any(self._nearest(anchors, job, first)):
+            return None
+        return Route("wait", "hit", key, prime=primes, dense_steps=first), len(anchors)
 
     def is_coming(self, key: str) -> bool:
         """Whether it is worth waiting for a template: it is being primed, or fetched."""
@@ -375,6 +384,14 @@ class TemplateCache:
             }
             self._listed = version, listed
         return self._listed[1]
+
+    def _dense_first(self, job: EditJob) -> int:
+        """First steps that compute all tokens, were it cached."""
+        return self.dense_steps.of(
+            self.adapter.steps(job),
+            prompt=job.request.prompt != PRIMING_PROMPT,
+            side=self.adapter.tokens(job).cover_a_side,
+        )
 
     def _anchors(self, job: EditJob) -> tuple[Anchor, ...]:
         """Those that a primed template of this size has."""

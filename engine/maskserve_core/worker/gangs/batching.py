@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 
 from maskserve_core.worker.gangs.work import GangPlan, GangPolicy, Work, seconds_together
@@ -36,55 +38,64 @@ class Batching:
         begun = {ticket.request_id for run in plan.runs for ticket in run.rows}
         waiting = [w for w in works if w.until is None and w.ticket.request_id not in begun]
         runs = list(plan.runs)
+        latest = sorted(map(_latest, waiting))
         for work in sorted(waiting, key=lambda work: (work.ticket.arrival, work.ticket.request_id)):
-            others = [each for each in waiting if each is not work]
             for number, run in enumerate(runs):
+                if not self._may_join(work, run):
+                    continue
                 rows = [by_id[ticket.request_id] for ticket in run.rows]
-                if self._joins(work, rows, run, others, now, plan.again):
+                if _all_in_time(work, rows, run, latest, now, plan.again):
                     runs[number] = replace(run, rows=(*run.rows, work.ticket))
-                    waiting = others
+                    latest.remove(_latest(work))
                     break
         return replace(plan, runs=tuple(runs))
 
-    def _joins(
-        self,
-        work: Work,
-        rows: Sequence[Work],
-        run: Run,
-        others: Iterable[Work],
-        now: float,
-        again: float,
-    ) -> bool:
+    def _may_join(self, work: Work, run: Run) -> bool:
+        """Whether there is something to gain, whoever is late by it."""
         ticket, degree = work.ticket, len(run.devices)
         own = _seconds(ticket, degree)
-        if len(rows) >= self.max_rows or ticket.shared < self.least * own:
+        if len(run.rows) >= self.max_rows or ticket.shared < self.least * own:
             return False
-        if any(row.ticket.batch_key != ticket.batch_key for row in rows):
+        if any(row.batch_key != ticket.batch_key for row in run.rows):
             return False
-        if degree > 1 and own >= _seconds(ticket, degree // 2):
-            return False  # it may not have so many, or gains nothing
-        tickets = [row.ticket for row in rows]
-        before = seconds_together(tickets, degree)
-        after = seconds_together([*tickets, ticket], degree)
-        if run.steps > 1 and (work.remaining < run.steps or now + run.steps * after > again):
-            return False
-        ends = all(
-            now + row.remaining * after <= row.ticket.due
-            for row in rows
-            if row.ticket.due is not None and now + row.remaining * before <= row.ticket.due
-        )
-        return ends and all(
-            _in_time(each, now + run.steps * after)
-            for each in others
-            if _in_time(each, now + run.steps * before)
-        )
+        # It may have so many devices, and gains by them.
+        return degree == 1 or own < _seconds(ticket, degree // 2)
+
+
+def _all_in_time(
+    work: Work, rows: Sequence[Work], run: Run, latest: Sequence[float], now: float, again: float
+) -> bool:
+    """Whether nobody is late by it who would not be without.
+
+    Args:
+        work: that would join.
+        rows: of the run, so far.
+        run: the run.
+        latest: when those must begin that wait, `work` among them; in order.
+        now: seconds of the caller's clock.
+        again: when the other policy decides again.
+    """
+    degree, tickets = len(run.devices), [row.ticket for row in rows]
+    before = seconds_together(tickets, degree)
+    after = seconds_together([*tickets, work.ticket], degree)
+    behind, then = now + run.steps * before, now + run.steps * after
+    if run.steps > 1 and (work.remaining < run.steps or then > again):
+        return False
+    lost = bisect_left(latest, then) - bisect_left(latest, behind)
+    if lost - (behind <= _latest(work) < then):
+        return False
+    return all(
+        now + row.remaining * after <= row.ticket.due
+        for row in rows
+        if row.ticket.due is not None and now + row.remaining * before <= row.ticket.due
+    )
 
 
 def _seconds(ticket: Ticket, degree: int) -> float:
     return ticket.seconds[degree.bit_length() - 1]
 
 
-def _in_time(work: Work, begin: float) -> bool:
-    """Whether it could be, on all devices from then on."""
+def _latest(work: Work) -> float:
+    """When it must begin to be in time, on all devices from then on."""
     due = work.ticket.due
-    return due is not None and begin + work.remaining * min(work.ticket.seconds) <= due
+    return -math.inf if due is None else due - work.remaining * min(work.ticket.seconds)

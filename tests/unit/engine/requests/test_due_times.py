@@ -194,6 +194,52 @@ def test_what_cannot_be_in_time_now_is_refused_while_others_run(
         sink.final()
 
 
+def active_alone(engine: Engine) -> None:
+    """A dense row costs 1 s in a step, a cached one 0.1 s."""
+    engine.manager.in_time = InTime(engine.config, lambda: Pricing(0.0, 1.0, 0.1, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("ms", "cache"),
+    [
+        (60_000, "miss"),  # in time as it is
+        (13_000, "hit"),
+        (2_000, "miss"),  # late in any case
+        (None, "miss"),
+    ],
+)
+def test_an_edit_waits_for_its_template_where_only_that_meets_its_due_time(
+    engine: Engine, encoder: Encoder, ms: int | None, cache: str
+) -> None:
+    """16 dense steps of 1 s, or 4 that prime and 16 of 0.1 s."""
+    active_alone(engine)
+    each = small(job(encoder, 11, "due", num_inference_steps=16))
+    final = edit(engine, due(each, due_ms=ms))
+    assert final.meta["cache"] == cache
+    if cache == "hit":
+        asked = structs.replace(each.request.settings, cache="require")
+        request = replace(each.request, settings=asked, request_id="asked")
+        assert np.array_equal(final.latents, edit(engine, replace(each, request=request)).latents)
+
+
+def test_an_edit_that_waited_in_vain_runs_dense(engine: Engine, encoder: Encoder) -> None:
+    """Its template does not fit, or there is no prompt to prime it with."""
+    active_alone(engine)
+    dense = edit(engine, small(job(encoder, 11, "off", num_inference_steps=16, cache="off")))
+    each = small(job(encoder, 11, "due", num_inference_steps=16))
+    engine.cache.prompt = lambda: None
+    final = edit(engine, due(each, due_ms=13_000))
+    assert (final.meta["cache"], final.meta["steps"]) == ("miss", 16)
+    assert np.array_equal(final.latents, dense.latents)
+
+
+def small(each: EditJob) -> EditJob:
+    """With a mask of one token."""
+    mask = np.zeros_like(each.edit_mask)
+    mask[5, 7] = 255
+    return replace(each, edit_mask=mask)
+
+
 def elastic(each: EditJob, floor: float, **request: Any) -> EditJob:
     settings = structs.replace(each.request.settings, reuse="elastic", reuse_floor=floor)
     return due(each, settings=settings, **request)
