@@ -77,14 +77,15 @@ class StepRunner:
             RuntimeError: nothing but failures for several steps.
         """
         reads, loads = self._load(running, devices)
-        planned = self._plan(running, loads)
-        step = self._input(running, devices, reads, planned)
+        work = self._work(running[0])
+        planned = self._plan(running, work, loads)
+        step = self._input(running, devices, work, reads, planned)
 
         def done(result: StepResult) -> None:
             # Who was cancelled meanwhile has been answered.
             still = [edit for edit in running if self.manager.holds(edit)]
             self._book_waits(still, result.control_waits)
-            self._book(still, len(running), len(devices), result, planned)
+            self._book(still, len(running), len(devices), work, result, planned)
             self._update(still, result, self._dense if planned is None else planned.plan.kinds)
 
         self.executor.step(step, done)
@@ -109,7 +110,9 @@ class StepRunner:
         loads = self.executor.load(asked, devices)
         return [read for read in asked if read.row in loads], loads
 
-    def _plan(self, running: Running, loads: Mapping[str, LoadState]) -> StepPlan | None:
+    def _plan(
+        self, running: Running, work: ModelWork, loads: Mapping[str, LoadState]
+    ) -> StepPlan | None:
         """Decide how the rows that read entries run."""
         if not loads:
             return None
@@ -122,7 +125,7 @@ class StepRunner:
                 fixed = fixed or edit.job.request.settings.reproducible
         dense = [edit.counted for edit in running if edit.request_id not in loads]
         planned = self.planner.plan(
-            self._work(running), reading, Totals.sum_of(dense) if dense else None, fixed=fixed
+            work, reading, Totals.sum_of(dense) if dense else None, fixed=fixed
         )
         self.counters[f"plans_total.{planned.choice}"] += 1
         return planned
@@ -131,6 +134,7 @@ class StepRunner:
         self,
         running: Running,
         devices: tuple[int, ...],
+        work: ModelWork,
         reads: list[Read],
         planned: StepPlan | None,
     ) -> StepInput:
@@ -139,7 +143,6 @@ class StepRunner:
         number = next(self._numbers)
         if planned is None:
             return StepInput(number, rows, devices)
-        work = self._work(running)
         return StepInput(number, rows, devices, tuple(reads), work, planned.plan, planned.ahead)
 
     def _book_waits(self, running: Running, waits: tuple[float, ...]) -> None:
@@ -155,6 +158,7 @@ class StepRunner:
         running: Running,
         count: int,
         devices: int,
+        work: ModelWork,
         result: StepResult,
         planned: StepPlan | None,
     ) -> None:
@@ -164,6 +168,7 @@ class StepRunner:
             running: its rows that are still held.
             count: of all its rows.
             devices: that took it.
+            work: of the model at the rows' size.
             result: of the step.
             planned: how it ran.
         """
@@ -172,7 +177,7 @@ class StepRunner:
             TakenStep(
                 result.span,
                 result.stalls,
-                self._flops(running, result, planned) if alone else None,
+                self._flops(running, work, result, planned) if alone else None,
                 None if planned is None else planned.plan.latency,
                 len(result.rows),
                 tuple(
@@ -182,12 +187,12 @@ class StepRunner:
                         if isinstance(edit, PrimingState) and edit.request_id not in result.failed
                     ]
                 ),
-                self._host_seconds(running, planned) if running else 0.0,
+                self._host_seconds(work, planned) if running else 0.0,
             )
         )
 
     def _flops(
-        self, running: Running, result: StepResult, planned: StepPlan | None
+        self, running: Running, work: ModelWork, result: StepResult, planned: StepPlan | None
     ) -> float | None:
         """Counted work of the step just taken. None: its rows have done less, since they failed or
         left blocks out.
@@ -196,7 +201,7 @@ class StepRunner:
         if not going or any(map(_skipped, going, result.rows)):
             return None
         return self._batch_flops.of(
-            self._work(going),
+            work,
             [edit.counted for edit in going],
             [step.read for step in result.rows],
             () if planned is None else planned.plan.kinds,
@@ -267,17 +272,15 @@ class StepRunner:
         elif settings.progress:
             self.output.send(edit.sink, ProgressEvent(step, steps))
 
-    def _host_seconds(self, running: Running, planned: StepPlan | None) -> float:
+    def _host_seconds(self, work: ModelWork, planned: StepPlan | None) -> float:
         """Launching a step's kernels."""
         launch = self.planner.costs.model.launch
         if planned is not None or not launch:
             return 0.0 if planned is None else planned.plan.host
-        work = self._work(running)
         return launch * work.batch_launches(("dense",) * len(work.blocks))
 
-    def _work(self, running: Running) -> ModelWork:
+    def _work(self, first: RequestState | PrimingState) -> ModelWork:
         """Of the first row's size: rows of a batch are as large, or their blocks cost alike."""
-        first = running[0]
         job = first.priming.job if isinstance(first, PrimingState) else first.job
         _, height, width = job.moments.shape
         return self.adapter.work(height, width)

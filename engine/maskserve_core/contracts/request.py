@@ -97,6 +97,11 @@ class EditRequest:
     timings_ms: dict[str, float] = field(default_factory=dict)
 
     @property
+    def used_loras(self) -> tuple[Lora, ...]:
+        """Those that change anything."""
+        return tuple([lora for lora in self.loras if lora.scale])
+
+    @property
     def template_noise_seed(self) -> int:
         """Of the noise that all edits of these pixels share."""
         return int((self.pixels_id or self.template_id)[:12], 16)

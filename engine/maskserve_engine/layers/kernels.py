@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 def has_kernels(x: Tensor) -> bool:
     """Whether they do the work where `x` lies; else plain operations do."""
-    return kernels_on(x.device)
+    return x.device.type == "cuda" and missing_triton() is None
 
 
 def kernels_on(device: torch.device) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 
 from maskserve_core.adapters.folder import AdapterFile
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.request import EditRequest, Lora
+from maskserve_core.contracts.request import Lora
 from maskserve_core.contracts.status_record import (
     ADAPTERS_LISTED,
     AdapterStatus,
@@ -263,11 +263,6 @@ class Loras:
 def new_counters() -> dict[str, int]:
     """Totals since the worker's start, by metric."""
     return {"adapter_load_failures_total": 0, "adapter_evictions_total": 0}
-
-
-def used(request: EditRequest) -> tuple[Lora, ...]:
-    """The LoRAs of an edit that change anything."""
-    return tuple([lora for lora in request.loras if lora.scale])
 
 
 def adapters_id(loras: Sequence[tuple[str, float]]) -> str:

@@ -39,7 +39,7 @@ from maskserve_engine.requests.control_nets import KIND as CONTROL_NET
 from maskserve_engine.requests.control_nets import EditControlNets
 from maskserve_engine.requests.due_times import InTime
 from maskserve_engine.requests.loras import KIND as LORA
-from maskserve_engine.requests.loras import Loras, adapters_id, used
+from maskserve_engine.requests.loras import Loras, adapters_id
 from maskserve_engine.requests.primings import Primings
 from maskserve_engine.requests.residency import Residency, Resource
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
@@ -392,7 +392,7 @@ class RequestManager:
         assert self.cache is not None, _ONLY_CACHED
         assert self.primings is not None, _ONLY_CACHED
         if self.loras is not None and job.adapters:
-            self.loras.hold(f"prime:{self.cache.key_of(job)}", used(job.request))
+            self.loras.hold(f"prime:{self.cache.key_of(job)}", job.request.used_loras)
         self.primings.begin(job, urgent=urgent, due=due)
 
     def _wait(self, edit: RequestState, resources: Sequence[Resource]) -> None:
@@ -493,7 +493,7 @@ class RequestManager:
         """What its LoRAs, which are here, add to the model's work."""
         assert self.loras is not None
         work, facts = self.adapter.work(*job.moments.shape[1:]), self.adapter.facts
-        return [lora_work(facts, work, self.loras.layers(lora)) for lora in used(job.request)]
+        return [lora_work(facts, work, self.loras.layers(lora)) for lora in job.request.used_loras]
 
     def _attach(self, edit: RequestState) -> None:
         """LoRAs have come while the row ran: its next steps have them, and their entries."""
@@ -517,7 +517,7 @@ class RequestManager:
     def _attach_to(self, row: str, job: EditJob) -> None:
         """Have a row that primes computed with the LoRAs that its entries are named by."""
         if job.adapters:
-            wanted = used(job.request)
+            wanted = job.request.used_loras
             self.executor.attach(row, [(lora.version, lora.scale) for lora in wanted])
 
     def _park(self, edit: RequestState) -> None:

@@ -24,7 +24,6 @@ from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob, Sink
 from maskserve_engine.requests.audits import Audit
 from maskserve_engine.requests.control_nets import ControlNetSource, ControlWork
-from maskserve_engine.requests.loras import used
 from maskserve_engine.requests.templates import DENSE, ExecutionMode, Priming, Route
 from maskserve_engine.timeline import RequestTimeline
 
@@ -324,7 +323,7 @@ class RequestState:
         limit_ms, due_ms = request.settings.deadline_ms, request.due_ms
         if due_ms is None:
             due_ms = due_by_size(times_ms, math.prod(request.model_size))
-        loras, work = LoraUse(used(request)), EditWork.of(job, adapter)
+        loras, work = LoraUse(request.used_loras), EditWork.of(job, adapter)
         if nets is not None and request.controls:
             counted = ControlWork.of(job, adapter.facts, work.counted, work.steps, nets, refresh)
             work = replace(work, controls=counted)

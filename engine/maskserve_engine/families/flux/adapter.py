@@ -337,7 +337,9 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
 
     def _text(self, embeds: Tensor, adapters: Adapters = ()) -> Tensor:
         """[T, width] what the model's first layer makes of a prompt's states [T, in]."""
-        own = low_rank(_CONTEXT, self.weights.context_embedder, (adapters,))
+        own = self.weights.context_embedder
+        if adapters:
+            own = low_rank(_CONTEXT, own, (adapters,))
         return own(embeds, ((0, len(embeds)),))
 
     def _row(self, job: EditJob, inputs: FluxInputs) -> FluxRow:

@@ -200,7 +200,7 @@ class FluxStep:
         else:
             qk, v, kept = before_single(block, normed, rows=packing.row_stream.spans)
         qk_norm_rope(qk, block.norms, cis)
-        return qk, v, (kept, wide, gate)
+        return qk, v, (kept, wide, gate, inside)
 
     def post(
         self,
@@ -235,7 +235,7 @@ class FluxStep:
         if segments is not None:
             out = segments.after_single(block, image, attended, kept, vectors, packing)
             return text, out[begin:], None
-        joined, wide, gate = kept
+        joined, wide, gate, inside = kept
         if image_alone:
             attended, joined, wide, image = (
                 tokens[begin:] for tokens in (attended, joined, wide, image)
@@ -245,7 +245,7 @@ class FluxStep:
         if goes_on:
             spread = packing.row_stream.spread(self.vectors.single[number + 1], 3)
             then = Then.of(self.weights.single_blocks[number + 1].qkv_up, spread)
-        if in_epilogues(block.qkv_up, block.out, device=image.device):
+        if inside:
             assert isinstance(block.out, PlainLinear)
             found = sum_of_parts(block.out, (attended, joined))
             out, normed = _add_gated(wide, gate, found, then)
