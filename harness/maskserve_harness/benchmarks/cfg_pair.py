@@ -1,5 +1,8 @@
 """Classifier-free guidance on two devices: the two passes of a row in two processes of one core
 each (`batch.cfg_parallel`), over both in one; and two workers that have an edit each beside it.
+
+A way's first step packs its passes and computes their prompts' keys and values, which an edit does
+once: it is not measured.
 """
 
 from __future__ import annotations
@@ -32,6 +35,11 @@ its own.
 """
 
 
+Step = Callable[[Exchange | None], None]
+Times = dict[tuple[str, str], list[float]]
+"""By what is measured and way."""
+
+
 class _Rank:
     def __init__(self, rank: int, store: str, dtype: torch.dtype) -> None:
         cores = sorted(os.sched_getaffinity(0))
@@ -44,30 +52,32 @@ class _Rank:
         self.ranks = Ranks(own, rank, 2, _CPU, _TIMEOUT_S, deals=True)
         self.steps = {**_unet_steps(dtype), **_flux_steps(dtype)}
 
-    def measure(self, rounds: int) -> dict[tuple[str, str], list[float]]:
-        """Seconds per round, from when both begin until both have done."""
-        times: dict[tuple[str, str], list[float]] = {}
-        for number in range(-1, rounds):  # the first round warms up
+    def measure(self, rounds: int, clock: str) -> Times:
+        """Seconds per round, from when both begin until both have done; by the clock `cpu` those
+        that this process computes.
+        """
+        now = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
+        times: Times = {}
+        for _ in range(rounds):
             for name, step in self.steps.items():
                 for way in WAYS:
+                    self._take(step, way)
                     self._meet()
-                    begin = time.perf_counter()
-                    if way == "pair":
-                        step(self.ranks)
-                    elif way == "beside" or self.rank == 0:
-                        step(None)
+                    begin = now()
+                    self._take(step, way)
                     self._meet()
-                    if number >= 0:
-                        took = time.perf_counter() - begin
-                        times.setdefault((name, way), []).append(took)
+                    times.setdefault((name, way), []).append(now() - begin)
         return times
+
+    def _take(self, step: Step, way: str) -> None:
+        if way == "pair":
+            step(self.ranks)
+        elif way == "beside" or self.rank == 0:
+            step(None)
 
     def _meet(self) -> None:
         one = torch.zeros(1)
         self.ranks.all_to_all([one, one], [1, 1])
-
-
-Step = Callable[[Exchange | None], None]
 
 
 def _unet_steps(dtype: torch.dtype) -> dict[str, Step]:
@@ -99,10 +109,8 @@ def _flux_steps(dtype: torch.dtype) -> dict[str, Step]:
     return {"cfg_pair_flux": step}
 
 
-def _run(rank: int, store: str, dtype: torch.dtype, rounds: int, out: Any) -> None:
-    found = _Rank(rank, store, dtype).measure(rounds)
-    if rank == 0:
-        out.put(found)
+def _run(rank: int, store: str, dtype: torch.dtype, rounds: int, clock: str, out: Any) -> None:
+    out.put(_Rank(rank, store, dtype).measure(rounds, clock))
 
 
 def cfg_pair(args: argparse.Namespace) -> dict[str, Any]:
@@ -110,14 +118,17 @@ def cfg_pair(args: argparse.Namespace) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        given = f"{folder}/store", getattr(torch, args.dtype), args.repeat, out
+        given = f"{folder}/store", getattr(torch, args.dtype), args.repeat, args.clock, out
         ranks = [context.Process(target=_run, args=(i, *given), daemon=True) for i in range(2)]
         for each in ranks:
             each.start()
-        times = out.get(timeout=_TIMEOUT_S)
+        both: list[Times] = [out.get(timeout=_TIMEOUT_S) for _ in ranks]
         for each in ranks:
             each.join(60.0)
     found: dict[str, Any] = {}
+    times = {  # of the rank that takes longer
+        key: list(map(max, *(each[key] for each in both))) for key in both[0]
+    }
     for name in dict.fromkeys(name for name, _ in times):
         seconds = {way: times[name, way] for way in WAYS}
         # Rounds are paired: what else the machine does meets both ways of one.
