@@ -96,6 +96,19 @@ def running_files(base_port: int) -> list[WorkerFiles]:
     ]
 
 
+def workers_by_base() -> dict[int, int]:
+    """How many workers the supervisors of this host have, by base port. The ports of one that is
+    being started again are free for a while, and still not anybody's.
+    """
+    found: dict[int, int] = {}
+    for folder in Path(_memory()).glob(_prefix("*") + "*"):
+        base = folder.name.split("-")[2]
+        with suppress(OSError):  # it is being removed
+            names = [each.name for each in folder.iterdir()]
+            found[int(base)] = sum(name.startswith("worker-") for name in names)
+    return found
+
+
 def folders_of(files: list[WorkerFiles]) -> set[Path]:
     """The folders that `worker_files` made."""
     return {path.parent for own in files for path in (own.root, own.templates)}
@@ -150,7 +163,7 @@ def _removed_unless_held(folder: Path, say: Callable[[str], None]) -> bool:
     return True
 
 
-def _prefix(base_port: int) -> str:
+def _prefix(base_port: int | str) -> str:
     return f"maskserve-run-{base_port}-"
 
 

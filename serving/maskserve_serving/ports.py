@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 
 from maskserve_serving.errors import ServeError
+from maskserve_serving.files import workers_by_base
 
 STRIDE = 10  # ports set aside per worker
 
@@ -52,14 +53,22 @@ def reachable(host: str) -> str:
 
 
 def free_base_port(workers: int = 1, host: str = "127.0.0.1") -> int:
-    """A base port whose ports are all free now; for tests and demonstrations."""
+    """A base port whose ports are all free, and no other supervisor's; for tests and
+    demonstrations.
+    """
     step = STRIDE * max(workers, 1)
+    others = {
+        port
+        for base, count in workers_by_base().items()
+        for port in range(base, base + STRIDE * max(count, 1))
+    }
     # Processes that look at the same time begin at different places.
     start = 19000 + step * (os.getpid() % 500)
     base: int
     for base in (*range(start, 32000, step), *range(19000, start, step)):
         every = [Ports.of_worker(base, i) for i in range(workers)]
-        if all(_problem(host, p) is None for ports in every for p in ports.all().values()):
+        own = [port for ports in every for port in ports.all().values()]
+        if others.isdisjoint(own) and all(_problem(host, port) is None for port in own):
             return base
     raise ServeError("no free ports between 19000 and 32000")
 

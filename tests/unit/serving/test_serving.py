@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -40,6 +41,20 @@ def test_a_taken_port_is_named() -> None:
         with pytest.raises(ServeError, match=rf"port {taken.grpc} \(gRPC\) on 127.0.0.1"):
             ports.check_free("127.0.0.1", taken)
         assert ports.free_base_port() != base
+
+
+def test_ports_of_a_worker_that_is_started_again_are_not_free() -> None:
+    base = ports.free_base_port(2)
+    made = files.worker_files(base, 2)
+    try:
+        for own in made:
+            own.runtime.mkdir(parents=True)
+        assert ports.free_base_port() not in (base, base + ports.STRIDE)
+        assert ports.free_base_port(2) != base
+    finally:
+        for folder in files.folders_of(made):
+            shutil.rmtree(folder)
+    assert ports.free_base_port(2) == base
 
 
 def test_workers_do_not_share_ports() -> None:
