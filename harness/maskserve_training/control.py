@@ -24,15 +24,14 @@ from maskserve_harness.demo_model.outlines import (
     outlined_edits,
 )
 from maskserve_harness.demo_model.scenes import Edit, Picture, fill, to_bytes
+from maskserve_training.adapter_loop import train_adapter
 from maskserve_training.control_bases import BASES, ControlBase
 
 NETS: Final = CHECKOUT / "assets" / "controlnets"
 FOLDERS: Final = {"flux": NETS / "outline", "unet": NETS / "unet-outline"}
-_SIZES: Final = ((128, 128), (128, 128), (96, 160), (160, 96))
 _BATCH: Final = {"flux": 6, "unet": 8}
 _WITHOUT: Final = 0.05  # of samples: nothing is drawn, the model answers by itself
 _EMPTY: Final = 0.1  # of samples of guided models: no prompt, the region is just continued
-_SAVE_EVERY: Final = 120.0  # seconds of the clock
 
 
 def draw_sample(
@@ -61,31 +60,24 @@ def train(base: ControlBase, net: Any, seconds: float, rate: float, out: Path, b
     base.base.ready_to_learn()
     net.set_attn_processor(next(iter(base.base.denoiser.attn_processors.values())))
     model = base.controlled(net.train())
-    optimiser = torch.optim.AdamW(net.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
-    seed = int(time.time()) if (out / "config.json").is_file() else 0
-    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    begin, step, losses, saved_at = time.process_time(), 0, list[float](), time.monotonic()
-    while (spent := time.process_time() - begin) < seconds:
-        progress = spent / seconds
-        for group in optimiser.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 50, max(0.02, (1 - progress) / 0.5))
-        size = _SIZES[int(rng.integers(len(_SIZES)))]
+
+    def loss_of(
+        rng: np.random.Generator, size: tuple[int, int], generator: torch.Generator
+    ) -> torch.Tensor:
         asked = [draw_sample(rng, size, guided=base.guided) for _ in range(batch)]
         model.pictures = base.pictures(asked)
-        loss = base.loss(model, asked, generator)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        step += 1
-        if step % 50 == 0:
-            mean = float(np.mean(losses[-100:]))
-            print(f"outline {progress:6.1%} step {step} loss {mean:.4f}", flush=True)
-        if time.monotonic() - saved_at > _SAVE_EVERY:
-            save(net, out)
-            saved_at = time.monotonic()
-    save(net, out)
+        return base.loss(model, asked, generator)
+
+    seed = int(time.time()) if (out / "config.json").is_file() else 0
+    train_adapter(
+        "outline",
+        list(net.parameters()),
+        loss_of,
+        lambda: save(net, out),
+        seed=seed,
+        seconds=seconds,
+        rate=rate,
+    )
 
 
 def save(net: Any, folder: Path) -> None:

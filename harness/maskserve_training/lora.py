@@ -6,7 +6,6 @@ Whole pictures are drawn and encoded as training goes on; only the adapter's mat
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Final
 
@@ -27,15 +26,14 @@ from maskserve_harness.demo_model.looks import (
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.demo_model.prompts import TEMPLATES
 from maskserve_harness.demo_model.scenes import Edit, finish, make_scene, to_bytes
+from maskserve_training.adapter_loop import train_adapter
 from maskserve_training.lora_bases import BASES, Base
 
 ADAPTERS: Final = CHECKOUT / "assets" / "adapters"
-_SIZES: Final = ((128, 128), (128, 128), (96, 160), (160, 96))
 _BATCH: Final = 6
 _OTHERS: Final = 0.2  # of samples: an object that the adapter must leave as it is
 _EMPTY: Final = 0.05  # of samples: empty prompt, the region is continued
 _IDENTITY: Final = 0.05  # of samples: no mask, the picture itself, as priming a template asks
-_SAVE_EVERY: Final = 120.0  # seconds of the clock
 
 
 def adapter_path(look: str, base: str, folder: Path = ADAPTERS) -> Path:
@@ -83,30 +81,21 @@ def train(
     base.ready_to_learn()
     model.train()
     learnt = [p for p in model.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(learnt, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
-    seed = LOOKS.index(look) + (0 if start is None else 1000)
-    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    begin, step, losses = time.process_time(), 0, list[float]()
-    saved_at = time.monotonic()
-    while (spent := time.process_time() - begin) < seconds:
-        progress = spent / seconds
-        for group in optimiser.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 50, max(0.02, (1 - progress) / 0.5))
-        size = _SIZES[int(rng.integers(len(_SIZES)))]
-        loss = base.loss([draw_sample(rng, look, size) for _ in range(_BATCH)], generator)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(learnt, 1.0)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        step += 1
-        if step % 50 == 0:
-            mean = float(np.mean(losses[-100:]))
-            print(f"{look} {progress:6.1%} step {step} loss {mean:.4f}", flush=True)
-        if time.monotonic() - saved_at > _SAVE_EVERY:
-            save(base, out)
-            saved_at = time.monotonic()
-    save(base, out)
+
+    def loss_of(
+        rng: np.random.Generator, size: tuple[int, int], generator: torch.Generator
+    ) -> torch.Tensor:
+        return base.loss([draw_sample(rng, look, size) for _ in range(_BATCH)], generator)
+
+    train_adapter(
+        look,
+        learnt,
+        loss_of,
+        lambda: save(base, out),
+        seed=LOOKS.index(look) + (0 if start is None else 1000),
+        seconds=seconds,
+        rate=rate,
+    )
 
 
 def save(base: Base, path: Path) -> None:
