@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
 FOLDERS = ("unit", "contract", "triton", "e2e", "gpu")
@@ -15,6 +16,10 @@ FOLDERS = ("unit", "contract", "triton", "e2e", "gpu")
 
 # Tests started in a shell's background inherit an ignored SIGINT, and so would all they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# An example may take as long as a busy machine has it take: tests count, they do not time.
+settings.register_profile("maskserve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("maskserve")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

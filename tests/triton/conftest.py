@@ -23,7 +23,7 @@ def api() -> Iterator[FakeTriton]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    engine = EngineConfig(heartbeat_timeout_s=1.0, watch_interval_s=0.005, front_threads=16)
+    engine = EngineConfig(heartbeat_timeout_s=30.0, watch_interval_s=0.005, front_threads=16)
     return Config(engine=engine, runtime_dir=str(tmp_path))
 
 

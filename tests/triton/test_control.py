@@ -35,6 +35,15 @@ def control(api: FakeTriton, config: Config) -> Iterator[WorkerControl]:
     made.close()
 
 
+@pytest.fixture
+def impatient(api: FakeTriton, config: Config) -> Iterator[WorkerControl]:
+    """Gives an engine a second."""
+    engine = structs.replace(config.engine, heartbeat_timeout_s=1.0)
+    made = WorkerControl(api, structs.replace(config, engine=engine))
+    yield made
+    made.close()
+
+
 def ask(api: FakeTriton, control: WorkerControl, operation: Any) -> Any:
     """The result, or the error's text."""
     raw = operation if isinstance(operation, bytes) else json.dumps(operation).encode()
@@ -46,7 +55,7 @@ def ask(api: FakeTriton, control: WorkerControl, operation: Any) -> Any:
 
 
 def test_an_operation_given_up_is_not_done_later(
-    api: FakeTriton, control: WorkerControl, config: Config
+    api: FakeTriton, impatient: WorkerControl, config: Config
 ) -> None:
     release, asked = threading.Event(), list[str]()
 
@@ -59,7 +68,7 @@ def test_an_operation_given_up_is_not_done_later(
         request = api.request(
             OP=json.dumps({"op": "unpin", "template_id": f"{number:016x}"}).encode()
         )
-        control.execute([request])
+        impatient.execute([request])
         return request
 
     api.models["denoiser"] = slow
@@ -70,7 +79,7 @@ def test_an_operation_given_up_is_not_done_later(
             assert request.sender.wait().error() is not None
     finally:
         release.set()
-    control._pool.shutdown(wait=True)
+    impatient._pool.shutdown(wait=True)
     assert sorted(asked) == [f"{number:016x}" for number in range(8)]
 
 
@@ -171,7 +180,7 @@ def test_the_denoisers_error_arrives_clean(api: FakeTriton, control: WorkerContr
     assert answer == "[ENGINE_FAILED] Stub process 'denoiser_0_0' is not healthy."
 
 
-def test_a_dead_engine_does_not_hang_control(api: FakeTriton, control: WorkerControl) -> None:
+def test_a_dead_engine_does_not_hang_control(api: FakeTriton, impatient: WorkerControl) -> None:
     release = threading.Event()
 
     def dead(call: Call) -> Iterator[InferenceResponse]:
@@ -180,9 +189,9 @@ def test_a_dead_engine_does_not_hang_control(api: FakeTriton, control: WorkerCon
 
     api.models["denoiser"] = dead
     try:
-        answer = ask(api, control, {"op": "heartbeat"})
+        answer = ask(api, impatient, {"op": "heartbeat"})
         assert answer == "[ENGINE_FAILED] the engine did not answer within 1 s"
-        assert ask(api, control, {"op": "status"})["alive"] is False
+        assert ask(api, impatient, {"op": "status"})["alive"] is False
     finally:
         release.set()
 

@@ -188,8 +188,9 @@ def test_a_request_id_in_use_is_refused_and_the_first_goes_on(
     engine: Engine, encoder: Encoder
 ) -> None:
     first, second = Sink(), Sink()
-    engine.submit(job(encoder, 6, "same", num_inference_steps=60, cache="off"), first)
-    engine.submit(job(encoder, 7, "same"), second)
+    jobs = [job(encoder, seed, "same", num_inference_steps=60, cache="off") for seed in (6, 7)]
+    for each, sink in zip(jobs, (first, second), strict=True):
+        engine.submit(each, sink)
     assert isinstance(second.error(), InvalidRequest)
     first.final()
 
@@ -200,9 +201,10 @@ def test_a_full_queue_refuses_and_loses_nothing(config: Config, encoder: Encoder
     )
     engine = Engine.load(small)
     engine.start()
-    sinks = [Sink() for _ in range(8)]
-    for number, sink in enumerate(sinks):
-        engine.submit(job(encoder, number, num_inference_steps=60, strength=1.0, cache="off"), sink)
+    long = {"num_inference_steps": 60, "strength": 1.0, "cache": "off"}
+    jobs, sinks = [job(encoder, number, **long) for number in range(8)], [Sink() for _ in range(8)]
+    for each, sink in zip(jobs, sinks, strict=True):
+        engine.submit(each, sink)
     answers = [sink.wait() for sink in sinks]
     refused = [a.error for a in answers if isinstance(a, Failed)]
     assert refused
@@ -314,7 +316,7 @@ def test_the_status_record_shows_rows_and_stays_fresh(
     reader = StatusReader(Path(config.runtime_dir) / "status")
     sink = Sink()
     engine.submit(
-        job(encoder, 14, "seen", num_inference_steps=300, strength=1.0, cache="off"), sink
+        job(encoder, 14, "seen", num_inference_steps=1000, strength=1.0, cache="off"), sink
     )
 
     def running() -> bool:
@@ -325,7 +327,7 @@ def test_the_status_record_shows_rows_and_stays_fresh(
     status = reader.read()
     assert status is not None
     assert [row.request_id for row in status.running] == ["seen"]
-    assert status.running[0].steps_left <= 300
+    assert status.running[0].steps_left <= 1000
     engine.cancel("seen")
     assert isinstance(sink.error(), Cancelled)
 
@@ -339,7 +341,7 @@ def test_the_status_record_shows_rows_and_stays_fresh(
         since_ns = time.monotonic_ns()
         what = "the record is rewritten, without the row"
         waits.append(eventually(what, lambda t=since_ns: rewritten(t)))
-    assert min(waits) < 0.4
+    assert min(waits) < 1.0
 
 
 def test_an_edit_that_waits_is_not_shown_as_one_of_its_name_before_it(

@@ -87,11 +87,15 @@ async def test_overload_is_refused_and_every_edit_is_answered():
 
 
 async def test_two_edits_of_one_request_id_are_not_under_way_together():
-    async with cluster(hardware=FAST) as (router, _), calling(router) as call:
+    async with cluster(hardware=FAST) as (router, workers), calling(router) as call:
+        for worker in workers:
+            worker.hold()
         first = asyncio.ensure_future(call(edit(request_id="same")))
-        await asyncio.sleep(0.05)
+        await until("it is under way", lambda: any(worker.seen for worker in workers))
         with pytest.raises(grpc.aio.AioRpcError, match="in flight"):
             await call(edit(request_id="same"))
+        for worker in workers:
+            worker.let_go()
         await first
         await call(edit(request_id="same"))
 

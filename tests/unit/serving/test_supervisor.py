@@ -86,7 +86,8 @@ def test_a_deaf_server_is_restarted(start: Start, said: list[str], tmp_path: Pat
     eventually("it is noticed", lambda: supervisor.workers[0].restarts, timeout_s=60)
     deaf.unlink()
     restarted(supervisor)
-    assert any("failed: tritonserver has not answered for 2." in line for line in said)
+    silences = [re.search(r"failed: tritonserver has not answered for ([\d.]+) s", x) for x in said]
+    assert min(float(each[1]) for each in silences if each) >= 2.0
 
 
 def test_a_full_log_disk_does_not_prevent_a_restart(

@@ -39,7 +39,7 @@ time.sleep(60)
 STUCK = """
 import ctypes, sys, time
 from maskserve_core.worker.liveness import end_when_stuck
-end_when_stuck(0.5)
+end_when_stuck(1.0)
 time.sleep(1.5)
 print("alive", flush=True)
 ctypes.PyDLL(None).pause()  # with Python's lock
@@ -64,7 +64,7 @@ def child(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def soon(folder: Path) -> str | None:
     """What is found unwell, with a moment for the kernel to act."""
-    eventually("it is unwell", lambda: unwell(folder), 2.0)
+    eventually("it is unwell", lambda: unwell(folder))
     return unwell(folder)
 
 
@@ -118,12 +118,12 @@ def test_who_looks_again_and_again_sees_what_changes(
     sign_in(tmp_path, "edit")
     assert processes.unwell() is None
     child.send_signal(signal.SIGSTOP)
-    eventually("it is stopped", lambda: processes.unwell() is not None, 2.0)
+    eventually("it is stopped", lambda: processes.unwell() is not None)
     child.send_signal(signal.SIGCONT)
-    eventually("it runs again", lambda: processes.unwell() is None, 2.0)
+    eventually("it runs again", lambda: processes.unwell() is None)
     child.kill()
     died = "the process of its denoiser has died"
-    eventually("it has died", lambda: processes.unwell() == died, 2.0)
+    eventually("it has died", lambda: processes.unwell() == died)
     child.wait()
     assert processes.unwell() == died
     sign_out(tmp_path, "edit")
@@ -159,7 +159,7 @@ def test_a_process_ends_with_its_server(tmp_path: Path) -> None:
         server.kill()
     child = Path("/proc", str(pid), "stat")
     # Whoever adopts it may leave it a zombie.
-    eventually("it has ended", lambda: not child.exists() or _state_of(child) == "Z", 5.0)
+    eventually("it has ended", lambda: not child.exists() or _state_of(child) == "Z")
 
 
 def _state_of(stat: Path) -> str:

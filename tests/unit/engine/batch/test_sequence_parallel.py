@@ -320,7 +320,7 @@ def test_a_silent_rank_is_an_error_and_no_hang() -> None:
     joined = threading.Barrier(2)
 
     def run(rank: int) -> str:
-        ranks = Ranks(store, rank, 2, CPU, 0.5)
+        ranks = Ranks(store, rank, 2, CPU, 2.0)
         x = torch.ones(3)
         ranks.all_to_all([x, x], [3, 3])
         joined.wait(20.0)

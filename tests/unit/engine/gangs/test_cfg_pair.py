@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -118,9 +120,12 @@ def save_net(config: Config, folder: Path) -> None:
 
 
 def submitted(engine: Engine, jobs: list[EditJob]) -> list[Sink]:
-    sinks = [Sink() for _ in jobs]
+    """All are taken in one turn of the engine: none is steps ahead of the others."""
+    sinks, all_in = [Sink() for _ in jobs], threading.Event()
+    engine.ask(partial(all_in.wait, 30))
     for each, sink in zip(jobs, sinks, strict=True):
         engine.submit(each, sink)
+    all_in.set()
     return sinks
 
 
@@ -183,7 +188,7 @@ def test_edits_go_on_where_a_rank_is_lost(site: Site, number: signal.Signals, de
     sinks = submitted(site.two, jobs)
     eventually("some steps", lambda: site.two.counters["steps_total"] > before + 5)
     os.kill(site.ranks._ranks.processes[device].pid, number)
-    eventually("it is noticed", lambda: device in site.ranks.devices.lost, 2.0)
+    eventually("it is noticed", lambda: device in site.ranks.devices.lost)
     for sink, theirs in zip(sinks, expected, strict=True):
         final = sink.final()
         assert np.abs(final.latents - theirs.latents).max() <= tolerance(theirs.latents)

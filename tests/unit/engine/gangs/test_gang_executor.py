@@ -293,7 +293,7 @@ def test_edits_go_on_where_a_rank_is_lost(
     process = ranks(two)._ranks.processes[1]
     eventually("a row is there", lambda: rows_on(two, process))
     os.kill(process.pid, number)
-    eventually("it is noticed", lambda: 1 in ranks(two).devices.lost, 2.0)
+    eventually("it is noticed", lambda: 1 in ranks(two).devices.lost)
     finals = [sink.final() for sink in sinks]
     assert_same([final.latents for final in finals], expected)
     assert all(final.meta["steps"] == 60 for final in finals)
@@ -335,13 +335,15 @@ def test_the_engine_gives_signs_of_life_while_no_rank_is_there(
     sink = Sink()
     two.submit(job(encoder, 9, "held", num_inference_steps=60, cache="off"), sink)
     eventually("a step", lambda: len(published) > 1)
+    killed = time.monotonic()
     for process in ranks(two)._ranks.processes:
         process.kill()
     assert sink.final().meta["steps"] == 60
     both_back(two)
+    away = time.monotonic() - killed  # seconds: a rank's start, longer where others compute, too
     del two._publisher.publish  # type: ignore[method-assign]
     silences = np.diff(published)
-    assert max(silences) < 1.0  # a rank's start takes seconds
+    assert max(silences) < 0.5 * away
 
 
 def rows_on(engine: Engine, process: RankProcess) -> bool:

@@ -50,7 +50,7 @@ for _ in range(4):
     inner, outputs, count = draw(3, 300), draw(5, 200), draw(1, 6)
     known = [adapter(inner, outputs) for _ in range(3)]
     rows = [
-        tuple((known[draw(0, 3)], draw(1, 30) / 10 - 1.55) for _ in range(draw(0, 4)))
+        tuple((known[draw(0, 3)], draw(1, 30) / 10 - 1.53) for _ in range(draw(0, 4)))
         for _ in range(count)
     ]
     rows[draw(0, count)] = ((known[0], 0.7),)
@@ -127,7 +127,7 @@ for side, stride in ((3, 1), (3, 2), (1, 1)):
     inner, outputs, count = draw(3, 150), draw(5, 150), draw(1, 5)
     known = [adapter(inner, outputs, side) for _ in range(3)]
     passes = [
-        tuple((known[draw(0, 3)], draw(1, 30) / 10 - 1.55) for _ in range(draw(0, 3)))
+        tuple((known[draw(0, 3)], draw(1, 30) / 10 - 1.53) for _ in range(draw(0, 3)))
         for _ in range(count)
     ]
     passes[draw(0, count)] = ((known[0], 0.7),)
