@@ -1,4 +1,4 @@
-"""A ControlNet service: nets beside rows whose bases are in other processes (Katz §4.2).
+"""A ControlNet service: nets beside rows whose bases are in other processes (Katz §5).
 
 Opens, closes and loads come by KServe calls, in any thread; asks come through the transport, and
 one thread answers them, one after the other. Rows of one ask are packed together, just as their

@@ -1,4 +1,4 @@
-"""LoRAs that a worker has for good: added to the weights once, at start (Katz §4's patch).
+"""LoRAs that a worker has for good: added to the weights once, at start (Katz §6's patch).
 
 Every edit has them and no step pays for them. A layer's new weights are made from its old ones in
 float32 and rounded once. The folder's files are not touched, so a start without them undoes it, bit

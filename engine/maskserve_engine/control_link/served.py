@@ -1,4 +1,4 @@
-"""ControlNets of a denoiser's rows that another process runs (docs/adr/0035; Katz §4.2).
+"""ControlNets of a denoiser's rows that another process runs (docs/adr/0035; Katz §5).
 
 The denoiser asks as a step begins and goes on with its own blocks. It waits where a residual is
 added, and no longer than until that one is there. Rows with `adapters: fast` have asked before

@@ -20,6 +20,7 @@ from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.models.registry import load_facts
+from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
@@ -30,7 +31,12 @@ Edit = tuple[bytes, bytes, str]
 
 
 class Direct:
-    """The parts of a worker in this process, called one after the other."""
+    """The parts of a worker in this process, called one after the other.
+
+    Whole pictures are encoded and decoded. A worker's cached edits go in pieces where that pays, so
+    theirs are the same bytes with `[stages] encode_halo` and `decode_halo` of 0 alone; dense ones
+    are in any case.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -39,6 +45,7 @@ class Direct:
         self.encoder, self.decoder = load_encoder(beside), load_decoder(beside)
         self._status = tempfile.TemporaryDirectory()
         config = structs.replace(config, runtime_dir=self._status.name)
+        write_priming_prompt(self.encoder.encode_prompt(PRIMING_PROMPT), config.runtime_dir)
         self._catalogue = None
         if config.adapters.store:
             self._catalogue = AdapterStore(config).catalogue

@@ -2,7 +2,7 @@
 
 Cached edits of FLUX Fill of width 512 with random weights, each with a LoRA that nobody has asked
 for before. `exact` waits for it before its first step; `fast` begins without, as far as the LoRA's
-profile allows (Katz §4), here half of its steps, which take longer than the storage. Both are held
+profile allows (Katz §6), here half of its steps, which take longer than the storage. Both are held
 against an edit whose LoRA is on the device. A batch-mate's steps are timed while a load is under
 way, and while none is.
 """

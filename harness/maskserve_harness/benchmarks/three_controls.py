@@ -1,4 +1,4 @@
-"""A dense step with three ControlNets, each in a service on a device of its own (Katz §4.2, Fig.
+"""A dense step with three ControlNets, each in a service on a device of its own (Katz §5, Fig.
 16), where the devices are emulated: a clock in place of each.
 
 The base is this process; each service is a process with the engine's own step loop, socket and
