@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sysconfig
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -44,3 +45,14 @@ def missing_for_launches(headers: Path | None = None) -> str | None:
         return "there is no C compiler (gcc, clang, or another that CC names)"
     headers = headers or Path(sysconfig.get_path("include", "posix_prefix"))
     return None if (headers / "Python.h").exists() else f"there is no {headers}/Python.h"
+
+
+@torch.library.custom_op("maskserve::addresses", mutates_args=())
+def addresses(tensors: Sequence[Tensor]) -> Tensor:
+    """[n] int64 in host memory: where they lie."""
+    return torch.tensor([each.data_ptr() for each in tensors], dtype=torch.int64)
+
+
+@addresses.register_fake
+def _(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.empty(len(tensors), dtype=torch.int64, device="cpu")

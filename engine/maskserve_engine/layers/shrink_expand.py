@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskserve_engine.layers.kernels import addresses
+
 RANKS = 16
 """Of a slice, the most; the least that a tensor core multiplies."""
 TOKENS = 32
@@ -50,12 +52,12 @@ def slices_of(updates: Mapping[str, tuple[Tensor, Sequence[Part]]]) -> dict[str,
             the device's memory.
     """
     tensors = [each for down, parts in updates.values() for each in (down, *(p.up for p in parts))]
-    addresses = iter(torch.ops.maskserve.addresses(tensors).numpy().tolist())
+    found_at = iter(addresses(tensors).numpy().tolist())
     found = {}
     for place, (down, parts) in updates.items():
-        at, rows = next(addresses), []
+        at, rows = next(found_at), []
         for up, begin, rank_begin in parts:
-            at_up, ranks = next(addresses), up.shape[1]
+            at_up, ranks = next(found_at), up.shape[1]
             for first in range(0, ranks, RANKS):
                 own_down = at + (rank_begin + first) * down.stride(0) * down.element_size()
                 own_up = at_up + first * up.element_size()
@@ -124,12 +126,6 @@ def add_map_slices(
     low = torch.ops.maskserve.shrink_map(x, tiles, slices, ends, *out.shape[2:], *args)
     places = out.view(*out.shape[:2], -1)
     torch.ops.maskserve.expand(places, low, tiles, slices, ends, scales, 0)
-
-
-@torch.library.custom_op("maskserve::addresses", mutates_args=())
-def _addresses(tensors: Sequence[Tensor]) -> Tensor:
-    """[n] int64 on the host: where they lie."""
-    return torch.tensor([each.data_ptr() for each in tensors], dtype=torch.int64)
 
 
 @torch.library.custom_op("maskserve::shrink", mutates_args=())
@@ -229,11 +225,6 @@ def _expand(
         block=block,
         fields=FIELDS,
     )
-
-
-@_addresses.register_fake
-def _(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.empty(len(tensors), dtype=torch.int64, device="cpu")
 
 
 @_shrink.register_fake

@@ -20,6 +20,7 @@ from maskserve_engine.layers.linear import Linear, PlainLinear, map_linears
 from maskserve_harness.benchmarks.fake_compiler import FakeCompiler
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from maskserve_harness.benchmarks.launch_log import WEIGHTS, Log
+from maskserve_harness.benchmarks.replay import in_memory
 from maskserve_harness.benchmarks.step_rig import Bench, build_model
 from maskserve_harness.benchmarks.unet_rig import UnetBench, build_unet
 from maskserve_harness.checkout import CHECKOUT
@@ -256,8 +257,13 @@ def compiled_device() -> tuple[FakeCuda, CompiledSegments]:
         return cuda, FakeCompiler(cuda).compile(fake_bench((1, 1), "model").weights)
 
 
-def unet_step(case: UnetCase) -> tuple[Log, int]:
-    """What a step of rows that were packed before asks of the device, and the model's blocks."""
+def unet_step(case: UnetCase, *, turning: bool = False) -> tuple[Log, int]:
+    """What a step of rows that were packed before asks of the device, and the model's blocks.
+
+    Args:
+        case: rows and model.
+        turning: the rows turn to another entry at that step.
+    """
     with FakeCuda() as cuda:
         meta = torch.device("meta")
         model = fake_weights(build_unet(case.preset, torch.bfloat16, meta))
@@ -274,6 +280,12 @@ def unet_step(case: UnetCase) -> tuple[Log, int]:
             for row in rows:
                 row.guidance = Guidance(row.prompt, 7.5)
         for _ in range(3):  # the first asks for each kernel, the second records them
+            with cuda.watch() as log:
+                bench.step(rows, case.kind)
+        if turning:
+            for row in rows:
+                assert row.inactive is not None
+                row.entry = in_memory(bench.entry, row.inactive.selection, whole=True)
             with cuda.watch() as log:
                 bench.step(rows, case.kind)
     return log, bench.blocks

@@ -137,6 +137,7 @@ class UnetBench:
                 selection=active.selection(self.work, 1),
                 tile=moved(active.tile, self.device),
                 maps=range(self.blocks, self.blocks + len(self.work.maps)),
+                kept=self.work.maps,
             )
         row = UnetRow(
             request_id=str(seed),

@@ -122,6 +122,20 @@ def test_tiles_cost_the_host_no_more_than_rows_without_them_but_a_few_launches()
     assert one.copies == two.copies == []
 
 
+@pytest.mark.parametrize("recorded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_row_that_turns_to_another_entry_reads_all_of_its_maps_by_one_kernel(
+    recorded: bool,
+) -> None:
+    """And its table of addresses goes in a transfer that nobody waits for."""
+    case = UnetCase("tiles", "sd21-768", MIXED[:2], halo=4, recorded=recorded)
+    steady, turned = (unet_step(case, turning=turning)[0] for turning in (False, True))
+    assert steady.copies == []
+    assert turned.launches == steady.launches + 2
+    assert turned.kernels["maskserve.read_rings.default"] == 2
+    assert len(turned.copies) == 2
+    assert "waits" not in "".join(turned.copies)
+
+
 @pytest.mark.parametrize("halo", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_loras_adds_two_kernels_per_layer_of_a_unet(halo: int) -> None:
     """Convolutions too, of which the library would launch three for each pass with a LoRA."""

@@ -104,6 +104,7 @@ class UnetPreparation:
             halves=halves,
             tile=active.tile,
             maps=range(len(work.blocks), len(work.blocks) + len(work.maps)),
+            kept=work.maps,
         )
 
     def active(self, job: EditJob) -> ActiveTokens:

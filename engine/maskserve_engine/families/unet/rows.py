@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
+from maskserve_core.planning.flops import FeatureMap
 from maskserve_engine.batch.inputs import Residuals
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
@@ -62,6 +63,8 @@ class UnetInactive:
     """Where convolutions are computed; None: on the whole picture."""
     maps: range = range(0)
     """Numbers of the feature maps among an entry's blocks; read where there is a tile."""
+    kept: tuple[FeatureMap, ...] = ()
+    """What these are, in that order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,11 @@ class UnetRow:
         inactive = self.inactive
         if inactive is not None and inactive.tile is not None:
             self.surroundings = Surroundings(
-                inactive.tile, inactive.maps, self.latents.dtype, lambda: self.entry
+                inactive.tile,
+                inactive.maps,
+                inactive.kept,
+                self.latents.dtype,
+                lambda: self.entry,
             )
 
     @property

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from maskserve_engine.batch.transfer import copy_tensors, mapped
+from maskserve_core.planning.flops import FeatureMap
+from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
 from maskserve_engine.cache.entries import Coded
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.unet.moments import Moments
 from maskserve_engine.families.unet.tile import Tile
+from maskserve_engine.layers.kernels import kernels_on
+from maskserve_engine.layers.read_rings import RingMap, read_rings, ring_table
+from maskserve_engine.layers.scatter_kv import missing_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +41,79 @@ class RingRead(NamedTuple):
     strided: bool
 
 
+class RingRoom:
+    """Memory for all that is read round a tile of one entry.
+
+    Args:
+        tile: of a row.
+        maps: of the model, in the order they are read.
+        halves: of the entry.
+        dtype: of the model.
+        device: of it.
+    """
+
+    def __init__(
+        self,
+        tile: Tile,
+        maps: Sequence[FeatureMap],
+        halves: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.places: dict[RingRead, tuple[int, int]] = {}
+        """Of each read, where its ring and its moments begin."""
+        rings = moments = 0
+        for number, kept in enumerate(maps):
+            if not tile[kept.level].near.whole:
+                self.places[RingRead(number, kept.level, kept.strided)] = rings, moments
+                rings += (
+                    halves * kept.width * len(tile[kept.level].frame(strided=kept.strided).ring)
+                )
+                moments += 0 if kept.strided else 2 * halves * kept.groups
+        self.rings = torch.empty(rings, dtype=dtype, device=device)
+        self.moments = torch.empty(moments, device=device)
+        self.around: dict[RingRead, Around] = {}
+        for read, (ring, outside) in self.places.items():
+            kept, place = maps[read.number], tile[read.level]
+            positions = len(place.frame(strided=read.strided).ring)
+            shape = halves, kept.width, positions
+            own = self.rings[ring : ring + math.prod(shape)].view(shape)
+            rest: Moments | None = None
+            if not read.strided:
+                shape = 2, halves, kept.groups
+                mean, variance = self.moments[outside : outside + math.prod(shape)].view(shape)
+                rest = Moments(math.prod(place.size) - place.box.area, mean, variance)
+            self.around[read] = Around(own, rest)
+
+
 class Surroundings:
     """A row's tile, and what it reads around it. That is taken from the feature maps once for as
-    long as the row reads the same entry.
+    long as the row reads the same entry: of all maps by one kernel, where they have all arrived on
+    a device that has it; else map by map, as the step comes to them.
 
     Args:
         tile: of the row.
         maps: numbers of the feature maps among the entry's blocks.
+        kept: what these maps are, in that order.
         dtype: of the model.
         entry: says which one the row's next step reads.
     """
 
     def __init__(
-        self, tile: Tile, maps: range, dtype: torch.dtype, entry: Callable[[], Handle | None]
+        self,
+        tile: Tile,
+        maps: range,
+        kept: Sequence[FeatureMap],
+        dtype: torch.dtype,
+        entry: Callable[[], Handle | None],
     ) -> None:
         self.tile = tile
-        self._maps, self._dtype, self._entry = maps, dtype, entry
+        self._maps, self._kept, self._dtype, self._entry = maps, kept, dtype, entry
         self._of: Handle | None = None
         self._moments: Coded
         """[maps · halves, 2 · groups] of all maps of that entry."""
         self._around: dict[RingRead, Around] = {}
+        self._room: RingRoom | None = None
 
     @property
     def shapes(self) -> Hashable:
@@ -79,9 +137,7 @@ class Surroundings:
         """
         entry, place = self.entry, self.tile[level]
         if self._of is not entry:
-            (self._moments,) = entry.wait(self._maps.stop, "map")
-            self._of = entry
-            self._around.clear()
+            self._turn_to(entry)
         read = RingRead(number, level, strided)
         if place.near.whole:
             return None
@@ -92,6 +148,63 @@ class Surroundings:
     def read(self) -> dict[RingRead, Around]:
         """What was read of this step's entry."""
         return self._around
+
+    def room(self) -> RingRoom:
+        """For what is read of an entry; one has been read."""
+        halves, device = len(self._moments.data) // len(self._maps), self._moments.data.device
+        return RingRoom(self.tile, self._kept, halves, self._dtype, device)
+
+    def read_all(self, room: RingRoom) -> bool:
+        """Read all of this step's entry into `room` by one kernel; False if there is none.
+
+        Raises:
+            EntryLost: as `Handle.wait`.
+        """
+        entry = self.entry
+        ((totals,), _) = entry.wait_whole(self._maps.stop, "map")
+        device = totals.data.device
+        if not kernels_on(device):
+            return False
+        maps = []
+        for read, (to_ring, to_moments) in room.places.items():
+            place = self.tile[read.level]
+            frame = place.frame(strided=read.strided)
+            if frame.whole:  # nothing travels, and nothing of it is read
+                continue
+            (coded,), ids = entry.wait_whole(self._maps[read.number], "map")
+            own = None if read.strided else frame.own
+            maps.append(
+                RingMap(
+                    coded, ids, frame.region.area, frame.ring, own, math.prod(place.size),
+                    read.number, to_ring, to_moments,
+                )
+            )  # fmt: skip
+        formats = {each.coded.format for each in maps}
+        if not maps:
+            return True
+        if len(formats) > 1 or missing_kernel(device, *formats) is not None:
+            return False
+        [table] = to_device([ring_table(maps)], device)
+        halves = len(totals.data) // len(self._maps)
+        read_rings(room.rings, room.moments, totals.data, table, halves, *formats)
+        return True
+
+    def _turn_to(self, entry: Handle) -> None:
+        self._of, self._around = None, {}
+        ((self._moments,), _) = entry.wait_whole(self._maps.stop, "map")
+        if kernels_on(self._moments.data.device) and self._here(entry):
+            self._room = self._room or self.room()
+            if self.read_all(self._room):
+                self._around = dict(self._room.around)
+        self._of = entry
+
+    def _here(self, entry: Handle) -> bool:
+        """Whether all maps that are read have arrived."""
+        return all(
+            entry.ready(block, "map")
+            for block, kept in zip(self._maps, self._kept, strict=True)
+            if not self.tile[kept.level].near.whole
+        )
 
     def _read(self, entry: Handle, read: RingRead) -> Around:
         place = self.tile[read.level]
@@ -130,11 +243,12 @@ class HeldSurroundings:
 
     def __init__(self, of: Surroundings) -> None:
         self.tile, self.shapes = mapped(of.tile, Tensor.clone), of.shapes
-        self._around = mapped(of.read(), Tensor.clone)
-        self._of = weakref.ref(of.entry)
+        self._room = of.room()
+        self._copy(of)
+        self._of: Callable[[], Handle | None] = weakref.ref(of.entry)
 
     def around(self, number: int, level: int, *, strided: bool) -> Around | None:
-        return self._around.get(RingRead(number, level, strided))
+        return self._room.around.get(RingRead(number, level, strided))
 
     def take(self, other: Surroundings) -> None:
         """Have the places of another tile."""
@@ -149,7 +263,13 @@ class HeldSurroundings:
         entry = other.entry
         if self._of() is entry:
             return
-        for number, level, strided in self._around:
-            other.around(number, level, strided=strided)
-        copy_tensors(self._around, {read: other.read()[read] for read in self._around})
+        self._of = lambda: None  # until all of it is there
+        if not other.read_all(self._room):
+            for number, level, strided in self._room.around:
+                other.around(number, level, strided=strided)
+            self._copy(other)
         self._of = weakref.ref(entry)
+
+    def _copy(self, other: Surroundings) -> None:
+        own = self._room.around
+        copy_tensors(own, {read: other.read()[read] for read in own})

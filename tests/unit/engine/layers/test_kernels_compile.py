@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from maskserve_engine.cache.entries import GROUP  # noqa: E402
+from maskserve_engine.layers import read_rings  # noqa: E402
 from maskserve_engine.layers.add_norm_kernel import add_norm_kernel  # noqa: E402
 from maskserve_engine.layers.fp8_kernels import quantise_kernel  # noqa: E402
 from maskserve_engine.layers.geglu_kernel import BLOCK, geglu_kernel  # noqa: E402
@@ -23,6 +24,7 @@ from maskserve_engine.layers.modulation_kernels import (  # noqa: E402
     modulate_kernel,
 )
 from maskserve_engine.layers.qk_norm_rope_kernel import qk_norm_rope_kernel  # noqa: E402
+from maskserve_engine.layers.read_rings_kernel import read_rings_kernel  # noqa: E402
 from maskserve_engine.layers.scatter_kv_kernel import scatter_kv_kernel  # noqa: E402
 from maskserve_engine.layers.shrink_expand import FIELDS, RANKS, TOKENS  # noqa: E402
 from maskserve_engine.layers.shrink_expand_kernels import (  # noqa: E402
@@ -87,6 +89,18 @@ def test_placing(format: str, target: int) -> None:
         assert stores == {16 if aligned else 2}
         if aligned:  # the entry's numbers, of which int4 has half a byte each
             assert max(loads) == 16
+
+
+@pytest.mark.parametrize("target", [AMPERE, ADA, HOPPER, BLACKWELL])
+@pytest.mark.parametrize("format", ["model", "int8", "float8", "int4"])
+def test_reading_round_tiles(format: str, target: int) -> None:
+    if format == "float8" and target < ADA:
+        pytest.skip("this device has no float8: maps are read one by one")
+    types = {"rings": "*bf16", "moments": "*fp32", "totals": "*fp32", "table": "*i64"}
+    sizes = {"fields": read_rings.FIELDS, "norm_groups": 32, "kind": format, "group": GROUP}
+    sizes |= {"positions": read_rings.POSITIONS, "block": read_rings.BLOCK}
+    made = machine_code(read_rings_kernel, types | {"halves": "i32"}, sizes, target)
+    assert made.startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL])

@@ -1,0 +1,145 @@
+"""The kernel of `read_rings`, in the Triton language (the package `triton`; not the server).
+
+One program has one group of channels of one half of one feature map. Where each map lies is a table
+on the device, so all maps of an entry go in one launch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _values(
+    data,
+    scales,
+    groups,
+    ids,
+    begin,
+    of_region,
+    inside,
+    channels,
+    there,
+    width,
+    dtype: tl.constexpr,
+    kind: tl.constexpr,
+    group: tl.constexpr,
+):
+    """[positions, channels] of a map, decoded and rounded as the plain path does.
+
+    `data` to `ids` are addresses; `ids` is 0 where the map's tokens are just those of the region.
+    """
+    token = begin + of_region
+    if ids != 0:
+        token = tl.load(tl.cast(ids, tl.pointer_type(tl.int64)) + token, mask=inside, other=0)
+    mask = inside[:, None] & there[None, :]
+    at = token[:, None] * width + channels[None, :]
+    if kind == "model":
+        x = tl.load(tl.cast(data, tl.pointer_type(dtype)) + at, mask=mask, other=0.0)
+    else:
+        at_scale = tl.cast(scales, tl.pointer_type(tl.float32)) + channels
+        scale = tl.load(at_scale, mask=there, other=0.0).to(dtype).to(tl.float32)
+        if kind == "int4":
+            pair = tl.load(tl.cast(data, tl.pointer_type(tl.uint8)) + at // 2, mask=mask, other=0)
+            upper = (channels % 2 == 1)[None, :]
+            steps = tl.where(upper, pair >> 4, pair & 0xF).to(tl.float32) - 8.0
+            own = token[:, None] * (width // group) + channels[None, :] // group
+            each = tl.load(tl.cast(groups, tl.pointer_type(tl.float16)) + own, mask=mask, other=0.0)
+            wide = (steps * each.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        elif kind == "int8":
+            stored = tl.cast(data, tl.pointer_type(tl.int8)) + at
+            wide = tl.load(stored, mask=mask, other=0).to(tl.float32)
+        else:
+            stored = tl.cast(data, tl.pointer_type(tl.float8e4nv)) + at
+            wide = tl.load(stored, mask=mask, other=0.0).to(tl.float32)
+        x = (wide * scale[None, :]).to(dtype)
+    return x
+
+
+@triton.jit
+def read_rings_kernel(
+    rings,
+    moments,
+    totals,
+    table,
+    halves,
+    fields: tl.constexpr,
+    norm_groups: tl.constexpr,
+    positions: tl.constexpr,
+    block: tl.constexpr,
+    kind: tl.constexpr,
+    group: tl.constexpr,
+):
+    """Grid: (maps, halves, groups of the norms). `table`: of each map the fields that
+    `read_rings.FIELDS` lists. `positions` and `block`: positions and channels that a program has at
+    once.
+    """
+    half, norm_group = tl.program_id(1), tl.program_id(2)
+    row = table + tl.program_id(0) * fields
+    data, scales, groups, ids = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    at_ring = tl.cast(tl.load(row + 4), tl.pointer_type(tl.int64))
+    at_own = tl.cast(tl.load(row + 5), tl.pointer_type(tl.int64))
+    region, in_ring, own, width = (
+        tl.load(row + 6), tl.load(row + 7), tl.load(row + 8), tl.load(row + 9),
+    )  # fmt: skip
+    to_ring, to_moments, number_of_map, whole = (
+        tl.load(row + 10), tl.load(row + 11), tl.load(row + 12), tl.load(row + 13),
+    )  # fmt: skip
+    dtype: tl.constexpr = rings.dtype.element_ty
+    each = width // norm_groups
+    first = norm_group * each
+    begin = half * region
+
+    for at in range(0, in_ring, positions):
+        number = at + tl.arange(0, positions)
+        inside = number < in_ring
+        of_region = tl.load(at_ring + number, mask=inside, other=0)
+        for beyond in range(0, each, block):
+            channel = beyond + tl.arange(0, block)
+            there = channel < each
+            channels = first + channel
+            x = _values(data, scales, groups, ids, begin, of_region, inside, channels, there,
+                        width, dtype, kind, group)  # fmt: skip
+            out = rings + to_ring + (half * width + channels)[None, :] * in_ring + number[:, None]
+            tl.store(out, x, mask=inside[:, None] & there[None, :])
+
+    if own > 0:
+        count = (own * each).to(tl.float32)
+        sums = tl.zeros((positions, block), tl.float32)
+        for at in range(0, own, positions):
+            number = at + tl.arange(0, positions)
+            inside = number < own
+            of_region = tl.load(at_own + number, mask=inside, other=0)
+            for beyond in range(0, each, block):
+                channel = beyond + tl.arange(0, block)
+                there = channel < each
+                x = _values(data, scales, groups, ids, begin, of_region, inside, first + channel,
+                            there, width, dtype, kind, group)  # fmt: skip
+                sums += tl.where(inside[:, None] & there[None, :], x.to(tl.float32), 0.0)
+        mean = tl.sum(tl.sum(sums, 1), 0) / count
+        sums = tl.zeros((positions, block), tl.float32)
+        for at in range(0, own, positions):
+            number = at + tl.arange(0, positions)
+            inside = number < own
+            of_region = tl.load(at_own + number, mask=inside, other=0)
+            for beyond in range(0, each, block):
+                channel = beyond + tl.arange(0, block)
+                there = channel < each
+                x = _values(data, scales, groups, ids, begin, of_region, inside, first + channel,
+                            there, width, dtype, kind, group)  # fmt: skip
+                apart = tl.where(inside[:, None] & there[None, :], x.to(tl.float32) - mean, 0.0)
+                sums += apart * apart
+        variance = tl.sum(tl.sum(sums, 1), 0) / count
+
+        # What `Moments.__sub__` does.
+        total = totals + (number_of_map * halves + half) * 2 * norm_groups + norm_group
+        all_mean, all_variance = tl.load(total), tl.load(total + norm_groups)
+        share = own.to(tl.float32) / whole.to(tl.float32)
+        left = 1.0 - share
+        outside = (all_mean - share * mean) / left
+        apart = mean - outside
+        rest = (all_variance - share * variance - share * left * apart * apart) / left
+        to = moments + to_moments + half * norm_groups + norm_group
+        tl.store(to, outside)
+        tl.store(to + halves * norm_groups, tl.maximum(rest, 0.0))
