@@ -439,9 +439,9 @@ class Engine:
     # Called from the engine thread only.
 
     def _run(self) -> None:
-        self._state = "ready"
-        self._publisher.publish(self.state)
         try:
+            self._state = "ready"
+            self._publisher.publish(self.state)
             limit_threads(self.config)
             with self.adapter.session():
                 while not self._stop:
@@ -500,11 +500,14 @@ class Engine:
         self.manager.end_all(Overloaded("the worker is stopping; send the edit to another"))
 
     def _shut(self) -> None:
-        """Take no more commands; answer those that came in meanwhile."""
+        """Take no more commands; answer those that came in meanwhile. Whatever fails, the record
+        says that it is over.
+        """
         self.manager.draining = True
-        self._inbox.close()
-        self._publisher.publish(self.state)
-        self._publisher.close()
+        try:
+            self._inbox.close()
+        finally:
+            self._publisher.end(self.state)
 
 
 def _policy_of(config: Config) -> MakePolicy:

@@ -4,6 +4,7 @@ cost on this worker, for routers: counted work, and what steps have taken.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,8 @@ from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.step_planner import CHOICES
+
+_log = logging.getLogger(__name__)
 
 
 class PriceList:
@@ -181,6 +184,23 @@ class StatusPublisher:
             status.counters = {**status.counters, **nets.counters}
         self._writer.write(status)
 
-    def close(self) -> None:
-        if self._writer is not None:
+    def end(self, state: State) -> None:
+        """Write the last record. Where the engine's parts cannot be told, or it is they that have
+        failed, it has the state alone; where no record can be written, none is left that says that
+        the engine is well.
+        """
+        if self._writer is None:
+            return
+        try:
+            self.publish(state)
+        except Exception:
+            _log.exception("the engine's last record holds no rows")
+            status = self._status
+            status.state = status.nodes[0].state = state
+            status.running = status.waiting = ()
+            try:
+                self._writer.write(status)
+            except OSError:
+                self._writer.path.unlink(missing_ok=True)
+        finally:
             self._writer.close()

@@ -21,6 +21,7 @@ from maskserve_core.errors import (
     Overloaded,
 )
 from maskserve_core.imaging.masks import active_tokens
+from maskserve_core.triton.health import Health
 from maskserve_core.worker.status import StatusReader
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.adapter import Adapter
@@ -308,6 +309,45 @@ def test_an_engine_whose_every_step_fails_gives_up_and_says_so(
     assert status is not None
     assert status.state == "failed"
     engine.close(1.0)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_an_engine_that_cannot_tell_its_status_has_failed_and_says_so(
+    config: Config, encoder: Encoder, after: int
+) -> None:
+    """From the first record on, or from a later one, on an edit's way."""
+    engine = Engine.load(config)
+    rows, told = engine.manager.rows, []
+
+    def broken() -> Any:
+        told.append(1)
+        if len(told) > after:
+            raise RuntimeError("what rows hold cannot be told")
+        return rows()
+
+    engine.manager.rows = broken  # type: ignore[method-assign]
+    engine.start()
+    sink = Sink()
+    engine.submit(job(encoder, 1, num_inference_steps=50, strength=1.0, cache="off"), sink)
+    assert isinstance(sink.error(), EngineFailed)
+    engine.close(1.0)
+    health = Health(config)
+    assert "engine has failed" in str(health.problem())
+    health.close()
+
+
+def test_an_engine_that_cannot_write_its_record_leaves_none_that_says_it_is_well(
+    config: Config, encoder: Encoder, tmp_path: Path
+) -> None:
+    gone = structs.replace(config, runtime_dir=str(tmp_path / "gone"))
+    engine = Engine.load(gone)
+    engine.start()
+    sink = Sink()
+    engine.submit(job(encoder, 1, cache="off"), sink)
+    assert isinstance(sink.error(), EngineFailed)
+    engine.close(1.0)
+    assert engine.state == "failed"
+    assert StatusReader(tmp_path / "gone" / "status").read() is None
 
 
 def test_the_status_record_shows_rows_and_stays_fresh(
