@@ -7,6 +7,7 @@ The tokenizers are built here, so nothing is downloaded.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,26 @@ def build_tiny_model(folder: Path, semantics: str = "fill", seed: int = 0) -> Pa
         pipeline = pipelines[semantics](**_components(semantics))
     pipeline.save_pretrained(folder)
     (folder / "maskserve.toml").write_text(CONFIG, encoding="utf-8")
+    return folder
+
+
+def with_heads(model: Path, folder: Path, heads: int) -> Path:
+    """Write a tiny model to `folder` again with so many heads of width 32, and return it."""
+    import torch
+    from diffusers import FluxTransformer2DModel
+
+    shutil.copytree(model, folder)
+    own = FluxTransformer2DModel.load_config(folder / "transformer")
+    wider = {
+        **own,
+        "num_attention_heads": heads,
+        "attention_head_dim": 32,
+        "axes_dims_rope": (8, 12, 12),
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        made: Any = FluxTransformer2DModel.from_config(wider)
+    made.save_pretrained(folder / "transformer")
     return folder
 
 

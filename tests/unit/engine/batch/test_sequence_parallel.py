@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import shutil
 import subprocess
 import sys
 import threading
@@ -33,10 +32,11 @@ from maskserve_engine.job import EditJob
 from maskserve_engine.layers.low_rank import Factors
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, tolerance
 from tests.fakes.pipelines import diffusers_latents
+from tests.fakes.tiny_model import with_heads
 from tests.support.cached_rows import KINDS, Primed, assert_equal, cached
 from tests.support.ranks import CPU, Rank, by_ranks
 
-HEADS, HEAD_DIM = 6, 32
+HEADS = 6
 """Four ranks have 1, 2, 1 and 2 heads."""
 
 
@@ -44,17 +44,7 @@ class Model:
     """A tiny model with more heads."""
 
     def __init__(self, tiny: Path, folder: Path) -> None:
-        from diffusers import FluxTransformer2DModel
-
-        shutil.copytree(tiny, folder)
-        own = FluxTransformer2DModel.load_config(folder / "transformer")
-        heads = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            model: Any = FluxTransformer2DModel.from_config(
-                {**own, **heads, "axes_dims_rope": (8, 12, 12)}
-            )
-        model.save_pretrained(folder / "transformer")
+        with_heads(tiny, folder, HEADS)
         config = config_of(folder, model={"outside_noise": "edit"})
         self.folder = folder
         self.encoder: Encoder = load_encoder(config)

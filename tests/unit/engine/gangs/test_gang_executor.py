@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,7 @@ from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import Cancelled
 from maskserve_core.models.control_nets import ControlNets
-from maskserve_core.worker.gangs.scheduler import GangScheduler
-from maskserve_core.worker.gangs.work import GangPlan, Work
-from maskserve_core.worker.step_scheduler import MakePolicy, Run
+from maskserve_core.worker.step_scheduler import MakePolicy
 from maskserve_engine.engine import Engine
 from maskserve_engine.executor import DenseRowSpec, StepInput
 from maskserve_engine.families.encoder import Encoder
@@ -35,6 +32,7 @@ from maskserve_engine.job import ControlInput, EditJob, FinalEvent, PreviewEvent
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
 from tests.fakes.tiny_unet import VARIANTS
+from tests.support.any_degree import AnyDegreeScheduler
 from tests.support.engines import job
 from tests.support.eventually import eventually
 from tests.support.sink import Sink
@@ -91,40 +89,6 @@ def started(config: Config, encoder: Encoder, policy: MakePolicy | None = None) 
     return engine
 
 
-class AnyDegree:
-    """Whatever is idle, as gangs drawn anew for each step: a `GangPolicy`."""
-
-    def __init__(self) -> None:
-        self._rng = random.Random(5)
-        self.drawn: set[tuple[int, ...]] = set()
-        self.always: tuple[int, ...] = ()
-        """What every step is given; empty: anything."""
-
-    def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
-        busy = sum(work.gang for work in works if work.until is not None)
-        idle = [work for work in works if work.until is None]
-        if self.always:
-            return GangPlan((Run((idle[0].ticket,), self.always),) if idle and not busy else ())
-        self._rng.shuffle(idle)
-        runs = []
-        for _ in range(2):
-            if busy and self._rng.random() < 0.5:
-                break  # what is busy now may be shared soon
-            gangs = [gang for gang in ((0, 1), (0,), (1,)) if not busy & sum(1 << d for d in gang)]
-            if idle and gangs:
-                gang = self._rng.choice(gangs)
-                busy |= sum(1 << device for device in gang)
-                runs.append(Run((idle.pop().ticket,), gang))
-                self.drawn.add(gang)
-        return GangPlan(tuple(runs))
-
-
-class AnyDegreeScheduler(GangScheduler):
-    def __init__(self, max_rows: int, max_waiting: int) -> None:
-        self.draws = AnyDegree()
-        super().__init__(self.draws, 2, max_rows, max_waiting)
-
-
 @pytest.fixture(
     scope="module", params=["any degree", pytest.param("spread", marks=pytest.mark.slow)]
 )
@@ -137,7 +101,7 @@ def two(
     else:
         drawing = structs.replace(config, engine=structs.replace(config.engine, policy="deadline"))
         engine = started(
-            drawing, encoder, lambda rows, waiting, share: AnyDegreeScheduler(rows, waiting)
+            drawing, encoder, lambda rows, waiting, share: AnyDegreeScheduler(2, rows, waiting)
         )
     yield engine
     engine.close(5.0)

@@ -1,0 +1,55 @@
+"""A policy that no due time asks for: at each step an edit has whatever devices are idle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from maskserve_core.worker.gangs.scheduler import GangScheduler
+from maskserve_core.worker.gangs.work import GangPlan, Work
+from maskserve_core.worker.step_scheduler import Run
+
+
+def gangs_of(devices: int) -> list[tuple[int, ...]]:
+    """All aligned blocks of 1, 2, 4 and 8 devices, the largest first."""
+    degrees = [degree for degree in (8, 4, 2, 1) if degree <= devices]
+    return [tuple(range(first, first + degree))
+            for degree in degrees for first in range(0, devices, degree)]  # fmt: skip
+
+
+class AnyDegree:
+    """Gangs drawn anew for each step: a `GangPolicy`."""
+
+    def __init__(self, devices: int) -> None:
+        self._rng, self._devices = random.Random(5), devices
+        self.drawn: set[tuple[int, ...]] = set()
+        self.always: tuple[int, ...] = ()
+        """What every step is given; empty: anything."""
+
+    def decide(self, now: float, works: Sequence[Work]) -> GangPlan:
+        busy = sum(work.gang for work in works if work.until is not None)
+        idle = [work for work in works if work.until is None]
+        if self.always:
+            return GangPlan((Run((idle[0].ticket,), self.always),) if idle and not busy else ())
+        self._rng.shuffle(idle)
+        runs = []
+        for _ in range(self._devices):
+            if busy and self._rng.random() < 0.5:
+                break  # what is busy now may be shared soon
+            free = [
+                gang
+                for gang in gangs_of(self._devices)
+                if not busy & sum(1 << device for device in gang)
+            ]
+            if idle and free:
+                gang = self._rng.choice(free)
+                busy |= sum(1 << device for device in gang)
+                runs.append(Run((idle.pop().ticket,), gang))
+                self.drawn.add(gang)
+        return GangPlan(tuple(runs))
+
+
+class AnyDegreeScheduler(GangScheduler):
+    def __init__(self, devices: int, max_rows: int, max_waiting: int) -> None:
+        self.draws = AnyDegree(devices)
+        super().__init__(self.draws, devices, max_rows, max_waiting)
