@@ -82,7 +82,7 @@ class Cluster:
             adapters=request.loras,
             controls=CONTROL if request.controlled and self.scenario.controls_priced else (),
         )
-        views = [worker.view(now) for worker in self.workers.values()]
+        views = [worker.view() for worker in self.workers.values()]
         try:
             chosen = self.policy.choose(edit, views, now)
             view = next(view for view in views if view.worker == chosen)

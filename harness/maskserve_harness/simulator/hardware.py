@@ -81,6 +81,7 @@ class Hardware:
     _seconds: dict[tuple[int, int, int], float] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
+    _loads: dict[float, float] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         facts = self.facts
@@ -147,7 +148,9 @@ class Hardware:
 
     def load_bytes(self, active: float) -> float:
         """What a cached row loads from the host per step if it takes every block's K and V."""
-        return float(self._moved(active)[:, 1].sum())
+        if active not in self._loads:
+            self._loads[active] = float(self._moved(active)[:, 1].sum())
+        return self._loads[active]
 
     def cacheable(self, active: int) -> bool:
         return active < self.dense_above_ratio * self.tokens

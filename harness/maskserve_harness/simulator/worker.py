@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from maskserve_core.routing import Edit, RowLoad, WorkerView
@@ -75,7 +75,7 @@ class Worker:
 
     # What routing sees.
 
-    def view(self, now: float) -> WorkerView:
+    def view(self) -> WorkerView:
         """As of the last step boundary, like a status record, with all that was sent since."""
         if self._view is None:
             jobs = self._assigned.values()
@@ -92,10 +92,9 @@ class Worker:
                 waiting=tuple(job.row for job in waiting),
                 templates=None if hidden else tiers,
                 adapters=self.loras.view() if self.loras else None,
-                as_of=self._step_began,
+                # Of one that does not step nothing is done since then.
+                as_of=math.inf if self._stepping is None else self._step_began,
             )
-        if self._stepping is None:
-            return replace(self._view, as_of=now)
         return self._view
 
     # An edit's way through the worker.

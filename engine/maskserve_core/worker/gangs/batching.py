@@ -6,8 +6,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
-from maskserve_core.worker.gangs.work import GangPlan, GangPolicy, Work, seconds_together
+from maskserve_core.worker.gangs.work import GangPlan, GangPolicy, Work
 from maskserve_core.worker.step_scheduler import Run, Ticket
 
 
@@ -37,62 +38,85 @@ class Batching:
         by_id = {work.ticket.request_id: work for work in works}
         begun = {ticket.request_id for run in plan.runs for ticket in run.rows}
         waiting = [w for w in works if w.until is None and w.ticket.request_id not in begun]
-        runs = list(plan.runs)
+        if not waiting:
+            return plan
+        joined = [
+            _Joined(run, [by_id[ticket.request_id] for ticket in run.rows], now, plan.again)
+            for run in plan.runs
+        ]
         latest = sorted(map(_latest, waiting))
         for work in sorted(waiting, key=lambda work: (work.ticket.arrival, work.ticket.request_id)):
-            for number, run in enumerate(runs):
-                if not self._may_join(work, run):
-                    continue
-                rows = [by_id[ticket.request_id] for ticket in run.rows]
-                if _all_in_time(work, rows, run, latest, now, plan.again):
-                    runs[number] = replace(run, rows=(*run.rows, work.ticket))
+            ticket = work.ticket
+            gains = _gains(ticket.seconds, ticket.shared, self.least)
+            for run in joined if gains else ():
+                if run.at in gains and self._has_room(run.run, ticket) and run.takes(work, latest):
                     latest.remove(_latest(work))
                     break
-        return replace(plan, runs=tuple(runs))
+        return replace(plan, runs=tuple([each.run for each in joined]))
 
-    def _may_join(self, work: Work, run: Run) -> bool:
-        """Whether there is something to gain, whoever is late by it."""
-        ticket, degree = work.ticket, len(run.devices)
-        own = _seconds(ticket, degree)
-        if len(run.rows) >= self.max_rows or ticket.shared < self.least * own:
-            return False
-        if any(row.batch_key != ticket.batch_key for row in run.rows):
-            return False
-        # It may have so many devices, and gains by them.
-        return degree == 1 or own < _seconds(ticket, degree // 2)
+    def _has_room(self, run: Run, ticket: Ticket) -> bool:
+        return len(run.rows) < self.max_rows and all(
+            row.batch_key == ticket.batch_key for row in run.rows
+        )
 
 
-def _all_in_time(
-    work: Work, rows: Sequence[Work], run: Run, latest: Sequence[float], now: float, again: float
-) -> bool:
-    """Whether nobody is late by it who would not be without.
-
-    Args:
-        work: that would join.
-        rows: of the run, so far.
-        run: the run.
-        latest: when those must begin that wait, `work` among them; in order.
-        now: seconds of the caller's clock.
-        again: when the other policy decides again.
+@lru_cache(maxsize=4096)
+def _gains(seconds: tuple[float, ...], shared: float, least: float) -> frozenset[int]:
+    """Where in `Ticket.seconds` an edit saves enough by joining a step: it may have so many
+    devices, and gains by them.
     """
-    degree, tickets = len(run.devices), [row.ticket for row in rows]
-    before = seconds_together(tickets, degree)
-    after = seconds_together([*tickets, work.ticket], degree)
-    behind, then = now + run.steps * before, now + run.steps * after
-    if run.steps > 1 and (work.remaining < run.steps or then > again):
-        return False
-    lost = bisect_left(latest, then) - bisect_left(latest, behind)
-    if lost - (behind <= _latest(work) < then):
-        return False
-    return all(
-        now + row.remaining * after <= row.ticket.due
-        for row in rows
-        if row.ticket.due is not None and now + row.remaining * before <= row.ticket.due
+    return frozenset(
+        at
+        for at, own in enumerate(seconds)
+        if shared >= least * own and (not at or own < seconds[at - 1])
     )
 
 
-def _seconds(ticket: Ticket, degree: int) -> float:
-    return ticket.seconds[degree.bit_length() - 1]
+class _Joined:
+    """A run, and what has to be known of it as edits join.
+
+    Args:
+        run: as the other policy has it.
+        works: the edits of its rows.
+        now: seconds of the caller's clock.
+        again: when the other policy decides again.
+    """
+
+    def __init__(self, run: Run, works: Sequence[Work], now: float, again: float) -> None:
+        self.run, self._now, self._again = run, now, again
+        degree = len(run.devices)
+        self.at = degree.bit_length() - 1
+        """Of its degree in `Ticket.seconds`."""
+        self._own = sum([ticket.seconds[self.at] - ticket.shared for ticket in run.rows])
+        self._shared = max([ticket.shared for ticket in run.rows])
+        self._in_time = [(work.remaining, due) for work in works
+                         if (due := work.ticket.due) is not None
+                         and now + work.remaining * (self._own + self._shared) <= due]  # fmt: skip
+        """Steps left and due times of those that are in time as it is."""
+
+    def takes(self, work: Work, latest: Sequence[float]) -> bool:
+        """Have an edit join if nobody is late by it who would not be without.
+
+        Args:
+            work: that waits.
+            latest: when those must begin that wait, `work` among them; in order.
+        """
+        ticket, run, now = work.ticket, self.run, self._now
+        own, shared = self._own + ticket.seconds[self.at] - ticket.shared, self._shared
+        before, after = self._own + shared, own + max(shared, ticket.shared)
+        behind, then = now + run.steps * before, now + run.steps * after
+        if run.steps > 1 and (work.remaining < run.steps or then > self._again):
+            return False
+        if any(now + steps * after > due for steps, due in self._in_time):
+            return False
+        lost = bisect_left(latest, then) - bisect_left(latest, behind)
+        if lost - (behind <= _latest(work) < then):
+            return False
+        self.run = replace(run, rows=(*run.rows, ticket))
+        self._own, self._shared = own, max(shared, ticket.shared)
+        if ticket.due is not None and now + work.remaining * after <= ticket.due:
+            self._in_time.append((work.remaining, ticket.due))
+        return True
 
 
 def _latest(work: Work) -> float:

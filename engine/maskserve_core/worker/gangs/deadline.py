@@ -270,6 +270,8 @@ class _Books:
         """
         begun = {run.rows[0].request_id for run in self.runs}
         for work in works:
+            if not self.idle:
+                return
             if work.until is not None or work.ticket.request_id in begun:
                 continue
             for degree, seconds in self._degrees(work, self.most):
