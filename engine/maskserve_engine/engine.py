@@ -15,12 +15,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, guarded
 from maskserve_core.models.facts import ModelFacts
-from maskserve_core.models.registry import load_facts
 from maskserve_core.worker.gangs.batching import Batching
 from maskserve_core.worker.gangs.deadline import Deadline
 from maskserve_core.worker.gangs.rounds import Rounds
@@ -45,6 +46,7 @@ from maskserve_engine.entry_store import estimated_costs, open_mover, open_store
 from maskserve_engine.executor import Executor
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.gangs.checks import check_devices
 from maskserve_engine.gangs.degree_times import DegreeTimes
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.gangs.messages import DeviceFacts
@@ -247,8 +249,8 @@ class Engine:
             ConfigError: a rank could not be started.
         """
         deals = config.engine.policy == "cfg"
-        if deals:
-            _check_pair(config)
+        on_gpus = device_of(config).type == "cuda"
+        check_devices(config, torch.cuda.device_count() if on_gpus else 0)
         ranks = RankProcesses(config)
         own = ranks.scheduling_config
         most = 1 if config.engine.policy == "spread" else config.engine.devices
@@ -522,17 +524,3 @@ def _policy_of(config: Config) -> MakePolicy:
     else:
         gangs = Deadline(devices)
     return lambda rows, waiting, share: GangScheduler(Batching(gangs, rows), devices, rows, waiting)
-
-
-def _check_pair(config: Config) -> None:
-    """Raises ConfigError where no edit's passes could be dealt to two devices."""
-    if config.engine.devices != 2:
-        raise ConfigError(
-            f'[engine] policy: "cfg" takes two devices, not {config.engine.devices}: an edit has '
-            "two passes at most"
-        )
-    if not load_facts(config.model.path, config.model.native_resolution).two_passes:
-        raise ConfigError(
-            '[engine] policy: "cfg" needs a model with classifier-free guidance; edits of this one '
-            'have one pass: use "spread"'
-        )

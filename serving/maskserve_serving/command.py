@@ -135,9 +135,15 @@ def gpus_of_worker(index: int, workers: int, *, each: int = 1, share: bool = Fal
         share: whether workers may share devices.
 
     Raises:
-        ServeError: there are fewer devices than the workers use, and they are not to be shared.
+        ServeError: there are fewer devices than a worker uses, or than all use that are not to
+            share them.
     """
     devices = visible_gpus()
+    if devices and each > len(devices):
+        raise ServeError(
+            f"--devices-per-worker: {each} GPUs are more than a worker can see; {len(devices)} are "
+            "here"
+        )
     if devices and workers * each > len(devices) and not share:
         raise ServeError(
             f"--workers: {workers} workers of {each} GPU(s) on {len(devices)} GPU(s) would load "

@@ -1,4 +1,4 @@
-"""A worker of two devices behind a real Triton; on a CPU a device is a process of its own."""
+"""Workers of several devices behind a real Triton; on a CPU a device is a process of its own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import psutil
 import pytest
+from tritonclient.utils import InferenceServerException
 
+from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
 from maskserve_serving.supervisor import Supervisor
@@ -23,13 +26,15 @@ RANK = "maskserve_engine.gangs.rank"
 
 
 @contextmanager
-def worker_of_two(model: Path, folder: Path, policy: str) -> Iterator[Supervisor]:
+def worker_of(
+    devices: Literal[1, 2, 4, 8], model: Path, folder: Path, policy: str
+) -> Iterator[Supervisor]:
     config = folder / "config.toml"
     config.write_text(f'[engine]\npolicy = "{policy}"\n', encoding="utf-8")
     options = ServeOptions(
         model=str(model),
         config=config,
-        devices_per_worker=2,
+        devices_per_worker=devices,
         base_port=free_base_port(),
         log_dir=folder / "logs",
         entries=folder / "entries",
@@ -40,7 +45,7 @@ def worker_of_two(model: Path, folder: Path, policy: str) -> Iterator[Supervisor
 
 @pytest.fixture(scope="module")
 def devices(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
-    with worker_of_two(model, tmp_path_factory.mktemp("devices"), "deadline") as supervisor:
+    with worker_of(2, model, tmp_path_factory.mktemp("devices"), "deadline") as supervisor:
         yield supervisor
 
 
@@ -84,6 +89,8 @@ def test_edits_that_are_due_say_how_they_ended(edits: Grpc) -> None:
     with ThreadPoolExecutor(4) as pool:
         metas = [meta for _, meta in pool.map(edits.edit, asked)]
     assert [meta["slo"] for meta in metas] == ["late", "met", "late", "met"]
+    with pytest.raises(InferenceServerException, match="DEADLINE_EXCEEDED"):
+        edits.edit(plain_edit(num_inference_steps=1000, deadline_ms=1))
 
 
 def all_back(devices: Supervisor) -> bool:
@@ -116,6 +123,38 @@ def test_ranks_end_with_the_process_that_schedules(devices: Supervisor) -> None:
     (parent,) = {each.ppid() for each in old}
     os.kill(parent, signal.SIGKILL)
     eventually("they end", lambda: not any(each.is_running() for each in old), 5.0)
+    worker = devices.workers[0]
+    eventually("the worker is started again", lambda: worker.restarts == 1, 30.0)
+    eventually("it is ready", worker.ready, 180.0)
+    eventually("two ranks", lambda: len(ranks(devices)) == 2, 60.0)
+    client = Grpc(worker.grpc_url)
+    assert client.edit(plain_edit(seed=3))[1]["event"] == "final"
+    client.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_four_devices_give_the_pictures_of_one(tmp_path: Path) -> None:
+    """The demo model has four heads: one for each."""
+    asked = [
+        plain_edit(seed=seed, deadline_ms=limit, on_late="finish", cache=cache)
+        for seed, limit in enumerate((1, 60_000, 2000))
+        for cache in ("off", "require")
+    ]
+    pictures = []
+    for devices in (1, 4):
+        folder = tmp_path / str(devices)
+        folder.mkdir()
+        with worker_of(devices, DEMO_MODEL, folder, "deadline") as worker:
+            assert len(ranks(worker)) == (devices if devices > 1 else 0)
+            client = Grpc(worker.workers[0].grpc_url)
+            with ThreadPoolExecutor(6) as pool:
+                answers = list(pool.map(client.edit, asked))
+            client.close()
+        assert [meta["cache"] for _, meta in answers] == ["off", "hit"] * 3
+        pictures.append([pixels(picture).astype(int) for picture, _ in answers])
+    for ours, theirs in zip(*pictures, strict=True):
+        assert np.abs(ours - theirs).max() <= 1
 
 
 def test_rounds_give_the_same_pictures(model: Path, tmp_path: Path, grpc: Grpc) -> None:
@@ -123,7 +162,7 @@ def test_rounds_give_the_same_pictures(model: Path, tmp_path: Path, grpc: Grpc) 
         plain_edit(seed=seed, deadline_ms=limit, on_late="finish")
         for seed, limit in enumerate((1, 60_000, 60_000, 1))
     ]
-    with worker_of_two(model, tmp_path, "rounds") as worker:
+    with worker_of(2, model, tmp_path, "rounds") as worker:
         client = Grpc(worker.workers[0].grpc_url)
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(client.edit, asked))

@@ -136,7 +136,6 @@ class RankProcesses:
     """
 
     def __init__(self, config: Config) -> None:
-        _check(config)
         self._folder = ""
         if config.cache.enabled and not (config.cache.host_dir or config.cache.disk_dir):
             # Entries travel between ranks by files.
@@ -194,14 +193,6 @@ class RankProcesses:
                 if wrong is not None:
                     _log.error("rank %d %s; it is replaced", process.device, wrong)
                     process.kill()
-
-
-def _check(config: Config) -> None:
-    if config.controls.service:
-        raise ConfigError(
-            f"[engine] devices: {config.engine.devices} devices per worker do not go with "
-            "[controls] service; use one device"
-        )
 
 
 def _rank_config(config: Config) -> Config:

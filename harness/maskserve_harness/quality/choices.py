@@ -160,8 +160,16 @@ def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
     found.append(replace(chosen, dense_steps=2))
     two_anchors = replace(chosen, stride=of_schedule(14, steps))
     found += [replace(way, thin=each) for way in (chosen, two_anchors) for each in (1, 4)]
-    found += [replace(way, skip_below=0.1) for way in (chosen, two_anchors)]
-    found.append(replace(chosen, skip_below=0.2))
+    found.append(replace(two_anchors, skip_below=0.1))
+    # What an elastic edit could step down to: by skipping alone, and with another ring or context.
+    found += [replace(chosen, skip_below=threshold) for threshold in (0.05, 0.1, 0.2)]
+    found += [
+        replace(chosen, ring=ring, thin=thin, skip_below=threshold)
+        for ring, thin in ((0, 0), (2, 0), (chosen.ring, 4))
+        for threshold in (0.1, 0.2)
+    ]
     everything = replace(chosen, dense_steps=FLUX_STEPS)
-    found += [replace(everything, skip_below=threshold) for threshold in (0.1, 0.2, 0.3, 0.5)]
+    found += [
+        replace(everything, skip_below=threshold) for threshold in (0.05, 0.1, 0.2, 0.3, 0.5)
+    ]
     return list(dict.fromkeys(found))

@@ -445,6 +445,9 @@ def test_a_worker_sees_as_many_gpus_as_its_devices_count_up_to(
     assert [command.gpus_of_worker(i, 2, each=2) for i in range(2)] == ["0,1", "4,5"]
     with pytest.raises(ServeError, match=r"3 workers of 2 GPU\(s\) on 4 GPU"):
         command.gpus_of_worker(0, 3, each=2)
+    for share in (False, True):
+        with pytest.raises(ServeError, match=r"--devices-per-worker: 8 GPUs .* 4 are here"):
+            command.gpus_of_worker(0, 1, each=8, share=share)
 
 
 def test_an_installed_server_is_spared_the_hosts_cuda(

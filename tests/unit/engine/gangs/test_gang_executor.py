@@ -25,6 +25,7 @@ from maskserve_engine.engine import Engine
 from maskserve_engine.executor import DenseRowSpec, StepInput
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.gangs.checks import check_devices
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.gangs.messages import packed
 from maskserve_engine.gangs.processes import RankProcess
@@ -251,6 +252,7 @@ def test_edits_go_on_where_a_rank_is_lost(
     jobs[2:] = [with_control(one, encoder, each) for each in jobs[2:]]
     expected = run(one, jobs)
     both_back(two)
+    before = two.counters["steps_total"]
     sinks = [Sink() for _ in jobs]
     for each, sink in zip(jobs, sinks, strict=True):
         two.submit(each, sink)
@@ -261,6 +263,8 @@ def test_edits_go_on_where_a_rank_is_lost(
     finals = [sink.final() for sink in sinks]
     assert_same([final.latents for final in finals], expected)
     assert all(final.meta["steps"] == 60 for final in finals)
+    # No step was taken twice, but for the one that the rank was lost in.
+    assert two.counters["steps_total"] - before <= 60 * len(jobs) + len(jobs)
     both_back(two)
     policy = two.manager.scheduler
     if isinstance(policy, AnyDegreeScheduler):
@@ -348,6 +352,21 @@ def test_what_devices_do_not_go_with_is_refused_in_a_sentence(tiny_fill: Path) -
     served = structs.replace(config.controls, service="127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"2 devices per worker .* \[controls\] service"):
         Engine.load(structs.replace(config, controls=served))
+    with pytest.raises(ConfigError, match=r"2 devices on 1 GPU\(s\); accepted: up to 1"):
+        check_devices(config, gpus=1)
+    check_devices(config, gpus=2)
+
+
+@pytest.mark.parametrize("policy", ["deadline", "rounds"])
+def test_devices_above_the_models_heads_are_refused_in_a_sentence(
+    tiny_fill: Path, policy: Any
+) -> None:
+    """It has two; each device with a batch of its own needs none."""
+    config = config_for(tiny_fill, 4)
+    shared = structs.replace(config, engine=structs.replace(config.engine, policy=policy))
+    with pytest.raises(ConfigError, match="4 devices cannot share the 2 attention heads of this"):
+        Engine.load(shared)
+    check_devices(config, gpus=0)
 
 
 def test_a_model_that_ranks_cannot_load_is_a_sentence(tiny_fill: Path, tmp_path: Path) -> None:
