@@ -169,7 +169,5 @@ def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
         for threshold in (0.1, 0.2)
     ]
     everything = replace(chosen, dense_steps=FLUX_STEPS)
-    found += [
-        replace(everything, skip_below=threshold) for threshold in (0.05, 0.1, 0.2, 0.3, 0.5)
-    ]
+    found += [replace(everything, skip_below=threshold) for threshold in (0.05, 0.1, 0.2, 0.3, 0.5)]
     return list(dict.fromkeys(found))
