@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from maskserve_core.contracts.control_range import scale_at
@@ -85,6 +86,11 @@ class EditJob:
         ring = self.request.settings.mask_ring
         assert ring is not None, "preprocess fills in the model's default"
         return ring
+
+    def with_ring(self, ring: int) -> EditJob:
+        """The same with another ring, and not prepared."""
+        settings = structs.replace(self.request.settings, mask_ring=ring)
+        return replace(self, request=replace(self.request, settings=settings), prepared=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Levels of fidelity that an edit which would be late may step down to (`reuse: elastic`).
 
 What each was measured at is that of the demo models, in 12 steps (2-core AMD EPYC, CPU only,
-2026-11-22; docs/benchmarks/quality-frontier-fill.json and -inpaint.json, which a test holds the
-table to):
+2026-11-25 Fill, 2026-11-22 Inpaint; docs/benchmarks/quality-frontier-fill.json and -inpaint.json,
+to which a test holds the table, and by which no other ring saves more per dB):
 
     scripts/bench eval_quality --frontier
 """
@@ -20,6 +20,8 @@ class ReuseLevel(NamedTuple):
 
     name: str
     """Of the system in the tables."""
+    ring: int | None
+    """Tokens computed round the mask; None: as the edit has it."""
     first_block_threshold: float
     psnr: float
     """dB in the mask, against our dense edit; the mean over edits."""
@@ -27,21 +29,30 @@ class ReuseLevel(NamedTuple):
     """Its FLOPs, as a share of the edit's without."""
 
 
+RING = 1
+"""Of the edits that levels with another ring were measured against."""
 _FILL = (
-    ReuseLevel("kv-int4-one-ring1-skip0.1", 0.1, 37.73, 0.415),
-    ReuseLevel("kv-int4-one-ring1-skip0.2", 0.2, 33.11, 0.252),
+    ReuseLevel("kv-int4-one-ring3-skip0.05", 3, 0.05, 43.24, 0.725),
+    ReuseLevel("kv-int4-one-ring3-skip0.1", 3, 0.1, 39.33, 0.481),
+    ReuseLevel("kv-int4-one-ring2-skip0.1", 2, 0.1, 38.63, 0.441),
+    ReuseLevel("kv-int4-one-ring1-skip0.1", None, 0.1, 37.73, 0.415),
+    ReuseLevel("kv-int4-one-ring1-skip0.2", None, 0.2, 33.11, 0.251),
+    ReuseLevel("kv-int4-one-ring0-skip0.2", 0, 0.2, 32.59, 0.236),
+    ReuseLevel("kv-int4-one-ring0-skip0.3", 0, 0.3, 29.4, 0.166),
 )
 _FILL_DENSE = (
-    ReuseLevel("first_block_cache-0.1", 0.1, 39.63, 0.386),
-    ReuseLevel("first_block_cache-0.2", 0.2, 32.12, 0.222),
+    ReuseLevel("first_block_cache-0.05", None, 0.05, 49.37, 0.626),
+    ReuseLevel("first_block_cache-0.1", None, 0.1, 39.63, 0.386),
+    ReuseLevel("first_block_cache-0.2", None, 0.2, 32.12, 0.222),
+    ReuseLevel("first_block_cache-0.3", None, 0.3, 28.71, 0.175),
 )
 _INPAINT = (
-    ReuseLevel("kv-int4-stride3-ring1-skip0.1", 0.1, 29.89, 0.509),
-    ReuseLevel("kv-int4-stride3-ring1-skip0.2", 0.2, 27.27, 0.304),
+    ReuseLevel("kv-int4-stride3-ring1-skip0.1", None, 0.1, 29.89, 0.509),
+    ReuseLevel("kv-int4-stride3-ring1-skip0.2", None, 0.2, 27.27, 0.304),
 )
 _INPAINT_DENSE = (
-    ReuseLevel("first_block_cache-0.1", 0.1, 31.55, 0.509),
-    ReuseLevel("first_block_cache-0.2", 0.2, 26.98, 0.345),
+    ReuseLevel("first_block_cache-0.1", None, 0.1, 31.55, 0.509),
+    ReuseLevel("first_block_cache-0.2", None, 0.2, 26.98, 0.345),
 )
 LEVELS = {
     ("fill", True): _FILL,
@@ -53,12 +64,18 @@ LEVELS = {
 
 
 def levels_of(settings: EditSettings, facts: ModelFacts, *, cached: bool) -> tuple[ReuseLevel, ...]:
-    """Those that the edit may step down to, the nearest first; none unless it asked for any."""
+    """Those that the edit may step down to, the nearest first; none unless it asked for any.
+
+    An edit with LoRAs or ControlNets, or with a ring of its own choice, keeps its ring.
+    """
     if settings.reuse != "elastic" or not facts.skips_steps:
         return ()
     floor, begin = settings.reuse_floor or 0.0, settings.first_block_threshold or 0.0
+    any_ring = settings.mask_ring == RING and not settings.loras and not settings.controls
     return tuple(
         level
         for level in LEVELS[facts.semantics, cached]
-        if level.psnr >= floor and level.first_block_threshold > begin
+        if level.psnr >= floor
+        and level.first_block_threshold > begin
+        and (any_ring or level.ring is None)
     )

@@ -117,6 +117,10 @@ class Adapter(Protocol):
         """
         ...
 
+    def with_ring(self, job: EditJob, ring: int) -> EditJob:
+        """A prepared job that computes so many tokens round its mask; what was drawn stays."""
+        ...
+
     def dense_row(self, job: EditJob) -> EditRow:
         """A row that computes all tokens, exactly as the diffusers pipeline does."""
         ...

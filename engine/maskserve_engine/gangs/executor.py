@@ -188,8 +188,8 @@ class GangExecutor:
         """A rank makes it with its first step there; what goes wrong then fails the row."""
         assert row not in self._rows, f"there is a row {row}"
         self._rows[row] = _Row(f"{row}#{next(self._names)}", spec)
-        # Rows of one mask read the same tokens; which these are, ranks know.
-        return RowMade(True, spec.job.edit_mask.tobytes())
+        # Rows of one mask and ring read the same tokens; which these are, ranks know.
+        return RowMade(True, bytes([spec.job.mask_ring]) + spec.job.edit_mask.tobytes())
 
     def load(
         self, reads: Sequence[Read], devices: tuple[int, ...] = (0,)

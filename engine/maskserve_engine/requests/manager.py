@@ -650,7 +650,7 @@ class RequestManager:
         if edit.levels:
             level = self.in_time.level(edit, self._beside(edit), time.monotonic())
             if level is not None:
-                edit.step_down(level)
+                edit.step_down(level, self.adapter)
         job, route = edit.job, edit.route
         if edit.mode != "cached":
             return self.executor.make(edit.request_id, DenseRowSpec(job))

@@ -443,12 +443,15 @@ class RequestState:
             },
         }
 
-    def step_down(self, level: ReuseLevel) -> None:
-        """Leave out what the level says; before its row is made."""
+    def step_down(self, level: ReuseLevel, adapter: Adapter) -> None:
+        """Leave out what the level says; before its row is made, which its tokens depend on."""
         request, threshold = self.job.request, level.first_block_threshold
         settings = structs.replace(request.settings, first_block_threshold=threshold)
         self.job = replace(self.job, request=replace(request, settings=settings))
         self.level = level
+        if level.ring is not None:
+            self.job = adapter.with_ring(self.job, level.ring)
+            self.work, self.said = EditWork.of(self.job, adapter), None
 
     def _reuse(self, level: ReuseLevel) -> dict[str, Any]:
         """What META says of having stepped down."""

@@ -40,6 +40,8 @@ class _Event(msgspec.Struct):
 
     event: str = ""
     cache: str = ""
+    mask_ring: int | None = None
+    """That it was made with, once it has ended."""
 
 
 _read_event = msgspec.json.Decoder(_Event).decode
@@ -150,13 +152,14 @@ class EditDecoder:
             return None
         if not edit.edit_boxes:
             return None
-        assert settings.mask_ring is not None
+        ring = settings.mask_ring if event.mask_ring is None else event.mask_ring
+        assert ring is not None
         patch = self._facts.patch
         pieces = self._decoder.pieces(
             _latent_boxes(edit, self._facts.vae_scale_factor),
             size,
             halo=self._stages.decode_halo,
-            spread=patch * settings.mask_ring + patch - 1,
+            spread=patch * ring + patch - 1,
         )
         if pieces.share >= _WHOLE_FROM:
             return None

@@ -161,13 +161,13 @@ def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
     two_anchors = replace(chosen, stride=of_schedule(14, steps))
     found += [replace(way, thin=each) for way in (chosen, two_anchors) for each in (1, 4)]
     found.append(replace(two_anchors, skip_below=0.1))
-    # What an elastic edit could step down to: by skipping alone, and with another ring or context.
-    found += [replace(chosen, skip_below=threshold) for threshold in (0.05, 0.1, 0.2)]
+    # What an elastic edit could step down to.
+    skipping = (0.05, 0.1, 0.2, 0.3)
     found += [
         replace(chosen, ring=ring, thin=thin, skip_below=threshold)
-        for ring, thin in ((0, 0), (2, 0), (chosen.ring, 4))
-        for threshold in (0.1, 0.2)
+        for ring, thin in ((0, 0), (1, 0), (2, 0), (3, 0), (1, 4))
+        for threshold in skipping
     ]
     everything = replace(chosen, dense_steps=FLUX_STEPS)
-    found += [replace(everything, skip_below=threshold) for threshold in (0.05, 0.1, 0.2, 0.3, 0.5)]
+    found += [replace(everything, skip_below=threshold) for threshold in (*skipping, 0.5)]
     return list(dict.fromkeys(found))

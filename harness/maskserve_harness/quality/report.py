@@ -85,7 +85,7 @@ def _plot_over(
         (40, 30),
         strict=True,
     ):
-        for ring, colour in ((0, "tab:red"), (1, "tab:blue"), (2, "tab:green")):
+        for ring, colour in enumerate(("tab:red", "tab:blue", "tab:green", "tab:purple")):
             some = {n: r for n, r in cached.items() if f"-ring{ring}" in n}
             xs, ys = [r[key] for r in some.values()], [r[value] for r in some.values()]
             axes.plot(xs, ys, "o", color=colour, markersize=4, label=f"ring {ring}")

@@ -179,6 +179,9 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
             template = self._preparation.template(job, noise_seed)
             return replace(job, prepared=replace(ready, template=template))
 
+    def with_ring(self, job: EditJob, ring: int) -> EditJob:
+        return self._preparation.with_ring(job, ring)
+
     def dense_row(self, job: EditJob) -> FluxRow:
         with torch.inference_mode():
             return self._row(job, moved(self._preparation.prepared(job).inputs, self.device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -82,9 +82,16 @@ class FluxPreparation:
             self.prompt(job.conditioning),
             None if job.negative is None else self.prompt(job.negative),
         )
-        height, width = grid_of(job)
-        rest = np.setdiff1d(np.arange(height * width), active)
-        return FluxPrepared(inputs, None, active, Selection([rest]), controls)
+        return FluxPrepared(inputs, None, active, _others(job, active), controls)
+
+    def with_ring(self, job: EditJob, ring: int) -> EditJob:
+        """See `Adapter.with_ring`."""
+        ringed = job.with_ring(ring)
+        if not isinstance(job.prepared, FluxPrepared):
+            return ringed
+        active = active_tokens(job.edit_mask, self._facts.token_pixels, ring)
+        own = replace(job.prepared, active=active, selection=_others(job, active))
+        return replace(ringed, prepared=own)
 
     def template(self, job: EditJob, noise_seed: int) -> FluxTemplate:
         """The job's own, if it has been prepared; else draws the template's noise."""
@@ -139,3 +146,9 @@ def grid_of(job: EditJob) -> tuple[int, int]:
     """Rows and columns of the edit's tokens."""
     _, height, width = job.moments.shape
     return height // PATCH, width // PATCH
+
+
+def _others(job: EditJob, active: TokenIds) -> Selection:
+    """The tokens that a cached row of it does not compute."""
+    height, width = grid_of(job)
+    return Selection([np.setdiff1d(np.arange(height * width), active)])

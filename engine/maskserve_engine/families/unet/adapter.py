@@ -196,6 +196,9 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             inactive = self._inactive(job, noise_seed)
             return replace(job, prepared=replace(ready, inactive=inactive))
 
+    def with_ring(self, job: EditJob, ring: int) -> EditJob:
+        return self.prepare(job.with_ring(ring))
+
     def dense_row(self, job: EditJob) -> UnetRow:
         with torch.inference_mode():
             return self._row(job, self._preparation.prepared(job).inputs)

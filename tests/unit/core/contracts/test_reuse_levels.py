@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from maskserve_core.contracts.reuse_levels import LEVELS, levels_of
@@ -29,8 +30,41 @@ def test_levels_are_what_was_measured(semantics: str, cached: bool) -> None:
         assert float(level.name.rpartition("skip")[2].rpartition("-")[2]) == (
             level.first_block_threshold
         )
-        assert (level.psnr, level.work) < before  # each saves more, and costs more
+        assert level.ring is None or f"-ring{level.ring}-" in level.name
+        assert level.psnr < before[0]  # each saves more, and costs more
+        assert level.work < before[1]
         before = level.psnr, level.work
+
+
+def under(points: list[tuple[float, float]], psnr: float, work: float) -> bool:
+    """Whether two of the points, or one, are a mix that is as near at less work."""
+    mixes = [w for p, w in points if p >= psnr]
+    for p, w in points:
+        for q, v in points:
+            if p > psnr >= q:
+                mixes.append(v + (w - v) * (psnr - q) / (p - q))
+    return min(mixes, default=2.0) < work
+
+
+def test_no_other_ring_and_no_thinned_context_saves_more_per_db() -> None:
+    """Of what reads the entries that are there; the lowest level is where the table ends."""
+    table = json.loads((TABLES / "quality-frontier-fill.json").read_text(encoding="utf-8"))
+    systems, levels = table["systems"], LEVELS["fill", True]
+    whole = systems[table["default"]]["flux_flop_speedup"]
+    entries = table["default"].rpartition("-")[0]
+    points = [(level.psnr, level.work) for level in levels]
+    others = {
+        name: (figures["psnr_in_mask"], whole / figures["flux_flop_speedup"])
+        for name, figures in systems.items()
+        if name.startswith(f"{entries}-") and name not in {level.name for level in levels}
+    }
+    assert len([name for name in others if "skip" in name]) >= 10
+    assert any("thin4-skip" in name for name in others)
+    for name, (psnr, work) in others.items():
+        if levels[-1].psnr <= psnr <= levels[0].psnr:
+            assert under(points, psnr, work), name
+    without = [point for point, level in zip(points, levels, strict=True) if level.ring is None]
+    assert any(not under(without, *point) for point in points)  # rings are worth it
 
 
 def facts(semantics: str) -> ModelFacts:
@@ -38,17 +72,26 @@ def facts(semantics: str) -> ModelFacts:
 
 
 def names(semantics: str = "fill", *, cached: bool = True, **asked: Any) -> list[str]:
-    settings = EditSettings(**{"reuse": "elastic", "reuse_floor": 0.0, **asked})
-    return [level.name for level in levels_of(settings, facts(semantics), cached=cached)]
+    settings = {"reuse": "elastic", "reuse_floor": 0.0, "mask_ring": 1, **asked}
+    made = msgspec.convert(settings, EditSettings)
+    return [level.name for level in levels_of(made, facts(semantics), cached=cached)]
 
 
 def test_an_edit_may_take_what_holds_its_floor() -> None:
-    first, second = names()
-    assert names(reuse_floor=35.0) == [first]
-    assert names(reuse_floor=40.0) == []
+    every = [level.name for level in LEVELS["fill", True]]
+    assert names() == every
+    assert names(reuse_floor=38.0) == every[:3]
+    assert names(reuse_floor=45.0) == []
     assert names(reuse="exact", reuse_floor=None) == []
-    assert names(first_block_threshold=0.1) == [second]
+    assert names(first_block_threshold=0.1) == every[4:]
     assert names(cached=False) != names() != names("inpaint")
     settings = EditSettings(reuse="elastic", reuse_floor=0.0)
     none = replace(facts("fill"), skips_steps=False)
     assert levels_of(settings, none, cached=True) == ()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"mask_ring": 2}, {"loras": [{"name": "any"}]}, {"controls": [{"name": "any"}]}]
+)
+def test_an_edit_with_a_ring_of_its_own_or_adapters_keeps_its_ring(asked: dict[str, Any]) -> None:
+    assert names(**asked) == [level.name for level in LEVELS["fill", True] if level.ring is None]

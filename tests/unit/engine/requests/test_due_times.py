@@ -16,7 +16,7 @@ from msgspec import structs
 from maskserve_core.config import SloConfig
 from maskserve_core.contracts.due_times import SLO_OUTCOMES, due_by_size, slo_outcome
 from maskserve_core.contracts.pricing import Pricing
-from maskserve_core.contracts.reuse_levels import LEVELS
+from maskserve_core.contracts.reuse_levels import LEVELS, ReuseLevel
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.errors import CODES, DeadlineExceeded, Overloaded
 from maskserve_core.triton.after_steps import AfterSteps
@@ -275,6 +275,26 @@ def test_an_elastic_edit_at_risk_leaves_steps_out_down_to_its_floor(
     same = edit(engine, job(encoder, 6, "said", first_block_threshold=threshold, **asked))
     assert np.array_equal(final.latents, same.latents)
     assert final.meta["steps_skipped"] == same.meta["steps_skipped"]
+
+
+@pytest.mark.parametrize("level", LEVELS["fill", True], ids=lambda level: level.name)
+def test_a_cached_elastic_edit_has_the_ring_of_its_level(
+    engine: Engine, encoder: Encoder, level: ReuseLevel
+) -> None:
+    """It is the edit that asks for that ring and that threshold."""
+    asked: dict[str, Any] = {"num_inference_steps": 12, "cache": "require", "mask_ring": 1}
+    one = small(job(encoder, 6, "primes", **asked))
+    assert edit(engine, one).meta["mask_ring"] == 1
+    engine.manager.in_time = InTime(engine.config, lambda: Pricing(0.0, 1.0, 1.0, 0.0))
+    ours = edit(engine, elastic(one, level.psnr, due_ms=1))
+    assert ours.meta["reuse"]["level"] == level.name
+    ring = 1 if level.ring is None else level.ring
+    asked |= {"mask_ring": ring, "first_block_threshold": level.first_block_threshold}
+    theirs = edit(engine, small(job(encoder, 6, "asks", **asked)))
+    assert np.array_equal(ours.latents, theirs.latents)
+    for name in ("mask_ring", "active_tokens", "computed_tokens", "cache_bytes", "steps_skipped"):
+        assert ours.meta[name] == theirs.meta[name]
+    assert ours.meta["mask_ring"] == ring
 
 
 def test_an_elastic_edit_is_refused_by_what_its_lowest_level_takes(

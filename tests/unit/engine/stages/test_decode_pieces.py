@@ -247,6 +247,21 @@ def test_who_is_decoded_in_pieces(tmp_path: Path, tiny_fill: Path) -> None:
     assert edits.decode(edits.final(edit), replace(edit, edit_boxes=()))[1]
 
 
+def test_an_edit_that_stepped_down_is_decoded_with_the_ring_that_it_had(
+    tmp_path: Path, tiny_fill: Path
+) -> None:
+    """META says it; what the edit asked for is another."""
+    edits = Edits(tmp_path, tiny_fill)
+    MomentsFolder(tmp_path).clear()
+    asked, took = edits.request(mask_ring=0), edits.request(mask_ring=1)
+    MomentsFolder(tmp_path).write(asked.pixels_id, edits.moments)
+    latents = edits.latents()
+    stepped = final_meta(asked, "w", "m", {"cache": "hit", "mask_ring": 1}, {})
+    found, _ = edits.decode(stepped, asked, latents)
+    np.testing.assert_array_equal(found, edits.decode(edits.final(took), took, latents)[0])
+    assert (found != edits.decode(edits.final(asked), asked, latents)[0]).any()
+
+
 @pytest.mark.parametrize("stages", [{"decode_halo": 0}, {"decode_bytes": 0}])
 def test_it_can_be_switched_off(tmp_path: Path, tiny_fill: Path, stages: dict[str, int]) -> None:
     edits = Edits(tmp_path, tiny_fill, **stages)
