@@ -161,6 +161,8 @@ class StepResult:
     failed: Mapping[str, EngineFailed] = field(default_factory=dict)
     control_waits: tuple[float, ...] = ()
     """Seconds that it waited for what a ControlNet service says, each time."""
+    ranks: int = 1
+    """That shared it."""
 
 
 StepDone = Callable[[StepResult], None]

@@ -47,7 +47,7 @@ class MeasuredCosts:
             seconds: of the device.
             host: of launching its kernels. A step that took hardly longer says nothing of FLOPs.
         """
-        if seconds < _HOST_BOUND * host:
+        if seconds <= _HOST_BOUND * host:
             return
         if self._steps.add(flops, seconds):
             line = self._steps.line(self.model.compute)
@@ -106,7 +106,7 @@ class TakenStep(NamedTuple):
     stalls: tuple[Span, ...]
     """Of it, where it waited for entries."""
     flops: float | None
-    """None: its rows have done less than is counted."""
+    """Of each rank that took it; None: its rows have done less than is counted."""
     predicted: float | None
     """Seconds that its plan expected; None: it read no entries."""
     rows: int
@@ -114,6 +114,8 @@ class TakenStep(NamedTuple):
     """Templates of its priming rows."""
     host: float = 0.0
     """Seconds in which the host launched its kernels, as they are counted."""
+    exchanged: float = 0.0
+    """Seconds of it in which ranks that share it exchanged, as they are counted."""
 
 
 class StepTimes:
@@ -162,7 +164,7 @@ class StepTimes:
             priming.seconds += seconds / step.rows
         if step.flops is None:
             return
-        self._costs.step(step.flops, seconds - stall, step.host)
+        self._costs.step(step.flops, seconds - stall - step.exchanged, step.host)
         self._costs.moves(self._moves())
         if step.predicted is not None:
             error = abs(seconds - step.predicted) / max(seconds, 1e-9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from maskserve_core.config import Config
@@ -42,6 +42,7 @@ class StepRunner:
         times: takes what steps took.
         counters: of the worker.
         observations: of the worker.
+        exchanged: seconds in which so many ranks that share a step of these edits exchange.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class StepRunner:
         times: StepTimes,
         counters: dict[str, float],
         observations: Observations,
+        exchanged: Callable[[Sequence[RequestState], int], float],
     ) -> None:
+        self._exchanged = exchanged
         self.adapter, self.executor, self.manager = adapter, executor, manager
         self.planner, self.output, self.times = planner, output, times
         self.counters, self.observations = counters, observations
@@ -85,7 +88,7 @@ class StepRunner:
             # Who was cancelled meanwhile has been answered.
             still = [edit for edit in running if self.manager.holds(edit)]
             self._book_waits(still, result.control_waits)
-            self._book(still, len(running), len(devices), work, result, planned)
+            self._book(still, len(running), work, result, planned)
             self._update(still, result, self._dense if planned is None else planned.plan.kinds)
 
         self.executor.step(step, done)
@@ -157,7 +160,6 @@ class StepRunner:
         self,
         running: Running,
         count: int,
-        devices: int,
         work: ModelWork,
         result: StepResult,
         planned: StepPlan | None,
@@ -167,17 +169,20 @@ class StepRunner:
         Args:
             running: its rows that are still held.
             count: of all its rows.
-            devices: that took it.
             work: of the model at the rows' size.
             result: of the step.
             planned: how it ran.
         """
-        alone = len(running) == count and (devices == 1 or self._pair)
+        ranks = 1 if self._pair else result.ranks
+        edits = [edit for edit in running if isinstance(edit, RequestState)]
+        # Where ranks have dealt the passes, what each has taken is not counted.
+        counted = len(running) == count and (ranks == 1 or all(e.work.passes == 1 for e in edits))
+        flops = self._flops(running, work, result, planned) if counted else None
         self.times.add(
             TakenStep(
                 result.span,
                 result.stalls,
-                self._flops(running, work, result, planned) if alone else None,
+                None if flops is None else flops / ranks,
                 None if planned is None else planned.plan.latency,
                 len(result.rows),
                 tuple(
@@ -188,6 +193,7 @@ class StepRunner:
                     ]
                 ),
                 self._host_seconds(work, planned) if running else 0.0,
+                self._exchanged(edits, ranks) if ranks > 1 and edits else 0.0,
             )
         )
 

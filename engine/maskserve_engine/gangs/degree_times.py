@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from maskserve_core.contracts.pricing import DegreePrice
 from maskserve_core.planning.degree_costs import DEGREES, ExchangeCosts, seconds_by_degree
-from maskserve_core.planning.flops import RowTokens
+from maskserve_core.planning.flops import ModelWork, RowTokens
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.measured_costs import MeasuredCosts
 from maskserve_engine.requests.state import RequestState
@@ -17,7 +17,7 @@ class DegreeTimes:
 
     Args:
         adapter: the model.
-        costs: of the worker's steps on one device.
+        costs: of a device's share of the worker's steps.
         exchange: what ranks' exchanges cost, as they were measured.
         devices: of the worker.
     """
@@ -66,17 +66,12 @@ class DegreeTimes:
         most = min(self._devices, self._adapter.most_ranks(job))
         if job.request.settings.reproducible:
             most = 1
-        _, height, width = job.moments.shape
-        cached = edit.mode == "cached"
-        work = self._adapter.work(height, width)
-        text = float(len(job.conditioning["prompt_embeds"]))
-        tokens = edit.work.active_tokens if cached else edit.work.total_tokens
-        active = tuple([float(tokens) * n / work.tokens[0] for n in work.tokens])
+        work, row = self._counted(edit)
         passes, exchange, line = edit.work.passes, self._exchange(), self._costs.model.compute
         seconds = seconds_by_degree(
             work,
-            RowTokens(active, text),
-            "kv" if cached else "dense",
+            row,
+            "kv" if edit.mode == "cached" else "dense",
             line,
             exchange,
             tuple([degree for degree in DEGREES if degree <= most]),
@@ -85,3 +80,21 @@ class DegreeTimes:
         if passes == 2 and most > 1:  # each has one (`batch.cfg_parallel`)
             of_passes[1] = seconds[0] + exchange.call_seconds
         return tuple(of_passes), line.fixed
+
+    def exchanged(self, edits: Sequence[RequestState], ranks: int) -> float:
+        """Seconds in which so many ranks that share a step of these edits exchange; calls are made
+        once for all rows.
+        """
+        exchange, counted = self._exchange(), [self._counted(edit) for edit in edits]
+        work, row = counted[0]
+        calls = exchange.seconds(work, RowTokens((0.0,) * len(row.active), 0.0), ranks)
+        return calls + sum(exchange.seconds(*each, ranks) - calls for each in counted)
+
+    def _counted(self, edit: RequestState) -> tuple[ModelWork, RowTokens]:
+        """The model at the edit's size, and the tokens that a step of it computes."""
+        _, height, width = edit.job.moments.shape
+        work = self._adapter.work(height, width)
+        cached = edit.mode == "cached"
+        tokens = edit.work.active_tokens if cached else edit.work.total_tokens
+        active = tuple([float(tokens) * n / work.tokens[0] for n in work.tokens])
+        return work, RowTokens(active, float(len(edit.job.conditioning["prompt_embeds"])))

@@ -376,6 +376,7 @@ class GangExecutor:
                 rows=tuple([each._replace(row=ids[each.row]) for each in result.rows]),
                 lost=tuple([ids[row] for row in result.lost]),
                 failed={ids[row]: error for row, error in result.failed.items()},
+                ranks=len(step.gang),
             )
         )
 

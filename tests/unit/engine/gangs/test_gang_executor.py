@@ -30,6 +30,7 @@ from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.gangs.messages import packed
 from maskserve_engine.gangs.processes import RankProcess
 from maskserve_engine.job import ControlInput, EditJob, FinalEvent, PreviewEvent
+from maskserve_engine.requests.state import RequestState
 from tests.fakes.control_nets import random_net
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
 from tests.fakes.tiny_unet import VARIANTS
@@ -214,6 +215,31 @@ def test_ranks_that_share_an_edit_load_the_entries_of_their_heads(
         assert sum(final.meta["cache_bytes"].values()) == share * sum(
             whole.meta["cache_bytes"].values()
         )
+
+
+def test_a_step_that_ranks_share_teaches_what_a_step_costs(
+    two: Engine, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has taken its share of the work; what they exchange is taken off."""
+    policy = two.manager.scheduler
+    if not isinstance(policy, AnyDegreeScheduler):
+        return
+    taken: list[tuple[float, float]] = []
+    costs = two._step_runner.planner.costs
+    monkeypatch.setattr(costs, "step", lambda flops, seconds, *_: taken.append((flops, seconds)))
+    counted = []
+    for devices in ((1,), (0, 1)):
+        policy.draws.always = devices
+        run(two, [job(encoder, 3, f"teaches {devices}", cache="off", num_inference_steps=4)])
+        policy.draws.always = ()
+        [flops] = {flops for flops, _ in taken}
+        assert len(taken) == 4
+        counted.append(flops)
+        taken.clear()
+    assert counted[0] == 2 * counted[1]
+    edit = RequestState.of(job(encoder, 3, "asked"), Sink(), two.adapter)
+    calls = 2 * two.adapter.blocks * ranks(two).exchange.call_seconds
+    assert calls < two._step_runner._exchanged([edit], 2) < 1.0
 
 
 def test_ranks_let_go_of_edits_that_went_on_elsewhere(two: Engine, encoder: Encoder) -> None:
