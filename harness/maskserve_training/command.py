@@ -20,9 +20,9 @@ from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.demo_model.prompts import MAX_SEQUENCE_LENGTH
 from maskserve_training import data
 from maskserve_training.export import assemble, export
-from maskserve_training.loop import Plan, merged_ema, train
+from maskserve_training.flux import merged_ema, train
 from maskserve_training.sampler import Sampler, encode_prompts
-from maskserve_training.text import train_text
+from maskserve_training.text import TEXT_PARTS, train_text
 from maskserve_training.transformer import build_transformer
 from maskserve_training.vae import build_vae, train_decoder
 
@@ -33,7 +33,6 @@ def parse() -> argparse.Namespace:
     add("--work", type=Path, default=CHECKOUT / ".cache/demo-train", help="work folder")
     add("--out", type=Path, default=DEMO_MODEL, help="folder to export to")
     add("--start", type=Path, default=None, help="diffusers folder to train on from")
-    add("--blend", type=float, default=1.0, help="share of what was learnt; the rest is --start's")
     add("--resolution", type=int, default=128, help="native picture side in pixels")
     add("--factor", type=int, default=4, choices=(4, 8), help="pixels per latent side")
     add("--latent-channels", type=int, default=8, help="channels of the VAE's latents")
@@ -56,26 +55,35 @@ def main() -> int:
     logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
     vae = _vae(args)
-    if not (args.work / "text/tokenizer_2").exists():
-        train_text(args.work / "text", start=args.start)
+    text = args.work / "text"
+    if not (text / "tokenizer_2").exists():
+        if args.start is None:
+            train_text(text)
+        else:
+            for part in TEXT_PARTS:
+                shutil.copytree(args.start / part, text / part)
     transformer = _transformer(args)
-    pipe = assemble(vae, args.work / "text", transformer)
+    pipe = assemble(vae, text, transformer)
     if not args.export_only:
         parts = [data.read_part(folder) for folder in _data(args, vae)]
         helpers = [] if args.worker is not None else _start_helpers(args.workers)
         worker = args.worker or 0
-        plan = Plan(args.work, args.minutes * 60, args.rate, worker, args.workers)
-        sampler = Sampler(parts, encode_prompts(pipe), plan.worker)
-        train(transformer, sampler, 4 * args.factor**2, plan)
+        train(
+            transformer,
+            Sampler(parts, encode_prompts(pipe), worker),
+            4 * args.factor**2,
+            args.work,
+            seconds=60 * args.minutes,
+            rate=args.rate,
+            worker=worker,
+            workers=args.workers,
+        )
         if args.worker is not None:
             return 0
         for helper in helpers:
             if code := helper.wait():
                 return code
     weights, samples = merged_ema(args.work)
-    if args.start is not None:
-        for name, weight in _transformer(args).state_dict().items():
-            weights[name].lerp_(weight, 1 - args.blend)
     transformer.load_state_dict(weights)
     export(pipe, args.out, MAX_SEQUENCE_LENGTH)
     print(f"exported to {args.out} after {samples} samples")

@@ -24,8 +24,7 @@ from maskserve_harness.demo_model.outlines import (
     outlined_edits,
 )
 from maskserve_harness.demo_model.scenes import Edit, Picture, fill, to_bytes
-from maskserve_training.adapter_loop import train_adapter
-from maskserve_training.control_bases import BASES, ControlBase
+from maskserve_training.bases import BASES, Base, learn
 
 NETS: Final = CHECKOUT / "assets" / "controlnets"
 FOLDERS: Final = {"flux": NETS / "outline", "unet": NETS / "unet-outline"}
@@ -54,30 +53,21 @@ def draw_sample(
     return asked
 
 
-def train(base: ControlBase, net: Any, seconds: float, rate: float, out: Path, batch: int) -> None:
+def train(base: Base, net: Any, seconds: float, rate: float, out: Path, batch: int) -> None:
     """Train for so much CPU time, and write the net on the way and at the end."""
-    base.base.denoiser.requires_grad_(False)
-    base.base.ready_to_learn()
-    net.set_attn_processor(next(iter(base.base.denoiser.attn_processors.values())))
-    model = base.controlled(net.train())
+    base.ready_to_learn()
+    net.set_attn_processor(base.attention())
+    model = base.controlled(base.denoiser, net.train())
 
     def loss_of(
         rng: np.random.Generator, size: tuple[int, int], generator: torch.Generator
     ) -> torch.Tensor:
-        asked = [draw_sample(rng, size, guided=base.guided) for _ in range(batch)]
-        model.pictures = base.pictures(asked)
-        return base.loss(model, asked, generator)
+        asked = [draw_sample(rng, size, guided=bool(base.guided)) for _ in range(batch)]
+        model.pictures = base.controls([each.control for each in asked])
+        return base.loss(model, [each.edit for each in asked], generator)
 
     seed = int(time.time()) if (out / "config.json").is_file() else 0
-    train_adapter(
-        "outline",
-        list(net.parameters()),
-        loss_of,
-        lambda: save(net, out),
-        seed=seed,
-        seconds=seconds,
-        rate=rate,
-    )
+    learn("outline", net, loss_of, lambda: save(net, out), seed=seed, seconds=seconds, rate=rate)
 
 
 def save(net: Any, folder: Path) -> None:
@@ -86,28 +76,25 @@ def save(net: Any, folder: Path) -> None:
     net.save_pretrained(folder)
 
 
-def paint(base: ControlBase, net: Any | None, asked: list[OutlinedEdit]) -> list[Picture]:
+def paint(base: Base, net: Any | None, asked: list[OutlinedEdit]) -> list[Picture]:
     """The edits by diffusers' pipeline and classes, with the net or without any."""
-    pipe, plain = base.base.pipe, base.base.denoiser
-    part = "unet" if hasattr(pipe, "unet") else "transformer"
-    pipe.set_progress_bar_config(disable=True)
+    base.pipe.set_progress_bar_config(disable=True)
     pictures: list[Picture] = []
-    model = None if net is None else base.controlled(net)
+    model = None if net is None else base.controlled(base.denoiser, net)
+    if model is not None:
+        setattr(base.pipe, base.part, model)
     try:
-        if model is not None:
-            setattr(pipe, part, model)
         for first in range(0, len(asked), 8):
             some = asked[first : first + 8]
             if model is not None:
-                model.pictures = base.pictures(some)
-            with torch.inference_mode():
-                pictures += base.base.edit([each.edit for each in some])
+                model.pictures = base.controls([each.control for each in some])
+            pictures += base.edit([each.edit for each in some])
     finally:
-        setattr(pipe, part, plain)
+        setattr(base.pipe, base.part, base.denoiser)
     return pictures
 
 
-def share_followed(base: ControlBase, net: Any | None, edits: int) -> float:
+def share_followed(base: Base, net: Any | None, edits: int) -> float:
     """Share of held-out edits that are painted along their outlines."""
     asked = outlined_edits(edits)
     pictures = paint(base, net, asked)
@@ -129,11 +116,11 @@ def main() -> int:
     torch.manual_seed(0)
     base, out = BASES[args.base](), args.out or FOLDERS[args.base]
     if args.judge:
-        net = base.read_net(out).eval()
+        net = base.net_class.from_pretrained(out).eval()
         with_it, without = (share_followed(base, each, args.judge) for each in (net, None))
         print(f"outline: followed in {with_it:.0%} of {args.judge} edits, without {without:.0%}")
         return 0
-    net = base.new_net() if args.start is None else base.read_net(args.start)
+    net = base.new_net() if args.start is None else base.net_class.from_pretrained(args.start)
     train(base, net, args.minutes * 60, args.rate, out, _BATCH[args.base])
     return 0
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,10 +23,10 @@ from diffusers import AutoencoderKL, FluxFillPipeline, FluxTransformer2DModel
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_training.attention import MatmulAttention
 from maskserve_training.data import read_part
+from maskserve_training.flux import TOKENS_PER_BATCH
+from maskserve_training.loop import Step, Training
 from maskserve_training.sampler import Sampler, encode_prompts
-from maskserve_training.transformer import optimisers, sample_times
-
-TOKENS_PER_BATCH = 3072
+from maskserve_training.transformer import loss_of, optimisers
 
 
 def parse() -> argparse.Namespace:
@@ -59,38 +59,18 @@ def without_channels(fill: FluxTransformer2DModel, vae: AutoencoderKL) -> FluxTr
 def train(model: FluxTransformer2DModel, sampler: Sampler, seconds: float, rate: float) -> None:
     """Flow matching on whole pictures for so much CPU time, a linear decay of the rate."""
     generator = torch.Generator().manual_seed(1)
-    opts = optimisers(model, rate)
     model.train().requires_grad_(True)
     model.set_attn_processor(MatmulAttention())
-    begin, step, losses = time.process_time(), 0, []
-    while (progress := (time.process_time() - begin) / seconds) < 1:
+
+    def take(step: int, progress: float) -> Step:
         kind = ("plain", "relations", "structures")[step % 3]
         batch = sampler.draw(TOKENS_PER_BATCH, kind, None)
-        times = sample_times(len(batch.clean), generator)
-        noise = torch.randn(batch.clean.shape, generator=generator)
-        mixed = batch.clean + times[:, None, None] * (noise - batch.clean)
-        with torch.autocast("cpu", torch.bfloat16):
-            velocity = model(
-                hidden_states=mixed,
-                timestep=times,
-                pooled_projections=batch.pooled,
-                encoder_hidden_states=batch.prompt,
-                txt_ids=batch.text_ids,
-                img_ids=batch.ids,
-                return_dict=False,
-            )[0]
-        loss = (velocity.float() - (noise - batch.clean)).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = rate * min(1.0, (step + 1) / 30) * (1 - progress)
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-        step += 1
-        losses.append(loss.item())
-        if step % 20 == 0:
-            print(f"{progress:6.1%} step {step} loss {sum(losses[-20:]) / 20:.4f}", flush=True)
+        # The model has no condition, and all of the picture counts.
+        batch = replace(batch, condition=batch.condition[..., :0])
+        loss = loss_of(model, batch, torch.ones(batch.clean.shape[:2]), generator)
+        return Step(loss, len(batch.clean), loss.item())
+
+    Training("inpaint", model, optimisers(model, rate), seconds, rate, 30, decay=1.0).run(take)
 
 
 def main() -> int:

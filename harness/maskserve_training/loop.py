@@ -1,177 +1,125 @@
-"""The transformer's training loop: small windows first, whole pictures last; resumable."""
+"""The loop in which all parts of the demo models learn: for so much CPU time, resumable."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from diffusers import FluxTransformer2DModel
 from torch import nn
 
-from maskserve_training.attention import MatmulAttention
-from maskserve_training.data import KINDS
-from maskserve_training.exchange import Exchange
-from maskserve_training.hints import Hints, front_of
-from maskserve_training.sampler import Sampler
-from maskserve_training.transformer import loss_of, optimisers
 
-TOKENS_PER_BATCH: Final = 3072  # image and text tokens together
-_WINDOWS: Final[tuple[int | None, ...]] = (6, 8, 11, None)  # tokens a side; None = whole picture
+class Step(NamedTuple):
+    """What one step learns from."""
 
-
-class _Phase(NamedTuple):
-    """What batches hold from some progress on."""
-
-    since: float
-    objects: float
-    """Share of steps that only learn what objects look like."""
-    hints: float
-    """Weight of the hints' cross entropies beside the flow-matching loss."""
-    windows: tuple[float, ...]
-    """Shares of the other batches by window."""
-    kinds: tuple[float, ...]
-    """The same by kind of KINDS."""
+    loss: torch.Tensor
+    samples: int = 0
+    """Of which the checkpoint counts."""
+    shown: float | None = None
+    """What of the loss is printed, in the mean; None: of this step nothing is."""
 
 
-_PHASES: Final = (
-    _Phase(0.0, 0.8, 0.2, (0.85, 0.15, 0.0, 0.0), (0.4, 0.55, 0.05)),
-    _Phase(0.1, 0.3, 0.2, (0.85, 0.15, 0.0, 0.0), (0.25, 0.7, 0.05)),
-    _Phase(0.45, 0.1, 0.1, (0.5, 0.3, 0.15, 0.05), (0.4, 0.45, 0.15)),
-    _Phase(0.75, 0.0, 0.05, (0.1, 0.3, 0.3, 0.3), (0.45, 0.35, 0.2)),
-)
+@dataclass
+class Training:
+    """What learns, how fast and for how long."""
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What to do and for how long."""
-
-    folder: Path
-    """Where checkpoints and exchanged weights lie."""
+    name: str
+    """In what is printed."""
+    learnt: nn.Module
+    """Of its parameters those that need gradients learn."""
+    optimisers: Sequence[torch.optim.Optimizer]
     seconds: float
-    """CPU time of this worker in all, of this and resumed runs: a paused or starved one waits."""
-    rate: float = 3e-3
+    """CPU time of this process in all, of this and resumed runs: a paused or starved one waits."""
+    rate: float
     """Peak learning rate."""
-    worker: int = 0
-    workers: int = 1
+    warm_up: int = 50
+    """Steps until it is reached."""
+    decay: float = 0.45
+    """Share of the time, the last, in which it falls to next to nothing."""
+    averaged: nn.Module | None = None
+    """Part of `learnt` of which a mean over time is kept."""
+    checkpoint: Path | None = None
+    """A run goes on from it if it is there."""
+    save: Callable[[], None] = lambda: None
+    """Called at every checkpoint and at the end."""
     save_every: float = 120.0
-    """Seconds between checkpoints."""
-    average_every: int = 10
-    """Steps between exchanges of weights."""
+    """Seconds of the clock."""
+    say_every: int = 50
+    """Steps."""
+    says: Callable[[], str] = lambda: ""
+    """More to print."""
 
+    def run(self, take: Callable[[int, float], Step]) -> None:
+        """Learn.
 
-def checkpoint_path(folder: Path, worker: int) -> Path:
-    """Where `worker` keeps its state."""
-    return folder / f"worker{worker}.pt"
+        Args:
+            take: draws a step's samples; it is told the step's number and the progress from 0 to 1.
+        """
+        ema = copy.deepcopy(self.averaged)
+        if ema is not None:
+            ema.eval().requires_grad_(False)
+        parts: dict[str, Any] = {"learnt": self.learnt}
+        parts |= {} if ema is None else {"ema": ema}
+        parts |= {f"optimiser{i}": each for i, each in enumerate(self.optimisers)}
+        spent, step, samples = self._resumed(parts)
+        parameters = [p for p in self.learnt.parameters() if p.requires_grad]
+        last, saved_at = time.process_time(), time.monotonic()
+        losses: list[float] = []
+        while spent < self.seconds:
+            progress = spent / self.seconds
+            for group in (group for opt in self.optimisers for group in opt.param_groups):
+                group["lr"] = self.rate * self._factor(step, progress)
+            taken = take(step, progress)
+            taken.loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            for opt in self.optimisers:
+                opt.step()
+                opt.zero_grad(set_to_none=True)
+            step, samples = step + 1, samples + taken.samples
+            if ema is not None and self.averaged is not None:
+                _follow(ema, self.averaged, min(0.998, step / (step + 20)))
+            losses += [] if taken.shown is None else [taken.shown]
+            now = time.process_time()
+            spent, last = spent + now - last, now
+            if step % self.say_every == 0:
+                print(
+                    f"{time.strftime('%H:%M:%S')} {self.name} {progress:6.1%} step {step} "
+                    f"samples {samples} loss {np.mean(losses[-200:]):.4f} "
+                    f"last {np.mean(losses[-50:]):.4f}{self.says()}",
+                    flush=True,
+                )
+            if time.monotonic() - saved_at > self.save_every or spent >= self.seconds:
+                saved_at = time.monotonic()
+                self._write(parts, spent, step, samples)
+                self.save()
 
+    def _factor(self, step: int, progress: float) -> float:
+        """Of the rate: warm-up, flat, then a linear decay."""
+        return min(1.0, (step + 1) / self.warm_up) * max(
+            0.01, min(1.0, (1 - progress) / self.decay)
+        )
 
-def train(
-    model: FluxTransformer2DModel, sampler: Sampler, masked_channels: int, plan: Plan
-) -> None:
-    """Train `model` in place until `plan.seconds` have been spent, saving on the way."""
-    generator = torch.Generator().manual_seed(100 + plan.worker + int(time.time()))
-    rng = np.random.default_rng([plan.worker, int(time.time())])
-    ema = copy.deepcopy(model).eval().requires_grad_(False)
-    hints = Hints(model)
-    trained = nn.ModuleDict({"model": model, "hints": hints})
-    opts = optimisers(trained, plan.rate)
-    path = checkpoint_path(plan.folder, plan.worker)
-    spent, step, samples = 0.0, 0, 0
-    if path.exists():
-        state = torch.load(path, weights_only=True)
-        trained.load_state_dict(state["trained"])
-        ema.load_state_dict(state["ema"])
-        for opt, saved in zip(opts, state["optimisers"], strict=True):
-            opt.load_state_dict(saved)
-        spent, step, samples = state["spent"], state["step"], state["samples"]
-    exchange = Exchange(plan.folder, plan.worker, plan.workers, trained)
-    cpu, saved_at = time.process_time(), time.monotonic()
-    losses: list[float] = []
-    told: dict[str, list[float]] = defaultdict(list)
-    model.train()
-    model.set_attn_processor(MatmulAttention())
-    front = front_of(model)
-    while spent < plan.seconds:
-        progress = spent / plan.seconds
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = plan.rate * _rate_factor(step, progress)
-        phase = next(phase for phase in reversed(_PHASES) if progress >= phase.since)
-        objects = rng.random() < phase.objects
-        if objects:
-            batch = sampler.draw_objects(TOKENS_PER_BATCH)
-        else:
-            batch = sampler.draw(TOKENS_PER_BATCH, *_pick(rng, phase))
-        active = batch.condition[..., -masked_channels:].amax(dim=2)
-        loss = loss_of(front if objects else model, batch, active, generator)
-        hints.shapes_right.clear()
-        hint = hints.loss(batch, active)
-        (hint if objects else loss + phase.hints * hint).backward()
-        nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-        for opt in opts:
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-        step += 1
-        samples += 0 if objects else len(batch.clean)
-        _follow(ema, model, min(0.998, step / (step + 20)))
-        if plan.workers > 1 and step % plan.average_every == 0:
-            exchange.average()
-        if not objects:
-            losses.append(loss.item())
-        if bool((batch.seen >= 0).any()):  # far objects: guessed shapes are right in a sixth
-            for head, share in hints.shapes_right.items():
-                told[head].append(share)
-        now = time.process_time()
-        spent, cpu = spent + now - cpu, now
-        if step % 50 == 0:
-            print(
-                f"{time.strftime('%H:%M:%S')} train {progress:6.1%} step {step} samples {samples}"
-                f" loss {np.mean(losses[-200:]):.4f} last {np.mean(losses[-50:]):.4f}"
-                " shapes told: "
-                + ", ".join(f"{head} {np.mean(last[-30:]):.0%}" for head, last in told.items()),
-                flush=True,
-            )
-        if time.monotonic() - saved_at > plan.save_every or spent >= plan.seconds:
-            saved_at = time.monotonic()
-            torch.save(
-                {
-                    "trained": trained.state_dict(),
-                    "ema": ema.state_dict(),
-                    "optimisers": [opt.state_dict() for opt in opts],
-                    "spent": spent,
-                    "step": step,
-                    "samples": samples,
-                },
-                path.with_suffix(".tmp"),
-            )
-            path.with_suffix(".tmp").replace(path)
+    def _resumed(self, parts: dict[str, Any]) -> tuple[float, int, int]:
+        """CPU seconds, steps and samples so far, of which the parts are."""
+        if self.checkpoint is None or not self.checkpoint.exists():
+            return 0.0, 0, 0
+        state = torch.load(self.checkpoint, weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        return state["spent"], state["step"], state["samples"]
 
-
-def merged_ema(folder: Path) -> tuple[dict[str, torch.Tensor], int]:
-    """The mean of all workers' averaged weights, and the samples they saw together."""
-    states = [torch.load(p, weights_only=True) for p in sorted(folder.glob("worker*.pt"))]
-    if not states:
-        raise FileNotFoundError(f"no checkpoint under {folder}")
-    weights = {
-        name: torch.stack([s["ema"][name] for s in states]).mean(0) for name in states[0]["ema"]
-    }
-    return weights, sum(int(s["samples"]) for s in states)
-
-
-def _rate_factor(step: int, progress: float) -> float:
-    """Warm-up over 50 steps, flat, then linear decay over the last 45 %."""
-    return min(1.0, (step + 1) / 50) * max(0.01, min(1.0, (1 - progress) / 0.45))
-
-
-def _pick(rng: np.random.Generator, phase: _Phase) -> tuple[str, int | None]:
-    """A kind of scenes and a window for the next batch."""
-    kind = KINDS[int(rng.choice(len(KINDS), p=phase.kinds))]
-    return kind, _WINDOWS[int(rng.choice(len(_WINDOWS), p=phase.windows))]
+    def _write(self, parts: dict[str, Any], spent: float, step: int, samples: int) -> None:
+        if self.checkpoint is None:
+            return
+        state = {name: part.state_dict() for name, part in parts.items()}
+        aside = self.checkpoint.with_suffix(".tmp")
+        torch.save({**state, "spent": spent, "step": step, "samples": samples}, aside)
+        aside.replace(self.checkpoint)
 
 
 @torch.no_grad()

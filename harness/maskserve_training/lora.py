@@ -26,8 +26,7 @@ from maskserve_harness.demo_model.looks import (
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.demo_model.prompts import TEMPLATES
 from maskserve_harness.demo_model.scenes import Edit, finish, make_scene, to_bytes
-from maskserve_training.adapter_loop import train_adapter
-from maskserve_training.lora_bases import BASES, Base
+from maskserve_training.bases import BASES, Base, learn
 
 ADAPTERS: Final = CHECKOUT / "assets" / "adapters"
 _BATCH: Final = 6
@@ -66,7 +65,8 @@ def train(
     """Train one LoRA for so much CPU time, from the file `start` if given, and write it to `out`
     on the way and at the end.
     """
-    model = base.denoiser.requires_grad_(False)
+    base.ready_to_learn()
+    model = base.denoiser
     torch.manual_seed(LOOKS.index(look))
     if start is None:
         model.add_adapter(
@@ -78,18 +78,17 @@ def train(
         base.pipe.load_lora_weights(str(start.parent), weight_name=start.name)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora_" in name)
-    base.ready_to_learn()
     model.train()
-    learnt = [p for p in model.parameters() if p.requires_grad]
 
     def loss_of(
         rng: np.random.Generator, size: tuple[int, int], generator: torch.Generator
     ) -> torch.Tensor:
-        return base.loss([draw_sample(rng, look, size) for _ in range(_BATCH)], generator)
+        samples = [draw_sample(rng, look, size) for _ in range(_BATCH)]
+        return base.loss(model, samples, generator)
 
-    train_adapter(
+    learn(
         look,
-        learnt,
+        model,
         loss_of,
         lambda: save(base, out),
         seed=LOOKS.index(look) + (0 if start is None else 1000),
@@ -107,7 +106,9 @@ def save(base: Base, path: Path) -> None:
         ).items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    base.pipe.save_lora_weights(path.parent, weight_name=path.name, **{base.save_as: state})
+    base.pipe.save_lora_weights(
+        path.parent, weight_name=path.name, **{f"{base.part}_lora_layers": state}
+    )
 
 
 def share_followed(base: Base, look: str, edits: int, adapter: Path | None) -> float:

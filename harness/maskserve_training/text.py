@@ -26,12 +26,13 @@ from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.demo_model.prompts import (
     MAX_SEQUENCE_LENGTH,
     SAME,
-    first_phrase,
     phrase,
     words,
 )
 
 WIDTH: Final = 64
+TEXT_PARTS: Final = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+"""Folders of a pipeline."""
 _CLIP_LENGTH: Final = 77
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 
@@ -102,15 +103,12 @@ def build_t5(tokenizer: T5TokenizerFast) -> T5EncoderModel:
     )
 
 
-def train_text(
-    folder: Path, *, start: Path | None = None, steps: int = 600, batch: int = 64
-) -> None:
+def train_text(folder: Path, *, steps: int = 600, batch: int = 64) -> None:
     """Train both encoders to tell colour and shape, and save all four parts under `folder`.
 
     The pooled CLIP output is pulled to one fixed code per colour and shape, whatever the
     wording, so that the transformer need not see every wording of every wish. SAME is one more
-    colour and one more shape. With `start`, a diffusers folder, its encoders are trained on,
-    and what they say of wordings without SAME is kept.
+    colour and one more shape.
     """
     torch.manual_seed(0)
     clip_tokenizer, t5_tokenizer = build_clip_tokenizer(), build_t5_tokenizer()
@@ -118,11 +116,6 @@ def train_text(
     colours, shapes = [*COLOURS, "", SAME], [*SHAPES, "", SAME]  # "" = no wish
     codes = torch.randn(len(colours), len(shapes), 2, WIDTH)
     codes = (codes[:, :1, 0] + codes[:1, :, 1]) / 2**0.5  # of a colour, plus of a shape
-    teacher = None
-    if start is not None:
-        teacher = _Teacher(start)
-        teacher.hand_on(clip, clip_tokenizer, t5, t5_tokenizer)
-        codes = teacher.codes(codes)
     heads = nn.ModuleDict(
         {
             "clip": nn.Linear(WIDTH, len(colours) + len(shapes)),
@@ -157,10 +150,6 @@ def train_text(
             part = functional.cross_entropy(logits[:, : len(colours)], colour_)
             part = part + functional.cross_entropy(logits[:, len(colours) :], shape_)
             loss = loss + part * (0.2 if name == "t5_token" else 1.0)
-        if teacher is not None:
-            plain = torch.from_numpy((c <= len(COLOURS)) & (s <= len(SHAPES)))
-            kept = [p for p, keep in zip(prompts, plain, strict=True) if keep]
-            loss = loss + 20 * functional.mse_loss(hidden[plain], teacher.states(kept))
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -168,68 +157,9 @@ def train_text(
         schedule.step()
         if (step + 1) % 100 == 0:
             print(f"text {step + 1}/{steps} loss {loss.item():.4f}", flush=True)
-    clip.eval().save_pretrained(folder / "text_encoder")
-    t5.eval().save_pretrained(folder / "text_encoder_2")
-    clip_tokenizer.save_pretrained(folder / "tokenizer")
-    t5_tokenizer.save_pretrained(folder / "tokenizer_2")
-
-
-class _Teacher:
-    """Trained encoders whose answers a larger vocabulary must keep."""
-
-    def __init__(self, folder: Path) -> None:
-        self._clip = CLIPTextModel.from_pretrained(folder / "text_encoder").eval()
-        self._clip_tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer")
-        self._t5 = T5EncoderModel.from_pretrained(folder / "text_encoder_2").eval()
-        self._t5_tokenizer = T5TokenizerFast.from_pretrained(folder / "tokenizer_2")
-
-    @torch.no_grad()
-    def hand_on(
-        self,
-        clip: CLIPTextModel,
-        clip_tokenizer: CLIPTokenizer,
-        t5: T5EncoderModel,
-        t5_tokenizer: T5TokenizerFast,
-    ) -> None:
-        """Copy all weights into untrained encoders; tokens only they know keep their own."""
-        for old, old_tokenizer, new, new_tokenizer in (
-            (self._clip, self._clip_tokenizer, clip, clip_tokenizer),
-            (self._t5, self._t5_tokenizer, t5, t5_tokenizer),
-        ):
-            rows, known = new_tokenizer.get_vocab(), old_tokenizer.get_vocab()
-            table = new.get_input_embeddings().weight.detach().clone()
-            table *= old.get_input_embeddings().weight.std() / table.std()
-            for token, row in rows.items():
-                if token in known:
-                    table[row] = old.get_input_embeddings().weight[known[token]]
-            weights = old.state_dict()
-            for name, weight in new.state_dict().items():
-                if weight.shape == table.shape:
-                    weights[name] = table
-            new.load_state_dict(weights)
-
-    @torch.no_grad()
-    def codes(self, random: torch.Tensor) -> torch.Tensor:
-        """Its pooled outputs (colours, shapes, WIDTH) by colour and shape, SAME's from `random`.
-
-        The last colour and shape are SAME, those before them none at all.
-        """
-        wishes = [first_phrase(colour, shape) for colour in COLOURS for shape in SHAPES]
-        pooled = self._clip(_clip_ids(self._clip_tokenizer, [*wishes, ""])).pooler_output
-        known = pooled[:-1].view(len(COLOURS), len(SHAPES), WIDTH)
-        mean = known.mean((0, 1))
-        colour = torch.cat([known.mean(1) - mean, torch.zeros(1, WIDTH), random[-1:, 0]])
-        shape = torch.cat([known.mean(0) - mean, torch.zeros(1, WIDTH), random[:1, -1]])
-        for part in (colour, shape):
-            part[-1] *= part[:-2].norm(dim=1).mean() / part[-1].norm()
-        result = mean + colour[:, None] + shape[None, :]
-        result[len(COLOURS), len(SHAPES)] = pooled[-1]
-        return result
-
-    @torch.no_grad()
-    def states(self, prompts: list[str]) -> torch.Tensor:
-        """T5 states (B, MAX_SEQUENCE_LENGTH, WIDTH)."""
-        return self._t5(_t5_ids(self._t5_tokenizer, prompts))[0]
+    trained = (clip.eval(), clip_tokenizer, t5.eval(), t5_tokenizer)
+    for name, made in zip(TEXT_PARTS, trained, strict=True):
+        made.save_pretrained(folder / name)
 
 
 def _clip_ids(tokenizer: CLIPTokenizer, prompts: list[str]) -> torch.Tensor:

@@ -7,22 +7,40 @@ samples, the UNet (resumes from its checkpoint). Then export.
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
+from typing import Final
 
+import numpy as np
 import torch
-from diffusers import AutoencoderKL, StableDiffusionInpaintPipeline
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    StableDiffusionInpaintPipeline,
+    UNet2DConditionModel,
+)
+from diffusers.models.attention_processor import AttnProcessor
 from diffusers.utils import logging
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_training import data
 from maskserve_training.export import export
-from maskserve_training.unet import TEXT_LENGTH, build_sampler, build_unet, narrow_vae
+from maskserve_training.loop import Step, Training
+from maskserve_training.transformer import optimisers
+from maskserve_training.unet import TEXT_LENGTH, build_sampler, build_unet, loss_of, narrow_vae
 from maskserve_training.unet_data import Sampler, encode_prompts
-from maskserve_training.unet_loop import train
 from maskserve_training.vae import train_decoder
 
-GUIDANCE = 2.5
+GUIDANCE: Final = 2.5
+_LATENTS_PER_BATCH: Final = 12_288
+_WINDOWS: Final[tuple[int | None, ...]] = (8, 11, None)  # tokens a side; None = whole picture
+_MIX: Final = (  # from this progress on, the windows' shares of batches
+    (0.0, (0.9, 0.1, 0.0)),
+    (0.4, (0.6, 0.3, 0.1)),
+    (0.7, (0.3, 0.3, 0.4)),
+    (0.9, (0.1, 0.2, 0.7)),  # GroupNorm reads the whole picture: what is served must be trained
+)
 
 
 def parse() -> argparse.Namespace:
@@ -74,6 +92,44 @@ def main() -> int:
     export(pipe, args.out, TEXT_LENGTH, guidance_scale=GUIDANCE)
     print(f"exported to {args.out} after {state['samples']} samples")
     return 0
+
+
+def train(
+    model: UNet2DConditionModel,
+    sampler: DDIMScheduler,
+    data: Sampler,
+    checkpoint: Path,
+    seconds: float,
+    rate: float,
+) -> None:
+    """Train `model` in place: small windows first, whole pictures last.
+
+    Args:
+        model: to train.
+        sampler: its noise schedule.
+        data: where batches come from.
+        checkpoint: as of `Training`.
+        seconds: as of `Training`.
+        rate: peak learning rate.
+    """
+    rng = np.random.default_rng(int(time.time()))
+    generator = torch.Generator().manual_seed(int(time.time()))
+    model.train()
+    # PyTorch's fused attention is slow backwards on CPUs; plain matrix products are not.
+    model.set_attn_processor(AttnProcessor())
+
+    def take(step: int, progress: float) -> Step:
+        shares = next(mix for begin, mix in reversed(_MIX) if progress >= begin)
+        window = _WINDOWS[int(rng.choice(len(_WINDOWS), p=shares))]
+        side = 32 if window is None else 2 * window
+        batch = data.draw(_LATENTS_PER_BATCH // side**2, window)
+        loss = loss_of(model, batch, sampler, generator)
+        return Step(loss, len(batch.clean), loss.item())
+
+    opts = optimisers(model, rate)
+    Training("unet", model, opts, seconds, rate, 100, averaged=model, checkpoint=checkpoint).run(
+        take
+    )
 
 
 def _vae(args: argparse.Namespace, wide: AutoencoderKL) -> AutoencoderKL:

@@ -21,6 +21,7 @@ from torch import nn
 
 from maskserve_harness.demo_model.palette import COLOURS, SHAPES
 from maskserve_harness.demo_model.scenes import Picture, draw_object, finish, make_scene
+from maskserve_training.loop import Step, Training
 
 _WHITENING: Final = 0.5  # exponent: 0 keeps the components' own spread, 1 makes them alike
 _ENCODER_BIAS: Final = 200.0  # a constant beside the signal makes GroupNorm (nearly) linear
@@ -169,35 +170,29 @@ def to_tensor(pictures: list[Picture]) -> torch.Tensor:
 def train_decoder(
     vae: AutoencoderKL, folder: Path, seconds: float, *, batch: int = 8, crop: int = 64
 ) -> None:
-    """Train the decoder in place for `seconds`; saves to `folder` every minute and at the end."""
+    """Train the decoder in place for so much CPU time; saves to `folder` every minute and at the
+    end.
+    """
     vae.train()
     vae.encoder.requires_grad_(False)
-    parameters = list(vae.decoder.parameters())
-    optimiser = torch.optim.AdamW(parameters, lr=1.0, betas=(0.9, 0.98), weight_decay=0.0)
     crops = _crops(int(vae.config.sample_size), crop, batch, seed=int(time.time()))
-    begin, step, saved, errors = time.monotonic(), 0, 0.0, []
-    while (done := (time.monotonic() - begin) / seconds) < 1:
-        for group in optimiser.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (step + 1) / 100) * max(0.01, min(1.0, 1.4 * (1 - done)))
+
+    def take(step: int, progress: float) -> Step:
         x = next(crops)
         z = vae.encode(x).latent_dist.mode()
-        with torch.autocast("cpu", torch.bfloat16, enabled=done < 0.85):
+        with torch.autocast("cpu", torch.bfloat16, enabled=progress < 0.85):
             output = vae.decode(z).sample
         error = output.float() - x
         loss = error.square().mean() + 0.03 * error.abs().mean()
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
-        step += 1
-        errors.append(error.square().mean().item())
-        if step % 200 == 0:
-            psnr = 10 * np.log10(4 / np.mean(errors))
-            print(f"vae {done:6.1%} step {step} mean psnr {psnr:.2f}", flush=True)
-            errors.clear()
-        if time.monotonic() - saved > 60:
-            saved = time.monotonic()
-            vae.save_pretrained(folder)
+        return Step(loss, len(x), loss.item())
+
+    optimiser = torch.optim.AdamW(
+        vae.decoder.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.0
+    )
+    Training(
+        "vae", vae.decoder, [optimiser], seconds, 2e-3, 100, decay=0.7, save_every=60.0,
+        say_every=200, save=lambda: vae.save_pretrained(folder),
+    ).run(take)  # fmt: skip
     vae.eval().save_pretrained(folder)
 
 

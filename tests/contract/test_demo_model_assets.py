@@ -78,7 +78,7 @@ def test_one_edit_runs(pipe, size):
 def test_it_finds_the_colour_of_a_far_object(pipe):
     """A guess of one of eight colours is right three times in four in 1 of 100 trials."""
     edits = edits_of("same_colour", 4)
-    pictures = run_edits(pipe, edits, 8, 4, lambda done, seconds: None)
+    pictures = run_edits(pipe, edits, 8, 4)
     verdicts = verdicts_of(edits, pictures)
     right = [v.colour == e.colour for e, v in zip(edits, verdicts, strict=True)]
     assert sum(right) >= 3

@@ -57,6 +57,10 @@ class PlainLinear(NamedTuple):
     def __call__(self, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def in_epilogue(self, device: torch.device) -> bool:
+        """See `in_epilogues`."""
+        return device.type == "cuda" and self.bias is not None
+
     def columns(self, begin: int, end: int) -> PlainLinear:
         own = slice(begin, end)
         return PlainLinear(self.weight[own], None if self.bias is None else self.bias[own])
@@ -67,9 +71,7 @@ def in_epilogues(*products: Linear, device: torch.device) -> bool:
     product: cuBLAS has GELU (tanh) in its epilogue. Elsewhere, and where weights have a form of
     their own, each is an operation of its own.
     """
-    return device.type == "cuda" and all(
-        isinstance(product, PlainLinear) and product.bias is not None for product in products
-    )
+    return all(isinstance(each, PlainLinear) and each.in_epilogue(device) for each in products)
 
 
 def product_of(product: Linear, x: Tokens, rows: Sequence[Span] = ()) -> Tensor:

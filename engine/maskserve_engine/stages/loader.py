@@ -76,10 +76,10 @@ def device_in_words(config: Config) -> str:
     return f"{device}{name}, {dtype}, torch {torch.__version__}"
 
 
-def dtype_of(config: Config) -> torch.dtype:
-    """`auto` is float32 on CPU (exact and testable) and bfloat16 on CUDA."""
+def dtype_of(config: Config, cuda: Any = torch.cuda) -> torch.dtype:
+    """`auto` is float32 on CPU (exact and testable) and bfloat16 on CUDA (`cuda`: torch's)."""
     if config.model.dtype == "auto":
-        return torch.bfloat16 if device_of(config).type == "cuda" else torch.float32
+        return torch.bfloat16 if device_of(config, cuda).type == "cuda" else torch.float32
     return _DTYPES[config.model.dtype]
 
 

@@ -27,12 +27,12 @@ at mask ratio .2, with a ControlNet of its size; `…_xl_count` is of SDXL at 10
 core each, over what the FLOPs say (`control_service`); `service_speedup` before that division.
 
 `three_controls_of_limit`: as `service_of_limit`, of three ControlNets in three services, where
-clocks stand for the devices (`three_controls`); `…_alone_ms` is a step with all on the base's
+clocks stand for the devices (`emulated_controls`); `…_alone_ms` is a step with all on the base's
 device, `…_one_service_ms` one with all in one service, and `…_bus_…` counts what residuals take
 through host memory.
 
 `ahead_over_free_link`: an edit whose ControlNet is in a service behind 10 Gbit/s, with `adapters:
-fast`, over one with no network between them (`slow_link`, emulated as well); `stale_…` with the
+fast`, over one with no network between them (emulated as well); `stale_…` with the
 residuals of the step before, `exact_…` with steps that wait.
 
 `cfg_pair`: a step of a guided row by two processes of one core, a pass each, over both passes in
@@ -45,7 +45,6 @@ from __future__ import annotations
 import argparse
 import json
 import operator
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -72,12 +71,11 @@ from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.linear import linear
 from maskserve_harness.benchmarks.cfg_pair import cfg_pair
 from maskserve_harness.benchmarks.control_service import service_step
+from maskserve_harness.benchmarks.emulated_controls import slow_link, three_controls
 from maskserve_harness.benchmarks.lora_edits import lora_edits
 from maskserve_harness.benchmarks.lora_loading import lora_loading
-from maskserve_harness.benchmarks.slow_link import slow_link
 from maskserve_harness.benchmarks.step import kept
 from maskserve_harness.benchmarks.step_rig import Bench
-from maskserve_harness.benchmarks.three_controls import three_controls
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.benchmarks.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_harness.published_models import FLUX_DEV, SDXL
@@ -104,8 +102,7 @@ def lora_step(args: argparse.Namespace) -> dict[str, Any]:
     batches = [kept(bench, AHEAD, partial(bench.step, rows, "kv")) for rows in (plain, ours)]
     for steps in batches:
         steps(1)
-    times = [[timer.ms(steps) / AHEAD for steps in batches] for _ in range(args.repeat)]
-    without, with_loras = (statistics.median(each) for each in zip(*times, strict=True))
+    without, with_loras = (ms / AHEAD for ms in timer.in_turn(batches, args.repeat))
     return {
         "rows": ROWS,
         "rank": RANK,
@@ -184,15 +181,7 @@ def _in_turn(
     for row in rows:
         bench.step([row], "kv")
         row.step = 0
-    return _medians(timer, batches, steps, args.repeat)
-
-
-def _medians(
-    timer: Timer, batches: Sequence[Callable[[], None]], steps: int, repeat: int
-) -> list[float]:
-    """Milliseconds of a step of each, which takes so many; in turn, so many rounds."""
-    times = [[timer.ms(each) / steps for each in batches] for _ in range(repeat)]
-    return [statistics.median(each) for each in zip(*times, strict=True)]
+    return [ms / steps for ms in timer.in_turn(batches, args.repeat)]
 
 
 def _unet_control_count(config: Mapping[str, Any], refresh: int) -> float:
@@ -203,21 +192,6 @@ def _unet_control_count(config: Mapping[str, Any], refresh: int) -> float:
     whole, active = (beside.step_flops([row], kind) for kind in ("dense", "kv"))
     mean = (whole + (refresh - 1) * active) / refresh
     return 1.0 + mean / work.step_flops([row], "kv")
-
-
-def control_service(args: argparse.Namespace) -> dict[str, Any]:
-    """Steps of a dense row whose ControlNet is beside the base, or in a service."""
-    return service_step(args.repeat, args.clock)
-
-
-def emulated_controls(args: argparse.Namespace) -> dict[str, Any]:
-    """Steps of a row with three ControlNets, on devices that clocks stand for."""
-    return three_controls(args.repeat)
-
-
-def control_link(args: argparse.Namespace) -> dict[str, Any]:
-    """Edits whose ControlNet is behind a slow network."""
-    return slow_link(args.repeat)
 
 
 def _repeated(weights: FluxWeights, blocks: tuple[int, int]) -> FluxWeights:
@@ -311,14 +285,14 @@ def held(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-PARTS = {
+PARTS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], ...]] = {
     "lora": (lora_step, lora_edits, lora_loading),
     "control": (
         control_step,
         unet_control_step,
-        control_service,
-        emulated_controls,
-        control_link,
+        lambda args: service_step(args.repeat, args.clock),
+        lambda args: three_controls(args.repeat),
+        lambda args: slow_link(args.repeat),
         cfg_pair,
     ),
 }

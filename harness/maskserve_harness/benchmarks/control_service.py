@@ -1,37 +1,23 @@
 """A dense step with a ControlNet in a service, over the same with it beside the base.
 
 Two processes, a core and a thread each: one has a UNet of SDXL's stages at 0.3 of their width,
-random weights, one pass; the other the service, its socket and slots as they are served, with a
-ControlNet of those stages. KServe's calls, which no step makes, go through a pipe.
+random weights, one pass; the other the service with a ControlNet of those stages.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import statistics
-import tempfile
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from multiprocessing.connection import Connection
-from pathlib import Path
-from socket import socket
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from diffusers import ControlNetModel
 
-from maskserve_core.config import Config
-from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.models.unet import control_work, unet_work
-from maskserve_engine.adapters.control_net_loader import LoadedNet
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.control_link.served import ControlService
-from maskserve_engine.control_link.transport import Connection as Denoiser
-from maskserve_engine.control_service import ControlNetService
-from maskserve_engine.families.control_batches import NetBatch
 from maskserve_engine.families.unet.control import (
     PassControl,
     ServedPass,
@@ -43,6 +29,7 @@ from maskserve_engine.families.unet.control import (
     UnetServedControl,
 )
 from maskserve_engine.job import ControlInput
+from maskserve_harness.benchmarks.service_process import PATIENCE_S, alone_on, service_process
 from maskserve_harness.benchmarks.timing import Timer
 from maskserve_harness.benchmarks.unet_rig import TEXT, UNETS, UnetBench
 
@@ -50,7 +37,6 @@ PRESET = "sdxl-narrow"
 NET = "net"
 _PIXELS = 8
 """Per latent."""
-_PATIENCE_S = 120.0
 
 
 def build_net(preset: str) -> Any:
@@ -67,23 +53,9 @@ def build_net(preset: str) -> Any:
     return net
 
 
-class Family(Protocol):
-    """What the service asks of a family (`families.adapter.Adapter`), and the ControlNets that it
-    reads; made in another process.
-    """
-
-    facts: Any
-
-    def read(self) -> Any: ...
-
-    def control_net(self, model: Any) -> Any: ...
-
-    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> Any: ...
-
-    def net_batch(self) -> NetBatch[Any]: ...
-
-
 class _Unet:
+    """`service_process.Family`."""
+
     facts = None
 
     def read(self) -> Any:
@@ -97,96 +69,6 @@ class _Unet:
 
     def net_batch(self) -> UnetNetBatch:
         return UnetNetBatch()
-
-
-class _Loader:
-    """Makes the ControlNet in place of reading it (`ControlNetLoader`)."""
-
-    def __init__(self, family: Family, config: Config, facts: object, bring: Any) -> None:
-        self._family, self._bring = family, bring
-
-    def device_bytes(self, control: ResolvedControl) -> int:
-        return 0
-
-    def load(self, control: ResolvedControl, done: Any) -> None:
-        def load() -> None:
-            self._bring(control.version, self._family)
-            done(LoadedNet(control.name, "", 0.0))
-
-        threading.Thread(target=load).start()
-
-    def close(self) -> None:
-        """It has nothing open."""
-
-
-def serve(
-    pipe: Connection,
-    core: int | None,
-    folder: str,
-    family: Family,
-    connection: Callable[[socket], Denoiser] = Denoiser,
-) -> None:
-    """A service's process, until the pipe closes.
-
-    Args:
-        pipe: of `PipeCalls`.
-        core: that it has for itself; None: any.
-        folder: of its slots.
-        family: of its ControlNets.
-        connection: of a denoiser.
-    """
-    if core is not None:
-        _alone_on(core)
-    loader: Any = partial(_Loader, family)
-    adapter: Any = family
-    service = ControlNetService(Config(), Path(folder), loader, adapter, connection)
-    while True:
-        try:
-            op, arrays = pipe.recv()
-        except (EOFError, ConnectionResetError):
-            break
-        said: dict[str, Any] = {}
-        match op.pop("op"):
-            case "attach":
-                said = service.attach(**op)
-            case "load":
-                done = threading.Event()
-                control = ResolvedControl(name=op["name"], version=op["version"])
-                service.load(op["session"], control, partial(_set, done))
-                done.wait()
-                said = {"digest": ""}
-            case "open":
-                opening = Opening.unpacked(op["opening"], arrays)
-                service.open(op["session"], op["row"], opening)
-            case "close":
-                service.close_row(op["session"], op["row"])
-        pipe.send(said)
-    service.close()
-
-
-def _set(event: threading.Event, outcome: object) -> None:
-    event.set()
-
-
-class PipeCalls:
-    """`ServiceCalls` through a pipe."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._door = pipe, threading.Lock()
-
-    def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
-        with self._door:
-            self._pipe.send((op, arrays))
-            found: dict[str, Any] = self._pipe.recv()
-            return found
-
-    def close(self) -> None:
-        self._pipe.close()
-
-
-def _alone_on(core: int) -> None:
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
 
 
 def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
@@ -204,24 +86,16 @@ def service_step(repeat: int, clock: str = "wall") -> dict[str, Any]:
     if len(cores) < 2:
         return {}
     bench = UnetBench(PRESET, torch.float32, torch.device("cpu"), "model")
-    ours, theirs = multiprocessing.Pipe()
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        spawned = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(theirs, cores[1], folder, _Unet()), daemon=True
-        )
-        spawned.start()
-        theirs.close()
-        try:
-            _alone_on(cores[0])
-            service = ControlService(PipeCalls(ours), bench.device, "float32", _PATIENCE_S)
-            service.load(NET, NET, _PATIENCE_S)
-            times = _timed(bench, service, Timer(bench.device, clock), repeat)
+    try:
+        with service_process(_Unet(), cores[1]) as calls:
+            alone_on(cores[0])
+            service = ControlService(calls, bench.device, "float32", PATIENCE_S)
+            service.load(NET, NET, PATIENCE_S)
+            without, beside, served = _timed(bench, service, Timer(bench.device, clock), repeat)
             service.close()
-        finally:
-            os.sched_setaffinity(0, set(cores))
-            torch.set_num_threads(threads)
-            spawned.join(30)
-    without, beside, served = times
+    finally:
+        os.sched_setaffinity(0, set(cores))
+        torch.set_num_threads(threads)
     base, net = flops()
     limit = 1.0 + net / base  # what hiding the ControlNet can give
     return {
@@ -254,8 +128,7 @@ def _timed(bench: UnetBench, service: ControlService, timer: Timer, repeat: int)
     for each in rows:
         bench.step([each], "dense")
     steps = [partial(bench.step, [each], "dense") for each in rows]
-    found = [[timer.ms(step) for step in steps] for _ in range(repeat)]
-    return [statistics.median(each) for each in zip(*found, strict=True)]
+    return timer.in_turn(steps, repeat)
 
 
 def flops() -> tuple[float, float]:

@@ -6,6 +6,7 @@ import json
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
-from maskserve_engine.job import EditJob, EngineEvent, Failed, FinalEvent
+from maskserve_engine.job import EditJob, EngineEvent, Failed, FinalEvent, ProgressEvent
 
 Edit = tuple[bytes, bytes, str]
 """Encoded image, encoded mask, prompt."""
@@ -73,6 +74,37 @@ class Direct:
         last = events[-1]
         assert isinstance(last, FinalEvent), last
         return last
+
+    def run(self, jobs: Sequence[EditJob]) -> list[list[float]]:
+        """When each job's steps ended, where it asks for progress, and then the job: seconds after
+        all were handed over.
+
+        Raises:
+            RuntimeError: an edit failed.
+        """
+        left, failed = threading.Semaphore(0), list[Failed]()
+        begin = time.perf_counter()
+
+        def submit(job: EditJob) -> list[float]:
+            times: list[float] = []
+
+            def sink(event: EngineEvent) -> None:
+                if isinstance(event, ProgressEvent | FinalEvent):
+                    times.append(time.perf_counter() - begin)
+                if isinstance(event, Failed):
+                    failed.append(event)
+                if isinstance(event, Failed | FinalEvent):
+                    left.release()
+
+            self.engine.submit(job, sink)
+            return times
+
+        ended = [submit(job) for job in jobs]
+        for _ in jobs:
+            left.acquire()
+        if failed:
+            raise RuntimeError(str(failed[0].error))
+        return ended
 
     def jobs(self, edits: list[Edit], settings: dict[str, Any]) -> list[EditJob]:
         made = []

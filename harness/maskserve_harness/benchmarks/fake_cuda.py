@@ -125,9 +125,12 @@ class _FakeGraph:
 class FakeCuda:
     """Inside this, tensors on `cuda` are fake and what is done with them is logged. The device says
     it is an H100.
+
+    Args:
+        triton: whether the package is there that kernels of our own need.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, triton: bool = True) -> None:
         _register_guard()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._recorder = Recorder(self.fake)
@@ -156,6 +159,8 @@ class FakeCuda:
         self._facts.append(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         self._facts.append(patch.object(Tensor, "numpy", _numpy))
         self._facts.append(patch.object(kernels, "missing_for_launches", lambda: None))
+        if not triton:
+            self._facts.append(patch.object(kernels, "missing_triton", lambda: "not installed"))
         # What computes nothing takes no time that a probe could tell.
         self._facts.append(patch.object(device_probe, "probed", lambda peak, *_: peak))
         rates = LinkRates(gathered=H100.link_bytes, direct=0.0)

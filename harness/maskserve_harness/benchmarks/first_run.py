@@ -181,12 +181,14 @@ def weigh_steps(bench: Bench) -> list[dict[str, Any]]:
     return found
 
 
-def load_gb_per_s(device: torch.device) -> dict[str, float]:
-    """Of entries from host memory: gathered and moved as the loader does it, and the bare link."""
+def load_gb_per_s(device: torch.device, sent: int = _SENT) -> dict[str, float]:
+    """Of entries from host memory: gathered and moved as the loader does it, and the bare link; by
+    so many bytes.
+    """
     mover: Mover = CudaMover(device, _BUFFER) if device.type == "cuda" else HostMover()
-    part = encode(torch.randn(_SENT // _WIDTH, _WIDTH), FORMAT)
+    part = encode(torch.randn(sent // _WIDTH, _WIDTH), FORMAT)
     ids = np.flatnonzero(np.random.default_rng(0).random(len(part.data)) > RATIOS[2])
-    host = torch.empty(_SENT, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.empty(sent, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty_like(host, device=device)
     timer = Timer(device)
 
@@ -199,11 +201,18 @@ def load_gb_per_s(device: torch.device) -> dict[str, float]:
     return {
         "gathered": rate(len(ids) * _WIDTH, lambda: mover.move((part,), ids).get()),
         "whole": rate(part.data.nbytes, lambda: mover.move((part,), None).get()),
-        "link": rate(_SENT, lambda: there.copy_(host, non_blocking=True)),
+        "link": rate(sent, lambda: there.copy_(host, non_blocking=True)),
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    tests: Callable[[torch.device], bool] = run_tests,
+    steps: Callable[[Bench, int], list[dict[str, Any]]] = time_steps,
+    sent: int = _SENT,
+) -> int:
+    """The command; its first parts can be others, and `sent` less than the link's trial sends."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -238,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         part.replace(args.json)
         write_page(report, args.json)
 
-    passed = run_tests(device)
+    passed = tests(device)
     keep(tests_passed=passed)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -249,8 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     memory: dict[str, Any] = {"total": total, "free": free, "weights": weights}
     name = f"{args.preset}, {bench.blocks} blocks, {str(dtype).removeprefix('torch.')}"
     keep(model=name, memory=memory, attention=attention_of(device, dtype))
-    keep(gb_per_s=load_gb_per_s(device))
-    keep(steps=time_steps(bench, args.repeat))
+    keep(gb_per_s=load_gb_per_s(device, sent))
+    keep(steps=steps(bench, args.repeat))
     keep(mixed=time_mixed_steps(bench, args.repeat))
     keep(asked=ask_for_steps(bench))
     held = weigh_steps(bench)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -26,7 +27,7 @@ from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
 from maskserve_engine.stages.quantise import quantise
-from maskserve_harness.benchmarks.edit import drawn_edits, worker_of
+from maskserve_harness.benchmarks.edit import Site, drawn_edits, worker_of
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.timing import Timer
 from maskserve_harness.checkout import DEMO_MODEL
@@ -42,6 +43,7 @@ _ROUNDS = 3
 _AT_ONCE = (1, 8)
 _SHM = Path("/dev/shm")
 Figures = dict[str, Any]
+Quantise = Callable[[Any, Any, torch.device], None]
 
 
 def time_loads(bench: Bench, batches: Sequence[int]) -> list[Figures]:
@@ -127,7 +129,7 @@ def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -
     nbytes = sum(handle.load.nbytes for handle in handles)
     let_go(handles)
     ms = in_turn(timer, {"alone_ms": alone, "beside_ms": beside, "load_ms": loads}, _ROUNDS)
-    return {**ms, "bytes": nbytes, "gb_per_s": round(nbytes / 1e6 / ms["load_ms"], 2)}
+    return {**ms, "bytes": nbytes, "gb_per_s": round(nbytes / 1e6 / ms["load_ms"], 4)}
 
 
 def in_turn(timer: Timer, ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -138,7 +140,13 @@ def in_turn(timer: Timer, ways: dict[str, Callable[[], object]], rounds: int) ->
     return {name: round(statistics.median(one[name] for one in took), 3) for name in ways}
 
 
-def time_rivals(bench: Bench, batches: Sequence[int], rounds: int) -> list[Figures]:
+def time_rivals(
+    bench: Bench,
+    batches: Sequence[int],
+    rounds: int,
+    rivals: Sequence[str] = RIVALS,
+    quantised: Quantise = quantise,
+) -> list[Figures]:
     """Dense steps of diffusers' transformer with the same weights, as it is, with compiled blocks,
     and with blocks in FP8, too; in turn with ours, dense and cached. One that cannot run here has
     a reason (`why`) in place of a time.
@@ -146,19 +154,19 @@ def time_rivals(bench: Bench, batches: Sequence[int], rounds: int) -> list[Figur
     bench.fill_entry("kv")
     models: dict[str, Any] = {}
     why: dict[str, str] = {}
-    for name in RIVALS:
+    for name in rivals:
         try:
-            models[name] = _rival(bench, name)
+            models[name] = rival_of(bench, name, quantised)
         except Exception as error:  # whatever libraries and drivers raise
             why[name] = _in_words(error)
     found = []
     for batch in batches:
-        inputs = _inputs(bench, batch)
+        inputs = inputs_of(bench, batch)
         dense = [bench.row(None, seed) for seed in range(batch)]
         cached = [bench.row(RATIO, seed) for seed in range(batch)]
         ways: dict[str, Callable[[], object]] = {}
         for name, model in list(models.items()):
-            call = partial(_answer, model, inputs)
+            call = partial(answer_of, model, inputs)
             try:
                 call()
                 ways[name] = call
@@ -177,18 +185,18 @@ def time_rivals(bench: Bench, batches: Sequence[int], rounds: int) -> list[Figur
     return [*found, *({"who": name, "why": each} for name, each in why.items())]
 
 
-def _rival(bench: Bench, name: str) -> Any:
+def rival_of(bench: Bench, name: str, quantised: Quantise = quantise) -> Any:
     """A copy of the model that shares its weights."""
     own = chain(bench.model.parameters(), bench.model.buffers())
     model = deepcopy(bench.model, {id(each): each for each in own})
     if "fp8" in name:
-        quantise(model, "fp8", bench.device)
+        quantised(model, "fp8", bench.device)
     if "compiled" in name:
         model.compile_repeated_blocks()
     return model
 
 
-def _inputs(bench: Bench, batch: int) -> Figures:
+def inputs_of(bench: Bench, batch: int) -> Figures:
     """What diffusers' pipeline gives the transformer at one step."""
     config, (height, width) = bench.config, bench.grid
     ids = torch.zeros(height * width, 3, device=bench.device)
@@ -211,7 +219,7 @@ def _inputs(bench: Bench, batch: int) -> Figures:
 
 
 @torch.inference_mode()
-def _answer(model: Any, inputs: Figures) -> torch.Tensor:
+def answer_of(model: Any, inputs: Figures) -> torch.Tensor:
     answer: torch.Tensor = model(**inputs, return_dict=False)[0]
     return answer
 
@@ -254,20 +262,25 @@ def time_stages(device: torch.device, dtype: torch.dtype, *, demo: bool) -> Figu
     return {"tokens": tokens, "side": side, **in_turn(Timer(device), ways, _ROUNDS)}
 
 
-def time_edits(model: Path, count: int) -> Figures:
+def time_edits(
+    model: Path,
+    count: int,
+    worker: Callable[[Path, Path], AbstractContextManager[Site]] = worker_of,
+) -> Figures:
     """Whole edits through a Triton of their own, with production masks of primed templates: one and
     several at once. Where there is no Triton, why.
 
     Args:
         model: folder.
         count: of edits, for each that is under way at once.
+        worker: starts one, of a model with a folder for its files.
     """
     size = load_facts(str(model)).native_resolution
     edits = drawn_edits(size, count * max(_AT_ONCE), 4)
     try:
         with (
             tempfile.TemporaryDirectory() as folder,
-            worker_of(model, Path(folder) / "worker") as site,
+            worker(model, Path(folder) / "worker") as site,
         ):
             for image in sorted({edit.image for edit in edits}):
                 site.prime(image)

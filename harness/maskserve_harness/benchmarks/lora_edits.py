@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from maskserve_core.adapters.lora_header import by_module
 from maskserve_core.config_file import config_of
 from maskserve_core.imaging.images import encode_png
 from maskserve_core.models.registry import lora_work
-from maskserve_engine.job import EditJob, EngineEvent, Failed, FinalEvent
+from maskserve_engine.job import EditJob
 from maskserve_engine.requests.state import EditWork
 from maskserve_harness.benchmarks.direct import Direct, Edit
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
@@ -59,19 +58,25 @@ def lora_edits(args: argparse.Namespace) -> dict[str, Any]:
                 "one": [mixed[n::LORAS] for n in range(LORAS)],
                 "pairs": [plain[n::LORAS] for n in range(LORAS)],
             }
+
+            def serve(batches: Sequence[Sequence[EditJob]]) -> None:
+                """Each batch when the one before has been answered."""
+                for jobs in batches:
+                    worker.run(jobs)
+
             counted = [
                 _counted(worker, mixed[n], Path(folder, f"{names[n]}.safetensors"))
                 for n in range(LORAS)
             ]
             for _ in range(2):  # the second sight of each template, with its LoRA, is primed
                 for batches in ways.values():
-                    _serve(worker, batches)
+                    serve(batches)
             took: dict[str, list[float]] = {way: [] for way in ways}
             for _ in range(args.repeat):
                 for way, batches in ways.items():
                     clock = time.process_time if args.clock == "cpu" else time.perf_counter
                     begin = clock()
-                    _serve(worker, batches)
+                    serve(batches)
                     took[way].append(clock() - begin)
         finally:
             worker.engine.close(grace_s=1.0)
@@ -130,27 +135,3 @@ def _job(worker: Direct, number: int, edit: Edit, lora: str | None) -> EditJob:
     settings = {"seed": 1, "cache": "require", "request_id": str(number), **asked}
     [job] = worker.jobs([edit], settings)
     return job
-
-
-def _serve(worker: Direct, batches: Sequence[Sequence[EditJob]]) -> None:
-    """Each batch when the one before has been answered.
-
-    Raises:
-        RuntimeError: an edit failed.
-    """
-    for jobs in batches:
-        left = threading.Semaphore(0)
-        failed: list[Failed] = []
-
-        def sink(event: EngineEvent, left: Any = left, failed: list[Failed] = failed) -> None:
-            if isinstance(event, Failed):
-                failed.append(event)
-            if isinstance(event, Failed | FinalEvent):
-                left.release()
-
-        for job in jobs:
-            worker.engine.submit(job, sink)
-        for _ in jobs:
-            left.acquire()
-        if failed:
-            raise RuntimeError(str(failed[0].error))

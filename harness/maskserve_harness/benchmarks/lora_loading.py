@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -28,7 +27,7 @@ from safetensors.torch import save_file
 
 from maskserve_core.config_file import config_of
 from maskserve_engine.families.flux.weights import places_of
-from maskserve_engine.job import EditJob, EngineEvent, Failed, FinalEvent, ProgressEvent
+from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import Direct, Edit
 from maskserve_harness.benchmarks.edit import large_model
 from maskserve_harness.benchmarks.lora_edits import demo_edits
@@ -77,17 +76,17 @@ def _measured(worker: Direct, names: Sequence[str], rounds: int) -> dict[str, An
 
     for one in (edit, mate):
         for _ in range(2):  # the second sight is primed
-            _ended(worker, [_job(worker, one, {})])
-    _ended(worker, [job("exact", known)])
+            worker.run([_job(worker, one, {})])
+    worker.run([job("exact", known)])
     took: dict[str, list[float]] = {"at hand": [], "fast": [], "exact": []}
     steps: dict[str, list[float]] = {"alone": [], "beside": []}
     for n in range(rounds):
         slow, quick, other = fresh[3 * n : 3 * n + 3]
         asked = {"at hand": ("exact", known), "fast": ("fast", quick), "exact": ("exact", slow)}
         for way, given in asked.items():
-            took[way] += _ended(worker, [job(*given)])[0][-1:]
+            took[way] += worker.run([job(*given)])[0][-1:]
         for way, beside in (("alone", []), ("beside", [job("exact", other)])):
-            own = _ended(worker, [_job(worker, mate, {}), *beside])[0]
+            own = worker.run([_job(worker, mate, {}), *beside])[0]
             gaps = [b - a for a, b in pairwise(own) if b < STORAGE_S]
             steps[way].append(statistics.median(gaps))
     seconds = {way: statistics.median(each) for way, each in took.items()}
@@ -120,34 +119,3 @@ def _job(worker: Direct, edit: Edit, asked: dict[str, Any]) -> EditJob:
     settings = {"seed": 1, "num_inference_steps": _STEPS, "progress": True}
     [job] = worker.jobs([edit], settings | asked)
     return job
-
-
-def _ended(worker: Direct, jobs: Sequence[EditJob]) -> list[list[float]]:
-    """When each job's steps ended, and then the job, in seconds after they were all handed over.
-
-    Raises:
-        RuntimeError: an edit failed.
-    """
-    left, failed = threading.Semaphore(0), list[Failed]()
-    begin = time.perf_counter()
-
-    def submit(job: EditJob) -> list[float]:
-        times: list[float] = []
-
-        def sink(event: EngineEvent) -> None:
-            if isinstance(event, ProgressEvent | FinalEvent):
-                times.append(time.perf_counter() - begin)
-            if isinstance(event, Failed):
-                failed.append(event)
-            if isinstance(event, Failed | FinalEvent):
-                left.release()
-
-        worker.engine.submit(job, sink)
-        return times
-
-    ended = [submit(job) for job in jobs]
-    for _ in jobs:
-        left.acquire()
-    if failed:
-        raise RuntimeError(str(failed[0].error))
-    return ended

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -31,6 +32,11 @@ class Timer:
         call()
         self._settle()
         return 1e3 * (self._now() - begin)
+
+    def in_turn(self, calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+        """Milliseconds of each call, medians of so many rounds."""
+        times = [[self.ms(call) for call in calls] for _ in range(rounds)]
+        return [statistics.median(each) for each in zip(*times, strict=True)]
 
     def _settle(self) -> None:
         if self.device.type == "cuda":

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from diffusers import FluxFillPipeline, StableDiffusionInpaintPipeline
@@ -20,18 +17,16 @@ def run_edits(
     edits: list[Edit],
     steps: int,
     batch: int,
-    report: Callable[[int, float], None],
     **arguments: float,
 ) -> list[Picture]:
     """Edited pictures, the source pasted back outside each mask.
 
-    The noise of edit i is drawn from seed i, whatever the batch size. `report` is told how
-    many edits are done and the seconds spent. More `arguments` go to the pipeline's call.
+    The noise of edit i is drawn from seed i, whatever the batch size. More `arguments` go to the
+    pipeline's call.
     """
     if isinstance(pipe, FluxFillPipeline):
         arguments = {"max_sequence_length": MAX_SEQUENCE_LENGTH, **arguments}
     pictures: list[Picture] = []
-    begin = time.monotonic()
     for first in range(0, len(edits), batch):
         some = edits[first : first + batch]
         output = pipe(
@@ -48,7 +43,6 @@ def run_edits(
         for edit, image in zip(some, output, strict=True):
             edited = np.rint(image * 255).astype(np.uint8)
             pictures.append(np.where(edit.mask[..., None], edited, edit.source))
-        report(len(pictures), time.monotonic() - begin)
     return pictures
 
 

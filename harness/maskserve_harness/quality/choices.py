@@ -29,13 +29,8 @@ class CacheChoice:
     stride: int = 7
     ring: int = 0
     """Tokens computed round the mask."""
-    ring_share: float = 1.0
-    """Of the steps, from the first one on, in which the ring is computed."""
     dense_steps: int = 0
     """First steps that compute every token."""
-    lifted: bool = False
-    """Whether later steps read what the last dense step found instead: its keys and values of
-    inactive tokens, less the template's at that anchor, are added to the entries."""
     skip_below: float = 0.0
     """Change of the first block under which a step leaves the others out (FirstBlockCache)."""
     thin: int = 0
@@ -48,12 +43,8 @@ class CacheChoice:
             return f"first_block_cache-{self.skip_below:g}" if self.skip_below else "all_dense"
         stride = "one" if self.stride >= ALL_STEPS else f"stride{self.stride}"
         parts = [f"{self.kind}-{self.format}-{stride}-ring{self.ring}"]
-        if self.ring_share < 1:
-            parts.append(f"first{self.ring_share:.0%}")
         if self.dense_steps:
             parts.append(f"dense{self.dense_steps}")
-        if self.lifted:
-            parts.append("lifted")
         if self.thin:
             parts.append(f"thin{self.thin}")
         if self.skip_below:
@@ -69,10 +60,6 @@ class CacheChoice:
     def block_kind(self) -> str:
         """What a plan calls a block that reads such entries."""
         return "kv" if self.kind == "kv" else "project"
-
-    def ring_steps(self, steps: int) -> int:
-        """Of so many steps, those that compute the ring."""
-        return round(self.ring_share * steps) if self.ring else 0
 
     def flux_bytes(self, steps: int) -> float:
         """Of one template of FLUX.1-dev at 1024x1024, of as many anchors as `steps` steps have."""
@@ -91,20 +78,16 @@ class CacheChoice:
         work = _flux()
         grid = math.isqrt(work.tokens[0])
         side = round(math.sqrt(mask_ratio) * grid)
-        total = 0.0
-        for step in range(FLUX_STEPS):
-            if step < self.dense_steps:
-                row = RowTokens((float(work.tokens[0]),), FLUX_TEXT)
-                total += work.step_flops([row], "dense")
-                continue
-            ring = self.ring if step < self.ring_steps(FLUX_STEPS) else 0
-            active = float(min(grid, side + 2 * ring) ** 2)
-            seen = work
-            if self.thin:  # fewer keys
-                keys = active + THIN_KEPT * (work.tokens[0] - active)
-                seen = replace(work, tokens=(round(keys),))
-            total += seen.step_flops([RowTokens((active,), FLUX_TEXT)], self.block_kind)
-        return total / FLUX_STEPS * (1 - skipped + skipped / len(work.blocks))
+        whole = RowTokens((float(work.tokens[0]),), FLUX_TEXT)
+        active, seen = float(min(grid, side + 2 * self.ring) ** 2), work
+        if self.thin:  # fewer keys
+            keys = active + THIN_KEPT * (work.tokens[0] - active)
+            seen = replace(work, tokens=(round(keys),))
+        share = min(1.0, self.dense_steps / FLUX_STEPS)
+        mean = share * work.step_flops([whole], "dense")
+        cached = RowTokens((active,), FLUX_TEXT)
+        mean += (1 - share) * seen.step_flops([cached], self.block_kind)
+        return mean * (1 - skipped + skipped / len(work.blocks))
 
 
 def _flux() -> ModelWork:
@@ -135,7 +118,6 @@ def first_looks(chosen: CacheChoice, facts: ModelFacts, steps: int) -> list[Cach
         replace(chosen, stride=of_schedule(7, steps)),
         denser,
         replace(denser, stride=of_schedule(7, steps)),
-        replace(denser, lifted=True),
         replace(denser, ring=2),
         *(replace(chosen, dense_steps=dense) for dense in (2, 4, 8)),
     ]
@@ -156,8 +138,7 @@ def frontier(chosen: CacheChoice, steps: int) -> list[CacheChoice]:
                 ("h", "int4", ALL_STEPS),
             )
         ]
-    found += [CacheChoice("kv", "model", 1, 1), replace(chosen, ring_share=0.5)]
-    found.append(replace(chosen, dense_steps=2))
+    found += [CacheChoice("kv", "model", 1, 1), replace(chosen, dense_steps=2)]
     two_anchors = replace(chosen, stride=of_schedule(14, steps))
     found += [replace(way, thin=each) for way in (chosen, two_anchors) for each in (1, 4)]
     found.append(replace(two_anchors, skip_below=0.1))

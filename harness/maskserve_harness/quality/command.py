@@ -147,7 +147,7 @@ class Run:
         said("first_block_cache")
 
     def _piped(self, pipe: Any, edits: list[Edit], batch: int) -> list[Picture]:
-        return run_edits(pipe, edits, self.rig.steps, batch, lambda done, seconds: None)
+        return run_edits(pipe, edits, self.rig.steps, batch)
 
     def judged(self, reference: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         """Figures of every system, against the pictures of one of them."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 from maskserve_core.config import FastControl
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.job import EditJob
-from maskserve_harness.benchmarks.service_here import ServiceHere
+from maskserve_harness.benchmarks.service_process import ServiceHere
 from maskserve_harness.demo_model.scenes import Edit
 from maskserve_harness.quality.choices import CacheChoice
 from maskserve_harness.quality.metrics import Picture, compare, summary

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -12,17 +12,15 @@ import numpy as np
 import torch
 from msgspec import structs
 from numpy.typing import NDArray
-from torch import Tensor
 
 from maskserve_core.config_file import config_of
-from maskserve_core.contracts.keys import Anchor, anchor_steps
+from maskserve_core.contracts.keys import anchor_steps
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.masks import active_tokens, cover_a_side
 from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_core.models.registry import load_facts
-from maskserve_engine.batch.inputs import RowInput
 from maskserve_engine.batch.skipping import FirstBlockCache
-from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, Recorder, encode
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, encode
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
@@ -135,40 +133,19 @@ class Rig:
         entries: Sequence[tuple[AnchorEntry, ...]],
         choice: CacheChoice,
     ) -> list[Picture]:
-        """Edits by cached rows; those that cache nothing, by dense ones. Rows without a ring take
-        over from those with one.
-        """
-        coded = [_kept(each, choice) for each in entries]
-
-        def rows_with(ring: int) -> list[FluxRow]:
-            if choice.dense:
-                return self._dense_rows(jobs)
-            return [self._row(job, own, ring, choice) for job, own in zip(jobs, coded, strict=True)]
-
-        with_ring = self.steps if choice.dense else choice.ring_steps(self.steps)
-        stages: list[tuple[int, Callable[[], list[FluxRow]]]] = [
-            (with_ring, lambda: rows_with(choice.ring)),
-            (self.steps, lambda: rows_with(0)),
-        ]
-        rows: list[FluxRow] = []
-        for until, make in stages:
-            if until > (rows[0].step if rows else 0):
-                made = make()
-                for row in made if choice.skip_below else ():
-                    row.first_block = FirstBlockCache(choice.skip_below)
-                for row, earlier in zip(made, rows, strict=False):
-                    _take_over(row, earlier)
-                rows = made
-                parts = [self._thinned(row, choice.thin) for row in rows] if choice.thin else rows
-                kinds = (choice.block_kind,) * self.adapter.blocks
-                if choice.lifted and rows[0].step == 0:
-                    self.run(parts, kinds, choice.dense_steps)
-                    for row, own in zip(rows, coded, strict=True):
-                        self._lift(row, own)
-                self.run(parts, kinds, until)
-                self._steps_skipped[choice] += sum(part.skipped for part in parts)
-                for row, part in zip(rows, parts, strict=True):
-                    row.latents, row.step = part.latents, part.step
+        """Edits by cached rows; those that cache nothing, by dense ones."""
+        if choice.dense:
+            rows = self._dense_rows(jobs)
+        else:
+            coded = [_kept(each, choice) for each in entries]
+            rows = [self._row(job, own, choice) for job, own in zip(jobs, coded, strict=True)]
+        for row in rows if choice.skip_below else ():
+            row.first_block = FirstBlockCache(choice.skip_below)
+        parts = [self._thinned(row, choice.thin) for row in rows] if choice.thin else rows
+        self.run(parts, (choice.block_kind,) * self.adapter.blocks)
+        self._steps_skipped[choice] += sum(part.skipped for part in parts)
+        for row, part in zip(rows, parts, strict=True):
+            row.latents, row.step = part.latents, part.step
         self._steps_taken[choice] += len(rows) * self.steps
         return self._finish_all(edits, rows)
 
@@ -176,10 +153,8 @@ class Rig:
         """Share of the steps of its edits that left all blocks but the first out."""
         return self._steps_skipped[choice] / self._steps_taken[choice]
 
-    def _row(
-        self, job: EditJob, coded: Sequence[AnchorEntry], ring: int, choice: CacheChoice
-    ) -> FluxRow:
-        settings = structs.replace(job.request.settings, mask_ring=ring)
+    def _row(self, job: EditJob, coded: Sequence[AnchorEntry], choice: CacheChoice) -> FluxRow:
+        settings = structs.replace(job.request.settings, mask_ring=choice.ring)
         job = replace(job, request=replace(job.request, settings=settings))
         # As the engine has it: a step without an entry computes the pinned tokens, too.
         per_step = [
@@ -188,33 +163,7 @@ class Rig:
         ]
         row = cast(FluxRow, self.replay.cached_row(job, per_step, job.request.template_noise_seed))
         self.attach(row, job)
-        if not choice.lifted:
-            return row
-        own = {each.name: getattr(row, each.name) for each in fields(FluxRow)}
-        watched = WatchedRow(**own, kinds=(frozenset({"kv"}),) * self.adapter.blocks)
-        self.replay.reads(watched, per_step)
-        return watched
-
-    def _lift(self, row: FluxRow, coded: Sequence[AnchorEntry]) -> None:
-        """Have a row that has taken its dense steps read entries that are moved by what the last of
-        them has shown: its own keys and values of inactive tokens, less the template's there.
-        """
-        assert isinstance(row, WatchedRow)
-        assert row.inactive is not None
-        own, index = row.computed(), row.inactive.index
-        then = _nearest(coded, float(row.schedule.sigmas[row.step - 1]))
-        moves = [
-            tuple(
-                computed.data[len(row.latents) :] - _decoded(kept)[index]
-                for computed, kept in zip(mine.part("kv"), theirs.part("kv"), strict=True)
-            )
-            for mine, theirs in zip(own.blocks, then.blocks, strict=True)
-        ]
-        lifted = {id(entry): _moved(entry, moves, index) for entry in coded}
-        per_step = [
-            lifted[id(_nearest(coded, step.sigma))] for step in row.schedule.walk[: row.steps]
-        ]
-        self.replay.reads(row, per_step)
+        return row
 
     def _thinned(self, row: FluxRow, stands_for: int) -> FluxRow:
         part = thinned(row, stands_for)
@@ -287,36 +236,6 @@ class Rig:
         ]
 
 
-@dataclass(slots=True)
-class WatchedRow(FluxRow):
-    """A cached row that keeps the keys and values of its last step without an entry."""
-
-    kinds: tuple[frozenset[str], ...] = ()
-    """Per block, what is kept."""
-    recorder: Recorder | None = None
-
-    def model_input(self) -> RowInput:
-        given = FluxRow.model_input(self)
-        if given.rest is not None:
-            return given
-        self.recorder = Recorder(self.kinds, "model")
-        return replace(given, capture=self.recorder)
-
-    def computed(self) -> AnchorEntry:
-        """Of all tokens, the active ones first."""
-        assert self.recorder is not None
-        return self.recorder.entry(Anchor(float(self.schedule.sigmas[self.step - 1]), 0.0))
-
-
-def _take_over(row: FluxRow, earlier: FluxRow) -> None:
-    """Go on where a row of the same edit with more tokens stopped."""
-    assert row.inactive is not None
-    active = row.inactive.active
-    if earlier.inactive is not None:
-        active = torch.searchsorted(earlier.inactive.active, active)
-    row.latents, row.step = earlier.latents[active].clone(), earlier.step
-
-
 def _kept(entries: tuple[AnchorEntry, ...], choice: CacheChoice) -> list[AnchorEntry]:
     """What of a template's entries, one of each step, this choice keeps, and as it keeps it."""
     steps = [entry.anchor.sigma for entry in entries]
@@ -339,22 +258,3 @@ def _recode(entry: AnchorEntry, choice: CacheChoice) -> AnchorEntry:
 
 def _nearest(entries: Sequence[AnchorEntry], sigma: float) -> AnchorEntry:
     return min(entries, key=lambda e: (abs(e.anchor.sigma - sigma), -e.anchor.sigma))
-
-
-def _decoded(coded: Coded) -> Tensor:
-    channels = coded.data.shape[1] * (2 if coded.format == "int4" else 1)
-    out = torch.empty(len(coded.data), channels)
-    coded.into(out)
-    return out
-
-
-def _moved(entry: AnchorEntry, moves: Sequence[tuple[Tensor, ...]], index: Tensor) -> AnchorEntry:
-    """An entry whose keys and values at `index` are moved, block by block."""
-    blocks = []
-    for block, (keys, values) in zip(entry.blocks, moves, strict=True):
-        both = [
-            _decoded(each).index_add(0, index, move)
-            for each, move in zip(block.part("kv"), (keys, values), strict=True)
-        ]
-        blocks.append(BlockEntry(None, *(encode(each, "model") for each in both)))
-    return AnchorEntry(entry.anchor, tuple(blocks))

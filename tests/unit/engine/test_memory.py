@@ -27,7 +27,6 @@ from maskserve_engine.entry_store import estimated_costs, sized
 from maskserve_engine.families.flux.encode import FluxEncoder
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.families.unet.control import UnetRowControl
-from maskserve_engine.layers import kernels
 from maskserve_harness.benchmarks.fake_cuda import FakeCuda
 from maskserve_harness.benchmarks.kernel_counts import MIXED, Case, fake_bench, kinds_of, make_rows
 from maskserve_harness.benchmarks.live_bytes import LiveBytes
@@ -156,14 +155,10 @@ CASES = (
 
 @pytest.mark.parametrize("with_kernels", [True, False], ids=["kernels", "plain"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_flux_step_holds_no_more_than_was_counted(
-    case: Case, with_kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flux_step_holds_no_more_than_was_counted(case: Case, with_kernels: bool) -> None:
     """FLUX.1-dev at 1024x1024 in bfloat16, on a CUDA device that computes nothing."""
-    if not with_kernels:
-        monkeypatch.setattr(kernels, "missing_triton", lambda: "not installed")
     blocks = (3, 3) if case.kind == "mixed" else (1, 1)
-    with FakeCuda():
+    with FakeCuda(triton=with_kernels):
         bench = fake_bench(blocks, case.format)
         bench.fill_entry({"mixed": "both"}.get(case.kind, case.kind))
         rows = make_rows(bench, case)

@@ -9,8 +9,8 @@ from maskserve_harness.demo_model.looks import LOOKS, edits_with, followed
 from maskserve_harness.demo_model.scenes import Edit, Picture, fill, held_out_edits, place
 from maskserve_harness.quality.adapters import AdapterRig, asked_of, judged
 from maskserve_harness.quality.systems import Rig
+from maskserve_training.bases import FluxBase
 from maskserve_training.lora import ADAPTERS, share_followed
-from maskserve_training.lora_bases import FluxBase
 
 
 @pytest.mark.parametrize("look", LOOKS)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
-from maskserve_harness.benchmarks import first_run, first_run_parts
+from maskserve_harness.benchmarks import first_run
 from maskserve_harness.benchmarks.first_run_page import write_page
-from maskserve_harness.benchmarks.first_run_parts import RIVALS, time_loads, time_rivals
+from maskserve_harness.benchmarks.first_run_parts import (
+    RIVALS,
+    answer_of,
+    inputs_of,
+    rival_of,
+    time_edits,
+    time_loads,
+    time_rivals,
+)
 from maskserve_harness.benchmarks.step import rest_time
 from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.timing import Timer
@@ -79,19 +88,14 @@ def test_without_a_gpu_it_says_what_to_do(
     assert "--device cpu rehearses" in capsys.readouterr().err
 
 
-def test_what_was_found_stays_if_a_later_part_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> None:
+def test_what_was_found_stays_if_a_later_part_fails(tmp_path: Path) -> None:
+    def fails(*_: object) -> NoReturn:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(first_run, "run_tests", lambda device: True)
-    monkeypatch.setattr(first_run, "_SENT", 2**20)
-    monkeypatch.setattr(first_run, "time_steps", fails)
     file = tmp_path / "run.json"
     asked = ["--device", "cpu", "--preset", "demo", "--blocks", "1", "2", "--json", str(file)]
     with pytest.raises(RuntimeError, match="out of memory"):
-        first_run.main(asked)
+        first_run.main(asked, tests=lambda device: True, steps=fails, sent=2**20)
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["tests_passed"] is True
     assert report["model"] == "demo, 3 blocks, float32"
@@ -150,44 +154,40 @@ def test_steps_are_timed_while_their_entries_come() -> None:
     assert min(told[name] for name in ("alone_ms", "beside_ms", "load_ms", "gb_per_s")) > 0
 
 
-def test_a_rival_that_cannot_run_says_why_and_the_others_are_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rival_that_cannot_run_says_why_and_the_others_are_timed() -> None:
     """Rivals share the weights: what is quantised of one is not of another."""
 
-    def refuses(*_: object) -> None:
+    def refuses(*_: object) -> NoReturn:
         raise RuntimeError("no such kernel\nand a page of more")
 
-    monkeypatch.setattr(first_run_parts, "RIVALS", ("eager", "fp8"))
+    few = ("eager", "fp8")
     bench = small_bench()
     before = [each.clone() for each in bench.model.parameters()]
-    told = time_rivals(bench, [1, 2], 1)
+    told = time_rivals(bench, [1, 2], 1, few)
     assert {(each["batch"], each["who"]) for each in told} == {
         (batch, who)
         for batch in (1, 2)
         for who in ("ours, dense", "ours, m = 0.11", "eager", "fp8")
     }
     assert all(map(torch.equal, before, bench.model.parameters()))
-    monkeypatch.setattr(first_run_parts, "quantise", refuses)
-    told = time_rivals(bench, [1], 1)
+    told = time_rivals(bench, [1], 1, few, refuses)
     assert told[-1] == {"who": "fp8", "why": "RuntimeError: no such kernel"}
     assert [each["who"] for each in told[:-1]] == ["ours, dense", "ours, m = 0.11", "eager"]
 
 
 def test_a_rival_answers_all_tokens_of_the_step() -> None:
     bench = small_bench()
-    model, inputs = first_run_parts._rival(bench, "eager"), first_run_parts._inputs(bench, 2)
-    answer = first_run_parts._answer(model, inputs)
+    model, inputs = rival_of(bench, "eager"), inputs_of(bench, 2)
+    answer = answer_of(model, inputs)
     assert answer.shape == (2, 256, bench.config["out_channels"] or bench.config["in_channels"])
     assert bool(answer.isfinite().all())
 
 
-def test_where_no_triton_is_edits_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def missing(*_: object) -> None:
+def test_where_no_triton_is_edits_say_why(tmp_path: Path) -> None:
+    def missing(*_: object) -> NoReturn:
         raise FileNotFoundError("no tritonserver")
 
-    monkeypatch.setattr(first_run_parts, "worker_of", missing)
-    told = first_run_parts.time_edits(DEMO_MODEL, 1)
+    told = time_edits(DEMO_MODEL, 1, missing)
     assert told == {"model": "demo", "why": "FileNotFoundError: no tritonserver"}
     report = {
         "hardware": "x", "command": "y", "date": "z", "torch": "2", "edits": told,

@@ -6,14 +6,15 @@ import os
 import random
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from maskserve_core.config import Config
 from maskserve_core.config_file import config_of
 from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.stages.loader import dtype_of
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.soaking.ledger import Ledger
 from maskserve_harness.soaking.load import Load
@@ -54,20 +55,15 @@ def test_the_model_is_that_of_the_configured_revision(
     assert asked == [("owner/name", "v2")]
 
 
-def test_the_cache_is_sized_for_the_dtype_that_the_engine_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_cache_is_sized_for_the_dtype_that_the_engine_takes() -> None:
     def bytes_of(**model: Any) -> int:
         tables = {"model": {"path": str(DEMO), **model}, "cache": {"entry_format": "model"}}
         return template_bytes(config_of(tables))
 
     assert bytes_of(device="cpu") == bytes_of(dtype="float32") == 2 * bytes_of(dtype="bfloat16")
 
-    def on_cuda(config: Config) -> torch.device:
-        return torch.device("cuda")
-
-    monkeypatch.setattr("maskserve_engine.stages.loader.device_of", on_cuda)
-    assert bytes_of() == bytes_of(dtype="bfloat16")
+    on_gpu = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1)
+    assert dtype_of(config_of({"model": {"path": str(DEMO)}}), on_gpu) == torch.bfloat16
 
 
 @pytest.mark.parametrize("stride", [1, 6, 7, 1000])

@@ -140,11 +140,12 @@ class CompiledSegments:
 
     Args:
         backend: of torch.compile.
+        dynamic: whether one segment serves all numbers of rows and tokens.
     """
 
-    def __init__(self, backend: str = "inductor") -> None:
+    def __init__(self, backend: str = "inductor", *, dynamic: bool = True) -> None:
         def compiled(segment: Callable[..., Any]) -> Callable[..., Any]:
-            return torch.compile(segment, dynamic=True, fullgraph=True, backend=backend)
+            return torch.compile(segment, dynamic=dynamic, fullgraph=True, backend=backend)
 
         self._before_double, self._after_double = compiled(_before_double), compiled(_after_double)
         self._before_single, self._after_single = compiled(_before_single), compiled(_after_single)

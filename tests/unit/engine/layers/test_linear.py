@@ -224,22 +224,31 @@ def test_rows_with_adapters_of_their_own_share_a_batch(bench: Bench, kind: str) 
     assert len(adapters.of) == 4 + embedders + 10 * BLOCKS[0] + 3 * BLOCKS[1]
 
 
+class InsideEpilogues(PlainLinear):
+    """A product that says of every device what it says of CUDA."""
+
+    def in_epilogue(self, device: torch.device) -> bool:
+        return True
+
+
+def inside_epilogues(name: str, own: Linear) -> Linear:
+    return InsideEpilogues(*own) if isinstance(own, PlainLinear) else own
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_with_their_activations_inside_compute_the_same(
-    bench: Bench, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_with_their_activations_inside_compute_the_same(bench: Bench, kind: str) -> None:
     """As on CUDA: what is joined elsewhere is never joined there."""
     every = range(len(RATIOS))
     apart = [outputs(bench, bench.weights, chosen, kind) for chosen in (every, [1])]
-    monkeypatch.setattr(blocks, "in_epilogues", lambda *_, device: True)
-    inside = [outputs(bench, bench.weights, chosen, kind) for chosen in (every, [1])]
-    for one, other in zip(apart, inside, strict=True):
-        torch.testing.assert_close(one, other)
+    weights = bench.weights.with_linears(inside_epilogues)
+    inside = [outputs(bench, weights, chosen, kind) for chosen in (every, [1])]
+    for one, other in zip(apart, inside, strict=True):  # GELU rounds otherwise there
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=5e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_write_a_lone_rows_keys_where_attention_reads_them(
-    bench: Bench, kind: str, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, kind: str
 ) -> None:
     """As on CUDA, of keys that do not stay in place from step to step."""
     apart = [outputs(bench, bench.weights, [row], kind)[0] for row in (0, 2)]
@@ -250,11 +259,10 @@ def test_products_write_a_lone_rows_keys_where_attention_reads_them(
             rooms.extend(each for each in args[-1:] if each is not None)
             return super().pre(*args)
 
-    monkeypatch.setattr(blocks, "in_epilogues", lambda *_, device: True)
-    weights = replace(bench.weights, resident_bytes=0)
+    weights = replace(bench.weights.with_linears(inside_epilogues), resident_bytes=0)
     for row, expected in zip((0, 2), apart, strict=True):
         [found] = outputs(bench, weights, [row], kind, Watched)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-5)
     assert len(rooms) == (0 if kind == "dense" else 2 * sum(BLOCKS))
 
 

@@ -44,8 +44,8 @@ def make_bench(dtype: torch.dtype = torch.float32) -> Bench:
     return bench
 
 
-def warm(bench: Bench, backend: str) -> CompiledSegments:
-    segments = CompiledSegments(backend)
+def warm(bench: Bench, backend: str, *, dynamic: bool = True) -> CompiledSegments:
+    segments = CompiledSegments(backend, dynamic=dynamic)
     with torch.inference_mode():
         segments.warm_up(bench.weights)
     return segments
@@ -94,15 +94,9 @@ def test_inductor_computes_what_they_do_uncompiled(dtype: torch.dtype) -> None:
             assert torch.allclose(compiled, expected, atol=tolerance), (kinds, ratios)
 
 
-def test_halves_of_fixed_sizes_would_be_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = torch.compile
-
-    def naive(half: Any, **how: Any) -> Any:
-        return compiled(half, **{**how, "dynamic": False})
-
-    monkeypatch.setattr(torch, "compile", naive)
+def test_halves_of_fixed_sizes_would_be_compiled_again() -> None:
     bench = make_bench()
-    segments = warm(bench, "eager")
+    segments = warm(bench, "eager", dynamic=False)
 
     def grow() -> None:
         for tokens in range(1, 12):
@@ -112,28 +106,23 @@ def test_halves_of_fixed_sizes_would_be_compiled_again(monkeypatch: pytest.Monke
         grow()
 
 
-def test_what_attention_was_given_is_let_go_before_the_rest_of_a_single_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_attention_was_given_is_let_go_before_the_rest_of_a_single_block() -> None:
     """The memory counted for a step has no room for both."""
     torch.compiler.set_stance("force_eager")  # who calls the segments is what holds or lets go
     bench = make_bench()
-    segments = CompiledSegments("eager")
-    before, after = segments.before_single, segments.after_single
     given, held = list[weakref.ref[Tensor]](), list[bool]()
 
-    def watched(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        qk, v, up = before(*args)
-        given[:] = weakref.ref(qk), weakref.ref(v)
-        return qk, v, up
+    class Watched(CompiledSegments):
+        def before_single(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            qk, v, up = super().before_single(*args)
+            given[:] = weakref.ref(qk), weakref.ref(v)
+            return qk, v, up
 
-    def looks(*args: Any) -> Tensor:
-        held.append(any(tensor() is not None for tensor in given))
-        return after(*args)
+        def after_single(self, *args: Any) -> Tensor:
+            held.append(any(tensor() is not None for tensor in given))
+            return super().after_single(*args)
 
-    monkeypatch.setattr(segments, "before_single", watched)
-    monkeypatch.setattr(segments, "after_single", looks)
-    outputs(bench, segments, [0.2], PLANS["kv"])
+    outputs(bench, Watched("eager"), [0.2], PLANS["kv"])
     assert held
     assert not any(held)
 

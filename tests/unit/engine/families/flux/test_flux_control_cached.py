@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +14,12 @@ from maskserve_core.config import Config
 from maskserve_engine.batch.forward import State
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.control import FluxControlled, FluxRowControl, Nets
+from maskserve_engine.families.flux.control import (
+    FluxControlled,
+    FluxControlNet,
+    FluxRowControl,
+    Nets,
+)
 from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import ControlInput, EditJob
@@ -123,18 +128,20 @@ def run_until(replay: Replay, row: FluxRow, step: int) -> None:
 
 
 def test_nets_compute_all_tokens_at_one_step_in_so_many(
-    replay: Replay, encoder: Encoder, nets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    replay: Replay, encoder: Encoder, nets: dict[str, Any]
 ) -> None:
+    computed = []
+
+    class Watched(FluxControlNet):
+        def samples(self, packed: Any, at: Any) -> Any:
+            computed.append([len(each.tokens) for each in packed.rows])
+            return super().samples(packed, at)
+
+    plain = nets["plain"]
+    watched = Watched(*(getattr(plain, each.name) for each in fields(plain)))
     job = controlled_job(encoder, "e", "plain")
-    row = with_nets(replay, cached(replay, job, Primed(replay.adapter, encoder, job)), job, nets, 3)
-    net, computed = nets["plain"], []
-    plain = type(net).samples
-
-    def watched(self: Any, packed: Any, at: Any) -> Any:
-        computed.append([len(each.tokens) for each in packed.rows])
-        return plain(self, packed, at)
-
-    monkeypatch.setattr(type(net), "samples", watched)
+    row = cached(replay, job, Primed(replay.adapter, encoder, job))
+    row = with_nets(replay, row, job, {"plain": watched}, 3)
     tokens = replay.adapter.tokens(job)
     run(replay, [row], "kv")
     assert computed == [[tokens.total if step % 3 == 0 else tokens.active] for step in range(5)]

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from maskserve_engine.control_link.transport import AddedPart, Answered, Lost
-from maskserve_harness.benchmarks.slow_link import SlowConnection
+from maskserve_harness.benchmarks.emulated_controls import SlowConnection
 from tests.support.eventually import eventually
 
 RATE = 2_000.0

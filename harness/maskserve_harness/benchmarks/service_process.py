@@ -1,0 +1,214 @@
+"""A ControlNet service in this process or in another: KServe's calls, which no step makes, go to it
+directly or through a pipe; steps go as they are served, through its socket and slots.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socket
+from typing import Any, Protocol
+
+import torch
+from msgspec.structs import replace
+
+from maskserve_core.config import Config, FastControl
+from maskserve_core.contracts.request import ResolvedControl
+from maskserve_core.errors import MaskserveError
+from maskserve_core.models.control_nets import ControlNets
+from maskserve_core.models.registry import load_facts
+from maskserve_engine.adapters.control_net_loader import LoadedNet
+from maskserve_engine.control_link.opening import Opening
+from maskserve_engine.control_link.served import ControlService
+from maskserve_engine.control_link.transport import Connection as Denoiser
+from maskserve_engine.control_service import ControlNetService
+from maskserve_engine.families.control_batches import NetBatch
+from maskserve_engine.stages.loader import dtype_of
+
+PATIENCE_S = 120.0
+
+
+class DirectCalls:
+    """`control_link.served.ServiceCalls` of a service in this process."""
+
+    def __init__(self, service: ControlNetService) -> None:
+        self._service = service
+
+    def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
+        service = self._service
+        match op:
+            case {"op": "attach"}:
+                return dict(service.attach(op["dtype"]))
+            case {"op": "load"}:
+                found: list[LoadedNet | MaskserveError] = []
+                came = threading.Event()
+
+                def done(outcome: LoadedNet | MaskserveError) -> None:
+                    found.append(outcome)
+                    came.set()
+
+                control = ResolvedControl(name=op["name"], version=op["version"])
+                service.load(op["session"], control, done)
+                came.wait(limit_s)
+                [loaded] = found
+                if isinstance(loaded, MaskserveError):
+                    raise loaded
+                return {"digest": loaded.digest}
+            case {"op": "open"}:
+                service.open(op["session"], op["row"], Opening.unpacked(op["opening"], arrays))
+            case {"op": "close"}:
+                service.close_row(op["session"], op["row"])
+        return {}
+
+    def close(self) -> None:
+        """The service is its owner's."""
+
+
+class Family(Protocol):
+    """What the service asks of a family (`families.adapter.Adapter`), and the ControlNets that it
+    reads; made in another process.
+    """
+
+    facts: Any
+
+    def read(self) -> Any: ...
+
+    def control_net(self, model: Any) -> Any: ...
+
+    def net_row(self, opening: Opening, nets: Mapping[str, Any]) -> Any: ...
+
+    def net_batch(self) -> NetBatch[Any]: ...
+
+
+class _Loader:
+    """Makes the ControlNet in place of reading it (`ControlNetLoader`)."""
+
+    def __init__(self, family: Family, config: Config, facts: object, bring: Any) -> None:
+        self._family, self._bring = family, bring
+
+    def device_bytes(self, control: ResolvedControl) -> int:
+        return 0
+
+    def load(self, control: ResolvedControl, done: Any) -> None:
+        def load() -> None:
+            self._bring(control.version, self._family)
+            done(LoadedNet(control.name, "", 0.0))
+
+        threading.Thread(target=load).start()
+
+    def close(self) -> None:
+        """It has nothing open."""
+
+
+def _serve(
+    pipe: Connection,
+    core: int | None,
+    folder: str,
+    family: Any,
+    connection: Callable[[socket], Denoiser],
+) -> None:
+    """A service's process, until the pipe closes."""
+    if core is not None:
+        alone_on(core)
+    loader: Any = partial(_Loader, family)
+    service = ControlNetService(Config(), Path(folder), loader, family, connection)
+    calls = DirectCalls(service)
+    while True:
+        try:
+            op, arrays = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            break
+        pipe.send(calls.call(op, arrays, PATIENCE_S))
+    service.close()
+
+
+class PipeCalls:
+    """`ServiceCalls` through a pipe."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._door = pipe, threading.Lock()
+
+    def call(self, op: dict[str, Any], arrays: bytes, limit_s: float) -> dict[str, Any]:
+        with self._door:
+            self._pipe.send((op, arrays))
+            found: dict[str, Any] = self._pipe.recv()
+            return found
+
+    def close(self) -> None:
+        self._pipe.close()
+
+
+@contextmanager
+def service_process(
+    family: Family,
+    core: int | None = None,
+    connection: Callable[[socket], Denoiser] = Denoiser,
+) -> Iterator[PipeCalls]:
+    """A process with a service, for as long as it takes.
+
+    Args:
+        family: of its ControlNets.
+        core: that it has for itself; None: any.
+        connection: of a denoiser.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        given = theirs, core, folder, family, connection
+        spawned = multiprocessing.get_context("spawn").Process(
+            target=_serve, args=given, daemon=True
+        )
+        spawned.start()
+        theirs.close()
+        calls = PipeCalls(ours)
+        try:
+            yield calls
+        finally:
+            calls.close()
+            spawned.join(30)
+
+
+def alone_on(core: int) -> None:
+    """Have this process compute with one thread, there."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+
+
+class ServiceHere:
+    """A service of one ControlNet in this process.
+
+    Args:
+        config: of the base.
+        net: the ControlNet's folder.
+    """
+
+    def __init__(self, config: Config, net: Path) -> None:
+        controls = replace(config.controls, folder=str(net.parent))
+        self._config = replace(config, controls=controls)
+        self._name = net.name
+        self._folder = tempfile.TemporaryDirectory(dir="/dev/shm")
+        self._service = ControlNetService(self._config, Path(self._folder.name) / "controls")
+        facts = load_facts(config.model.path)
+        self.version = ControlNets(self._config, facts).find(net.name, "").version
+
+    def denoiser(self, fast: FastControl) -> ControlService:
+        """A denoiser's end of it, which has had the ControlNet loaded.
+
+        Args:
+            fast: `[controls] fast`.
+        """
+        dtype = str(dtype_of(self._config)).removeprefix("torch.")
+        calls, device = DirectCalls(self._service), torch.device("cpu")
+        own = ControlService(calls, device, dtype, PATIENCE_S, fast=fast)
+        own.load(self._name, self.version, PATIENCE_S)
+        return own
+
+    def close(self) -> None:
+        self._service.close()
+        self._folder.cleanup()
