@@ -26,6 +26,7 @@ from maskserve_engine.cache.loader import CudaMover, HostMover, LinkRates, Loade
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.registered import Registrar, on_tmpfs
 from maskserve_engine.cache.remote_tier import RemoteTier
+from maskserve_engine.cache.reserve import Reserve
 from maskserve_engine.cache.sizing import (
     Kinds,
     TemplateSize,
@@ -194,7 +195,25 @@ def open_store(
         remote,
         Loader(mover),
         patience_s=cache.remote_patience_s,
+        reserve=open_reserve(mover, budget),
     )
+
+
+def open_reserve(mover: Mover, budget: int) -> Reserve | None:
+    """All of a GPU's memory that the cache may take; None where memory is the host's.
+
+    Raises:
+        ConfigError: the device does not have it.
+    """
+    if not isinstance(mover, CudaMover) or not budget:
+        return None
+    try:
+        return Reserve(budget, mover.device, mover.stream)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"[cache] budget_bytes: {mover.device} does not have {budget} bytes in one piece; "
+            "give less"
+        ) from error
 
 
 def _not_registered(file: OpenFile) -> None:

@@ -8,13 +8,14 @@ beside the tokens, and keep a few large channels from drowning the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from maskserve_core.config import ENTRY_FORMATS
 from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.cache.reserve import Block, padded
 
 GROUP = 32
 _FLOAT8 = torch.float8_e4m3fn
@@ -187,10 +188,38 @@ class AnchorEntry:
     blocks: tuple[BlockEntry, ...]
     """In the order they run. Behind them, where they are kept: the feature maps, in the order they
     are read, and last the means and variances of all maps' groups."""
+    memory: Block | None = field(default=None, repr=False, compare=False)
+    """Where its tensors lie, if in the reserve."""
 
     @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def room(self) -> int:
+        """Bytes of the block that `within` fills."""
+        return sum(
+            padded(tensor.nbytes)
+            for block in self.blocks
+            for part in PARTS
+            for coded in block.part(part)
+            for tensor in coded.tensors()
+        )
+
+    def within(self, block: Block) -> AnchorEntry:
+        """The same in a block of the reserve, copied by as few kernels as may be."""
+        sources: list[Tensor] = []
+        copies: list[Tensor] = []
+
+        def copy(tensor: Tensor) -> Tensor:
+            own = block.empty(tensor.shape, tensor.dtype)
+            sources.append(tensor.contiguous().view(torch.uint8))
+            copies.append(own.view(torch.uint8))
+            return own
+
+        blocks = tuple([each.each(lambda coded: coded.map(copy, copy)) for each in self.blocks])
+        torch._foreach_copy_(copies, sources)
+        return AnchorEntry(self.anchor, blocks, block)
 
     @property
     def broken(self) -> bool:

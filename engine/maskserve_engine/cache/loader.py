@@ -29,6 +29,7 @@ from torch import Tensor
 from maskserve_engine.cache.entries import PARTS, AnchorEntry, Coded
 from maskserve_engine.cache.entry_file import FileTensor, OpenFile, StoredCoded, StoredEntry
 from maskserve_engine.cache.registered import Registrar
+from maskserve_engine.cache.reserve import ALIGN, Block
 
 
 class Selection:
@@ -126,8 +127,10 @@ class Mover(Protocol):
         """A file in memory was opened: the device may read it by itself. Of any thread."""
         ...
 
-    def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:
-        """Bring the tokens `ids` (None: all) of some tensors to the device."""
+    def move(
+        self, parts: Travelling, ids: NDArray[np.int64] | None, room: Block | None = None
+    ) -> Arrival:
+        """Bring the tokens `ids` (None: all) of some tensors to the device, to `room` if given."""
         ...
 
     def close(self) -> None:
@@ -153,7 +156,9 @@ class HostMover:
 
     def close(self) -> None: ...
 
-    def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:
+    def move(
+        self, parts: Travelling, ids: NDArray[np.int64] | None, room: Block | None = None
+    ) -> Arrival:
         take = partial(gathered, ids=ids)
         return Arrival(tuple([coded.map(take) for coded in parts]))
 
@@ -272,19 +277,29 @@ class CudaMover:
         if self._registrar is not None:
             self._registrar.close()
 
-    def move(self, parts: Travelling, ids: NDArray[np.int64] | None) -> Arrival:
+    def move(
+        self, parts: Travelling, ids: NDArray[np.int64] | None, room: Block | None = None
+    ) -> Arrival:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             arrived = tuple(
-                coded.map(lambda t: self._travel(t, ids), lambda t: self._travel(t, None))
+                coded.map(
+                    lambda t: self._travel(t, ids, room), lambda t: self._travel(t, None, room)
+                )
                 for coded in parts
             )
             event = torch.cuda.Event()
             event.record(self.stream)
         return Arrival(arrived, event)
 
-    def _travel(self, source: Tensor | FileTensor, ids: NDArray[np.int64] | None) -> Tensor:
-        count = len(source) if ids is None else len(ids)
-        arrived = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device=self.device)
+    def _travel(
+        self, source: Tensor | FileTensor, ids: NDArray[np.int64] | None, room: Block | None
+    ) -> Tensor:
+        shape = (len(source) if ids is None else len(ids), *source.shape[1:])
+        if room is None:
+            arrived = torch.empty(shape, dtype=source.dtype, device=self.device)
+        else:
+            arrived = room.empty(shape, source.dtype)
+        count = len(arrived)
         if not (isinstance(source, FileTensor) and count and self._direct(source, ids, arrived)):
             self._gathered(source, ids, arrived)
         return arrived
@@ -397,6 +412,14 @@ class Load:
         self.asked: dict[Want, int] = {}
         """Parts on their way, and the turn they are wanted for."""
         self.lost: BaseException | None = None
+        self.memory: Block | None = None
+        """Of the reserve, where its parts go; None: each has memory of its own."""
+
+    @property
+    def room(self) -> int:
+        """Bytes of the block in which all of it fits."""
+        tensors = 3 * sum(len(b.part(part)) for b in self.entry.blocks for part in PARTS)
+        return self.nbytes + ALIGN * tensors
 
     @property
     def nbytes(self) -> int:
@@ -534,13 +557,17 @@ class Loader:
             if want not in load.arrived and load.lost is None:
                 self._move(load, want)
             self._moving = None
+            del load  # its memory is another's once nobody reads it
 
     def _move(self, load: Load, want: Want) -> None:
         begin = time.perf_counter()
         parts = load.parts(*want)
         ids = None if load.selection is None else load.selection.of(want[0])
         try:
-            arrival = self.mover.move(parts, ids)
+            if load.memory is None:
+                arrival = self.mover.move(parts, ids)
+            else:
+                arrival = self.mover.move(parts, ids, load.memory)
         except Exception as error:  # whatever a device or a file can raise: its readers are told
             with self._changed:
                 load.lost = error

@@ -130,6 +130,14 @@ class MemoryTier:
                 self.booked += nbytes
             return fits or force
 
+    def make_way(self, keep: frozenset[str] = frozenset()) -> bool:
+        """Evict the template that is worth least beside those of `keep`; False: none may go."""
+        with self._lock:
+            chosen = self._victims(1, keep)
+            for key in chosen or ():
+                self._evict(key)
+            return bool(chosen)
+
     def unbook(self, nbytes: int) -> None:
         with self._lock:
             self.booked -= nbytes
@@ -147,14 +155,15 @@ class MemoryTier:
 
     def _make_room(self, nbytes: int, keep: frozenset[str]) -> bool:
         """Evict until `nbytes` fit; nothing is evicted when they cannot."""
-        read = {key for (key, _), entry in self._entries.items() if self._lent[id(entry)]}
-        # Evicting what a row reads frees nothing.
-        missing = self.nbytes + nbytes - self.budget_bytes
-        now = self._clock()
-        chosen = chosen_victims(self._held, missing, keep | read, now, self._rebuild)
+        chosen = self._victims(self.nbytes + nbytes - self.budget_bytes, keep)
         for key in chosen or ():
             self._evict(key)
         return chosen is not None
+
+    def _victims(self, missing: int, keep: frozenset[str]) -> list[str] | None:
+        # Evicting what a row reads frees nothing.
+        read = {key for (key, _), entry in self._entries.items() if self._lent[id(entry)]}
+        return chosen_victims(self._held, missing, keep | read, self._clock(), self._rebuild)
 
     def _evict(self, key: str) -> int:
         held = self._held.pop(key, None)

@@ -29,6 +29,7 @@ from maskserve_engine.cache.loader import Arrival, Load, Loader, Selection, Want
 from maskserve_engine.cache.lower_tiers import LowerTiers
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.remote_tier import RemoteTier
+from maskserve_engine.cache.reserve import Block, Reserve
 from maskserve_engine.cache.tier import Held, Note, Tier
 from maskserve_engine.device_clock import Span, mark
 
@@ -124,6 +125,7 @@ class Store:
         loader: brings entries to the device.
         on_change: of `LowerTiers`, as `patience_s`.
         patience_s: seconds.
+        reserve: of the device's memory, for entries and loads; None: they take what they need.
     """
 
     def __init__(
@@ -134,8 +136,9 @@ class Store:
         loader: Loader,
         on_change: Callable[[str], None] = lambda key: None,
         patience_s: float = 10.0,
+        reserve: Reserve | None = None,
     ) -> None:
-        self.memory, self.loader = memory, loader
+        self.memory, self.loader, self.reserve = memory, loader, reserve
         self.lower = LowerTiers(folders, remote, on_change, patience_s)
         self.tiers: tuple[Tier, ...] = (memory, *self.lower.tiers)
         """The nearest first."""
@@ -234,7 +237,12 @@ class Store:
 
     def put(self, key: str, entry: AnchorEntry, note: Note) -> bool:
         """Keep an entry in every tier that can; False when none is going to."""
-        kept = self.memory.put(key, entry, note)
+        kept = True
+        if self.reserve is not None:
+            block = self._block(self.reserve, entry.room, frozenset({key}))
+            kept = block is not None
+            entry = entry if block is None else entry.within(block)
+        kept = kept and self.memory.put(key, entry, note)
         self._changes += 1
         self.lower.write(key, entry, note, self.loader.mover.to_host)
         return kept or bool(self.lower.folders)
@@ -325,7 +333,27 @@ class Store:
             booked = load.nbytes
             if not self.memory.book(booked, force=force):
                 return None
+            if self.reserve is not None:
+                load.memory = self._block(self.reserve, load.room, None)
+                if load.memory is None and not force:
+                    self.memory.unbook(booked)
+                    return None
         return _Shared(load, source, booked)
+
+    def _block(self, reserve: Reserve, nbytes: int, keep: frozenset[str] | None) -> Block | None:
+        """Of the reserve; templates are evicted where no span is long enough. None: that did not
+        help.
+
+        Args:
+            reserve: whose it is.
+            nbytes: of it.
+            keep: for an entry, which then stays: of its template; None: for a load.
+        """
+        stays = keep is not None
+        while True:
+            block = reserve.take(nbytes, stays=stays)
+            if block is not None or not self.memory.make_way(keep or frozenset()):
+                return block
 
     def _release(self, name: _Name) -> None:
         shared = self._shared[name]

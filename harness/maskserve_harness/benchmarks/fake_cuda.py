@@ -147,6 +147,7 @@ class FakeCuda:
             "get_device_properties": lambda _=None: PROPERTIES,
             "mem_get_info": lambda _=None: (_MEMORY, _MEMORY),
             "current_stream": lambda _=None: _FakeStream(),
+            "default_stream": lambda _=None: _FakeStream(),
             "Stream": _FakeStream,
             "stream": lambda _: nullcontext(),
             "CUDAGraph": lambda: _FakeGraph(self),

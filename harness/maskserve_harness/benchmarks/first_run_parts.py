@@ -128,8 +128,23 @@ def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -
     handles = asked()
     nbytes = sum(handle.load.nbytes for handle in handles)
     let_go(handles)
+    before = _allocator(bench.device)
     ms = in_turn(timer, {"alone_ms": alone, "beside_ms": beside, "load_ms": loads}, _ROUNDS)
-    return {**ms, "bytes": nbytes, "gb_per_s": round(nbytes / 1e6 / ms["load_ms"], 4)}
+    after = _allocator(bench.device)
+    torch_does = {name: after[name] - before[name] for name in after}
+    per_s = round(nbytes / 1e6 / ms["load_ms"], 4)
+    return {**ms, "bytes": nbytes, "gb_per_s": per_s, "allocator": torch_does}
+
+
+def _allocator(device: torch.device) -> dict[str, int]:
+    """What torch's allocator counts on a GPU: how often it gave memory back to the driver, for
+    which the whole device waits, how often in vain, and what it holds.
+    """
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    names = ("num_alloc_retries", "num_ooms", "reserved_bytes.all.current")
+    return {name: int(stats.get(name, 0)) for name in names}
 
 
 def in_turn(timer: Timer, ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:

@@ -24,6 +24,7 @@ from maskserve_engine.cache.entry_file import StoredEntry
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.loader import CudaMover, HostMover, LinkRates, Load, Loader, Selection
 from maskserve_engine.cache.registered import Registrar
+from maskserve_engine.cache.reserve import Block
 from tests.fakes.cuda_runtime import Runtime
 from tests.fakes.entries import NOTE, random_entry
 from tests.support.eventually import eventually
@@ -289,6 +290,25 @@ def test_what_the_device_reads_by_itself_is_what_a_row_is_to_read(
         if ids is not None:
             wanted = tuple(coded.take(torch.from_numpy(ids)) for coded in wanted)
         assert equal(parts, wanted)
+
+
+def test_what_is_moved_lies_in_the_block_that_was_taken_for_it(cuda: Cuda, stored: Stored) -> None:
+    """By either way, and of all blocks of the entry."""
+    there, entry = stored.entry(0)
+    ids = np.random.default_rng().permutation(300)[:200]
+    for way in (LinkRates(1.0, 0.0), LinkRates(1.0, 1e9)):
+        stored.mover.rates = way
+        load = Load(there, "host", Selection([ids]))
+        memory = torch.zeros(load.room, dtype=torch.uint8)
+        block = Block(memory.as_subclass(OnDevice))  # type: ignore[no-untyped-call]
+        for number in range(len(entry.blocks)):
+            parts = stored.mover.move(load.parts(number, "kv"), ids, block).get()
+            cuda.default.reach(len(cuda.default.work))
+            wanted = [c.take(torch.from_numpy(ids)) for c in entry.blocks[number].part("kv")]
+            assert equal(parts, tuple(wanted))
+            for tensor in (tensor for coded in parts for tensor in coded.tensors()):
+                offset = tensor.data_ptr() - memory.data_ptr()
+                assert 0 <= offset <= len(memory) - tensor.nbytes
 
 
 def test_whole_tensors_travel_in_one_copy_each_and_ids_once(cuda: Cuda, stored: Stored) -> None:

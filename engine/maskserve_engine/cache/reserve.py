@@ -1,0 +1,144 @@
+"""The reserve: one piece of a GPU's memory, of which kept entries and loads are cut.
+
+Torch's allocator keeps what is freed for the stream that it was allocated on, and entries and loads
+are allocated on different ones; once the card is full it gives memory back to the driver, and the
+whole device waits. Of the reserve a span that one stream has left is another's as soon as the
+device is done with it, and nothing is ever asked of the driver (docs/adr/0040-reserve.md).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGN = 256
+"""Bytes that each tensor's beginning is a multiple of."""
+
+
+class Block:
+    """A span of the reserve, for as long as anybody holds this object.
+
+    Args:
+        memory: [bytes] uint8.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory, self._used = memory, 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next tensor in it, not written yet."""
+        begin = self._used
+        self._used = begin + padded(prod(shape) * dtype.itemsize)
+        end = begin + prod(shape) * dtype.itemsize
+        assert end <= len(self._memory), "more tensors than the block was taken for"
+        return self._memory[begin:end].view(dtype).view(tuple(shape))
+
+
+@dataclass(slots=True)
+class _Span:
+    begin: int
+    end: int
+    events: list[Any] = field(default_factory=list)
+    """CUDA events behind the last work that used it, as far as these have not passed."""
+
+
+class Reserve:
+    """Gives blocks: for entries from one end, for loads from the other, so that short-lived ones do
+    not lie between those that stay.
+
+    Blocks are taken by one thread, and may be let go by any.
+
+    Args:
+        nbytes: of it.
+        device: where it is.
+        loads: the stream that brings loads; None: not on a CUDA device. Entries are written, and
+            all blocks read, on the device's default one.
+    """
+
+    def __init__(
+        self, nbytes: int, device: torch.device, loads: torch.cuda.Stream | None = None
+    ) -> None:
+        nbytes -= nbytes % ALIGN
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._streams = () if loads is None else (torch.cuda.default_stream(device), loads)
+        self._free = [_Span(0, nbytes)] if nbytes else []
+        """In the order of their places."""
+        self._left: deque[_Span] = deque()
+        """Let go, and not free yet: who lets go may be anywhere in the program, even in `take`."""
+        self._lock = threading.Lock()
+
+    @property
+    def free(self) -> int:
+        """Bytes that no block has."""
+        with self._lock:
+            self._collect()
+            return sum(span.end - span.begin for span in self._free)
+
+    def take(self, nbytes: int, *, stays: bool) -> Block | None:
+        """A block; None: there is no span so long. The stream that writes to it waits for what is
+        still done with the memory, the host does not.
+
+        Args:
+            nbytes: of all its tensors, each `padded`.
+            stays: it is for an entry that is kept, not for a load.
+        """
+        nbytes = max(ALIGN, padded(nbytes))
+        with self._lock:
+            self._collect()
+            order = range(len(self._free)) if stays else range(len(self._free) - 1, -1, -1)
+            at = next((i for i in order if self._length(i) >= nbytes), None)
+            if at is None:
+                return None
+            span = self._free[at]
+            span.events = [event for event in span.events if not event.query()]
+            begin = span.begin if stays else span.end - nbytes
+            if stays:
+                span.begin += nbytes
+            else:
+                span.end -= nbytes
+            if span.begin == span.end:
+                del self._free[at]
+            events = list(span.events)
+        for event in events:
+            self._streams[0 if stays else 1].wait_event(event)
+        block = Block(self.memory[begin : begin + nbytes])
+        weakref.finalize(block, self._let_go, begin, begin + nbytes).atexit = False
+        return block
+
+    def _length(self, at: int) -> int:
+        return self._free[at].end - self._free[at].begin
+
+    def _let_go(self, begin: int, end: int) -> None:
+        events = []
+        for stream in self._streams:
+            events.append(torch.cuda.Event())
+            events[-1].record(stream)
+        self._left.append(_Span(begin, end, events))
+
+    def _collect(self) -> None:
+        """Join what was let go to what is free."""
+        while self._left:
+            new = self._left.popleft()
+            at = next(
+                (i for i, span in enumerate(self._free) if span.begin >= new.end), len(self._free)
+            )
+            self._free.insert(at, new)
+            for i in (at + 1, at):  # the one behind it, then itself, to the one before
+                if 0 < i < len(self._free) and self._free[i - 1].end == self._free[i].begin:
+                    joined = self._free.pop(i)
+                    self._free[i - 1].end = joined.end
+                    waiting = [e for e in joined.events if not e.query()]
+                    self._free[i - 1].events += waiting
+
+
+def padded(nbytes: int) -> int:
+    """What a tensor of so many bytes takes of a block."""
+    return -(-nbytes // ALIGN) * ALIGN
