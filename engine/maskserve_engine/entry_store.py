@@ -42,6 +42,8 @@ from maskserve_engine.stages.device_probe import Timer, device_rates, seconds_of
 from maskserve_engine.stages.loader import device_of, dtype_of
 
 _log = logging.getLogger(__name__)
+_PADDING = 64
+"""The reserve is longer than the budget by one part in so many, as tensors in it are padded."""
 _BUFFER = 32 * 2**20
 """Bytes of one pinned buffer."""
 _TRIED, _WIDTH, _LEFT_OUT = 8192, 3072, 9
@@ -208,7 +210,7 @@ def open_reserve(mover: Mover, budget: int) -> Reserve | None:
     if not isinstance(mover, CudaMover) or not budget:
         return None
     try:
-        return Reserve(budget, mover.device, mover.stream)
+        return Reserve(budget + budget // _PADDING, mover.device, mover.stream)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"[cache] budget_bytes: {mover.device} does not have {budget} bytes in one piece; "

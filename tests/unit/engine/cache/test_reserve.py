@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import torch
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
-from maskserve_engine.cache.loader import HostMover, Loader
+from maskserve_engine.cache.folder_tier import FolderTier
+from maskserve_engine.cache.loader import Arrival, HostMover, Loader, Selection, gathered
 from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.reserve import ALIGN, Block, Reserve
 from maskserve_engine.cache.store import Store
 from tests.fakes.entries import NOTE, same
+from tests.support.eventually import eventually
 
 CPU = torch.device("cpu")
 
@@ -152,4 +155,51 @@ def test_a_store_evicts_until_there_is_one_piece_and_keeps_nothing_outside() -> 
     store.evict("t4")
     assert reserve.free == len(reserve.memory)
     store.check_integrity()
+    store.close()
+
+
+class Roomy(HostMover):
+    """Brings parts to where a GPU's mover would."""
+
+    def move(self, parts: Any, ids: Any, room: Block | None = None) -> Arrival:
+        assert room is not None, "memory of its own"
+
+        def moved(source: Any, ids: Any) -> torch.Tensor:
+            rows = len(source) if ids is None else len(ids)
+            return gathered(source, ids, room.empty((rows, *source.shape[1:]), source.dtype))
+
+        own = [c.map(lambda t: moved(t, ids), lambda t: moved(t, None)) for c in parts]
+        return Arrival(tuple(own))
+
+
+def test_loads_have_blocks_until_their_last_row_lets_go(tmp_path: Path) -> None:
+    """And beyond that only what has to be read in any case."""
+    entry, selection = entry_of(1), Selection([np.arange(0, 24, 2)])
+    tier = FolderTier("host", tmp_path, 10**8)
+    assert tier.put("t", entry, NOTE)
+    room = 8 * entry.room
+    reserve = Reserve(room, CPU)
+    store = Store(MemoryTier(10**9), [tier], None, Loader(Roomy()), reserve=reserve)
+    while (source := store.hold("t", entry.anchor)) is None:
+        store.settle()
+    for _ in range(50):
+        handles = [store.request("t", entry.anchor, selection, source) for _ in range(2)]
+        for handle in handles:
+            assert handle is not None
+            handle.want([(1, "kv")], 1)
+            keys, values = handle.wait(1, "kv")
+            for coded, kept in zip((keys, values), entry.blocks[1].part("kv"), strict=True):
+                assert inside(reserve, coded.data)
+                assert torch.equal(coded.data, kept.take(torch.arange(0, 24, 2)).data)
+        assert reserve.free < room
+        for handle in handles:
+            assert handle is not None
+            handle.release()
+        del handle, handles, keys, values, coded
+        eventually("a load lets go", lambda: reserve.free == room)
+    whole = reserve.take(room, stays=True)
+    assert whole is not None
+    assert store.request("t", entry.anchor, selection, source) is None
+    assert store.memory.booked == 0
+    store.let_go(source)
     store.close()
