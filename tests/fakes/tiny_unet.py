@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.fakes.tiny_model import clip_tokenizer
 
 CONFIG = """\
@@ -23,6 +25,14 @@ max_steps = 1000
 
 VARIANTS = ("sd-base", "sd-fill", "sdxl-base", "sdxl-fill")
 """Names of the models that tests use; what follows the hyphen is `fill` or not."""
+
+EACH_SORT = [
+    name if name in ("sd-base", "sdxl-fill") else pytest.param(name, marks=pytest.mark.slow)
+    for name in VARIANTS
+]
+"""Parameters of a test: of SD and SDXL and of either semantics one, the others where slow tests
+run, too.
+"""
 
 CHANNELS = 4
 FACTOR = 4

@@ -42,7 +42,8 @@ class AnyDegree:
                 if not busy & sum(1 << device for device in gang)
             ]
             if idle and free:
-                gang = self._rng.choice(free)
+                new = [gang for gang in free if gang not in self.drawn]
+                gang = self._rng.choice(new or free)  # each comes, however few steps there are
                 busy |= sum(1 << device for device in gang)
                 runs.append(Run((idle.pop().ticket,), gang))
                 self.drawn.add(gang)

@@ -214,6 +214,7 @@ def entry_bytes(case: Case) -> int:
     return round(rest * TOKENS * WIDTH * parts * (DOUBLE + SINGLE) * BYTES[case.format])
 
 
+@cache  # what is counted of a case and what it copies are of the same steps
 def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
     """What steps of rows that were packed before ask of the device: one that computes the vectors
     of those ahead, and one that does not.

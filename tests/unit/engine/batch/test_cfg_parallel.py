@@ -21,7 +21,7 @@ from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.job import EditJob
 from maskserve_engine.layers.low_rank import Factors
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
-from tests.fakes.tiny_unet import VARIANTS, samplers
+from tests.fakes.tiny_unet import EACH_SORT, samplers
 from tests.support.cached_rows import KINDS, Primed, assert_equal, cached
 from tests.support.ranks import Rank, by_ranks
 
@@ -86,7 +86,7 @@ def flux(tiny_inpaint: Path) -> Model:
     return Model(tiny_inpaint)
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=EACH_SORT)
 def unet(request: pytest.FixtureRequest, tiny_unets: dict[str, Path]) -> Model:
     return Model(tiny_unets[request.param])
 

@@ -46,7 +46,7 @@ folder, budget, seconds, seed = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]
 tier, dice = FolderTier("host", folder, budget), random.Random(seed)
 end, read = time.time() + seconds, 0
 entries = {(k, n): random_entry(10 * k + n, ANCHORS[n]) for k in range(4) for n in range(3)}
-while time.time() < end:
+while time.time() < end or not read:
     k, n = dice.randrange(4), dice.randrange(3)
     match dice.randrange(5):
         case 0 | 1:

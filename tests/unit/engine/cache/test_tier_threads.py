@@ -20,7 +20,7 @@ from maskserve_engine.cache.remote_tier import RemoteTier
 from maskserve_engine.cache.store import Store
 from tests.fakes.entries import ANCHORS, NOTE, random_entry
 
-STRESS_S = 4.0
+STRESS_S = 2.0
 
 
 @pytest.fixture

@@ -34,6 +34,13 @@ from maskserve_engine.layers.shrink_expand_kernels import (  # noqa: E402
 )
 
 AMPERE, ADA, HOPPER, BLACKWELL = 80, 89, 90, 100
+HALF = [("bf16", target) for target in (AMPERE, ADA, HOPPER, BLACKWELL)]
+OTHERS = [("fp16", HOPPER), ("fp32", HOPPER)]
+REST = [
+    pytest.param(dtype, target, marks=pytest.mark.slow)
+    for dtype in ("fp16", "fp32")
+    for target in (AMPERE, ADA, BLACKWELL)
+]
 ADDRESSES = ("ids", "data_a", "data_b", "scale_a", "scale_b", "groups_a", "groups_b")
 
 
@@ -103,8 +110,7 @@ def test_reading_round_tiles(format: str, target: int) -> None:
     assert made.startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("dtype", "target"), [*HALF, *OTHERS, *REST])
 def test_turning_heads(dtype: str, target: int) -> None:
     types = {"x": f"*{dtype}", "norms": "*fp32", "cis": "*fp32", "stream_of": "*i64"}
     types |= {"x_stride": "i64", "eps": "fp32"}
@@ -159,8 +165,7 @@ def test_between_the_products_of_a_unets_block(target: int) -> None:
     assert widths(gated["ptx"], "ld") == widths(gated["ptx"], "st") == {16}
 
 
-@pytest.mark.parametrize("target", [AMPERE, ADA, HOPPER, BLACKWELL])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("dtype", "target"), [*HALF, *OTHERS, *REST])
 def test_updates_of_rows(dtype: str, target: int) -> None:
     sizes = {"tokens": TOKENS, "ranks": RANKS, "block": 128, "fields": FIELDS}
     tables = dict.fromkeys(("tiles", "slices", "ends"), "*i64") | {"low": f"*{dtype}"}

@@ -27,7 +27,7 @@ from maskserve_engine.layers.shrink_expand import Part
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import Case, config_of, encode_case, random_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit, diffusers_latents
-from tests.fakes.tiny_unet import VARIANTS
+from tests.fakes.tiny_unet import EACH_SORT
 from tests.support import cached_rows
 from tests.support.cached_rows import KINDS
 from tests.support.frozen_tokens import Frozen, Recorded, first_blocks, flux_hooks, unet_hooks
@@ -113,7 +113,7 @@ class Model:
         return self.ran([self.row(case, loras)])[0]
 
 
-@pytest.fixture(scope="module", params=["fill", "inpaint", *VARIANTS])
+@pytest.fixture(scope="module", params=["fill", "inpaint", *EACH_SORT])
 def model(
     request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path, tiny_unets: dict[str, Path]
 ) -> Model:

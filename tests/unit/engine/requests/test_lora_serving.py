@@ -320,7 +320,7 @@ def test_base_entries_serve_rows_with_loras_if_so_configured(make: Callable[...,
     assert len({held["key"] for held in site.engine.templates().result()}) == 1
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_fast_row_changes_entries_when_its_lora_arrives(
     make: Callable[..., Site], tmp_path: Path, devices: int
 ) -> None:

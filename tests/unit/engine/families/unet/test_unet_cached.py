@@ -21,13 +21,13 @@ from maskserve_engine.families.unet.rows import CachedRest, UnetPrimingRow
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay, in_memory, plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, tolerance, unet_case
-from tests.fakes.tiny_unet import TEXT_LENGTH, VARIANTS
+from tests.fakes.tiny_unet import EACH_SORT, TEXT_LENGTH
 from tests.support import cached_rows
 from tests.support.cached_rows import KINDS, NOISE_SEED, Primed, cached, result
 from tests.support.flop_count import counted
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=EACH_SORT)
 def config(request: pytest.FixtureRequest, tiny_unets: dict[str, Path]) -> Config:
     return config_of(tiny_unets[request.param])
 

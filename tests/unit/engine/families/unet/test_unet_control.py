@@ -29,7 +29,7 @@ from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.control_nets import random_unet_net
 from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit
-from tests.fakes.tiny_unet import VARIANTS
+from tests.fakes.tiny_unet import EACH_SORT, VARIANTS
 from tests.support.cached_rows import KINDS, Primed, cached, result, run
 
 
@@ -102,7 +102,7 @@ class Model:
         return np.asarray(latents[0].numpy())
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=EACH_SORT)
 def model(request: pytest.FixtureRequest, tiny_unets: dict[str, Path]) -> Model:
     return Model(tiny_unets[request.param])
 
@@ -235,7 +235,7 @@ def cached_row(model: Model, replay: Replay, job: EditJob, refresh: int = 3) -> 
     return with_nets(model, row, job, refresh)
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=EACH_SORT)
 def served(request: pytest.FixtureRequest, tiny_unets: dict[str, Path]) -> Model:
     """As it is served: outside the mask the noise is the template's."""
     return Model(tiny_unets[request.param], outside_noise="template")

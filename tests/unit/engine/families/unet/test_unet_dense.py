@@ -15,7 +15,7 @@ from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import UnetRow
 from tests.fakes.jobs import Case, config_of, encode_case, tolerance, unet_case
 from tests.fakes.pipelines import diffusers_edit
-from tests.fakes.tiny_unet import VARIANTS, samplers
+from tests.fakes.tiny_unet import EACH_SORT, samplers
 
 
 class Model:
@@ -69,7 +69,7 @@ class Model:
         assert np.abs(self.alone(case) - expected).max() <= tolerance(expected)
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=EACH_SORT)
 def model(request: pytest.FixtureRequest, tiny_unets: dict[str, Path]) -> Model:
     return Model(tiny_unets[request.param])
 

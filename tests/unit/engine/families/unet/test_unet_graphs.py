@@ -85,7 +85,16 @@ def results(
     return [row.result().array() for row in rows]
 
 
-@pytest.mark.parametrize(("halo", "buckets"), [(1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("folder", "halo", "buckets"),
+    [
+        ("sdxl-base", 1, True),
+        ("sd-fill", 2, False),
+        pytest.param("sdxl-base", 2, False, marks=pytest.mark.slow),
+        pytest.param("sd-fill", 1, True, marks=pytest.mark.slow),
+    ],
+    indirect=["folder"],
+)
 def test_tiles_that_join_and_leave_have_the_latents_that_they_have_without(
     folder: Path, encoder: Encoder, halo: int, buckets: bool
 ) -> None:
@@ -143,7 +152,16 @@ def test_a_tile_elsewhere_is_stepped_by_the_pieces_of_another(
     assert tiles[0] != tiles[1]
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("folder", "mixed"),
+    [
+        ("sdxl-base", True),
+        ("sd-fill", False),
+        pytest.param("sdxl-base", False, marks=pytest.mark.slow),
+        pytest.param("sd-fill", True, marks=pytest.mark.slow),
+    ],
+    indirect=["folder"],
+)
 def test_rows_that_join_and_leave_have_the_latents_that_they_have_without(
     folder: Path, encoder: Encoder, mixed: bool
 ) -> None:
