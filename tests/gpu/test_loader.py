@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from maskserve_core.config import ENTRY_FORMATS
-from maskserve_engine.cache.entries import encode
+from maskserve_core.contracts.keys import Anchor
+from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.folder_tier import FolderTier
 from maskserve_engine.cache.loader import CudaMover, HostMover, LinkRates, Mover
 from maskserve_engine.cache.registered import HostRegister, Registrar
+from maskserve_engine.cache.reserve import Reserve
 from maskserve_engine.entry_store import memory_file
 from tests.fakes.entries import NOTE, random_entry
 
@@ -36,6 +38,33 @@ def test_what_arrives_is_what_was_sent(
             assert one.device.type == device.type
             assert torch.equal(one.cpu(), other)
     assert all(arrival.ready() for arrival in arrived)
+
+
+def test_memory_that_streams_hand_to_one_another_holds_what_was_written(
+    device: torch.device,
+) -> None:
+    """Loads and entries of random sizes, each read behind many that had its place."""
+    mover: Mover = HostMover()
+    loads = None
+    if device.type == "cuda":
+        mover = CudaMover(device, 2**16)
+        loads = mover.stream
+    reserve, rng = Reserve(2**20, device, loads), np.random.default_rng(0)
+    for turn in range(200):
+        sent = encode(torch.randn(int(rng.integers(100, 900)), 256), "int8")
+        entry = AnchorEntry(Anchor(0.5, 500.0), (BlockEntry(sent),))
+        block = reserve.take(entry.room, stays=turn % 2 == 0)
+        assert block is not None
+        if turn % 2:
+            (there,) = mover.move((sent,), None, block).get()
+        else:
+            near = AnchorEntry(entry.anchor, (BlockEntry(sent.map(*[lambda t: t.to(device)] * 2)),))
+            (there,) = near.within(block).blocks[0].part("h")
+        read = there.data.float() * there.scale
+        del block, there  # its place is another's while the device still reads
+        expected = torch.empty(sent.data.shape)
+        sent.into(expected)
+        torch.testing.assert_close(read.cpu(), expected)
 
 
 @pytest.mark.parametrize("format", ENTRY_FORMATS)

@@ -91,6 +91,25 @@ def test_the_kernels_of_a_unets_block_agree_with_plain_operations() -> None:
         assert torch.allclose(one.float(), other.cpu().float(), atol=4e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("format", ["model", "int8", "float8", "int4"])
+def test_the_kernel_that_reads_round_tiles_agrees_with_the_plain_path(format: str) -> None:
+    pytest.importorskip("triton")
+    bench = UnetBench("sd21-768", torch.bfloat16, CUDA, format, 4)
+    bench.fill_entry("kv")
+    around = bench.row(0.11, 0).surroundings
+    assert around is not None
+    around.around(0, 0, strided=False)
+    assert around.read(), "the kernel was not used"
+    for read, found in around.read().items():
+        plain = around._read(around.entry, read)
+        torch.testing.assert_close(found.ring, plain.ring)
+        assert (found.outside is None) == (plain.outside is None) == read.strided
+        if found.outside is not None and plain.outside is not None:
+            for name in ("mean", "variance"):
+                one, other = (getattr(each.outside, name) for each in (found, plain))
+                torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("kind", ["kv", "project"])
 def test_steady_steps_wait_for_nothing(kind: str) -> None:
     bench = Bench("flux-1024", (1, 1), torch.bfloat16, CUDA, "int8")
