@@ -51,12 +51,11 @@ from maskserve_engine.gangs.degree_times import DegreeTimes
 from maskserve_engine.gangs.executor import GangExecutor
 from maskserve_engine.gangs.messages import DeviceFacts
 from maskserve_engine.gangs.processes import RankProcesses
-from maskserve_engine.inbox import Inbox
 from maskserve_engine.job import Conditioning, EditJob, Failed, Sink
 from maskserve_engine.local_executor import LocalExecutor
+from maskserve_engine.mailbox import Inbox, OutputThread
 from maskserve_engine.measured_costs import MeasuredCosts, StepTimes
 from maskserve_engine.memory import device_memory, memory_table
-from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.control_nets import ControlNetSource, EditControlNets
 from maskserve_engine.requests.due_times import InTime

@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from maskserve_core.contracts.control_range import scale_at
 from maskserve_core.contracts.request import EditRequest
+from maskserve_core.contracts.settings import scale_at
 from maskserve_core.errors import MaskserveError
 from maskserve_engine.timeline import RequestTimeline
 

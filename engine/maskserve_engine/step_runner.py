@@ -16,8 +16,8 @@ from maskserve_core.worker.observations import Observations
 from maskserve_engine.executor import Executor, LoadState, Read, RowStep, StepInput, StepResult
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import PreviewEvent, ProgressEvent
+from maskserve_engine.mailbox import OutputThread
 from maskserve_engine.measured_costs import StepTimes, TakenStep
-from maskserve_engine.output_thread import OutputThread
 from maskserve_engine.requests.manager import RequestManager
 from maskserve_engine.requests.state import EntryReads, PrimingState, RequestState
 from maskserve_engine.step_planner import Reading, StepPlan, StepPlanner

@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
 from maskserve_core.config import LimitsConfig
-from maskserve_core.contracts.control_range import shares
 from maskserve_core.contracts.request import steps_run
-from maskserve_core.contracts.settings import EditSettings
+from maskserve_core.contracts.settings import EditSettings, shares
 from maskserve_core.contracts.status_record import Served
 from maskserve_core.imaging.images import Size, decode_mask, model_size, read_size
 from maskserve_core.imaging.masks import active_tokens, build_masks, cover_a_side

@@ -15,9 +15,9 @@ from maskserve_engine.layers.fp8 import FP8, Fp8Linear, quantised_gelu
 from maskserve_engine.layers.geglu import geglu
 from maskserve_engine.layers.linear import PlainLinear, gelu_of, sum_of_parts, write_product
 from maskserve_engine.layers.modulation import (
+    Norm,
     PerRow,
     add_gated,
-    add_gated_modulate,
     modulate,
     modulate_fp8,
 )
@@ -142,14 +142,13 @@ def test_the_kernels_that_modulate_agree_with_the_plain_path() -> None:
     x, y = (torch.randn(390, 3072, device=CUDA).bfloat16() for _ in range(2))
     vectors = torch.randn(3, 6 * 3072, device=CUDA).bfloat16().chunk(6, dim=1)
     shift, scale, gate, *_ = (PerRow(each, row_of) for each in vectors)
+    together = add_gated(x, gate, y, Norm(shift, scale))
+    added, _ = add_gated(x, gate.spread(), y)
     for result, plain in (
         (modulate(x, shift, scale), modulate(x, shift.spread(), scale.spread())),
-        (add_gated(x, gate, y), add_gated(x, gate.spread(), y)),
-        (add_gated_modulate(x, gate, y, shift, scale)[0], add_gated(x, gate.spread(), y)),
-        (
-            add_gated_modulate(x, gate, y, shift, scale)[1],
-            modulate(add_gated(x, gate.spread(), y), shift.spread(), scale.spread()),
-        ),
+        (add_gated(x, gate, y)[0], added),
+        (together[0], added),
+        (together[1], modulate(added, shift.spread(), scale.spread())),
     ):
         torch.testing.assert_close(result, plain, rtol=2**-7, atol=2**-5)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.cfg_parallel import PassShare
 from maskserve_engine.batch.forward import Transformer, forward
-from maskserve_engine.batch.inputs import Packed, RowInput
+from maskserve_engine.batch.packing import Packed, RowInput
 from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
 from maskserve_engine.batch.skipping import FirstBlockCache, Skipper, forward_skipping
 from maskserve_engine.batch.stepping import KeptBatch, ReadingRow

@@ -14,8 +14,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from maskserve_engine.batch.inputs import Packed
-from maskserve_engine.batch.packing import Packing, Stream
+from maskserve_engine.batch.packing import Packed, Packing, Stream
 from maskserve_engine.layers.attention import Span, attention
 from maskserve_engine.layers.scatter_kv import KvSource, scatter_kv
 
@@ -49,8 +48,9 @@ class Transformer(Protocol):
         """[N, width] image tokens at the first block, from [N, in_channels]."""
         ...
 
-    def writes_to(self, number: int, device: torch.device) -> bool:
-        """Whether `pre` of that block can write into a `room`."""
+    @property
+    def writes(self) -> Sequence[bool]:
+        """Per block, whether `pre` can write into a `room`."""
         ...
 
     def pre(
@@ -73,7 +73,7 @@ class Transformer(Protocol):
             cis: [N, head_dim / 2] complex rotary factors in row order.
             ahead: what `post` of the block before has left for this one; None: nothing.
             room: [N or more, 3 · width] where queries, keys and values of the only row are to lie,
-                if `writes_to`; None: anywhere.
+                if it `writes`; None: anywhere.
 
         Returns:
             queries and keys, rotated, [N, 2, heads, head_dim]; values [N, heads, head_dim], which
@@ -161,26 +161,6 @@ def forward(model: Transformer, packed: Packed, kinds: Sequence[str] = ()) -> Te
     return model.last(state.computed_image(), state.stream)
 
 
-def attend(
-    qk: Tensor,
-    v: Tensor,
-    packing: Packing,
-    fill: FillRest | None,
-    capture: CaptureKeys | None,
-) -> Tensor:
-    """Attention of the computed tokens, in row order, over all of each row's keys: [N, width].
-
-    `qk` [N, 2, heads, head_dim] are queries and keys, rotated.
-    """
-    q, k = qk.unbind(1)
-    if capture is not None:
-        capture(k, v)
-    if fill is None:
-        return attention(q, k, v, packing.computed).flatten(1)
-    keys, values = fill(k, v, packing)
-    return attention(q, keys, values, packing.all_keys).flatten(1)
-
-
 class State:
     """Hidden states between blocks and whether inactive tokens are among them (`wide`)."""
 
@@ -202,44 +182,48 @@ class State:
         self.ahead: Any = None  # what the last block has left for the next one
         self.room: Tensor | None = None  # where the present block's keys and values lie already
         packed.resident_kv.keep_for([rest.entry for rest in packed.rests if rest is not None])
+        self.stream: Stream = self.layout.narrow.image_stream  # of the computed image tokens
         self.text, self.image = streams or (
             packed.text,
             model.embed(packed.tokens, self.stream.spans),
         )
 
-    @property
-    def stream(self) -> Stream:
-        """Of the computed image tokens."""
-        return self.layout.narrow.image_stream
-
     def run(self, begin: int, end: int) -> None:
         """Blocks `begin` to `end`."""
+        two_streams, residuals = self.model.two_streams, self.packed.residuals
+        kinds = self.kinds if self.cached else ("dense",) * end
         for number in range(begin, end):
-            if number >= self.model.two_streams and not self.joined:
+            if number >= two_streams and not self.joined:
                 self.join_streams()
-            goes_on = number + 1 < end and self._same_tokens(number + 1)
+            # Whether the next block is given what this one leaves, as it is.
+            goes_on = (
+                number + 1 < end
+                and not residuals
+                and number + 1 != two_streams
+                and (kinds[number] == "dense") == (kinds[number + 1] == "dense")
+            )
             self.text, self.image = self._block(number, goes_on=goes_on)
-            if self.packed.residuals:
+            if residuals:
                 self._add_residuals(number)
-
-    def _same_tokens(self, number: int) -> bool:
-        """Whether a block is given what the one before it leaves, as it is."""
-        if self.packed.residuals or number == self.model.two_streams:
-            return False
-        return not self.cached or (self.kinds[number] == "dense") == (
-            self.kinds[number - 1] == "dense"
-        )
 
     def _block(self, number: int, *, goes_on: bool) -> tuple[Tensor, Tensor]:
         """The streams behind a block; what it had between is let go."""
-        fill, capture = self.enter(number)
+        fill: FillRest | None = None
+        if self.cached:  # inactive tokens come in or are dropped, as the block's kind asks
+            kind = self.kinds[number]
+            if (kind == "dense") != self.wide:
+                self._widen_or_narrow(number, dense=kind == "dense")
+            if kind != "dense":
+                fill = partial(self._project if kind == "project" else self._load, number)
+                if self.model.writes[number]:
+                    self.room = self.room_for()
+        capture = self.capture(number) if self.packed.primes else None
         streams, ahead = (self.text, self.image), self.ahead
         self.ahead = None
-        self.room = self.room_for(number) if fill is not None else None
         pre = self.model.pre(number, *streams, self.packing, self.cis, ahead, self.room)
         qk, v, kept = pre
         del pre, ahead
-        attended = self.attend(qk, v, fill, capture)
+        attended = self.attend(qk, v, self.packing, fill, capture)
         self.room = None
         del qk, v  # the values may hold all that their product made, seven widths of each token
         # Nobody reads the text behind the last block. (That of several rows lies between.)
@@ -251,10 +235,30 @@ class State:
         return behind[0], behind[1]
 
     def attend(
-        self, qk: Tensor, v: Tensor, fill: FillRest | None, capture: CaptureKeys | None
+        self,
+        qk: Tensor,
+        v: Tensor,
+        packing: Packing,
+        fill: FillRest | None,
+        capture: CaptureKeys | None,
     ) -> Tensor:
-        """[N, width] what attention finds for the tokens of `packing`; see `attend`."""
-        return attend(qk, v, self.packing, fill, capture)
+        """[N, width] attention of a packing's computed tokens, in row order, over all of each row's
+        keys.
+
+        Args:
+            qk: [N, 2, heads, head_dim] queries and keys, rotated.
+            v: [N, heads, head_dim] values.
+            packing: of the tokens.
+            fill: how keys that were not computed come about; None: there are none.
+            capture: who sees the keys.
+        """
+        q, k = qk.unbind(1)
+        if capture is not None:
+            capture(k, v)
+        if fill is None:
+            return attention(q, k, v, packing.computed).flatten(1)
+        keys, values = fill(k, v, packing)
+        return attention(q, keys, values, packing.all_keys).flatten(1)
 
     def _add_residuals(self, index: int) -> None:
         """To each row's computed image tokens: in any packing, the first ones of its image."""
@@ -283,21 +287,6 @@ class State:
             part.wide, part.packing, part.cis = True, part.layout.wide, packed.wide_cis
         return part
 
-    def enter(self, index: int) -> tuple[FillRest | None, CaptureKeys | None]:
-        """Bring the inactive tokens in or drop them, as the block's kind asks.
-
-        Returns:
-            how the block's missing keys come about and who sees its keys; mostly nothing, nobody.
-        """
-        fill: FillRest | None = None
-        if self.cached:
-            kind = self.kinds[index]
-            if (kind == "dense") != self.wide:
-                self._widen_or_narrow(index, dense=kind == "dense")
-            if kind != "dense":
-                fill = partial(self._project if kind == "project" else self._load, index)
-        return fill, self.capture(index) if self.packed.primes else None
-
     def _widen_or_narrow(self, index: int, *, dense: bool) -> None:
         if dense:
             self.image = self.layout.widen(self.image, self._hidden(index), rows=self.joined)
@@ -324,12 +313,13 @@ class State:
     def _sources(self, index: int, part: str) -> list[KvSource | None]:
         return [None if rest is None else rest.source(index, part) for rest in self.packed.rests]
 
-    def room_for(self, number: int) -> Tensor | None:
-        """[keys, 3 · width] of a lone row, for a block that lacks keys: its products write where
-        attention reads, and nothing is moved. None: keys and values are put together elsewhere.
+    def room_for(self) -> Tensor | None:
+        """[keys, 3 · width] of a lone row, for a block that lacks keys and `writes`: its products
+        write where attention reads, and nothing is moved. None: keys and values are put together
+        elsewhere.
         """
-        packing, device = self.packing, self.image.device
-        if not packing.in_front or not self.model.writes_to(number, device):
+        packing = self.packing
+        if not packing.in_front:
             return None
         width, keys = self.image.shape[1], packing.all_keys.k_spans[-1][1]
         if 2 * keys * width * self.image.element_size() <= self._resident_bytes:
@@ -351,7 +341,7 @@ class State:
         return keys, values
 
     def _load(self, index: int, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-        both = self.packed.resident_kv.get(index)
+        both = self.packed.resident_kv.blocks.get(index)
         if both is None:
             both = self._all_keys(k, v, packing)
             scatter_kv(self._sources(index, "kv"), both, packing.slots)

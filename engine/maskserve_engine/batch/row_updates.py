@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.layers.attention import Span
-from maskserve_engine.layers.kernels import kernels_on
+from maskserve_engine.layers.kernels import has_kernels
 from maskserve_engine.layers.linear import Linear
 from maskserve_engine.layers.low_rank import (
     Adapters,
@@ -37,7 +37,7 @@ class RowUpdates:
 
     def __init__(self, rows: Sequence[Adapters], device: torch.device) -> None:
         self._rows, self._tiles = rows, Tiles(device)
-        self._tables = tables(rows, device) if kernels_on(device) else None
+        self._tables = tables(rows, device) if has_kernels(device) else None
 
     def linear(self, place: str, base: Linear) -> Linear:
         """The product at a place of the family's weights, with what the rows add to it."""

@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from maskserve_engine.batch.forward import CaptureKeys, FillRest, State, Transformer, attend
-from maskserve_engine.batch.inputs import Capture, InactiveTokens, Packed, RowInput
-from maskserve_engine.batch.packing import Packing
+from maskserve_engine.batch.forward import CaptureKeys, FillRest, State, Transformer
+from maskserve_engine.batch.packing import Capture, InactiveTokens, Packed, Packing, RowInput
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import Coded
 from maskserve_engine.layers.attention import Span, spans
@@ -331,14 +330,20 @@ class _SharedState(State):
         return self.cached and self.wide
 
     def attend(
-        self, qk: Tensor, v: Tensor, fill: FillRest | None, capture: CaptureKeys | None
+        self,
+        qk: Tensor,
+        v: Tensor,
+        packing: Packing,
+        fill: FillRest | None,
+        capture: CaptureKeys | None,
     ) -> Tensor:
+        """Of the rank's own tokens: `packing` is theirs."""
         route = self.share.routes["wide rows" if self._widened else "rows"]
         both = self.share.to_heads((qk, v[:, None]), route)
-        found = attend(both[:, :2], both[:, 2], self._of_all, fill, capture)
+        found = super().attend(both[:, :2], both[:, 2], self._of_all, fill, capture)
         return self.share.to_tokens(found, route)
 
-    def room_for(self, number: int) -> None:
+    def room_for(self) -> None:
         """None: keys come from other ranks, too."""
 
     def rest_keys(self, index: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from maskserve_engine.batch.forward import State, Transformer
-from maskserve_engine.batch.inputs import Packed
+from maskserve_engine.batch.packing import Packed
 
 
 @dataclass(slots=True, eq=False)

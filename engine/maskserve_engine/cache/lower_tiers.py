@@ -76,7 +76,8 @@ class LowerTiers:
         self._probed: dict[str, tuple[float, frozenset[Anchor]]] = {}
         """What the remote tier was found to have, and when."""
         self._files = Background("entry files", self._look)
-        self._network = Background("remote entries")
+        self.network = Background("remote entries")
+        """What is under way to and from the remote tier."""
         if folders:
             self._files.submit(self._look)
 
@@ -109,7 +110,7 @@ class LowerTiers:
             if time.monotonic() - asked <= _PROBE_S:
                 return None
             _remember(self._probed, key, (time.monotonic(), frozenset()))
-        self._network.submit(partial(self._probe, key))
+        self.network.submit(partial(self._probe, key))
         return None
 
     def busy(self, key: str) -> bool:
@@ -175,20 +176,16 @@ class LowerTiers:
             }
             self._version += 1
         if self.remote is not None:
-            self._network.submit(partial(self.remote.evict, key))
+            self.network.submit(partial(self.remote.evict, key))
         return freed
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until what is under way to and from files is done; False if that takes longer."""
         return self._files.settle(timeout_s)
 
-    def settle_network(self, timeout_s: float) -> bool:
-        """The same of the remote tier."""
-        return self._network.settle(timeout_s)
-
     def close(self) -> None:
         self._files.close(10.0)
-        self._network.close(0.5)
+        self.network.close(0.5)
 
     # On the threads in the background.
 
@@ -214,7 +211,7 @@ class LowerTiers:
             else:
                 with self._lock:
                     self._awaited.add(key)
-                self._network.submit(partial(self._download, key, anchors))
+                self.network.submit(partial(self._download, key, anchors))
                 patience = threading.Timer(self._patience_s, self._give_up, (key, anchors))
                 patience.daemon = True
                 patience.start()
@@ -285,8 +282,8 @@ class LowerTiers:
             for tier in self.folders:
                 tier.put(key, here, note)
             self._look()
-            if self.remote is not None and self._network.pending < _UPLOADS:
-                self._network.submit(partial(self.remote.put, key, here, note))
+            if self.remote is not None and self.network.pending < _UPLOADS:
+                self.network.submit(partial(self.remote.put, key, here, note))
         finally:
             self._end(key)
 

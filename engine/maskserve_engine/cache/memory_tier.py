@@ -155,7 +155,8 @@ class MemoryTier:
 
     def _make_room(self, nbytes: int, keep: frozenset[str]) -> bool:
         """Evict until `nbytes` fit; nothing is evicted when they cannot."""
-        chosen = self._victims(self.nbytes + nbytes - self.budget_bytes, keep)
+        missing = self.nbytes + nbytes - self.budget_bytes
+        chosen = self._victims(missing, keep) if missing > 0 else []
         for key in chosen or ():
             self._evict(key)
         return chosen is not None

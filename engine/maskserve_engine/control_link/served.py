@@ -68,7 +68,7 @@ class RowAsk(NamedTuple):
 
 
 class ServedRow:
-    """A row at the service; what it adds to the base (`batch.inputs.Residuals`)."""
+    """A row at the service; what it adds to the base (`batch.packing.Residuals`)."""
 
     def __init__(
         self, link: Link, name: str, opening: Opening, opened: Future[Any], mode: ReuseMode

@@ -17,7 +17,7 @@ def add_norm(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
         y: [N, D]
         norm: over D, with weight and bias.
     """
-    if has_kernels(x):
+    if has_kernels(x.device):
         both: tuple[Tensor, Tensor] = torch.ops.maskserve.add_norm(
             x, y, norm.weight, norm.bias, norm.eps
         )

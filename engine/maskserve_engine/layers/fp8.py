@@ -112,14 +112,14 @@ def fp8_linear(modules: Sequence[Any]) -> Fp8Linear:
 
 def quantised(x: Tensor) -> Fp8Tokens:
     """Tokens [N, D] in FP8, each by its largest number."""
-    if has_kernels(x):
+    if has_kernels(x.device):
         return Fp8Tokens(*torch.ops.maskserve.quantise(x, x[:, :0]))
     return _plain(x)
 
 
 def quantised_gelu(up: Tensor, beside: Tensor | None = None) -> Fp8Tokens:
     """GELU (tanh) of tokens `up` [N, D] in FP8, behind the numbers `beside` [N, E] if given."""
-    if has_kernels(up):
+    if has_kernels(up.device):
         before = up[:, :0] if beside is None else beside
         return Fp8Tokens(*torch.ops.maskserve.quantise(before, up))
     activated = F.gelu(up, approximate="tanh")

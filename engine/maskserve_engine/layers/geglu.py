@@ -11,7 +11,7 @@ from maskserve_engine.layers.kernels import has_kernels
 
 def geglu(x: Tensor) -> Tensor:
     """[N, D] of tokens [N, 2 · D]: the first half times GELU (exact) of the second."""
-    if has_kernels(x):
+    if has_kernels(x.device):
         activated: Tensor = torch.ops.maskserve.geglu(x)
         return activated
     hidden, gates = x.chunk(2, dim=1)

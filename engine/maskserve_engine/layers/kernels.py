@@ -17,13 +17,9 @@ from torch import Tensor
 _log = logging.getLogger(__name__)
 
 
-def has_kernels(x: Tensor) -> bool:
-    """Whether they do the work where `x` lies; else plain operations do."""
-    return x.device.type == "cuda" and missing_triton() is None
-
-
-def kernels_on(device: torch.device) -> bool:
-    """Whether they do the work on a device."""
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether they do the work on a device; else plain operations do."""
     return device.type == "cuda" and missing_triton() is None
 
 

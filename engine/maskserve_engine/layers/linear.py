@@ -74,18 +74,10 @@ def in_epilogues(*products: Linear, device: torch.device) -> bool:
     return all(isinstance(each, PlainLinear) and each.in_epilogue(device) for each in products)
 
 
-def product_of(product: Linear, x: Tokens, rows: Sequence[Span] = ()) -> Tensor:
-    """[N, out] of tokens [N, in], or of [R, n, in]; those in FP8 go with `Fp8Linear` alone."""
-    if isinstance(x, Fp8Tokens):
-        assert isinstance(product, Fp8Linear)
-        return product(x)
-    return product(x.flatten(0, -2), rows)
-
-
 def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
-    """[N, out] GELU (tanh) of a product of `x` [N, in], or [R, n, in]."""
-    x = x.flatten(0, -2)
-    if not torch.compiler.is_compiling() and in_epilogues(product, device=x.device):
+    """[N, out] GELU (tanh) of a product of `x` [N, in]."""
+    inside = isinstance(product, PlainLinear) and product.in_epilogue(x.device)
+    if inside and not torch.compiler.is_compiling():
         assert isinstance(product, PlainLinear)
         assert product.bias is not None
         return torch._addmm_activation(product.bias, x, product.weight.t(), use_gelu=True)
@@ -93,8 +85,8 @@ def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
 
 
 def write_product(product: Linear, x: Tokens, out: Tensor) -> None:
-    """A product of `x` [N, in], or [R, n, in], written into `out` [N, out], of weights that are
-    `in_epilogues` or in FP8.
+    """A product of `x` [N, in], written into `out` [N, out], of weights that are `in_epilogues` or
+    in FP8.
     """
     if isinstance(x, Fp8Tokens):
         assert isinstance(product, Fp8Linear)
@@ -102,7 +94,7 @@ def write_product(product: Linear, x: Tokens, out: Tensor) -> None:
         return
     assert isinstance(product, PlainLinear)
     assert product.bias is not None
-    torch.addmm(product.bias, x.flatten(0, -2), product.weight.t(), out=out)
+    torch.addmm(product.bias, x, product.weight.t(), out=out)
 
 
 def sum_of_parts(product: PlainLinear, parts: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskserve_engine.layers.attention import Span
-from maskserve_engine.layers.kernels import kernels_on
+from maskserve_engine.layers.kernels import has_kernels
 from maskserve_engine.layers.linear import Linear
 from maskserve_engine.layers.shrink_expand import Part, Slices, slices_of
 
@@ -250,7 +250,7 @@ def low_rank_set(
     tensors += [each for conv in convolutions.values() for each in (conv.down, conv.up)]
     of_kernels = {place: (own.down, own.parts) for place, own in updates.items()}
     of_kernels |= {place: conv.flat() for place, conv in convolutions.items()}
-    slices = slices_of(of_kernels) if kernels_on(device) else {}
+    slices = slices_of(of_kernels) if has_kernels(device) else {}
     return LowRankSet(updates, convolutions, sum(t.nbytes for t in tensors), slices)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskserve_engine.layers.fp8 import FP8, Fp8Tokens, Tokens, quantised
+from maskserve_engine.layers.fp8 import FP8, Fp8Tokens, quantised
 from maskserve_engine.layers.kernels import has_kernels
 
 EPS = 1e-6
@@ -31,52 +31,63 @@ Vector = Tensor | PerRow
 """A shift, scale or gate: [D] for all tokens, what broadcasts with them, or of each row."""
 
 
-def modulate(x: Tensor, shift: Vector, scale: Vector) -> Tensor:
-    """Tokens [N, D], or [R, n, D], through their norm, scaled and shifted."""
+class Norm(NamedTuple):
+    """The norm before a product."""
+
+    shift: Vector
+    scale: Vector
+    fp8: bool = False
+    """Whether the product takes tokens in FP8."""
+
+
+def modulate(x: Tensor, shift: Vector, scale: Vector, fp8: bool = False) -> Any:
+    """Tokens [N, D], or [R, n, D], through their norm, scaled and shifted: [N, D] as a product
+    takes them, `Fp8Tokens` if it is one in FP8. The last three are those of `Norm`.
+    """
+    if fp8:
+        return modulate_fp8(x, shift, scale)
     if isinstance(shift, PerRow) and isinstance(scale, PerRow):
-        if has_kernels(x):
-            modulated: Tensor = torch.ops.maskserve.modulate(x, shift.values, *scale)
-            return modulated
+        if has_kernels(x.device):
+            return torch.ops.maskserve.modulate(x, shift.values, *scale)
         shift, scale = shift.spread(), scale.spread()
     assert isinstance(shift, Tensor)
     assert isinstance(scale, Tensor)
     if scale.dim() == 1:
-        return F.layer_norm(x, x.shape[-1:], scale, shift, EPS)
-    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=EPS), scale)
+        normed = F.layer_norm(x, x.shape[-1:], scale, shift, EPS)
+    else:
+        normed = torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=EPS), scale)
+    return normed.flatten(0, -2)
 
 
 def modulate_fp8(x: Tensor, shift: Vector, scale: Vector) -> Fp8Tokens:
-    """What `modulate` makes of tokens [N, D], in FP8."""
-    if has_kernels(x) and x.dim() == 2:
+    """What `modulate` makes of tokens, in FP8."""
+    if has_kernels(x.device) and x.dim() == 2:
         (shifts, row_of), (scales, _) = _looked_up(shift), _looked_up(scale)
         return Fp8Tokens(*torch.ops.maskserve.modulate_fp8(x, shifts, scales, row_of))
-    return quantised(modulate(x, shift, scale).flatten(0, -2))
+    return quantised(modulate(x, shift, scale))
 
 
-def add_gated(x: Tensor, gate: Vector, y: Tensor) -> Tensor:
-    """Tokens `x` and `y` as in `modulate`: x + gate · y."""
-    if isinstance(gate, PerRow):
-        if has_kernels(x):
-            gated: Tensor = torch.ops.maskserve.add_gated(x, y, *gate)
-            return gated
-        gate = gate.spread()
-    return torch.addcmul(x, gate, y.view_as(x))
+def add_gated(x: Tensor, gate: Vector, y: Tensor, norm: Norm | None = None) -> tuple[Tensor, Any]:
+    """Sum x + gate · y, and the sum as `modulate` gives it to the product that reads it next; None
+    without a `norm`. As one kernel, where there are any: the sum is not read again for its norm.
 
-
-def add_gated_modulate(
-    x: Tensor, gate: Vector, y: Tensor, shift: Vector, scale: Vector, *, fp8: bool = False
-) -> tuple[Tensor, Tokens]:
-    """`add_gated`, and what `modulate`, or `modulate_fp8`, makes of the sum. As one kernel, where
-    there are any: the sum is not read again for its norm.
+    Args:
+        x: tokens as in `modulate`.
+        gate: of `y`.
+        y: as many tokens, [N, D].
+        norm: before that product.
     """
-    if has_kernels(x) and x.dim() == 2 and not torch.compiler.is_compiling():
-        vectors, row_of = zip(*map(_looked_up, (gate, shift, scale)), strict=True)
-        added, made, scales = torch.ops.maskserve.add_gated_modulate(
-            x, y.view_as(x), *vectors, row_of[0], fp8
-        )
-        return added, Fp8Tokens(made, scales) if fp8 else made
-    added = add_gated(x, gate, y)
-    return added, (modulate_fp8 if fp8 else modulate)(added, shift, scale)
+    if not torch.compiler.is_compiling() and has_kernels(x.device):
+        if norm is not None and x.dim() == 2:
+            vectors, row_of = zip(*map(_looked_up, (gate, *norm[:2])), strict=True)
+            added, made, scales = torch.ops.maskserve.add_gated_modulate(
+                x, y.view_as(x), *vectors, row_of[0], norm.fp8
+            )
+            return added, Fp8Tokens(made, scales) if norm.fp8 else made
+        if isinstance(gate, PerRow):
+            return torch.ops.maskserve.add_gated(x, y, *gate), None
+    added = torch.addcmul(x, gate.spread() if isinstance(gate, PerRow) else gate, y.view_as(x))
+    return added, None if norm is None else modulate(added, *norm)
 
 
 def _looked_up(vector: Vector) -> tuple[Tensor, Tensor | None]:

@@ -17,12 +17,8 @@ def norm_heads(x: Tensor, norms: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cis: Tensor, dtype: torch.dtype) -> Tensor:
     """Rotary embedding of `x` [N, P, heads, head_dim], as `dtype`; `cis` as in `qk_norm_rope`."""
-    return torch.view_as_real(_pairs(x) * cis[:, None, None]).flatten(-2).to(dtype)
-
-
-def _pairs(x: Tensor) -> Tensor:
-    """A view: each two float32 numbers of a head as a complex one."""
-    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * cis[:, None, None]).flatten(-2).to(dtype)
 
 
 def qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | None = None) -> None:
@@ -34,12 +30,14 @@ def qk_norm_rope(x: Tensor, norms: Tensor, cis: Tensor, stream_of: Tensor | None
         cis: [N, head_dim / 2] complex rotary factors.
         stream_of: [N] of each token, where `norms` are of streams.
     """
-    if has_kernels(x) and x.shape[-1].bit_count() == 1:
+    if has_kernels(x.device) and x.shape[-1].bit_count() == 1:
         fused(x, norms, cis, stream_of)
         return
     normed = norm_heads(x, norms if stream_of is None else norms.index_select(0, stream_of))
     if x.dtype == torch.float32:
-        torch.mul(_pairs(normed), cis[:, None, None], out=_pairs(x))
+        pairs = *x.shape[:-1], x.shape[-1] // 2, 2  # each two numbers of a head as a complex one
+        to = torch.view_as_complex(x.view(pairs))
+        torch.mul(torch.view_as_complex(normed.view(pairs)), cis[:, None, None], out=to)
     else:
         x.copy_(rotate(normed, cis, x.dtype))
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from maskserve_core.contracts.control_range import acting, scale_at
 from maskserve_core.contracts.request import ResolvedControl
+from maskserve_core.contracts.settings import acting, scale_at
 from maskserve_core.contracts.status_record import AdapterStatus, AdapterTier, LoadCost
 from maskserve_core.errors import MaskserveError, Overloaded
 from maskserve_core.models.facts import ModelFacts

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from maskserve_core.config import Config
-from maskserve_core.contracts.control_range import shares
 from maskserve_core.contracts.pricing import Pricing
 from maskserve_core.contracts.reuse_levels import ReuseLevel
+from maskserve_core.contracts.settings import shares
 from maskserve_core.contracts.status_record import WorkerStatus
 from maskserve_core.errors import DeadlineExceeded, Overloaded
 from maskserve_core.routing import Edit, WorkerView, predicted_seconds

@@ -33,7 +33,7 @@ from maskserve_engine.adapters.lora_loader import LoadedLora
 from maskserve_engine.executor import CachedRowSpec, DenseRowSpec, Executor, RowMade
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.job import EditJob, Failed, FinalEvent
-from maskserve_engine.output_thread import OutputThread
+from maskserve_engine.mailbox import OutputThread
 from maskserve_engine.requests.audits import Audits
 from maskserve_engine.requests.control_nets import KIND as CONTROL_NET
 from maskserve_engine.requests.control_nets import EditControlNets

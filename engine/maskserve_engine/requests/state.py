@@ -11,11 +11,11 @@ from typing import Any
 
 from msgspec import structs
 
-from maskserve_core.contracts.control_range import acting, shares
 from maskserve_core.contracts.due_times import due_by_size
 from maskserve_core.contracts.keys import Anchor, name_of
 from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.contracts.reuse_levels import ReuseLevel
+from maskserve_core.contracts.settings import acting, shares
 from maskserve_core.contracts.status_record import Kind, RowStatus
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_core.worker.step_scheduler import Ticket

@@ -59,13 +59,13 @@ import torch
 from maskserve_core.models.flux import flux_work
 from maskserve_core.models.unet import control_work, unet_work
 from maskserve_core.planning.flops import ModelWork
+from maskserve_engine.families.flux.blocks import AHEAD
 from maskserve_engine.families.flux.control import (
     FluxControlNet,
     FluxNetInput,
     FluxRowControl,
     spread,
 )
-from maskserve_engine.families.flux.vectors import AHEAD
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.linear import linear

@@ -192,6 +192,7 @@ class FakeCuda:
     def __enter__(self) -> FakeCuda:
         for fact in self._facts:
             fact.start()
+        kernels.has_kernels.cache_clear()
         self.fake.__enter__()
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -201,6 +202,7 @@ class FakeCuda:
         self.fake.__exit__(*error)
         for fact in self._facts:
             fact.stop()
+        kernels.has_kernels.cache_clear()
 
     @property
     def log(self) -> Log:

@@ -10,9 +10,9 @@ from functools import cache, partial
 import torch
 
 from maskserve_engine.batch.packing import sparse_layout
+from maskserve_engine.families.flux.blocks import steps_ahead
 from maskserve_engine.families.flux.compiled import CompiledSegments
 from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
-from maskserve_engine.families.flux.vectors import steps_ahead
 from maskserve_engine.families.unet.graphs import Graphs
 from maskserve_engine.families.unet.rows import Guidance
 from maskserve_engine.layers.fp8 import FP8, Fp8Linear

@@ -46,7 +46,7 @@ from maskserve_core.models.flux import flux_work
 from maskserve_core.models.registry import load_facts
 from maskserve_engine.batch import flow as flow_module
 from maskserve_engine.batch import forward as forward_module
-from maskserve_engine.families.flux import batch as batch_module
+from maskserve_engine.families.flux import rows as rows_module
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_harness.benchmarks.admission import measure_admission
 from maskserve_harness.benchmarks.direct import Direct, Edit
@@ -110,10 +110,9 @@ def model_clock() -> Clock:
     """
     state = forward_module.State
     return Clock(
-        *((batch_module, name) for name in ("embed", "vectors")),
+        *((rows_module, name) for name in ("embed", "vectors")),
         *((FluxStep, name) for name in ("pre", "post", "last")),
-        (forward_module, "attend"),
-        *((state, name) for name in ("__init__", "join_streams", "computed_image")),
+        *((state, name) for name in ("__init__", "attend", "join_streams", "computed_image")),
     )
 
 

@@ -30,8 +30,7 @@ import torch.distributed as dist
 from maskserve_core.planning.degree_costs import sent_bytes
 from maskserve_core.planning.flops import RowTokens
 from maskserve_engine.batch.sequence_parallel import Exchange, Ranks, share_of
-from maskserve_engine.families.flux.batch import FluxBatch
-from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.flux.rows import FluxBatch, FluxRow
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 from maskserve_harness.machine import processor
 

@@ -64,7 +64,7 @@ def rest_time(bench: Bench, timer: Timer, rows: Sequence[FluxRow], kind: str) ->
     parts = (
         (FluxStep, "pre", "blocks"),
         (FluxStep, "post", "blocks"),
-        (forward_module, "attend", "blocks"),
+        (forward_module.State, "attend", "blocks"),
         (forward_module.State, "_load", "fill"),
     )
     originals = [getattr(owner, name) for owner, name, _ in parts]

@@ -16,10 +16,9 @@ from maskserve_engine.batch.flow import Negative, Schedule, Walk
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, encode
 from maskserve_engine.cache.loader import Selection
-from maskserve_engine.families.flux.batch import FluxBatch
-from maskserve_engine.families.flux.conditioning import FluxTemplate
-from maskserve_engine.families.flux.rows import FluxInactive, FluxPrimingRow, FluxRow
-from maskserve_engine.families.flux.vectors import AHEAD
+from maskserve_engine.families.flux.blocks import AHEAD
+from maskserve_engine.families.flux.preparation import FluxTemplate
+from maskserve_engine.families.flux.rows import FluxBatch, FluxInactive, FluxPrimingRow, FluxRow
 from maskserve_engine.families.flux.weights import FluxWeights, places_of
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, low_rank_set
 from maskserve_harness.benchmarks.replay import in_memory

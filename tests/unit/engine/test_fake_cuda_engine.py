@@ -24,7 +24,7 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.rows import UnetRow
 from maskserve_engine.local_executor import LocalExecutor
-from maskserve_engine.output_thread import OutputThread
+from maskserve_engine.mailbox import OutputThread
 from maskserve_engine.requests.state import PrimingState, RequestState
 from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda, fake_weights
 from tests.fakes.jobs import config_of, guided

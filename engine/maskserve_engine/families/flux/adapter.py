@@ -25,9 +25,7 @@ from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
 from maskserve_engine.control_link.served import ServedRow
-from maskserve_engine.families.flux.batch import FluxBatch, Row
 from maskserve_engine.families.flux.compiled import compile_segments
-from maskserve_engine.families.flux.conditioning import PATCH, FluxInputs, FluxPrompt, FluxTemplate
 from maskserve_engine.families.flux.control import (
     FluxControlNet,
     FluxNetBatch,
@@ -35,9 +33,24 @@ from maskserve_engine.families.flux.control import (
     FluxNetRow,
     FluxRowControl,
 )
-from maskserve_engine.families.flux.preparation import FluxPreparation, grid_of
-from maskserve_engine.families.flux.rows import FluxInactive, FluxPrimingRow, FluxRow
-from maskserve_engine.families.flux.schedule import check_sampler, load_sampler, make_schedule
+from maskserve_engine.families.flux.preparation import (
+    PATCH,
+    FluxInputs,
+    FluxPreparation,
+    FluxPrompt,
+    FluxTemplate,
+    check_sampler,
+    grid_of,
+    load_sampler,
+    make_schedule,
+)
+from maskserve_engine.families.flux.rows import (
+    FluxBatch,
+    FluxInactive,
+    FluxPrimingRow,
+    FluxRow,
+    Row,
+)
 from maskserve_engine.families.flux.weights import FluxWeights, places_of
 from maskserve_engine.job import Conditioning, EditJob, TokenCounts
 from maskserve_engine.layers.low_rank import (

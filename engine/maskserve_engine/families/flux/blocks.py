@@ -2,58 +2,144 @@
 
 They compute what the matching diffusers block computes for every row by itself
 (diffusers/models/transformers/transformer_flux.py); attention is `batch.forward`'s. What is before
-and after it are functions of tensors alone (`stream_…`, `before_…`, `after_…`): nothing in them
-knows of masks or caches, and `compiled` compiles them.
+and after it knows of no mask and no cache; `compiled` compiles it.
+
+What timestep, guidance and prompt do to a block, its shifts, scales and gates (`Vectors`), depends
+on nothing else of a step, so that of several steps is computed at once: its weights, a quarter of
+FLUX.1's, are then read once for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from maskserve_core.models.flux import STEPS_AHEAD, VECTORS_AT_ONCE
 from maskserve_engine.batch.packing import Packing, Stream
-from maskserve_engine.families.flux.vectors import Vectors
-from maskserve_engine.families.flux.weights import Double, FluxWeights, Single, StreamWeights
+from maskserve_engine.batch.transfer import to_device
+from maskserve_engine.families.flux.weights import Double, FluxWeights, StreamWeights, TwoLayers
 from maskserve_engine.layers.attention import Span
-from maskserve_engine.layers.fp8 import Fp8Linear, Tokens, quantised_gelu
+from maskserve_engine.layers.fp8 import Fp8Linear, quantised_gelu
 from maskserve_engine.layers.linear import (
     Linear,
     PlainLinear,
     gelu_of,
-    in_epilogues,
-    product_of,
     sum_of_parts,
     write_product,
 )
-from maskserve_engine.layers.modulation import (
-    Vector,
-    add_gated,
-    add_gated_modulate,
-    modulate,
-    modulate_fp8,
-)
+from maskserve_engine.layers.modulation import Norm, Vector, add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import qk_norm_rope
+
+AHEAD = STEPS_AHEAD
+"""Steps whose vectors are computed at once, at least. A batch that ends earlier has lost little:
+the time goes into reading the weights, not into the products."""
+
+
+def steps_ahead(passes: int) -> int:
+    """Those of a batch of so many passes: few passes have more, all of an edit for one alone."""
+    return max(AHEAD, VECTORS_AT_ONCE // passes)
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Of one step. Scales have 1 added."""
+
+    double: tuple[tuple[Tensor, Tensor], ...]
+    """Per double block, for image and text: [R, 6 · width]."""
+    single: tuple[Tensor, ...]
+    """Per single block: [R, 3 · width]."""
+    last: Tensor | None
+    """[R, 2 · width]: scale and shift of the last layer; None: of a ControlNet, which has none."""
+
+    def of(self, index: int) -> Tensor:
+        """[R, …] of the image tokens of a block, double blocks first; shift and scale lead."""
+        if index < len(self.double):
+            return self.double[index][0]
+        return self.single[index - len(self.double)]
+
+    def take(self, rows: Sequence[int]) -> Vectors:
+        """Those of some rows."""
+        first = self.single[0] if self.single else self.double[0][0]
+        [at] = to_device([torch.tensor(rows)], first.device)
+        return Vectors(
+            tuple((image[at], text[at]) for image, text in self.double),
+            tuple(block[at] for block in self.single),
+            None if self.last is None else self.last[at],
+        )
+
+
+def embed(
+    weights: FluxWeights, timesteps: Tensor, pooled: Tensor, guidance: Tensor | None
+) -> Tensor:
+    """[S, R, width] as every norm takes it: rounded as diffusers' pipeline and model round timestep
+    and guidance, and through SiLU.
+
+    Args:
+        weights: of the model.
+        timesteps: [S, R] the sampler's, 0 to 1000, float32.
+        pooled: [R, pooled width]
+        guidance: [R], times 1000; None for models without it.
+    """
+    own, dtype = weights.time_text_embed, pooled.dtype
+    rows = [(row, row + 1) for row in range(len(pooled))]
+    # The pipeline divides by 1000 in the latents' dtype and the model multiplies again.
+    times = timesteps.to(dtype) / 1000 * 1000
+
+    def projected(values: Tensor) -> Tensor:
+        return own.time_proj(values.flatten()).to(dtype).unflatten(0, values.shape)
+
+    emb = _between(own.timestep_embedder, projected(times), rows)
+    if guidance is not None:
+        assert own.guidance_embedder is not None
+        emb = emb + _between(own.guidance_embedder, projected(guidance.expand_as(times)), rows)
+    texts = pooled.repeat(len(times), 1).unflatten(0, times.shape)
+    return F.silu(emb + _between(own.text_embedder, texts, rows))
+
+
+def _between(layers: TwoLayers, x: Tensor, rows: Sequence[Span]) -> Tensor:
+    """[S, R, width] of [S, R, in]."""
+    return layers.linear_2(F.silu(layers.linear_1(x, rows)), rows)
+
+
+def vectors(weights: FluxWeights, emb: Tensor) -> tuple[Vectors, ...]:
+    """The vectors of each step.
+
+    Args:
+        weights: of the model.
+        emb: [S, R, width] from `embed`.
+    """
+    width, rows = weights.width, [(row, row + 1) for row in range(emb.shape[1])]
+
+    def steps(layer: Linear, scales: tuple[int, ...]) -> tuple[Tensor, ...]:
+        out = layer(emb, rows)
+        for part in scales:
+            out[..., part * width : (part + 1) * width] += 1
+        return out.unbind()
+
+    doubles = [
+        (steps(block.image.vectors, (1, 4)), steps(block.text.vectors, (1, 4)))
+        for block in weights.double_blocks
+    ]
+    singles = [steps(block.vectors, (1,)) for block in weights.single_blocks]
+    last = None if weights.last_vectors is None else steps(weights.last_vectors, (0,))
+    return tuple(
+        Vectors(
+            tuple((image[at], text[at]) for image, text in doubles),
+            tuple(block[at] for block in singles),
+            None if last is None else last[at],
+        )
+        for at in range(len(emb))
+    )
 
 
 def clip(x: Tensor) -> Tensor:
+    """A stream as diffusers clips it behind a block, in float16 alone."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
-
-
-def modulated(product: Linear, x: Tensor, shift: Vector, scale: Vector) -> Tokens:
-    """Tokens through their norm, as the product takes them that reads them."""
-    if isinstance(product, Fp8Linear):
-        return modulate_fp8(x, shift, scale)
-    return modulate(x, shift, scale)
-
-
-def stream_pre(stem: StreamWeights, normed: Tokens, *, rows: Sequence[Span] = ()) -> Tensor:
-    """Queries, keys and values [N, 3 · width] of one stream of a double block, to be `split`; of
-    tokens that went through their norm.
-    """
-    return product_of(stem.qkv, normed, rows)
 
 
 def split(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -71,69 +157,45 @@ def stream_post(
     vectors: Sequence[Vector],
     *,
     rows: Sequence[Span] = (),
-    then: Then | None = None,
-) -> tuple[Tensor, Tokens | None]:
+    norm: Norm | None = None,
+) -> tuple[Tensor, Any]:
     """One stream of a double block after attention; `attended` [N, width]. And the stream through
-    the next block's norm, where that is given.
+    the next block's norm, where that is given (`add_gated`).
     """
     _, _, gate, shift, scale, mlp_gate = vectors
     fp8 = isinstance(stem.up, Fp8Linear)
-    x, normed = add_gated_modulate(x, gate, stem.out(attended, rows), shift, scale, fp8=fp8)
+    x, normed = add_gated(x, gate, stem.out(attended, rows), Norm(shift, scale, fp8))
     if fp8 and isinstance(stem.down, Fp8Linear):
-        down = stem.down(quantised_gelu(product_of(stem.up, normed)))
+        down = stem.down(quantised_gelu(stem.up(normed)))
     else:
-        assert isinstance(normed, Tensor)
         down = stem.down(gelu_of(stem.up, normed, rows), rows)
-    return _add_gated(x, mlp_gate, down, then)
+    return add_gated(x, mlp_gate, down, norm)
 
 
-class Then(NamedTuple):
-    """The norm that reads a stream next."""
+class Modulated(NamedTuple):
+    """A stream, or both in row order, at a block's first product."""
 
-    shift: Vector
-    scale: Vector
-    fp8: bool
-    """Whether its product takes tokens in FP8."""
+    x: Tensor
+    """As wide as the vectors (`Stream.wide`)."""
+    vectors: Sequence[Vector]
+    """All of the block's."""
+    normed: Any
+    """`x` through its norm, as the product takes it."""
 
     @classmethod
-    def of(cls, product: Linear, vectors: Sequence[Vector]) -> Then:
-        return cls(vectors[0], vectors[1], isinstance(product, Fp8Linear))
+    def of(cls, product: Linear, stream: Stream, x: Tensor, vectors: Tensor, parts: int) -> Any:
+        """Of a stream [N, width] and its rows' vectors [R, parts · width]."""
+        wide, each = stream.wide(x), stream.spread(vectors, parts)
+        return cls(wide, each, modulate(wide, each[0], each[1], isinstance(product, Fp8Linear)))
 
 
-def _add_gated(
-    x: Tensor, gate: Vector, y: Tensor, then: Then | None
-) -> tuple[Tensor, Tokens | None]:
-    """`add_gated`, and the sum through the norm `then`."""
-    if then is None:
-        return add_gated(x, gate, y), None
-    return add_gated_modulate(x, gate, y, then.shift, then.scale, fp8=then.fp8)
+def _norm(product: Linear, vectors: Sequence[Vector]) -> Norm:
+    """The norm before a block's first product."""
+    return Norm(vectors[0], vectors[1], isinstance(product, Fp8Linear))
 
 
-def before_single(
-    block: Single, normed: Tokens, *, rows: Sequence[Span] = ()
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `split` makes in a single block, and [N, 5 · width]: its values again (the same memory)
-    beside the feed-forward part before its activation. Of tokens that went through their norm.
-    """
-    both = product_of(block.qkv_up, normed, rows)
-    width = both.shape[1] // 7
-    return *split(both[:, : 3 * width], block.norms.shape[-1]), both[:, 2 * width :]
-
-
-def after_single(
-    block: Single,
-    x: Tensor,
-    joined: Tokens,
-    gate: Vector,
-    *,
-    rows: Sequence[Span] = (),
-    then: Then | None = None,
-) -> tuple[Tensor, Tokens | None]:
-    """`joined` [N, 5 · width]: what attention has found beside the feed-forward part. `then` as in
-    `stream_post`.
-    """
-    out, normed = _add_gated(x, gate, product_of(block.out, joined, rows), then)
-    return clip(out), normed
+_Streams = tuple[Modulated, Modulated]
+"""Of text and image."""
 
 
 class FluxStep:
@@ -141,26 +203,15 @@ class FluxStep:
 
     def __init__(self, weights: FluxWeights, vectors: Vectors) -> None:
         self.weights, self.vectors = weights, vectors
-        self.blocks = weights.blocks
+        self.blocks, self.forms = weights.blocks, weights.forms
         self.block_count, self.two_streams = len(self.blocks), len(weights.double_blocks)
-        self.resident_bytes = weights.resident_bytes
+        self.resident_bytes, self.writes = weights.resident_bytes, weights.writes
 
     def take(self, rows: Sequence[int]) -> FluxStep:
         return FluxStep(self.weights.take(rows), self.vectors.take(rows))
 
     def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
         return self.weights.x_embedder(tokens, rows)
-
-    def writes_to(self, number: int, device: torch.device) -> bool:
-        if self.weights.segments is not None:
-            return False
-        block = self.blocks[number]
-        if isinstance(block, Double):
-            own = block.text.qkv, block.image.qkv
-        else:
-            own = block.qkv_up, block.out
-        in_fp8 = all(isinstance(product, Fp8Linear) for product in own)
-        return in_fp8 or in_epilogues(*own, device=device)
 
     def pre(
         self,
@@ -177,30 +228,54 @@ class FluxStep:
             both = self.vectors.double[number]
             if segments is not None:
                 return *segments.before_double(block, text, image, both, packing, cis), None
-            return _before_double(block, text, image, both, packing, cis, ahead, room)
+            streams: _Streams = ahead or (
+                Modulated.of(block.text.qkv, packing.text_stream, text, both[1], 6),
+                Modulated.of(block.image.qkv, packing.image_stream, image, both[0], 6),
+            )
+            qkv = self._qkv_of_streams(number, block, streams, packing, room)
+            qk, v = split(qkv, block.norms.shape[-1])
+            qk_norm_rope(qk, block.norms, cis, packing.stream_of)
+            return qk, v, tuple((own.x, own.vectors) for own in streams)
         vectors = self.vectors.single[number - self.two_streams]
         if segments is not None:
             return segments.before_single(block, image, vectors, packing, cis)
-        shift, scale, gate = packing.row_stream.spread(vectors, 3)
-        wide = packing.row_stream.wide(image)
-        normed = modulated(block.qkv_up, wide, shift, scale) if ahead is None else ahead
-        kept: Tensor
-        inside = in_epilogues(block.qkv_up, block.out, device=image.device)
+        row: Modulated = ahead or Modulated.of(block.qkv_up, packing.row_stream, image, vectors, 3)
+        width, inside = image.shape[1], self.forms[number] == "epilogues"
         if inside or room is not None:
-            width = image.shape[1]
             own, up = block.qkv_up.columns(0, 3 * width), block.qkv_up.columns(3 * width, 7 * width)
             qkv = image.new_empty(len(image), 3 * width) if room is None else room[: len(image)]
-            write_product(own, normed, qkv)
-            qk, v = split(qkv, block.norms.shape[-1])
-            if inside:
-                assert isinstance(normed, Tensor)
-                kept = gelu_of(up, normed)
-            else:
-                kept = product_of(up, normed)
+            write_product(own, row.normed, qkv)
+            joined = gelu_of(up, row.normed) if inside else up(row.normed)
         else:
-            qk, v, kept = before_single(block, normed, rows=packing.row_stream.spans)
+            all_of_it = block.qkv_up(row.normed, packing.row_stream.spans)
+            qkv, joined = all_of_it[:, : 3 * width], all_of_it[:, 2 * width :]
+        qk, v = split(qkv, block.norms.shape[-1])
         qk_norm_rope(qk, block.norms, cis)
-        return qk, v, (kept, wide, gate, inside)
+        return qk, v, (joined, row.x, row.vectors[2])
+
+    def _qkv_of_streams(
+        self,
+        number: int,
+        block: Double,
+        streams: _Streams,
+        packing: Packing,
+        room: Tensor | None,
+    ) -> Tensor:
+        """[N, 3 · width] in row order, not rotated."""
+        text, image = streams
+        products = block.text.qkv, block.image.qkv
+        spans = packing.text_stream.spans, packing.image_stream.spans
+        if room is None and self.forms[number] != "epilogues":
+            return packing.rows_from(
+                products[0](text.normed, spans[0]), products[1](image.normed, spans[1])
+            )
+        lengths = [own[-1][1] for own in spans]
+        if room is None:
+            room = image.x.new_empty(sum(lengths), products[0].out_features)
+        both = room[: sum(lengths)]
+        for product, stream, out in zip(products, streams, both.split(lengths), strict=True):
+            write_product(product, stream.normed, out)
+        return packing.in_row_order(both)
 
     def post(
         self,
@@ -215,53 +290,91 @@ class FluxStep:
         image_alone: bool,
     ) -> tuple[Tensor, Tensor, Any]:
         block, segments = self.blocks[number], self.weights.segments
-        goes_on = goes_on and image.dtype != torch.float16  # whose streams are clipped first
+        half = image.dtype == torch.float16  # whose streams are clipped before the next norm
         if isinstance(block, Double):
-            both = self.vectors.double[number]
             if segments is not None:
+                both = self.vectors.double[number]
                 return *segments.after_double(block, text, image, attended, both, packing), None
-            norms: tuple[Then | None, Then | None] = None, None
-            if goes_on:
-                behind, next_both = self.blocks[number + 1], self.vectors.double[number + 1]
-                assert isinstance(behind, Double)
-                norms = (
-                    Then.of(behind.text.qkv, packing.text_stream.spread(next_both[1], 6)),
-                    Then.of(behind.image.qkv, packing.image_stream.spread(next_both[0], 6)),
-                )
-            return _after_double(block, text, image, attended, kept, packing, norms)
-        number -= self.two_streams
-        vectors, rows = self.vectors.single[number], packing.row_stream.spans
+            behind = number + 1 if goes_on and not half else None
+            c, x, ahead = self._after_streams(block, kept, attended, packing, behind)
+            c = clip(c) if half else c
+            return c.view_as(text), x.view_as(image), ahead
         begin = packing.text[0] if image_alone else 0
         if segments is not None:
+            vectors = self.vectors.single[number - self.two_streams]
             out = segments.after_single(block, image, attended, kept, vectors, packing)
             return text, out[begin:], None
-        joined, wide, gate, inside = kept
+        joined, x, gate = kept
+        rows = packing.row_stream.spans
         if image_alone:
-            attended, joined, wide, image = (
-                tokens[begin:] for tokens in (attended, joined, wide, image)
-            )
+            attended, joined, x, image = (tokens[begin:] for tokens in (attended, joined, x, image))
             rows = packing.image_stream.spans
-        then = None
-        if goes_on:
-            spread = packing.row_stream.spread(self.vectors.single[number + 1], 3)
-            then = Then.of(self.weights.single_blocks[number + 1].qkv_up, spread)
-        if inside:
+        if self.forms[number] == "epilogues":
             assert isinstance(block.out, PlainLinear)
             found = sum_of_parts(block.out, (attended, joined))
-            out, normed = _add_gated(wide, gate, found, then)
-            return text, clip(out).view_as(image), normed
-        if isinstance(block.out, Fp8Linear):
+        elif isinstance(block.out, Fp8Linear):
             up = joined[:, -4 * attended.shape[1] :]  # beside the values, or alone
-            quantised = quantised_gelu(up, attended)
-            out, normed = after_single(block, wide, quantised, gate, then=then)
-            return text, out.view_as(image), normed
-        # Nobody needs the values any more: in their place what was found needs not be joined by a
-        # copy of all, which takes more than the copy of itself.
-        found, up = joined.tensor_split((attended.shape[1],), dim=1)
-        found.copy_(attended)
-        torch.ops.aten.gelu_(up, approximate="tanh")
-        out, normed = after_single(block, wide, joined, gate, rows=rows, then=then)
-        return text, out.view_as(image), normed
+            found = block.out(quantised_gelu(up, attended))
+        else:
+            # Nobody needs the values any more: in their place what was found needs not be joined by
+            # a copy of all, which takes more than the copy of itself.
+            values, up = joined.tensor_split((attended.shape[1],), dim=1)
+            values.copy_(attended)
+            torch.ops.aten.gelu_(up, approximate="tanh")
+            found = block.out(joined, rows)
+        if not goes_on or half:
+            out, _ = add_gated(x, gate, found)
+            return text, (clip(out) if half else out).view_as(image), None
+        following = number + 1 - self.two_streams
+        of_next = packing.row_stream.spread(self.vectors.single[following], 3)
+        norm = _norm(self.weights.single_blocks[following].qkv_up, of_next)
+        out, normed = add_gated(x, gate, found, norm)
+        return text, out.view_as(image), Modulated(out, of_next, normed)
+
+    def _after_streams(
+        self,
+        block: Double,
+        kept: Sequence[tuple[Tensor, Sequence[Vector]]],
+        attended: Tensor,
+        packing: Packing,
+        behind: int | None,
+    ) -> tuple[Tensor, Tensor, _Streams | None]:
+        """Text and image stream, as wide as their vectors, and what the block `behind` is given.
+
+        Args:
+            block: the present one.
+            kept: both streams before it, and their vectors.
+            attended: as of `post`.
+            packing: likewise.
+            behind: number of the next double block, if it is given just these streams.
+        """
+        (c, c_vectors), (x, x_vectors) = kept
+        norms: Sequence[Norm | None] = None, None
+        if behind is not None:
+            following, vectors = self.weights.double_blocks[behind], self.vectors.double[behind]
+            of_text = packing.text_stream.spread(vectors[1], 6)
+            of_image = packing.image_stream.spread(vectors[0], 6)
+            norms = _norm(following.text.qkv, of_text), _norm(following.image.qkv, of_image)
+        c_attended, x_attended = packing.split(attended)
+        x, x_normed = stream_post(
+            block.image,
+            x,
+            x_attended,
+            x_vectors,
+            rows=packing.image_stream.spans,
+            norm=norms[1],
+        )
+        c, c_normed = stream_post(
+            block.text,
+            c,
+            c_attended,
+            c_vectors,
+            rows=packing.text_stream.spans,
+            norm=norms[0],
+        )
+        if behind is None:
+            return c, x, None
+        return c, x, (Modulated(c, of_text, c_normed), Modulated(x, of_image, x_normed))
 
     def project(
         self, number: int, hidden: Tensor, stream: Stream, cis: Tensor
@@ -273,8 +386,9 @@ class FluxStep:
         else:
             qkv, norms = block.qkv_up, block.norms
         keys_values = qkv.columns(width, 3 * width)
-        normed = modulated(keys_values, stream.wide(hidden), shift, scale)
-        k, v = product_of(keys_values, normed, stream.spans).chunk(2, dim=1)
+        fp8 = isinstance(keys_values, Fp8Linear)
+        normed = modulate(stream.wide(hidden), shift, scale, fp8)
+        k, v = keys_values(normed, stream.spans).chunk(2, dim=1)
         k, v = (each.unflatten(-1, (-1, norms.shape[-1])) for each in (k, v))
         qk_norm_rope(k[:, None], norms[1:], cis)
         return k, v
@@ -283,69 +397,4 @@ class FluxStep:
         assert self.vectors.last is not None
         assert self.weights.proj_out is not None
         scale, shift = stream.spread(self.vectors.last, 2)
-        normed = modulate(stream.wide(image), shift, scale)
-        return self.weights.proj_out(normed.view_as(image), stream.spans)
-
-
-_Kept = tuple[Tensor, Tensor, Sequence[Vector], Sequence[Vector]]
-"""Image and text stream, as wide as their vectors, and these."""
-
-
-def _before_double(
-    block: Double,
-    text: Tensor,
-    image: Tensor,
-    vectors: tuple[Tensor, Tensor],
-    packing: Packing,
-    cis: Tensor,
-    ahead: tuple[Tokens, Tokens] | None,
-    room: Tensor | None,
-) -> tuple[Tensor, Tensor, _Kept]:
-    """`FluxStep.pre` with the vectors of image and text, [R, 6 · width]."""
-    of_image = packing.image_stream.spread(vectors[0], 6)
-    of_text = packing.text_stream.spread(vectors[1], 6)
-    x, c = packing.image_stream.wide(image), packing.text_stream.wide(text)
-    images, texts = packing.image_stream.spans, packing.text_stream.spans
-    of_streams = block.text.qkv, block.image.qkv
-    normed = ahead or (
-        modulated(of_streams[0], c, *of_text[:2]),
-        modulated(of_streams[1], x, *of_image[:2]),
-    )
-    if room is not None or in_epilogues(*of_streams, device=image.device):
-        both = room
-        if both is None:
-            both = image.new_empty(len(text) + len(image), of_streams[0].out_features)
-        both = both[: len(text) + len(image)]
-        for product, each, out in zip(
-            of_streams, normed, both.split((len(text), len(image))), strict=True
-        ):
-            write_product(product, each, out)
-        qkv = packing.in_row_order(both)
-    else:
-        qkv_text = stream_pre(block.text, normed[0], rows=texts)
-        qkv_image = stream_pre(block.image, normed[1], rows=images)
-        qkv = packing.rows_from(qkv_text, qkv_image)
-    qk, v = split(qkv, block.norms.shape[-1])
-    qk_norm_rope(qk, block.norms, cis, packing.stream_of)
-    return qk, v, (x, c, of_image, of_text)
-
-
-def _after_double(
-    block: Double,
-    text: Tensor,
-    image: Tensor,
-    attended: Tensor,
-    kept: _Kept,
-    packing: Packing,
-    then: tuple[Then | None, Then | None],
-) -> tuple[Tensor, Tensor, tuple[Tokens | None, Tokens | None] | None]:
-    """`FluxStep.post` with what `_before_double` has left; `then`: the next block's norms of text
-    and image.
-    """
-    x, c, of_image, of_text = kept
-    images, texts = packing.image_stream.spans, packing.text_stream.spans
-    c_attended, x_attended = packing.split(attended)
-    x, image_ahead = stream_post(block.image, x, x_attended, of_image, rows=images, then=then[1])
-    c, text_ahead = stream_post(block.text, c, c_attended, of_text, rows=texts, then=then[0])
-    ahead = None if then[0] is None else (text_ahead, image_ahead)
-    return clip(c.view_as(text)), x.view_as(image), ahead
+        return self.weights.proj_out(modulate(stream.wide(image), shift, scale), stream.spans)

@@ -22,15 +22,12 @@ from torch._dynamo.decorators import mark_unbacked
 
 from maskserve_engine.batch.packing import Packing
 from maskserve_engine.families.flux.blocks import (
-    after_single,
-    before_single,
     clip,
     split,
     stream_post,
-    stream_pre,
 )
 from maskserve_engine.families.flux.weights import Double, FluxWeights, Single
-from maskserve_engine.layers.modulation import modulate
+from maskserve_engine.layers.modulation import add_gated, modulate
 from maskserve_engine.layers.qk_norm_rope import norm_heads
 
 _log = logging.getLogger(__name__)
@@ -95,9 +92,11 @@ def _before_double(
     stream_of: Tensor,
     cis: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    texts = stream_pre(block.text, modulate(c, *_spread(of_c, row_of_c, 6)[:2]))
-    ours = stream_pre(block.image, modulate(x, *_spread(of_x, row_of_x, 6)[:2]))
-    qkv = torch.cat((texts, ours)).index_select(0, to_rows)
+    c_shift, c_scale, *_ = _spread(of_c, row_of_c, 6)
+    x_shift, x_scale, *_ = _spread(of_x, row_of_x, 6)
+    texts = block.text.qkv(modulate(c, c_shift, c_scale))
+    images = block.image.qkv(modulate(x, x_shift, x_scale))
+    qkv = torch.cat((texts, images)).index_select(0, to_rows)
     norms = block.norms.index_select(0, stream_of)
     qk, v = split(qkv, norms.shape[-1])
     return _rotated(qk, norms, cis), v
@@ -123,16 +122,18 @@ def _after_double(
 def _before_single(
     block: Single, x: Tensor, vectors: Tensor, row_of: Tensor, cis: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    qk, v, joined = before_single(block, modulate(x, *_spread(vectors, row_of, 3)[:2]))
-    up = F.gelu(joined[:, x.shape[1] :], approximate="tanh")
+    shift, scale, _ = _spread(vectors, row_of, 3)
+    both, width = block.qkv_up(modulate(x, shift, scale)), x.shape[1]
+    qk, v = split(both[:, : 3 * width], block.norms.shape[-1])
+    up = F.gelu(both[:, 3 * width :], approximate="tanh")
     return _rotated(qk, block.norms, cis), v, up
 
 
 def _after_single(
     block: Single, x: Tensor, attended: Tensor, up: Tensor, vectors: Tensor, row_of: Tensor
 ) -> Tensor:
-    joined = torch.cat((attended, up), dim=-1)
-    return after_single(block, x, joined, _spread(vectors, row_of, 3)[2])[0]
+    found = block.out(torch.cat((attended, up), dim=-1))
+    return clip(add_gated(x, _spread(vectors, row_of, 3)[2], found)[0])
 
 
 class CompiledSegments:

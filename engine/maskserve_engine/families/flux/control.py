@@ -22,13 +22,12 @@ from torch import Tensor
 
 from maskserve_core.models.flux import CONTROL
 from maskserve_engine.batch.forward import State
-from maskserve_engine.batch.inputs import Packed, RowInput
+from maskserve_engine.batch.packing import Packed, RowInput
 from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.cache.entries import Coded
 from maskserve_engine.control_link.opening import Opening
 from maskserve_engine.families.control_batches import NetStep, Residual, Send
-from maskserve_engine.families.flux.blocks import FluxStep
-from maskserve_engine.families.flux.vectors import AHEAD, Vectors, embed, vectors
+from maskserve_engine.families.flux.blocks import AHEAD, FluxStep, Vectors, embed, vectors
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.job import ControlInput
 from maskserve_engine.layers.linear import Linear, linear
@@ -339,7 +338,7 @@ class Nets:
 
 
 class _Sent(NamedTuple):
-    """`batch.inputs.InactiveTokens` of a cached row whose base is elsewhere."""
+    """`batch.packing.InactiveTokens` of a cached row whose base is elsewhere."""
 
     cis: Tensor
     inactive: Tensor

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from maskserve_engine.batch.packing import Packing
 from maskserve_engine.batch.row_updates import ByRow, RowUpdates
-from maskserve_engine.layers.linear import Linear, all_plain, linear, map_linears
+from maskserve_engine.layers.fp8 import Fp8Linear
+from maskserve_engine.layers.linear import Linear, all_plain, in_epilogues, linear, map_linears
 from maskserve_engine.layers.low_rank import (
     Adapters,
     Place,
@@ -73,6 +75,9 @@ class Single(NamedTuple):
     out: Linear
 
 
+Form = Literal["plain", "epilogues", "fp8"]
+
+
 class BlockSegments(Protocol):
     """What is before and after attention in a block, made in another way than `blocks` has it."""
 
@@ -121,7 +126,7 @@ class BlockSegments(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FluxWeights:
     """All of a FluxTransformer2DModel that a step needs."""
 
@@ -163,9 +168,19 @@ class FluxWeights:
                 model.dtype,
             )
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[Double | Single, ...]:
         return (*self.double_blocks, *self.single_blocks)
+
+    @cached_property
+    def forms(self) -> tuple[Form, ...]:
+        """Per block, how its products before attention are taken."""
+        return tuple(_form(block, self.device) for block in self.blocks)
+
+    @cached_property
+    def writes(self) -> tuple[bool, ...]:
+        """Per block, whether these write where they are told to."""
+        return tuple(self.segments is None and form != "plain" for form in self.forms)
 
     @property
     def width(self) -> int:
@@ -197,6 +212,16 @@ class FluxWeights:
             return own.take(rows) if isinstance(own, ByRow) else own
 
         return self.with_linears(taken) if self.by_row else self
+
+
+def _form(block: Double | Single, device: torch.device) -> Form:
+    if isinstance(block, Double):
+        own = block.text.qkv, block.image.qkv
+    else:
+        own = block.qkv_up, block.out  # one tells of both: how its input is to lie
+    if all(isinstance(product, Fp8Linear) for product in own):
+        return "fp8"
+    return "epilogues" if in_epilogues(*own, device=device) else "plain"
 
 
 def _norms(*norms: Any) -> Tensor:

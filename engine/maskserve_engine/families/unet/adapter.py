@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.control_range import acting
 from maskserve_core.contracts.keys import Anchor, anchor_steps
+from maskserve_core.contracts.settings import acting
 from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import ModelWork, Totals

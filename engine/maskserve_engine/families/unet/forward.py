@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.models.unet import level_sizes
-from maskserve_engine.batch.inputs import Residuals
+from maskserve_engine.batch.packing import Residuals
 from maskserve_engine.batch.row_updates import ByPass
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.cache.entries import Recorder
@@ -227,7 +227,7 @@ def maps_of_net(
         captures: as of `forward`.
 
     Returns:
-        [P, C, h, w] each, in the order of the places to which they go (`batch.inputs.Residuals`).
+        [P, C, h, w] each, in the order of the places to which they go (`batch.packing.Residuals`).
     """
     kinds = ("kv",) * weights.blocks
     walk = _Walk.begun(weights, packed, sample, timesteps, kinds, captures, AtOnce())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.planning.flops import FeatureMap
-from maskserve_engine.batch.inputs import Residuals
+from maskserve_engine.batch.packing import Residuals
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.cache.entries import AnchorEntry, Recorder
 from maskserve_engine.cache.loader import Selection

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from maskserve_engine.batch.inputs import Capture
+from maskserve_engine.batch.packing import Capture
 from maskserve_engine.families.unet.levels import Level, Sparse
 from maskserve_engine.families.unet.weights import BlockWeights, CrossAttention, StackWeights
 from maskserve_engine.layers.add_norm import add_norm

@@ -17,7 +17,7 @@ from maskserve_engine.cache.entries import Coded
 from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.unet.moments import Moments
 from maskserve_engine.families.unet.tile import Tile
-from maskserve_engine.layers.kernels import kernels_on
+from maskserve_engine.layers.kernels import has_kernels
 from maskserve_engine.layers.read_rings import RingMap, read_rings, ring_table
 from maskserve_engine.layers.scatter_kv import missing_kernel
 
@@ -163,7 +163,7 @@ class Surroundings:
         entry = self.entry
         ((totals,), _) = entry.wait_whole(self._maps.stop, "map")
         device = totals.data.device
-        if not kernels_on(device):
+        if not has_kernels(device):
             return False
         maps = []
         for read, (to_ring, to_moments) in room.places.items():
@@ -192,7 +192,7 @@ class Surroundings:
     def _turn_to(self, entry: Handle) -> None:
         self._of, self._around = None, {}
         ((self._moments,), _) = entry.wait_whole(self._maps.stop, "map")
-        if kernels_on(self._moments.data.device) and self._here(entry):
+        if has_kernels(self._moments.data.device) and self._here(entry):
             self._room = self._room or self.room()
             if self.read_all(self._room):
                 self._around = dict(self._room.around)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskserve_core.contracts.control_range import acting, scale_at, shares
 from maskserve_core.contracts.pricing import Pricing, RowPrice
 from maskserve_core.contracts.request import ResolvedControl
+from maskserve_core.contracts.settings import acting, scale_at, shares
 from maskserve_core.contracts.status_record import RowStatus, WorkerStatus
 from maskserve_core.models.registry import control_work, counted_work, load_facts
 from maskserve_core.planning.cost_model import CostModel, Line

@@ -12,9 +12,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux_fill import calculate_shift
 
 from maskserve_engine.batch.flow import FlowBatch
-from maskserve_engine.families.flux.conditioning import unpack_latents
+from maskserve_engine.families.flux.preparation import make_schedule, unpack_latents
 from maskserve_engine.families.flux.rows import FluxRow
-from maskserve_engine.families.flux.schedule import make_schedule
 
 CHANNELS, TEXT = 16, 3
 

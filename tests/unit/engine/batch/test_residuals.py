@@ -12,8 +12,8 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from maskserve_engine.batch.forward import forward
-from maskserve_engine.batch.inputs import Packed
-from maskserve_engine.families.flux.batch import FluxBatch
+from maskserve_engine.batch.packing import Packed
+from maskserve_engine.families.flux.rows import FluxBatch
 from maskserve_engine.families.unet.forward import PackedPasses, PassInput
 from maskserve_engine.families.unet.forward import forward as unet_forward
 from maskserve_engine.families.unet.weights import UnetWeights

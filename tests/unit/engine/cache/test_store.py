@@ -265,7 +265,7 @@ def test_a_far_store_is_asked_in_the_background_and_what_it_has_comes_nearer(
     told = threading.Event()
     store = Store(MemoryTier(10**6), folders, remote, Loader(HostMover()), lambda key: told.set())
     assert store.locate("k", ANCHORS) is None  # nobody waits for the network
-    assert store.lower.settle_network(30.0)
+    assert store.lower.network.settle(30.0)
     assert store.locate("k", ANCHORS) == "remote"
     assert not store.fetch("k", ANCHORS)
     assert told.wait(30)
@@ -282,7 +282,7 @@ def test_a_remote_out_of_reach_costs_nothing(folders: list[FolderTier]) -> None:
     store = Store(MemoryTier(100 * SIZE), folders, remote, Loader(HostMover()))
     fill(store)
     assert store.locate("other", ANCHORS) is None
-    assert store.lower.settle_network(30.0)
+    assert store.lower.network.settle(30.0)
     assert store.locate("k", ANCHORS) == "device"
     assert store.counters()["cache_failures_total.remote"] > 0
     store.close()

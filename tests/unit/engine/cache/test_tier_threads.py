@@ -70,7 +70,7 @@ def test_evicting_and_reading_while_files_and_network_fetch(tmp_path: Path) -> N
     finally:
         threading.excepthook = failures
     assert store.settle(60)
-    assert store.lower.settle_network(60)
+    assert store.lower.network.settle(60)
     assert store.settle(60)  # what the network has brought
     assert not [key for key in keys if store.lower.busy(key)]
     store.check_integrity()
@@ -86,7 +86,7 @@ def test_what_was_looked_for_in_vain_is_not_remembered_for_ever(tmp_path: Path) 
         assert store.locate(key, [anchor]) is None
         assert store.hold(key, anchor) is None
     assert store.settle()
-    assert store.lower.settle_network(30)
+    assert store.lower.network.settle(30)
     assert store.lower.lost(key, anchor)  # the newest are remembered
     assert len(store.lower._lost) <= most
     assert len(store.lower._probed) <= most

@@ -9,13 +9,17 @@ from tests.support.interpreted import run_interpreted
 PROGRAM = """
 import torch
 from maskserve_engine.layers import modulation
-from maskserve_engine.layers.modulation import PerRow, add_gated, add_gated_modulate, modulate
+from maskserve_engine.layers.modulation import Norm, PerRow, add_gated, modulate
 
 modulation.has_kernels = lambda x: True
 
 
 def spread(x):
     return torch.stack((x, torch.full_like(x, torch.nan)), dim=-1)[..., 0]
+
+
+def added(x, gate, y):
+    return add_gated(x, gate, y)[0]
 
 
 def turned(vectors):
@@ -37,24 +41,24 @@ for seed in range(9):
     ulps = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-10}[dtype]
     for result, expected in (
         (modulate(x, *looked_up[:2]), modulate(x, shift, scale)),
-        (add_gated(x, looked_up[2], y), add_gated(x, gate, y)),
+        (added(x, looked_up[2], y), added(x, gate, y)),
         # Parts of something wider, and what was turned round.
         (modulate(spread(x), *looked_up[:2]), modulate(x, shift, scale)),
         (modulate(x.t().clone().t(), *looked_up[:2]), modulate(x, shift, scale)),
         (modulate(x, *map(turned, looked_up[:2])), modulate(x, shift, scale)),
-        (add_gated(spread(x), looked_up[2], y), add_gated(x, gate, y)),
-        (add_gated(x, turned(looked_up[2]), spread(y)), add_gated(x, gate, y)),
-        (add_gated(x.t().clone().t(), looked_up[2], y), add_gated(x, gate, y)),
+        (added(spread(x), looked_up[2], y), added(x, gate, y)),
+        (added(x, turned(looked_up[2]), spread(y)), added(x, gate, y)),
+        (added(x.t().clone().t(), looked_up[2], y), added(x, gate, y)),
     ):
         torch.testing.assert_close(result, expected, rtol=ulps, atol=8 * ulps)
-    for tokens, added, (shift, scale, gate) in (
+    for tokens, more, (shift, scale, gate) in (
         (x, y, looked_up),
         (spread(x), x.t().clone().t(), [turned(each) for each in looked_up]),
         (x, y, one),
     ):
-        both = add_gated_modulate(tokens, gate, added, shift, scale)
+        both = add_gated(tokens, gate, more, Norm(shift, scale))
         modulation.has_kernels = lambda x: False
-        expected = add_gated(tokens, gate, added)
+        expected = added(tokens, gate, more)
         torch.testing.assert_close(both[0], expected, rtol=ulps, atol=8 * ulps)
         # What the kernel norms is the sum that it answers.
         expected = modulate(both[0], shift, scale)

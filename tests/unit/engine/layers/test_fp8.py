@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from maskserve_engine.batch.forward import forward
-from maskserve_engine.families.flux.batch import FluxBatch
+from maskserve_engine.families.flux.rows import FluxBatch
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.layers.fp8 import Fp8Linear, in_fp8, quantised, quantised_gelu
-from maskserve_engine.layers.linear import JoinedLinear, linear, product_of
+from maskserve_engine.layers.linear import JoinedLinear, linear
 from maskserve_engine.layers.modulation import modulate, modulate_fp8
 from maskserve_harness.benchmarks.replay import Replay
 from maskserve_harness.benchmarks.step_rig import Bench
@@ -81,12 +81,12 @@ def test_tokens_that_come_quantised_give_the_same() -> None:
     layer = linear(in_fp8_by_torchao(nn.Linear(96, 32)))
     x, shift, scale = torch.randn(5, 96), torch.randn(96), torch.randn(96)
     x[2] = 0.0  # a token of zeros has no largest number
-    torch.testing.assert_close(product_of(layer, quantised(x)), layer(x))
-    through = product_of(layer, modulate_fp8(x, shift, scale))
+    torch.testing.assert_close(layer(quantised(x)), layer(x))
+    through = layer(modulate_fp8(x, shift, scale))
     torch.testing.assert_close(through, layer(modulate(x, shift, scale)))
     beside, up = torch.randn(5, 32), torch.randn(5, 64)
     joined = torch.cat((beside, nn.functional.gelu(up, approximate="tanh")), dim=1)
-    torch.testing.assert_close(product_of(layer, quantised_gelu(up, beside)), layer(joined))
+    torch.testing.assert_close(layer(quantised_gelu(up, beside)), layer(joined))
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_products_write_a_lone_rows_keys_where_attention_reads_them(
 PROGRAM = """
 import torch
 from maskserve_engine.layers import fp8, modulation
-from maskserve_engine.layers.modulation import PerRow, add_gated_modulate, modulate_fp8
+from maskserve_engine.layers.modulation import Norm, PerRow, add_gated, modulate_fp8
 
 
 def both(make):
@@ -215,7 +215,7 @@ for seed in range(6):
     looked_up = [PerRow(each, row_of) for each in vectors]
     for shift, scale, gate in (looked_up, [each[0] for each in vectors]):
         close(*both(lambda: modulate_fp8(x, shift, scale)))
-        one, other = both(lambda: add_gated_modulate(x, gate, y, shift, scale, fp8=True))
+        one, other = both(lambda: add_gated(x, gate, y, Norm(shift, scale, fp8=True)))
         torch.testing.assert_close(one[0], other[0], rtol=2e-2, atol=2e-2)
         close(one[1], other[1])
 """

@@ -15,9 +15,8 @@ from peft import LoraConfig
 
 from maskserve_core.models.unet import level_sizes
 from maskserve_engine.batch.forward import forward as flux_forward
-from maskserve_engine.batch.inputs import Packed
-from maskserve_engine.families.flux.blocks import FluxStep
-from maskserve_engine.families.flux.vectors import embed, vectors
+from maskserve_engine.batch.packing import Packed
+from maskserve_engine.families.flux.blocks import FluxStep, embed, vectors
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.forward import forward as unet_forward

@@ -74,7 +74,7 @@ for seed in range(3):
         entry = Entry(whole)
         found = []
         for fused in (False, True):
-            module.kernels_on = lambda device: fused
+            module.has_kernels = lambda device: fused
             module.missing_kernel = lambda device, format: None
             around = Surroundings(tile, range(len(kept)), kept, dtype, lambda: entry)
             read = [around.around(n, each.level, strided=each.strided)

@@ -15,13 +15,12 @@ import torch
 from maskserve_core.config import Config
 from maskserve_engine.batch.flow import Schedule, Walk
 from maskserve_engine.batch.forward import forward
-from maskserve_engine.batch.inputs import Packed
+from maskserve_engine.batch.packing import Packed
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
-from maskserve_engine.families.flux.blocks import FluxStep
-from maskserve_engine.families.flux.conditioning import pack_latents
+from maskserve_engine.families.flux.blocks import FluxStep, embed, vectors
+from maskserve_engine.families.flux.preparation import pack_latents
 from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
-from maskserve_engine.families.flux.vectors import embed, vectors
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay, in_memory

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from maskserve_engine.batch import forward as forward_module
-from maskserve_engine.families.flux.batch import FluxBatch
-from maskserve_engine.families.flux.rows import FluxRow
+from maskserve_engine.families.flux.rows import FluxBatch, FluxRow
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.layers.scatter_kv import KvSource, scatter_kv
 from maskserve_harness.benchmarks.replay import in_memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from maskserve_core.errors import EngineFailed
 from maskserve_engine.job import EngineEvent, Failed, ProgressEvent
-from maskserve_engine.output_thread import OutputThread
+from maskserve_engine.mailbox import OutputThread
 
 
 def lost() -> EngineEvent:

@@ -1,0 +1,129 @@
+"""How the engine's thread is spoken to, and how it answers.
+
+What other threads ask of it are commands, run between two steps. Events to clients leave on a
+thread of their own: neither a slow client nor a result that has yet to come from the device holds
+up a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from maskserve_core.errors import EngineFailed
+from maskserve_engine.job import EngineEvent, Sink
+
+T = TypeVar("T")
+
+
+class Inbox:
+    """Commands in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._door = threading.Lock()
+        self._open = True
+
+    # Called from any thread.
+
+    def put(self, command: Callable[[], None]) -> bool:
+        """False when nobody will run it any more."""
+        with self._door:
+            if self._open:
+                self._commands.put(command)
+            return self._open
+
+    def ask(self, question: Callable[[], T]) -> Future[T]:
+        """What the question comes to; EngineFailed when nobody will answer it any more."""
+        answer: Future[T] = Future()
+
+        def reply() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
+
+        if not self.put(reply):
+            answer.set_exception(EngineFailed("the engine has stopped"))
+        return answer
+
+    # Called from the engine thread only.
+
+    def empty(self) -> bool:
+        return self._commands.empty()
+
+    def run(self, wait_s: float) -> None:
+        """Run what came in; wait so long for something to come."""
+        try:
+            command = self._commands.get(timeout=wait_s)
+            while True:
+                command()
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    def close(self) -> None:
+        """Take no more commands, and run those that came in meanwhile."""
+        with self._door:
+            self._open = False
+        while not self._commands.empty():
+            self._commands.get()()
+
+
+_log = logging.getLogger(__name__)
+
+
+class OutputThread:
+    """Delivers events in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Sink, Callable[[], EngineEvent]] | None]
+        self._queue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine-output", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, sink: Sink, event: EngineEvent) -> None:
+        self._queue.put((sink, lambda: event))
+
+    def send_made(
+        self, sink: Sink, make: Callable[[], EngineEvent], failed: EngineEvent | None = None
+    ) -> None:
+        """Send an event that is made on this thread, where it may wait for the device.
+
+        Args:
+            sink: of the edit.
+            make: the event.
+            failed: what is sent if that raises; None: nothing.
+        """
+
+        def made() -> EngineEvent:
+            try:
+                return make()
+            except Exception:
+                if failed is None:
+                    raise
+                _log.exception("a result did not come from the device")
+                return failed
+
+        self._queue.put((sink, made))
+
+    def close(self, timeout_s: float) -> None:
+        """Deliver what was sent, then end."""
+        self._queue.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            sink, make = item
+            try:
+                sink(make())
+            except Exception:
+                # One client's broken sink is no other client's trouble.
+                _log.exception("an event could not be delivered")
