@@ -200,10 +200,10 @@ class CacheConfig(Table, frozen=True):
     rounded up by an eighth at most, or by one. 0: the whole picture."""
     entry_format: EntryFormat = "int4"
     """Storage of entries."""
-    placed_bytes: Annotated[int, Meta(ge=0, le=2**50)] = 2**26
+    placed_bytes: Annotated[int, Meta(ge=-1, le=2**50)] = -1
     """FLUX: bytes in which the decoded keys and values of the running cached rows stay from step to
     step, if those of all blocks fit; else each step decodes its entries anew. They count as a
-    step's."""
+    step's. -1: 64 MiB on a GPU, 256 MiB on a CPU."""
     stride: Annotated[int, Meta(ge=0, le=1000)] = 0
     """So many steps of the priming schedule share an anchor; as many as it has, or more: one serves
     all. 0: what the model needs, all steps for FLUX Fill, 7 for others."""
@@ -220,6 +220,12 @@ class CacheConfig(Table, frozen=True):
     to do, and compared."""
     audit_limit: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.25
     """Difference of such an edit, relative, beyond which its template runs dense from then on."""
+
+    def placed_on(self, device: str) -> int:
+        """`placed_bytes` of a worker on a device of this type, such as `cpu`."""
+        if self.placed_bytes >= 0:
+            return self.placed_bytes
+        return 2**28 if device == "cpu" else 2**26
 
 
 class StagesConfig(Table, frozen=True):

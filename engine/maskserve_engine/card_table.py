@@ -190,7 +190,7 @@ class Shapes:
         config = replace(self.config, engine=engine)
         total = step_bytes(config, self.adapter) + self.size.anchor_bytes
         if config.cache.enabled and self.facts.keeps_decoded:
-            total += config.cache.placed_bytes
+            total += config.cache.placed_on("cuda")
         total += config.adapters.device_bytes if config.adapters.store else 0
         return total + control_bytes(config, self.adapter)
 

@@ -57,7 +57,7 @@ def memory_table(
     total, free = memory or device_memory(device)
     step = step_bytes(config, adapter) + size.anchor_bytes
     if config.cache.enabled and adapter.facts.keeps_decoded:
-        step += config.cache.placed_bytes
+        step += config.cache.placed_on(device.type)
     here: dict[Stage, int] = {}
     adapters = config.adapters.device_bytes if config.adapters.store else 0
     controls = control_bytes(config, adapter)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.fp8 import Fp8Linear, Fp8Tokens, Tokens, fp8_linear, in_fp8
+from maskserve_engine.layers.gelu import gelu
 
 
 @runtime_checkable
@@ -81,7 +82,7 @@ def gelu_of(product: Linear, x: Tensor, rows: Sequence[Span] = ()) -> Tensor:
         assert isinstance(product, PlainLinear)
         assert product.bias is not None
         return torch._addmm_activation(product.bias, x, product.weight.t(), use_gelu=True)
-    return F.gelu(product(x, rows), approximate="tanh")
+    return gelu(product(x, rows))
 
 
 def write_product(product: Linear, x: Tokens, out: Tensor) -> None:

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from maskserve_core.config import ENTRY_FORMATS, CacheConfig
+from maskserve_core.config import ENTRY_FORMATS
 from maskserve_engine.batch import forward as forward_module
 from maskserve_engine.families.flux.blocks import FluxStep
 from maskserve_engine.families.flux.compiled import compile_segments
@@ -236,9 +236,7 @@ def main() -> int:
     parser.add_argument(
         "--halo", type=int, default=0, help="[cache] conv_halo; 0: convolve the whole picture"
     )
-    parser.add_argument(
-        "--placed-bytes", type=int, default=CacheConfig().placed_bytes, help="[cache] placed_bytes"
-    )
+    parser.add_argument("--placed-bytes", type=int, help="[cache] placed_bytes")
     parser.add_argument("--compile", action="store_true", help="time compiled blocks, too")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="profile cached steps")
     parser.add_argument("--json", type=Path)
@@ -267,7 +265,8 @@ def main() -> int:
         if args.halo:
             parser.error("--halo: of UNets alone")
         bench = Bench(args.preset, blocks, dtype, device, args.format)
-        bench.weights = replace(bench.weights, resident_bytes=args.placed_bytes)
+        if args.placed_bytes is not None:
+            bench.weights = replace(bench.weights, resident_bytes=args.placed_bytes)
     if args.compile:
         if not isinstance(bench, Bench):
             parser.error("--compile: blocks of UNets are not compiled")

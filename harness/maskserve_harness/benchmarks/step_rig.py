@@ -79,7 +79,7 @@ class Bench:
         self.device, self.dtype, self.format, self.steps = device, dtype, format, steps
         self.model = model or build_model(preset, blocks, dtype, device)
         self.config = dict(self.model.config)
-        room = CacheConfig().placed_bytes
+        room = CacheConfig().placed_on(device.type)
         self.weights = replace(FluxWeights.of(self.model), resident_bytes=room)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
         self.work = flux_work(self.config, 2 * self.grid[0], 2 * self.grid[1])

@@ -61,7 +61,7 @@ from maskserve_engine.layers.low_rank import (
     low_rank_set,
 )
 from maskserve_engine.stages.cpu_threads import one_cpu_thread
-from maskserve_engine.stages.loader import held_bytes
+from maskserve_engine.stages.loader import device_of, held_bytes
 from maskserve_engine.stages.quantise import load_denoiser
 
 _CONTEXT = "context_embedder"
@@ -133,7 +133,7 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
             ),
             load_sampler(config),
             compiled=config.model.compile,
-            placed_bytes=config.cache.placed_bytes,
+            placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=config.model.outside_noise,
             control_refresh=config.controls.refresh,
         )

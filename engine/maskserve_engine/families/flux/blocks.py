@@ -25,6 +25,7 @@ from maskserve_engine.batch.transfer import to_device
 from maskserve_engine.families.flux.weights import Double, FluxWeights, StreamWeights, TwoLayers
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.fp8 import Fp8Linear, quantised_gelu
+from maskserve_engine.layers.gelu import gelu
 from maskserve_engine.layers.linear import (
     Linear,
     PlainLinear,
@@ -320,7 +321,7 @@ class FluxStep:
             # a copy of all, which takes more than the copy of itself.
             values, up = joined.tensor_split((attended.shape[1],), dim=1)
             values.copy_(attended)
-            torch.ops.aten.gelu_(up, approximate="tanh")
+            gelu(up, out=up)
             found = block.out(joined, rows)
         if not goes_on or half:
             out, _ = add_gated(x, gate, found)
