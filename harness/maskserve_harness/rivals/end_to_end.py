@@ -1,6 +1,6 @@
 """Edits per second and latencies beside what people would use instead, on one machine.
 
-    make bench          # quick: under a quarter of an hour on two cores
+    make bench          # quick: a quarter of an hour on two cores
     make bench-full     # more edits, rounds and rates
 
 Every system answers perf_analyzer's edits over gRPC: production mask ratios, a few templates that
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import tomli_w
 from skimage.metrics import structural_similarity
 
@@ -76,13 +77,13 @@ _CURVES: dict[str, Any] = {
 }
 QUICK = {
     "demo": Plan(
-        128, 24, 4, 2, (1.0,), 24, 60.0, tuple(TUNINGS[n] for n in (2, 4)),
+        128, 24, 4, 2, (1.0,), 24, 60.0, tuple(TUNINGS[n] for n in (2, 4)), everywhere=False,
         batches=(1, 4, 8), ratios=(0.1, 0.35, 0.8), ablation=True, routed=True,
-        loras=True,
+        loras=True, study_rounds=1,
     ),
     "bench": Plan(
         256, 12, 2, 1, (1.0,), 30, 300.0, TUNINGS[4:], judged=2, everywhere=False,
-        ratios=(0.1, 0.35),
+        ratios=(0.1, 0.35), study_rounds=1,
     ),
 }  # fmt: skip
 FULL = {
@@ -150,18 +151,25 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         whole, own = measured[0], next(each for each in measured if each.key == "maskserve")
         dense = next(each for each in measured if each.key == "dense")
         looked: Figures = {}
+        say(f"{name}: studies")
         if plan.batches:
+            say("  batch sizes")
             looked["batch_size"] = studies.by_batch_size(bench, [whole, dense, own])
         if plan.ratios:
+            say("  mask ratios")
             looked["mask_ratio"] = studies.by_mask_ratio(bench, [whole, dense, own])
         if plan.ablation:
+            say("  parts left out")
             looked["ablation"] = studies.ablation(bench, model, folder)
         if plan.routed:
+            say("  policies of routing")
             looked["routing"] = studies.by_policy(bench, model, folder)
         if plan.loras:
+            say("  LoRAs")
             assert whole.rival is not None
             pipeline = replace(whole, rival=with_loras(whole.rival, store))
             looked["loras"] = studies.with_loras(bench, [pipeline, own], loras)
+        say(f"{name}: pictures compared")
         judged = drawn[: plan.judged]
         pictures = {each.key: bench.pictures(each, judged) for each in measured}
     slo_ms = SLO * statistics.median(s.latencies().mean for s in runs["diffusers"]["alone"])
@@ -269,7 +277,9 @@ def summary_of(report: Mapping[str, Any]) -> Figures:
 
 
 def say(line: str) -> None:
-    print(line, flush=True)
+    """A line behind the minutes since this process began."""
+    minutes = (time.time() - psutil.Process().create_time()) / 60.0
+    print(f"{minutes:5.1f} min  {line}", flush=True)
 
 
 def main() -> int:
@@ -300,10 +310,11 @@ def main() -> int:
         "tool": tool.version,
     }
     if plans.keys() <= report.keys():
+        say("simulated")
         report["simulated"] = studies.simulated()
         report["summary"] = summary_of(report)
         write_page(report, args.out)
-        say(json.dumps(report["summary"], indent=2))
+        print(json.dumps(report["summary"], indent=2), flush=True)
     results.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     say(f"written: {args.out}")
     missed = [name for name, bar in BARS.items() if report.get("summary", {}).get(name, bar) < bar]

@@ -131,6 +131,8 @@ class Plan:
     """Whether policies of routing are compared."""
     loras: bool = False
     """Whether edits with LoRAs are measured; the demo model has some."""
+    study_rounds: int = 3
+    """Of the studies that take turns."""
 
 
 class Bench:

@@ -99,7 +99,7 @@ def ablation(bench: Bench, model: Path, folder: Path) -> Figures:
             benches[name] = bench.at(server, own)
         rates: dict[str, list[float]] = {name: [] for name in benches}
         alone: dict[str, list[float]] = {name: [] for name in benches}
-        for _ in range(bench.plan.rounds):
+        for _ in range(bench.plan.study_rounds):
             for name, one in benches.items():
                 system = System("ours", name)
                 rates[name].append(_rate(one, system, IN_FLIGHT, bench.plan.edits))
@@ -139,7 +139,7 @@ def by_policy(bench: Bench, model: Path, folder: Path) -> Figures:
             worker.warm(2 * edits[:WARM])
         full = _rate(benches[POLICIES[-1]], system, 2 * IN_FLIGHT, len(edits), edits)
         load = Load("request_rate", ROUTED_LOAD * full)
-        for _ in range(bench.plan.rounds):
+        for _ in range(bench.plan.study_rounds):
             for policy, one in benches.items():
                 stamps = one.run(system, load, ROUTED * len(edits), edits)
                 p95[policy].append(stamps.latencies().p95)
