@@ -19,7 +19,6 @@ COMMANDS = {
     "overhead": "benchmarks.overhead",
     "bench_edit": "benchmarks.edit",
     "bytes_table": "benchmarks.bytes_table",
-    "adapter_misses": "benchmarks.adapter_misses",
     # Many workers.
     "simulate_cluster": "simulator.command",
     # Load.

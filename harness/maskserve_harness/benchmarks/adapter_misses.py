@@ -10,11 +10,8 @@ of the calls that go beyond the first 5 or 8.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -131,34 +128,3 @@ class _AtOnce:
 
     def close(self) -> None:
         pass
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--calls", type=int, default=50_000)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(arguments)
-    report = {}
-    for service in SERVICES:
-        traces = [drawn(service, args.calls, seed) for seed in args.seeds]
-        own, loads = np.mean([misses(service, calls) for calls in traces], axis=0).tolist()
-        lru = float(np.mean([misses_of_lru(service.slots, calls) for calls in traces]))
-        report[f"{service.name}, {service.slots} slots"] = {
-            "misses": own,
-            "loads_per_call": loads,
-            "lru": lru,
-            "beyond_the_first": 1 - service.share,
-            "bar": service.bar,
-            "met": own <= service.bar,
-        }
-        print(
-            f"service {service.name}, {service.slots} of {service.adapters} adapters fit: "
-            f"{own:.2%} miss, {loads:.2%} loads; LRU {lru:.2%}; beyond the first {service.slots}: "
-            f"{1 - service.share:.0%}; bar {service.bar:.1%}"
-        )
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0

@@ -43,10 +43,7 @@ of two such processes with an edit each over one. The same of a cached row, and 
 from __future__ import annotations
 
 import argparse
-import json
 import operator
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -79,6 +76,7 @@ from maskserve_harness.benchmarks.step_rig import Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.benchmarks.unet_rig import TEXT, UNETS, UnetBench
 from maskserve_harness.published_models import FLUX_DEV, SDXL
+from maskserve_harness.reports import about, write_json
 
 ROWS, RANK, RATIO = 8, 16, 0.25
 CONTROL_RATIO, UNET_CONTROL_RATIO = 0.11, 0.2
@@ -319,14 +317,6 @@ def main() -> int:
         told = bars.get(name)
         bar = f"  ({told['bar']}: {'met' if told['met'] else 'MISSED'})" if told else ""
         print(f"{name:24} {value}{bar}")
-    if args.json:
-        report = {
-            "command": " ".join(sys.argv),
-            "hardware": hardware(torch.device(args.device)),
-            "torch": torch.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-            "summary": summary,
-            "bars": bars,
-        }
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    told = {"torch": torch.__version__, "summary": summary, "bars": bars}
+    write_json(about(hardware(torch.device(args.device))) | told, args.json)
     return 0

@@ -26,6 +26,7 @@ from maskserve_harness.published_models import (
     SD21,
     SDXL,
 )
+from maskserve_harness.reports import table as markdown
 
 KINDS = ("kv", "h")
 SHOWN = ("bfloat16", "int8", "int4")
@@ -52,17 +53,14 @@ def table(side: int, steps: int, strides: Sequence[int]) -> str:
     work = flux_work(FLUX_DEV, side // 8, side // 8)
     adapter, (tokens,) = flux_dev(), work.tokens
     counts = [len(adapter.anchors(tokens, steps, stride)) for stride in strides]
-    lines = [
-        _row("kind", "format", "per anchor", *(f"stride {stride}" for stride in strides)),
-        "|---" * (3 + len(strides)) + "|",
-        _row("", "anchors", 1, *counts),
-    ]
+    rows: list[Sequence[object]] = [["", "anchors", 1, *counts]]
     for kind in KINDS:
         for name in SHOWN:
             each = entry_bytes(work, kind, FORMATS[name]) / 2**30
             cells = (f"{each * count:.2f}" for count in counts)
-            lines.append(_row(kind, name, f"{each:.2f}", *cells))
-    return "\n".join(lines)
+            rows.append([kind, name, f"{each:.2f}", *cells])
+    strided = [f"stride {stride}" for stride in strides]
+    return markdown(["kind", "format", "per anchor", *strided], rows)
 
 
 def unet_table(steps: int) -> str:
@@ -74,19 +72,15 @@ def unet_table(steps: int) -> str:
     """
     default = len(anchor_steps([1 - step / steps for step in range(steps)], STRIDE))
     strides = f"stride {STRIDE}, {default} anchors", f"stride 1, {steps} anchors"
-    lines = [_row("model", "kind", "format", "per anchor", *strides), "|---" * 6 + "|"]
+    rows = []
     for name, (config, side) in {"SDXL 1024": (SDXL, 128), "SD 2.1 768": (SD21, 96)}.items():
         work = unet_work(config, side, side, guidance=False)
         for kind in KINDS:
             for fmt in SHOWN:
                 each = entry_bytes(work, kind, FORMATS[fmt]) / 2**30
                 cells = (f"{each * count:.2f}" for count in (default, steps))
-                lines.append(_row(name, kind, fmt, f"{each:.3f}", *cells))
-    return "\n".join(lines)
-
-
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
+                rows.append([name, kind, fmt, f"{each:.3f}", *cells])
+    return markdown(["model", "kind", "format", "per anchor", *strides], rows)
 
 
 def main() -> int:

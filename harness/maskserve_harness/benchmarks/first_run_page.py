@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from maskserve_harness.reports import table
+
 Report = Mapping[str, Any]
 _GIB = 2**30
 _COLOURS = {"dense": "0.5", "kv": "tab:orange", "project": "tab:blue"}
@@ -81,82 +83,84 @@ def _lines(report: Report, plots: Sequence[str]) -> list[str]:
 
 
 def _load_table(loads: Sequence[Report]) -> list[str]:
-    lines = [
+    columns = ("way", "rows", "alone ms", "beside loads ms", "loads by themselves ms", "GB/s")
+    keys = ("alone_ms", "beside_ms", "load_ms", "gb_per_s")
+    return [
         "All of a step's entries come from files in memory while it runs; *alone*: they lie on the "
         "device.",
         "",
-        "| way | rows | alone ms | beside loads ms | loads by themselves ms | GB/s |",
-        "|---" * 6 + "|",
+        table(columns, [(s["way"], s["batch"], *_tenths(s, *keys)) for s in loads]),
     ]
-    for each in loads:
-        times = " | ".join(f"{each[key]:.1f}" for key in ("alone_ms", "beside_ms", "load_ms"))
-        lines.append(f"| {each['way']} | {each['batch']} | {times} | {each['gb_per_s']:.1f} |")
-    return lines
 
 
 def _rival_table(rivals: Sequence[Report]) -> list[str]:
-    lines = ["| rows | who | step ms |", "|---" * 3 + "|"]
-    for each in rivals:
-        told = f"{each['ms']:.1f}" if "ms" in each else f"none: {each['why']}"
-        lines.append(f"| {each.get('batch', '–')} | {each['who']} | {told} |")
-    return lines
+    rows = [
+        (r.get("batch", "–"), r["who"], f"{r['ms']:.1f}" if "ms" in r else f"none: {r['why']}")
+        for r in rivals
+    ]
+    return [table(("rows", "who", "step ms"), rows)]
 
 
 def _edit_table(edits: Report) -> list[str]:
     if "why" in edits:
         return [f"None of {edits['model']}: {edits['why']}"]
-    lines = [f"{edits['model']}, {edits['side']}x{edits['side']}. Stages in ms, medians.", ""]
     runs = edits["at_once"]
     stages = next(iter(runs.values()))["stages_ms"]
-    lines.append(f"| at once | edits/s | {' | '.join(stages)} |")
-    lines.append("|---" * (2 + len(stages)) + "|")
-    for many, run in runs.items():
-        times = " | ".join(f"{each:.1f}" for each in run["stages_ms"].values())
-        lines.append(f"| {many} | {run['edits_per_s']:.2f} | {times} |")
-    return lines
+    rows = [
+        (many, f"{run['edits_per_s']:.2f}", *_tenths(run["stages_ms"], *stages))
+        for many, run in runs.items()
+    ]
+    about = f"{edits['model']}, {edits['side']}x{edits['side']}. Stages in ms, medians."
+    return [about, "", table(("at once", "edits/s", *stages), rows)]
 
 
 def _step_table(steps: Sequence[Report]) -> list[str]:
-    """*limit*: what the FLOPs take at the published peak; *times*: faster than dense."""
-    lines = [
-        "Milliseconds; *limit* is what the counted FLOPs take at the device's published peak.",
-        "",
-        "| rows | m | kind | entries | step | limit | dense step | its limit | times |",
-        "|---" * 9 + "|",
+    columns = ("rows", "m", "kind", "entries", "step", "limit", "dense step", "its limit", "times")
+    keys = ("ms", "limit_ms", "dense_ms", "dense_limit_ms")
+    rows = [
+        (s["batch"], _ratio(s), s["kind"], s["format"], *_tenths(s, *keys), _times(s))
+        for s in steps
     ]
-    for step in steps:
-        times = step["dense_ms"] / step["ms"]
-        cells = [f"{step['mask_ratio']:.2f}", step["kind"], step["format"]]
-        cells += [f"{step[key]:.1f}" for key in ("ms", "limit_ms", "dense_ms", "dense_limit_ms")]
-        lines.append(f"| {step['batch']} | {' | '.join(cells)} | {times:.2f} |")
-    return lines
+    return [
+        "Milliseconds; *limit* is what the counted FLOPs take at the device's published peak; "
+        "*times*: faster than dense.",
+        "",
+        table(columns, rows),
+    ]
 
 
 def _mixed_table(steps: Sequence[Report]) -> list[str]:
-    lines = ["| rows | mean m | step ms | dense step ms | times |", "|---" * 5 + "|"]
-    for step in steps:
-        mean = np.mean(step["mask_ratio"])  # of one for each row, or of all
-        told = f"{mean:.2f} | {step['ms']:.1f} | {step['dense_ms']:.1f}"
-        lines.append(f"| {step['batch']} | {told} | {step['dense_ms'] / step['ms']:.2f} |")
-    return lines
+    rows = [  # a ratio for each row, or of all
+        (s["batch"], f"{np.mean(s['mask_ratio']):.2f}", *_tenths(s, "ms", "dense_ms"), _times(s))
+        for s in steps
+    ]
+    return [table(("rows", "mean m", "step ms", "dense step ms", "times"), rows)]
 
 
 def _asked_table(asked: Sequence[Report]) -> list[str]:
-    lines = ["| rows | m | asked for ms | step ms |", "|---" * 4 + "|"]
-    for step in asked:
-        ratio = "dense" if step["mask_ratio"] is None else f"{step['mask_ratio']:.2f}"
-        lines.append(f"| {step['batch']} | {ratio} | {step['asked_ms']:.1f} | {step['ms']:.1f} |")
-    return lines
+    rows = [(s["batch"], _ratio(s), *_tenths(s, "asked_ms", "ms")) for s in asked]
+    return [table(("rows", "m", "asked for ms", "step ms"), rows)]
 
 
 def _memory_table(held: Sequence[Report]) -> list[str]:
-    lines = ["| rows | m | held GiB | counted GiB |", "|---" * 4 + "|"]
+    rows = []
     for step in held:
-        ratio = "dense" if step["mask_ratio"] is None else f"{step['mask_ratio']:.2f}"
-        sizes = " | ".join(f"{step[key] / _GIB:.2f}" for key in ("held", "counted"))
+        own, counted = (f"{step[key] / _GIB:.2f}" for key in ("held", "counted"))
         over = " **more than counted**" if step["held"] > step["counted"] else ""
-        lines.append(f"| {step['batch']} | {ratio} | {sizes}{over} |")
-    return lines
+        rows.append((step["batch"], _ratio(step), own, counted + over))
+    return [table(("rows", "m", "held GiB", "counted GiB"), rows)]
+
+
+def _ratio(step: Report) -> str:
+    return "dense" if step["mask_ratio"] is None else f"{step['mask_ratio']:.2f}"
+
+
+def _times(step: Report) -> str:
+    return f"{step['dense_ms'] / step['ms']:.2f}"
+
+
+def _tenths(step: Report, *keys: str) -> list[str]:
+    return [f"{step[key]:.1f}" for key in keys]
 
 
 def _plot_steps(steps: Sequence[Report], file: Path) -> Path:

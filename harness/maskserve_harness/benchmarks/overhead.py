@@ -55,6 +55,7 @@ from maskserve_harness.benchmarks.timing import hardware
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.scenes import held_out_edits
 from maskserve_harness.probing.calls import Answer, Grpc, answer_of, tensors
+from maskserve_harness.reports import about, write_json
 from maskserve_serving.command import TUNING
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
@@ -221,17 +222,12 @@ def main() -> int:
         # Both sides of the comparison get what a worker has; it is read at the start only.
         os.execve(sys.executable, sys.orig_argv, {**TUNING, **os.environ})
     tables = {"model": {"path": str(args.model), "torch_threads": args.threads}}
-    report: dict[str, Any] = {
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": hardware(torch.device("cpu")),
-    }
+    report = about(hardware(torch.device("cpu")))
     if not args.admission:
         report |= measure_serving(tables, args)
     report["admission"] = measure_admission(20)
     print(json.dumps(report["admission"]), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(report, args.json)
     return 0
 
 

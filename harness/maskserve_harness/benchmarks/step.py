@@ -26,10 +26,7 @@ tiles; such a step is one that goes on with the entry of the step before.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -47,6 +44,7 @@ from maskserve_engine.families.flux.rows import FluxRow
 from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
+from maskserve_harness.reports import about, write_json
 
 _PARTS = (
     ("rest", "rest_ms"),
@@ -200,18 +198,6 @@ def _line(r: dict[str, Any]) -> str:
     )
 
 
-def table(reports: Sequence[Path]) -> str:
-    """Reports of batch 1 as one markdown table, in seconds."""
-    names = ("kind", "m", "dense s", "cached s", "convolutions s", "speed-up", "limit", "of limit")
-    lines = [names, ("---",) * len(names)]
-    for report in reports:
-        for r in json.loads(report.read_text(encoding="utf-8"))["rows"]:
-            seconds = [f"{r[key] / 1e3:.1f}" for key in ("dense_ms", "ms", "convolutions_ms")]
-            ratios = [f"{r['speedup']:.2f}x", f"{r['flop_limit']:.2f}x", f"{r['of_limit']:.2f}"]
-            lines.append((r["kind"], str(r["mask_ratio"]), *seconds, *ratios))
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", choices=(*PRESETS, *UNETS), default="flux-1024")
@@ -240,13 +226,7 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="time compiled blocks, too")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="profile cached steps")
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--table", type=Path, nargs="+", help="show earlier reports as markdown, time nothing"
-    )
     args = parser.parse_args()
-    if args.table:
-        print(table(args.table))
-        return 0
     blocks = None
     if args.blocks:
         double, _, single = args.blocks.partition("+")
@@ -275,13 +255,6 @@ def main() -> int:
     results = measure(bench, args)
     if args.trace:
         write_trace(bench, args.kind[0], args.mask_ratios[: args.batch[0]], args.trace)
-    if args.json:
-        report = {
-            "command": " ".join(sys.argv),
-            "hardware": hardware(device),
-            "torch": torch.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-            "rows": results,
-        }
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report = {**about(hardware(device)), "torch": torch.__version__, "rows": results}
+    write_json(report, args.json)
     return 0

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +45,7 @@ from maskserve_harness.quality.published import missing, published
 from maskserve_harness.quality.report import draw_worst, plot_frontier, plot_rim, table
 from maskserve_harness.quality.rivals import first_block_cache
 from maskserve_harness.quality.systems import Rig
+from maskserve_harness.reports import about, write_json
 
 CROP_MARGIN = 2
 """Tokens round the mask's bounding box that a crop holds."""
@@ -196,20 +196,9 @@ def judge_adapters(args: argparse.Namespace) -> int:
             AdapterRig(args.model, args.steps, path, args.refresh), without, asked
         )
         said(f"{path.stem}: {json.dumps(found[path.stem], indent=1)}")
-    report = {**about(args), "adapters": found}
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report = {**about(hardware(torch.device("cpu"))), "steps": args.steps, "adapters": found}
+    write_json(report, args.json)
     return 0 if all(all(each["held"].values()) for each in found.values()) else 1
-
-
-def about(args: argparse.Namespace) -> dict[str, Any]:
-    """What was run, when and where."""
-    return {
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": hardware(torch.device("cpu")),
-        "steps": args.steps,
-    }
 
 
 def main() -> int:
@@ -233,7 +222,8 @@ def main() -> int:
     systems = run.judged(reference, args)
     ratios = [float(np.mean(edit.mask)) for edits in classes.values() for edit in edits]
     report = {
-        **about(args),
+        **about(hardware(torch.device("cpu"))),
+        "steps": args.steps,
         "edits": len(ratios),
         "semantics": semantics,
         "mean_mask_ratio": round(float(np.mean(ratios)), 4),
@@ -244,8 +234,7 @@ def main() -> int:
     }
     print(table(systems))
     print(report["note"])
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(report, args.json)
     if args.plots and args.frontier:
         plot_frontier(systems, args.plots, semantics)
     shown = {name: run.pictures[name] for name in run.pictures if "-" not in name}

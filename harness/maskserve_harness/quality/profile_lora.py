@@ -21,22 +21,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 
 from maskserve_core.adapters.base_layers import BaseLayers
-from maskserve_core.config_file import config_of
-from maskserve_core.contracts.settings import EditSettings
-from maskserve_core.imaging.preprocess import mask_for_model
 from maskserve_engine.adapters.lora_file import read_lora
-from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_engine.layers.low_rank import LowRankSet
-from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.checkout import DEMO_MODEL
 from maskserve_harness.demo_model.looks import LOOKS, edits_with
 from maskserve_harness.demo_model.scenes import Edit, held_out_edits
 from maskserve_harness.quality.metrics import Quality, compare, summary
+from maskserve_harness.quality.systems import Rig
+from maskserve_harness.reports import write_json
 
 BARS = {"mean": 40.0, "worst": 30.0}
 """dB inside the mask: of all edits, and of each."""
@@ -53,18 +49,8 @@ class Made(NamedTuple):
     """After each step, of each edit."""
 
 
-class Profiler:
-    """A model and edits of it.
-
-    Args:
-        folder: of the model.
-        steps: of every edit.
-    """
-
-    def __init__(self, folder: Path, steps: int) -> None:
-        self.config, self.steps = config_of({"model": {"path": str(folder)}}), steps
-        self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
-        self.adapter = load_adapter(self.config)
+class Profiler(Rig):
+    """A model and edits of it, which have a LoRA from some step on."""
 
     def lora(self, path: Path) -> LowRankSet:
         """A file's part for the denoiser."""
@@ -72,19 +58,6 @@ class Profiler:
         assert base is not None
         parts = read_lora(path, base, self.config.model.path)
         return self.adapter.low_rank(parts.get("denoiser", {}))
-
-    def jobs(self, edits: Sequence[Edit]) -> list[EditJob]:
-        """Encoded edits; the seed of edit i is i."""
-        facts = self.adapter.facts
-        scale = facts.guidance_default(self.config.model.guidance_scale)
-        settings = EditSettings(num_inference_steps=self.steps, guidance_scale=scale, mask_ring=0)
-        settings = structs.replace(settings, cache="off")
-        found = []
-        for seed, edit in enumerate(edits):
-            request = request_of(edit.source, edit.prompt, settings, seed, str(seed))
-            mask = mask_for_model(edit.mask * np.uint8(255), facts)
-            found.append(job_of(self.encoder, request, edit.source, mask))
-        return found
 
     def made(
         self, edits: Sequence[Edit], jobs: Sequence[EditJob], lora: LowRankSet, begin: int
@@ -98,10 +71,7 @@ class Profiler:
                     self.adapter.attach(row, job, ((lora, 1.0),))
             self.adapter.step(rows, None)
             latents.append([row.result().array().copy() for row in rows])
-        pictures = [
-            np.where(edit.mask[..., None], self.decoder.decode(last), edit.source)
-            for edit, last in zip(edits, latents[-1], strict=True)
-        ]
+        pictures = [self.finish(e, last) for e, last in zip(edits, latents[-1], strict=True)]
         return Made(pictures, latents)
 
 
@@ -235,6 +205,5 @@ def main(arguments: list[str] | None = None) -> int:
         keep(report, args.out)
     if args.plot:
         draw(report, args.plot)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(report, args.json)
     return 0

@@ -18,13 +18,12 @@ from maskserve_core.contracts.keys import anchor_steps
 from maskserve_core.contracts.settings import EditSettings
 from maskserve_core.imaging.masks import active_tokens, cover_a_side
 from maskserve_core.imaging.preprocess import mask_for_model
-from maskserve_core.models.registry import load_facts
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.cache.entries import AnchorEntry, BlockEntry, Coded, encode
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
-from maskserve_engine.families.registry import load_decoder, load_encoder
+from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.direct import job_of, request_of
 from maskserve_harness.benchmarks.replay import Replay
@@ -42,7 +41,7 @@ class Rig:
     """A model folder with everything that makes an edit of a prepared picture.
 
     Args:
-        folder: of a FLUX model.
+        folder: of a model; most ways are of FLUX alone.
         steps: of every edit.
         weights: `[model] weights`.
         refresh: `[controls] refresh`; None: the default.
@@ -56,7 +55,7 @@ class Rig:
         self.config = config_of({**tables, **controls})
         self.steps = steps
         self.encoder, self.decoder = load_encoder(self.config), load_decoder(self.config)
-        self.adapter = FluxAdapter.load(load_facts(folder), self.config)
+        self.adapter = cast(FluxAdapter, load_adapter(self.config))
         self.replay = Replay(self.adapter)
         self.prompt = self.encoder.encode_prompt("")
         self.served: ControlService | None = None
@@ -71,7 +70,7 @@ class Rig:
     def _job(self, edit: Edit, seed: int) -> EditJob:
         mask = mask_for_model(edit.mask * np.uint8(255), self.adapter.facts)
         settings = EditSettings(num_inference_steps=self.steps, mask_ring=0)
-        if self.adapter.facts.guidance == "embedded":
+        if self.adapter.facts.guidance != "none":
             scale = self.adapter.facts.guidance_default(self.config.model.guidance_scale)
             settings = structs.replace(settings, guidance_scale=scale)
         request = request_of(edit.source, edit.prompt, settings, seed, str(seed))

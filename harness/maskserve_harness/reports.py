@@ -1,0 +1,31 @@
+"""What reports of commands have in common: what was run, JSON files, markdown tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def about(hardware: str) -> dict[str, Any]:
+    """What was run, when and on what."""
+    return {
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": hardware,
+    }
+
+
+def write_json(report: Any, file: Path | None) -> None:
+    """Write a report where one is asked for."""
+    if file is not None:
+        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def table(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A markdown table."""
+    first, *rest = ("| " + " | ".join(map(str, line)) + " |" for line in (columns, *rows))
+    return "\n".join((first, "|---" * len(columns) + "|", *rest))
