@@ -46,7 +46,7 @@ from maskserve_core.contracts.settings import parse_settings
 from maskserve_core.contracts.tensors import ensemble_steps
 from maskserve_core.imaging.images import encode_image
 from maskserve_core.imaging.preprocess import prepare_edit
-from maskserve_core.models.registry import load_facts
+from maskserve_core.models.registry import counted_work, load_facts
 from maskserve_core.worker.liveness import signed_in
 from maskserve_engine.families.registry import load_encoder
 from maskserve_engine.stages.encoded import pack_conditioning
@@ -157,6 +157,7 @@ class Site:
             "decoded": round(statistics.mean(meta["decoded"] for meta in metas), 3),
             "encoded": dict(Counter(_encoded(meta) for meta in metas)),
             "mask_ratio": round(statistics.mean(edit.mask_ratio for edit in edits), 3),
+            "active_tokens": round(statistics.mean(meta["active_tokens"] for meta in metas), 1),
         }
 
 
@@ -248,6 +249,18 @@ def handed_over(model: Path, edit: Edit) -> Figures:
         "by_tensor": {name: {"bytes": sizes[name], "reads": reads[name]} for name in sizes},
         "total": sum(sizes[name] * (1 + reads[name]) for name in sizes),
     }
+
+
+def flop_limit(model: Path, size: int, active: float) -> float:
+    """FLOPs of a dense step over those of a cached one that computes so many image tokens: what the
+    steps alone can gain.
+    """
+    facts = load_facts(str(model))
+    side = size // facts.vae_scale_factor
+    length = config_of({"model": {"path": str(model)}}).model.max_sequence_length
+    work = counted_work(facts, side, side)
+    row = work.row_at(active / work.row_at(1.0, length).active[0], length)
+    return float(work.step_flops([row], "dense") / work.step_flops([row], "kv"))
 
 
 class Pipeline:
@@ -376,6 +389,8 @@ def measure_model(
         for name in sites:
             report[name] = {way: median_of(runs[name][way]) for way in ways}
         report["diffusers"] = {name: median_of(batches[name]) for name in pipelines}
+        active = report["hot"]["eight"]["active_tokens"]
+        report["steps_flop_limit"] = round(flop_limit(model, size, active), 2)
         print(json.dumps({name: report[name] for name in (*sites, "diffusers")}), flush=True)
         if sweep:
             report |= over_masks(sites["hot"], edits, size, scale)
@@ -418,6 +433,7 @@ def summary_of(reports: dict[str, Figures]) -> Figures:
             f"vs_diffusers_{name}": round(ours["edits_per_s"] / rate, 2),
             f"vs_diffusers_{name}_one_process": round(one["edits_per_s"] / rate, 2),
             f"vs_diffusers_{name}_cpu": round(theirs["cpu_ms"] / ours["cpu_ms"], 2),
+            f"steps_flop_limit_{name}": report["steps_flop_limit"],
         }
         outside = {
             way: report["hot"][way]["cpu_ms_outside_steps"]
