@@ -1,6 +1,6 @@
 """Edits per second and latencies beside what people would use instead, on one machine.
 
-    make bench          # quick: a quarter of an hour on two cores
+    make bench          # quick: 18 minutes on two cores
     make bench-full     # more edits, rounds and rates
 
 Every system answers perf_analyzer's edits over gRPC: production mask ratios, a few templates that
