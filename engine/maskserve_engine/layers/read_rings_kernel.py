@@ -58,6 +58,41 @@ def _values(
 
 
 @triton.jit
+def _sum(
+    given,
+    at_own,
+    own,
+    first,
+    each,
+    width,
+    mean,
+    power: tl.constexpr,
+    positions: tl.constexpr,
+    block: tl.constexpr,
+    dtype: tl.constexpr,
+    kind: tl.constexpr,
+    group: tl.constexpr,
+):
+    """Of a group in the box: how far its values are from `mean`, or (`power` 2) the squares of it.
+
+    `given`: what `_values` takes first.
+    """
+    sums = tl.zeros((positions, block), tl.float32)
+    for at in range(0, own, positions):
+        number = at + tl.arange(0, positions)
+        inside = number < own
+        of_region = tl.load(at_own + number, mask=inside, other=0)
+        for beyond in range(0, each, block):
+            channel = beyond + tl.arange(0, block)
+            there = channel < each
+            x = _values(given[0], given[1], given[2], given[3], given[4], of_region, inside,
+                        first + channel, there, width, dtype, kind, group)  # fmt: skip
+            apart = tl.where(inside[:, None] & there[None, :], x.to(tl.float32) - mean, 0.0)
+            sums += apart if power == 1 else apart * apart
+    return tl.sum(tl.sum(sums, 1), 0)
+
+
+@triton.jit
 def read_rings_kernel(
     rings,
     moments,
@@ -106,31 +141,11 @@ def read_rings_kernel(
 
     if own > 0:
         count = (own * each).to(tl.float32)
-        sums = tl.zeros((positions, block), tl.float32)
-        for at in range(0, own, positions):
-            number = at + tl.arange(0, positions)
-            inside = number < own
-            of_region = tl.load(at_own + number, mask=inside, other=0)
-            for beyond in range(0, each, block):
-                channel = beyond + tl.arange(0, block)
-                there = channel < each
-                x = _values(data, scales, groups, ids, begin, of_region, inside, first + channel,
-                            there, width, dtype, kind, group)  # fmt: skip
-                sums += tl.where(inside[:, None] & there[None, :], x.to(tl.float32), 0.0)
-        mean = tl.sum(tl.sum(sums, 1), 0) / count
-        sums = tl.zeros((positions, block), tl.float32)
-        for at in range(0, own, positions):
-            number = at + tl.arange(0, positions)
-            inside = number < own
-            of_region = tl.load(at_own + number, mask=inside, other=0)
-            for beyond in range(0, each, block):
-                channel = beyond + tl.arange(0, block)
-                there = channel < each
-                x = _values(data, scales, groups, ids, begin, of_region, inside, first + channel,
-                            there, width, dtype, kind, group)  # fmt: skip
-                apart = tl.where(inside[:, None] & there[None, :], x.to(tl.float32) - mean, 0.0)
-                sums += apart * apart
-        variance = tl.sum(tl.sum(sums, 1), 0) / count
+        given = (data, scales, groups, ids, begin)
+        mean = _sum(given, at_own, own, first, each, width, 0.0, 1, positions, block, dtype, kind,
+                    group) / count  # fmt: skip
+        variance = _sum(given, at_own, own, first, each, width, mean, 2, positions, block, dtype,
+                        kind, group) / count  # fmt: skip
 
         # What `Moments.__sub__` does.
         total = totals + (number_of_map * halves + half) * 2 * norm_groups + norm_group
