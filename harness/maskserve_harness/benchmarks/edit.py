@@ -54,6 +54,7 @@ from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
 from maskserve_harness.machine import machine, stolen_s
 from maskserve_harness.perf.inputs import Edit, InputOptions, draw_mask, find_photos, make_edits
 from maskserve_harness.probing.calls import Grpc, decode
+from maskserve_harness.reports import write_json
 from maskserve_serving.command import TUNING
 from maskserve_serving.options import ServeOptions
 from maskserve_serving.ports import free_base_port
@@ -478,6 +479,5 @@ def main() -> int:
     if {"demo", "large"} <= report.keys():
         report["summary"] = summary_of({name: report[name] for name in ("demo", "large")})
         print(json.dumps(report["summary"]), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(report, args.json)
     return 0

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -56,6 +55,7 @@ from maskserve_harness.benchmarks.step_rig import PRESETS, Bench
 from maskserve_harness.benchmarks.timing import Timer, hardware
 from maskserve_harness.benchmarks.unet_rig import UNETS, UnetBench
 from maskserve_harness.checkout import CHECKOUT, DEMO_MODEL
+from maskserve_harness.reports import write_json
 
 BATCHES, RATIOS = (1, 4, 8), (0.05, 0.11, 0.2, 0.35)
 KINDS = ("kv", "project")
@@ -243,7 +243,7 @@ def main(
         """What was found so far stays, whatever comes after."""
         report.update(found, seconds=round(time.monotonic() - begin, 1))
         part = args.json.with_name(args.json.name + ".part")
-        part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(report, part)
         part.replace(args.json)
         write_page(report, args.json)
 

@@ -36,6 +36,7 @@ from maskserve_harness.benchmarks.kernel_counts import (
     moved_bytes,
     unet_step,
 )
+from maskserve_harness.reports import write_json
 
 _BYTES_OF = (
     "dense, 1 row",
@@ -83,7 +84,7 @@ def main() -> int:
     if args.write:
         rows = {name: {"step": c.step, "per_block": c.per_block} for name, c in counts.items()}
         rows |= unets
-        TABLE.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        write_json(rows, TABLE)
     return 0
 
 

@@ -178,7 +178,7 @@ def keep(report: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     kept = {name: sigma for name, sigma in kept.items() if name not in report}
     kept |= {name: each["sigma"] for name, each in report.items() if each["k"]}
-    path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    write_json(kept, path)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -42,6 +42,7 @@ from maskserve_harness.perf.results import Stamps
 from maskserve_harness.perf.server import own_server
 from maskserve_harness.perf.tool import Tool, find_tool
 from maskserve_harness.probing.calls import decode
+from maskserve_harness.reports import write_json
 from maskserve_harness.rivals import studies
 from maskserve_harness.rivals.measuring import (
     IN_FLIGHT,
@@ -315,7 +316,7 @@ def main() -> int:
         report["summary"] = summary_of(report)
         write_page(report, args.out)
         print(json.dumps(report["summary"], indent=2), flush=True)
-    results.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(report, results)
     say(f"written: {args.out}")
     missed = [name for name, bar in BARS.items() if report.get("summary", {}).get(name, bar) < bar]
     for name in missed:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from maskserve_core.planning.entry_bytes import FORMATS
 from maskserve_core.routing import POLICIES
+from maskserve_harness.reports import write_json
 from maskserve_harness.simulator.capacity import at_load
 from maskserve_harness.simulator.hardware import DEVICES, MODELS, Hardware
 from maskserve_harness.simulator.result import Result, simulate
@@ -137,9 +138,8 @@ def one(args: argparse.Namespace) -> int:
         result = simulate(replace(scenario, policy=policy), hardware, args.seed)
         show(result)
         results.append(result.to_json())
-    if args.json:
-        report = {"rate": scenario.workload.rate, "seed": args.seed, "results": results}
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    report = {"rate": scenario.workload.rate, "seed": args.seed, "results": results}
+    write_json(report, args.json)
     return 0
 
 
@@ -147,8 +147,7 @@ def bars(args: argparse.Namespace) -> int:
     from maskserve_harness.simulator.bars import run_bars
 
     report = run_bars(lambda line: print(line, flush=True))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(report, args.json)
     return 0 if report["met"] else 1
 
 
