@@ -70,7 +70,7 @@ check: $(STAMP) ## lint, format, types, imports, whether all extras install from
 bench: $(STAMP) ## measured beside what people would use instead: 18 minutes
 	$(PY) scripts/bench end_to_end
 
-bench-full: $(STAMP) ## the same with more edits, rounds, rates and masks: hours
+bench-full: $(STAMP) ## the same with more edits, rounds, rates and masks: an hour and a half
 	$(PY) scripts/bench end_to_end --full
 
 page: $(SERVING) ## serve MODEL and a page to paint masks on, until Ctrl-C
