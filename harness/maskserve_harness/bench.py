@@ -29,7 +29,6 @@ COMMANDS = {
     # The quality of pictures.
     "eval_quality": "quality.command",
     "profile_lora": "quality.profile_lora",
-    "ring_by_pixels": "quality.ring_by_pixels",
 }
 """The module of each command inside this package. It has a `main()` that reads `sys.argv`, and its
 docstring's first paragraph says what is measured."""
