@@ -179,7 +179,7 @@ class Engine:
             StepTimes(costs, self.executor.take_moves, self.counters, self.observations),
             self.counters,
             self.observations,
-            degrees.exchanged if degrees is not None else lambda edits, ranks: 0.0,
+            degrees.beside_shares if degrees is not None else lambda edits, ranks: 0.0,
         )
         self._inbox = inbox or Inbox()
         self._state: State = "loading"

@@ -114,8 +114,9 @@ class TakenStep(NamedTuple):
     """Templates of its priming rows."""
     host: float = 0.0
     """Seconds in which the host launched its kernels, as they are counted."""
-    exchanged: float = 0.0
-    """Seconds of it in which ranks that share it exchanged, as they are counted."""
+    beside_share: float = 0.0
+    """Seconds of it in which ranks that share it did other than an even share of its FLOPs, as they
+    are counted (`DegreeTimes.beside_shares`)."""
 
 
 class StepTimes:
@@ -164,7 +165,7 @@ class StepTimes:
             priming.seconds += seconds / step.rows
         if step.flops is None:
             return
-        self._costs.step(step.flops, seconds - stall - step.exchanged, step.host)
+        self._costs.step(step.flops, seconds - stall - step.beside_share, step.host)
         self._costs.moves(self._moves())
         if step.predicted is not None:
             error = abs(seconds - step.predicted) / max(seconds, 1e-9)

@@ -42,7 +42,8 @@ class StepRunner:
         times: takes what steps took.
         counters: of the worker.
         observations: of the worker.
-        exchanged: seconds in which so many ranks that share a step of these edits exchange.
+        beside_shares: of a step of these edits that so many ranks share, the seconds beside those
+            of an even share of its work.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class StepRunner:
         times: StepTimes,
         counters: dict[str, float],
         observations: Observations,
-        exchanged: Callable[[Sequence[RequestState], int], float],
+        beside_shares: Callable[[Sequence[RequestState], int], float],
     ) -> None:
-        self._exchanged = exchanged
+        self._beside_shares = beside_shares
         self.adapter, self.executor, self.manager = adapter, executor, manager
         self.planner, self.output, self.times = planner, output, times
         self.counters, self.observations = counters, observations
@@ -193,7 +194,7 @@ class StepRunner:
                     ]
                 ),
                 self._host_seconds(work, planned) if running else 0.0,
-                self._exchanged(edits, ranks) if ranks > 1 and edits else 0.0,
+                self._beside_shares(edits, ranks) if ranks > 1 and edits else 0.0,
             )
         )
 

@@ -49,8 +49,8 @@ def build_tiny_model(folder: Path, semantics: str = "fill", seed: int = 0) -> Pa
     return folder
 
 
-def with_heads(model: Path, folder: Path, heads: int) -> Path:
-    """Write a tiny model to `folder` again with so many heads of width 32, and return it."""
+def with_heads(model: Path, folder: Path, heads: int, width: int = 32) -> Path:
+    """Write a tiny model to `folder` again with so many heads of this width, and return it."""
     import torch
     from diffusers import FluxTransformer2DModel
 
@@ -59,8 +59,8 @@ def with_heads(model: Path, folder: Path, heads: int) -> Path:
     wider = {
         **own,
         "num_attention_heads": heads,
-        "attention_head_dim": 32,
-        "axes_dims_rope": (8, 12, 12),
+        "attention_head_dim": width,
+        "axes_dims_rope": (width // 4, width * 3 // 8, width * 3 // 8),
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)

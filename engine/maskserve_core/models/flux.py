@@ -125,6 +125,7 @@ def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
         peak_row=tokens * (held + channels + out) + STEPS_AHEAD * vectors,
         peak_text=held,
         peak_once=(VECTORS_AT_ONCE - STEPS_AHEAD) * vectors,
+        heads=int(config["num_attention_heads"]),
     )
 
 

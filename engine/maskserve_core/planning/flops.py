@@ -34,7 +34,7 @@ KINDS = ("dense", "project", "kv")
 DENSE, PROJECT, KV = range(3)
 
 TERMS = ("row", "token", "text", "spare", "pair", "cross")
-_SPARE = TERMS.index("spare")
+_SPARE, _PAIR = TERMS.index("spare"), TERMS.index("pair")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +202,8 @@ class ModelWork:
     """Of a ControlNet, numbers that one evaluation of a row has from step to step: what it has read
     of the picture, and what it says to its base."""
     copies: int = 1
+    heads: int = 0
+    """Of attention, which devices that share a row's tokens share; 0: none do (UNets)."""
     halo: int = 0
     """Positions round a mask's box, at each level, that a cached row's convolutions compute; 0: it
     convolves the whole picture."""
@@ -371,6 +373,12 @@ class ModelWork:
         totals = self.totals(rows)
         blocks = self.block_flops(totals)[:, KINDS.index(kind)].sum()
         return float(blocks + self.fixed_flops(totals, dense=kind == "dense").sum())
+
+    def attention_flops(self, row: RowTokens, kind: str) -> float:
+        """Of those of a row's step, what self-attention's scores and values are."""
+        totals = self.totals([row])
+        pairs = (totals.dense if kind == "dense" else totals.cached)[self.levels, _PAIR]
+        return float(self.coefficients[:, _PAIR] @ pairs)
 
 
 def flop_limit(

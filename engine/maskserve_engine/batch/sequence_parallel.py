@@ -115,8 +115,10 @@ class Ranks:
 
 
 def share_of(length: int, rank: int, count: int) -> Span:
-    """[begin, end) of `length` tokens or heads that are a rank's: shares differ by one at most."""
-    return length * rank // count, length * (rank + 1) // count
+    """[begin, end) of `length` tokens or heads that are a rank's: shares differ by one at most, and
+    the first rank, which tells what a step has read, has no fewer than any other.
+    """
+    return -(-length * rank // count), -(-length * (rank + 1) // count)
 
 
 @dataclass(frozen=True)
@@ -188,9 +190,16 @@ class _RestShare:
         return KvSource(tuple([coded.map(lambda t: t[self.own]) for coded in found.parts]))
 
     def _own_heads(self, coded: Coded) -> Coded:
-        if coded.channels < 2 * self.whole.cis.shape[1] * self.all_heads:
+        head_dim = 2 * self.whole.cis.shape[1]
+        if coded.channels < head_dim * self.all_heads:
             return coded  # it came without the others (`Selection.of_heads`)
-        return coded.columns(*self.heads, self.all_heads)
+        try:
+            return coded.columns(*self.heads, self.all_heads)
+        except ValueError:  # a format that has no such cut
+            decoded = self.whole.cis.real.new_empty(len(coded.data), coded.channels)
+            coded.into(decoded)
+            begin, end = self.heads
+            return Coded("model", decoded[:, begin * head_dim : end * head_dim])
 
 
 class RankShare:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from maskserve_core.contracts.pricing import DegreePrice
-from maskserve_core.planning.degree_costs import DEGREES, ExchangeCosts, seconds_by_degree
+from maskserve_core.planning.degree_costs import (
+    DEGREES,
+    ExchangeCosts,
+    seconds_by_degree,
+    uneven_flops,
+)
 from maskserve_core.planning.flops import ModelWork, RowTokens
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.measured_costs import MeasuredCosts
@@ -81,14 +86,19 @@ class DegreeTimes:
             of_passes[1] = seconds[0] + exchange.call_seconds
         return tuple(of_passes), line.fixed
 
-    def exchanged(self, edits: Sequence[RequestState], ranks: int) -> float:
-        """Seconds in which so many ranks that share a step of these edits exchange; calls are made
-        once for all rows.
+    def beside_shares(self, edits: Sequence[RequestState], ranks: int) -> float:
+        """Seconds of a step of these edits that so many ranks share, beside what even shares of its
+        FLOPs take: in which they exchange, once for all rows, and wait for the one with most heads.
         """
         exchange, counted = self._exchange(), [self._counted(edit) for edit in edits]
         work, row = counted[0]
         calls = exchange.seconds(work, RowTokens((0.0,) * len(row.active), 0.0), ranks)
-        return calls + sum(exchange.seconds(*each, ranks) - calls for each in counted)
+        exchanged = calls + sum(exchange.seconds(*each, ranks) - calls for each in counted)
+        kinds = ["kv" if edit.mode == "cached" else "dense" for edit in edits]
+        uneven = sum(
+            uneven_flops(*each, kind, ranks) for each, kind in zip(counted, kinds, strict=True)
+        )
+        return exchanged + self._costs.model.compute.per_unit * uneven
 
     def _counted(self, edit: RequestState) -> tuple[ModelWork, RowTokens]:
         """The model at the edit's size, and the tokens that a step of it computes."""

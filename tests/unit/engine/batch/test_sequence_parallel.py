@@ -37,14 +37,14 @@ from tests.support.cached_rows import KINDS, Primed, assert_equal, cached
 from tests.support.ranks import CPU, Rank, by_ranks
 
 HEADS = 6
-"""Four ranks have 1, 2, 1 and 2 heads."""
+"""Four ranks have 2, 1, 2 and 1 heads."""
 
 
 class Model:
     """A tiny model with more heads."""
 
-    def __init__(self, tiny: Path, folder: Path) -> None:
-        with_heads(tiny, folder, HEADS)
+    def __init__(self, tiny: Path, folder: Path, heads: int = HEADS, width: int = 32) -> None:
+        with_heads(tiny, folder, heads, width)
         config = config_of(folder, model={"outside_noise": "edit"})
         self.folder = folder
         self.encoder: Encoder = load_encoder(config)
@@ -246,6 +246,54 @@ def test_fewer_tokens_than_ranks(model: Model) -> None:
         [expected] = by_ranks(model.adapter, 1, run)
         for found in by_ranks(model.adapter, 4, run):
             assert_equal(found, expected)
+
+
+FORMATS = ("model", "int8", "float8", "int4")
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "count"),
+    [(3, 32, 2), (5, 32, 2), (5, 32, 4), (6, 16, 2), (6, 16, 4), (9, 32, 8)],
+)
+def test_heads_that_do_not_divide(
+    tiny_fill: Path, tmp_path: Path, heads: int, width: int, count: int
+) -> None:
+    """Dense rows and cached ones of one token and of many, in one batch, whatever their formats and
+    kinds. Of heads half as wide as int4's groups of channels, ranks cut what they have decoded.
+    """
+    seed = int(np.random.default_rng().integers(2**31))
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    model = Model(tiny_fill, tmp_path / "model", heads, width)
+    jobs = [model.job(int(rng.integers(2**31)), num_inference_steps=3, strength=1.0)
+            for _ in range(2)]  # fmt: skip
+    jobs.append(one_token(jobs[0]))
+    formats = ["model", "int8", *FORMATS] if heads * width % 32 == 0 else FORMATS[:3]
+    for number, format in enumerate(formats):
+        kinds = tuple(map(str, rng.choice(KINDS, 3))) if number > 1 else (KINDS[number],) * 3
+        primed = [Primed(model.adapter, model.encoder, job, format=format) for job in jobs]
+
+        def run(
+            rank: Rank, kinds: tuple[str, ...] = kinds, primed: list[Primed] = primed
+        ) -> list[Any]:
+            rows: list[Any] = [cached(rank.replay, *e) for e in zip(jobs, primed, strict=True)]
+            return rank.run([*rows, rank.adapter.dense_row(jobs[1])], kinds)
+
+        [expected] = by_ranks(model.adapter, 1, run)
+        for found in by_ranks(model.adapter, count, run):
+            for one, other in zip(found, expected, strict=True):
+                assert_equal(one, other)
+
+
+def test_shares_differ_by_one_and_the_first_is_as_large_as_any() -> None:
+    for length in range(40):
+        for count in range(1, 9):
+            shares = [share_of(length, rank, count) for rank in range(count)]
+            sizes = [end - begin for begin, end in shares]
+            assert sizes[0] == -(-length // count)
+            assert min(sizes) == length // count
+            tokens = [token for share in shares for token in range(*share)]
+            assert tokens == list(range(length))
 
 
 @pytest.mark.parametrize("kind", ["project", "kv"])

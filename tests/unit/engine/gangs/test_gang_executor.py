@@ -239,7 +239,7 @@ def test_a_step_that_ranks_share_teaches_what_a_step_costs(
     assert counted[0] == 2 * counted[1]
     edit = RequestState.of(job(encoder, 3, "asked"), Sink(), two.adapter)
     calls = 2 * two.adapter.blocks * ranks(two).exchange.call_seconds
-    assert calls < two._step_runner._exchanged([edit], 2) < 1.0
+    assert calls < two._step_runner._beside_shares([edit], 2) < 1.0
 
 
 def test_ranks_let_go_of_edits_that_went_on_elsewhere(two: Engine, encoder: Encoder) -> None:
