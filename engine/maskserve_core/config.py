@@ -20,7 +20,6 @@ ENTRY_FORMATS: tuple[EntryFormat, ...] = get_args(EntryFormat)
 WeightForm = Literal["bf16", "fp8", "int8", "int8-dynamic", "nf4"]
 WEIGHT_FORMS: tuple[WeightForm, ...] = get_args(WeightForm)
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
-LOG_LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
 Device = Annotated[
     str, Meta(pattern=r"\A([a-z]+(:\d+)?)?\Z", description="auto, cpu, cuda or cuda:N")
 ]

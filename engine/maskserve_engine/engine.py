@@ -1,7 +1,8 @@
 """The engine: one thread that takes commands, schedules and steps, as long as it lives (design §4).
 
 Everything it owns (manager, rows, cache) is touched by that thread only. Other threads put commands
-into its inbox; events leave through the reply thread.
+into its inbox; events leave through the reply thread. What it is made of is put together in
+`assembly`.
 """
 
 from __future__ import annotations
@@ -12,63 +13,29 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
 from maskserve_core.config import Config, ConfigError
-from maskserve_core.contracts.request import Lora, ResolvedControl
+from maskserve_core.contracts.memory_table import MemoryTable
 from maskserve_core.contracts.status_record import State
-from maskserve_core.errors import EngineFailed, MaskserveError, Overloaded, guarded
-from maskserve_core.models.facts import ModelFacts
-from maskserve_core.worker.gangs.batching import Batching
-from maskserve_core.worker.gangs.deadline import Deadline
-from maskserve_core.worker.gangs.rounds import Rounds
-from maskserve_core.worker.gangs.scheduler import GangScheduler
-from maskserve_core.worker.gangs.work import GangPolicy
+from maskserve_core.errors import EngineFailed, Overloaded, guarded
 from maskserve_core.worker.observations import Observations
-from maskserve_core.worker.pair import Pair
-from maskserve_core.worker.spread import Spread
-from maskserve_core.worker.step_scheduler import ALL_FREE, MakePolicy, StepScheduler
-from maskserve_engine.adapters.control_net_loader import Bring as BringNet
-from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
-from maskserve_engine.adapters.fuse import served_form
-from maskserve_engine.adapters.lora_loader import Bring, LoadedLora, LoraLoader
-from maskserve_engine.cache.loader import HostMover
-from maskserve_engine.cache.priming_prompt import PromptFile
+from maskserve_core.worker.step_scheduler import ALL_FREE
 from maskserve_engine.cache.sizing import Kinds
 from maskserve_engine.cache.store import Store
-from maskserve_engine.card_table import check_fits
-from maskserve_engine.control_link.served import ControlService, ServiceCalls
-from maskserve_engine.control_link.served_nets import ServedNetLoader
-from maskserve_engine.entry_store import estimated_costs, open_mover, open_store, sized
 from maskserve_engine.executor import Executor
 from maskserve_engine.families.adapter import Adapter
-from maskserve_engine.families.registry import load_adapter
-from maskserve_engine.gangs.checks import check_devices
-from maskserve_engine.gangs.degree_times import DegreeTimes
-from maskserve_engine.gangs.executor import GangExecutor
-from maskserve_engine.gangs.messages import DeviceFacts
-from maskserve_engine.gangs.processes import RankProcesses
-from maskserve_engine.job import Conditioning, EditJob, Failed, Sink
-from maskserve_engine.local_executor import LocalExecutor
+from maskserve_engine.job import EditJob, Failed, Sink
 from maskserve_engine.mailbox import Inbox, OutputThread
-from maskserve_engine.measured_costs import MeasuredCosts, StepTimes
-from maskserve_engine.memory import device_memory, memory_table
 from maskserve_engine.requests.audits import Audits
-from maskserve_engine.requests.control_nets import ControlNetSource, EditControlNets
-from maskserve_engine.requests.due_times import InTime
-from maskserve_engine.requests.loras import Loras, LoraSource
+from maskserve_engine.requests.control_nets import ControlNetSource
+from maskserve_engine.requests.loras import LoraSource
 from maskserve_engine.requests.manager import RequestManager
-from maskserve_engine.requests.residency import Residency
 from maskserve_engine.requests.state import RequestState
 from maskserve_engine.requests.templates import TemplateCache
 from maskserve_engine.stages.cpu_threads import limit_threads, one_cpu_thread
-from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
-from maskserve_engine.stages.revision import model_revision
-from maskserve_engine.status_publisher import PriceList, StatusPublisher, new_counters
-from maskserve_engine.step_planner import StepPlanner
+from maskserve_engine.status_publisher import StatusPublisher
 from maskserve_engine.step_runner import StepRunner
 from maskserve_engine.warm_up import rows_per_s, warm_up
 
@@ -76,197 +43,49 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What an engine is made of."""
+
+    adapter: Adapter
+    executor: Executor
+    manager: RequestManager
+    runner: StepRunner
+    publisher: StatusPublisher
+    inbox: Inbox
+    output: OutputThread
+    audits: Audits
+    observations: Observations
+    counters: dict[str, float]
+    memory: MemoryTable
+    cache: TemplateCache | None
+    """None: `[cache] enabled` is false."""
+    lora_loader: LoraSource | None
+    """None: no edit has any."""
+    net_loader: ControlNetSource | None
+    """Likewise."""
+
+
 class Engine:
-    """Runs edits of one model on one device.
+    """Runs edits of one model on its worker's devices.
 
     Args:
         config: of this worker.
-        adapter: the model.
-        prompt: reads the priming prompt's embedding; by default from the runtime folder, where
-            the encoder puts it.
-        revision: digest of the served weights.
-        executor: makes what holds and steps the rows; of the store of entries, if there is one.
-        policy: makes what decides which rows run.
-        lora_loader: makes what brings LoRAs to the executor, where edits may have any.
-        net_loader: the same of ControlNets.
-        elsewhere: of the devices where rows are, if other processes hold them; entries are then in
-            files, which all of them read.
-        inbox: of the engine's commands, where others are to have it too.
+        parts: that it is made of; it closes them.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        adapter: Adapter,
-        prompt: Callable[[], Conditioning | None] | None = None,
-        revision: str = "",
-        executor: Callable[[Adapter, Store | None], Executor] = LocalExecutor,
-        policy: MakePolicy = StepScheduler,
-        lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader,
-        net_loader: Callable[[Config, ModelFacts, BringNet], ControlNetSource] = ControlNetLoader,
-        elsewhere: DeviceFacts | None = None,
-        inbox: Inbox | None = None,
-    ) -> None:
-        self.config, self.adapter = config, adapter
-        runtime = Path(config.runtime_dir) if config.runtime_dir else None
-        # Where rows are in other processes, this one moves no entries.
-        mover = HostMover() if elsewhere else open_mover(config)
-        costs = MeasuredCosts(elsewhere.costs if elsewhere else estimated_costs(config, mover))
-        kinds, size = sized(config, adapter, costs.model)
-        self.memory = memory_table(config, adapter, size) if elsewhere is None else elsewhere.memory
-        _log.info("%s", self.memory.text())
-        if self.memory.left < 0:
-            _log.warning("more memory is promised than there is: make [cache] budget_bytes smaller")
-        self._cache: TemplateCache | None = None
-        store = None
-        if config.cache.enabled:
-            here = 0 if elsewhere else self.memory.cache
-            store = open_store(config, size, costs.model, here, mover)
-            store.lower.on_change = self._arrived
-            self._cache = TemplateCache(
-                config,
-                adapter,
-                store,
-                kinds,
-                revision,
-                str(dtype_of(config)),
-                prompt or PromptFile(runtime).read,
-            )
-        self._output = OutputThread()
-        self.observations = Observations()
-        self.executor: Executor = executor(adapter, store)
-        self.audits = Audits(config.cache, self.observations)
-        self.lora_loader = None
-        if config.adapters.store:
-            self.lora_loader = lora_loader(config, self.executor.bring)
-        self.net_loader = None
-        if config.controls.folder:
-            self.net_loader = net_loader(config, adapter.facts, self.executor.bring_net)
-        degrees = self._degree_times(costs)
-        prices = PriceList(
-            config, adapter, costs, size.anchors, None if degrees is None else degrees.prices
-        )
-        self.manager = RequestManager(
-            config,
-            adapter,
-            self._cache,
-            self.executor,
-            self.audits,
-            self._output,
-            InTime(config, prices.measured),
-            policy,
-            self._loras if self.lora_loader else None,
-            self._nets if self.net_loader else None,
-            degrees.of if degrees is not None else lambda edit: ((), 0.0),
-        )
-        self.counters = new_counters()
-        self._publisher = StatusPublisher(
-            config,
-            adapter.facts,
-            prices,
-            self.manager,
-            self._cache,
-            self.counters,
-            self.memory,
-        )
-        self._step_runner = StepRunner(
-            config,
-            adapter,
-            self.executor,
-            self.manager,
-            StepPlanner(costs),
-            self._output,
-            StepTimes(costs, self.executor.take_moves, self.counters, self.observations),
-            self.counters,
-            self.observations,
-            degrees.beside_shares if degrees is not None else lambda edits, ranks: 0.0,
-        )
-        self._inbox = inbox or Inbox()
+    def __init__(self, config: Config, parts: Parts) -> None:
+        self.config, self.adapter, self.executor = config, parts.adapter, parts.executor
+        self.manager, self.audits = parts.manager, parts.audits
+        self.observations, self.counters = parts.observations, parts.counters
+        self.lora_loader, self.net_loader = parts.lora_loader, parts.net_loader
+        self.memory, self._cache, self._step_runner = parts.memory, parts.cache, parts.runner
+        self._publisher, self._inbox, self._output = parts.publisher, parts.inbox, parts.output
         self._state: State = "loading"
         self._stop = False
         self._checked = 0.0
         """Steps taken when the idle store was last checked."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    @classmethod
-    def load(
-        cls,
-        config: Config,
-        lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader,
-        policy: MakePolicy | None = None,
-        calls: ServiceCalls | None = None,
-    ) -> Engine:
-        """Load the model; slow.
-
-        Args:
-            config: of this worker.
-            lora_loader: as of the engine.
-            policy: likewise; None: what the configuration says.
-            calls: of the ControlNet service; None: ControlNets run here.
-
-        Raises:
-            ConfigError: the model cannot be served.
-        """
-        if config.engine.devices > 1:
-            return cls._of_ranks(config, policy or _policy_of(config), lora_loader)
-        _log.info("the denoiser's device: %s", device_in_words(config))
-        device = device_of(config)
-        if device.type == "cuda":
-            check_fits(config, device_memory(device)[1])
-        with one_cpu_thread():
-            adapter = load_adapter(config)
-        revision = model_revision(config.model.path, served_form(config))
-        chosen = policy or StepScheduler
-        if calls is None:
-            return cls(config, adapter, revision=revision, policy=chosen, lora_loader=lora_loader)
-        service = ControlService(
-            calls,
-            adapter.device,
-            str(dtype_of(config)).removeprefix("torch."),
-            config.controls.service_timeout_s,
-            fast=config.controls.fast,
-        )
-        return cls(
-            config,
-            adapter,
-            revision=revision,
-            executor=lambda adapter, store: LocalExecutor(adapter, store, service),
-            policy=chosen,
-            lora_loader=lora_loader,
-            net_loader=lambda config, facts, bring: ServedNetLoader(config, facts, bring, service),
-        )
-
-    @classmethod
-    def _of_ranks(
-        cls,
-        config: Config,
-        policy: MakePolicy,
-        lora_loader: Callable[[Config, Bring], LoraSource],
-    ) -> Engine:
-        """With a process for each device. This one holds the model's shape and no weights.
-
-        Raises:
-            ConfigError: a rank could not be started.
-        """
-        deals = config.engine.policy == "cfg"
-        on_gpus = device_of(config).type == "cuda"
-        check_devices(config, torch.cuda.device_count() if on_gpus else 0)
-        ranks = RankProcesses(config)
-        own = ranks.scheduling_config
-        most = 1 if config.engine.policy == "spread" else config.engine.devices
-        inbox = Inbox()
-        return cls(
-            own,
-            load_adapter(own),
-            revision=ranks.hello.revision,
-            executor=lambda adapter, store: GangExecutor(
-                ranks, adapter, store, inbox.put, most, deals=deals
-            ),
-            policy=policy,
-            lora_loader=lora_loader,
-            elsewhere=ranks.hello.device,
-            inbox=inbox,
-        )
 
     # Called from any thread.
 
@@ -404,33 +223,6 @@ class Engine:
         """Where entries go and what is kept of each block."""
         return None if self._cache is None else (self._cache.store, self._cache.kinds)
 
-    def _degree_times(self, costs: MeasuredCosts) -> DegreeTimes | None:
-        """Of edits by the number of devices, for policies that choose it."""
-        executor = self.executor
-        if not isinstance(executor, GangExecutor):
-            return None
-        devices = self.config.engine.devices
-        return DegreeTimes(self.adapter, costs, lambda: executor.exchange, devices)
-
-    def _loras(self, residency: Residency) -> Loras:
-        assert self.lora_loader is not None
-
-        def came(lora: Lora, outcome: LoadedLora | MaskserveError) -> None:
-            self._inbox.put(lambda: self.manager.lora_came(lora, outcome))
-
-        return Loras(self.config, residency, self.lora_loader, came, self.observations)
-
-    def _nets(self, residency: Residency) -> EditControlNets:
-        assert self.net_loader is not None
-
-        def came(control: ResolvedControl, outcome: LoadedNet | MaskserveError) -> None:
-            self._inbox.put(lambda: self.manager.net_came(control, outcome))
-
-        return EditControlNets(residency, self.net_loader, came, self.observations)
-
-    def _arrived(self, key: str) -> None:
-        self._inbox.put(lambda: self.manager.arrived(key))
-
     @property
     def state(self) -> State:
         """`loading`, `ready`, `draining`, `stopped` or `failed`."""
@@ -510,17 +302,3 @@ class Engine:
             self._inbox.close()
         finally:
             self._publisher.end(self.state)
-
-
-def _policy_of(config: Config) -> MakePolicy:
-    """That of a worker of several devices."""
-    devices = config.engine.devices
-    if config.engine.policy == "spread":
-        return lambda rows, waiting, share: Spread(devices, rows, waiting, share)
-    if config.engine.policy == "cfg":
-        return lambda rows, waiting, share: Pair(devices, rows, waiting, share)
-    if config.engine.policy == "rounds":
-        gangs: GangPolicy = Rounds(devices, round_steps=config.engine.round_steps)
-    else:
-        gangs = Deadline(devices)
-    return lambda rows, waiting, share: GangScheduler(Batching(gangs, rows), devices, rows, waiting)

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from maskserve_core.config import Config, cores
 from maskserve_core.config_file import load_config
-from maskserve_engine.engine import Engine
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.stages.loader import device_of
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 
@@ -114,7 +114,7 @@ def _line(child: subprocess.Popen[str]) -> str:
 def _step(config: Config, rows: int) -> None:
     """What one of the processes does: load, wait for a line, step for a while, print the rate."""
     hide_unused_libraries(config)
-    engine = Engine.load(config)
+    engine = load_engine(config)
     engine.start()
     try:
         engine.warm_up()

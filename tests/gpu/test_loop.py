@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from maskserve_engine.engine import Engine
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.families.registry import Encoder, load_encoder
 from tests.fakes.jobs import config_of
 from tests.support.engines import accept, job
@@ -41,7 +41,7 @@ class Loop:
             model={"device": str(device)},
             cache={"budget_bytes": 2**28, "disk_dir": disk, "disk_bytes": 2**28 if disk else 0},
         )
-        self.engine = Engine.load(config)
+        self.engine = load_engine(config)
         self.engine.cache.prompt = lambda: encoder.encode_prompt("")
 
     def turn(self) -> None:

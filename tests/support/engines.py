@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from maskserve_core.config import Config
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.job import EditJob, FinalEvent
@@ -29,7 +30,7 @@ def make_engine(
         **cache,
     }
     config: Config = config_of(folder, model=model or {}, cache=values)
-    engine = Engine.load(config)
+    engine = load_engine(config)
     engine.cache.prompt = lambda: encoder.encode_prompt("")
     engine.start()
     return engine

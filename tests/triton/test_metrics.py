@@ -24,7 +24,7 @@ from maskserve_core.triton.metric_table import (
 )
 from maskserve_core.triton.metrics import EngineMetrics, FrontMetrics, MetricsThread
 from maskserve_core.worker.observations import Observations
-from maskserve_engine.engine import Engine
+from maskserve_engine.assembly import assemble
 from maskserve_engine.requests.control_nets import new_counters as controlnet_counters
 from maskserve_engine.requests.loras import new_counters as adapter_counters
 from maskserve_harness.published_models import FLUX_DEV
@@ -171,7 +171,7 @@ def engine_counters() -> set[str]:
         weight_bytes=0,
         entry_halves=1,
     )
-    engine = Engine(Config(), adapter, prompt=lambda: None)
+    engine = assemble(Config(), adapter, prompt=lambda: None)
     audits = engine.manager.audits.counters()
     more = {*adapter_counters(), *controlnet_counters()}
     return {*engine.counters, *engine.cache.counters(), *audits, *more}

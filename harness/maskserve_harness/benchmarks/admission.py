@@ -18,6 +18,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
 from maskserve_core.config_file import config_of
 from maskserve_core.contracts.settings import CacheMode, EditSettings
+from maskserve_engine.assembly import assemble
 from maskserve_engine.cache.entries import AnchorEntry
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.flux.adapter import FluxAdapter
@@ -63,7 +64,7 @@ def meta_engine() -> Engine:
     sampler = FlowMatchEulerDiscreteScheduler.from_config(FLUX_DEV_SAMPLER)
     adapter = FluxAdapter(FLUX_FILL_FACTS, model, sampler)
     config = config_of({"model": {"path": str(DEMO_MODEL), "dtype": "bfloat16"}})
-    return Engine(config, adapter, lambda: adapter.blank_prompt(_TEXT))
+    return assemble(config, adapter, lambda: adapter.blank_prompt(_TEXT))
 
 
 def large_job(cache: CacheMode, seed: int) -> EditJob:

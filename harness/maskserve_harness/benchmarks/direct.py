@@ -21,8 +21,8 @@ from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.models.registry import load_facts
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
-from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_decoder, load_encoder
 from maskserve_engine.job import EditJob, EngineEvent, Failed, FinalEvent, ProgressEvent
@@ -51,7 +51,7 @@ class Direct:
         if config.adapters.store:
             self._catalogue = AdapterStore(config).catalogue
             self._catalogue.scan(at_once=True)
-        self.engine = Engine.load(config)
+        self.engine = load_engine(config)
         self.engine.start()
 
     def edit(self, edit: Edit, settings: dict[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ from maskserve_core.triton.controlnet_calls import ControlNetCalls
 from maskserve_core.triton.metrics import EngineMetrics, MetricsThread
 from maskserve_core.triton.tracing import make_tracer
 from maskserve_core.triton.worker_model import WorkerModel
-from maskserve_engine.engine import Engine
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.stages.unused_libraries import hide_unused_libraries
 from maskserve_engine.triton.frontend import DenoiserFrontend
 
@@ -23,7 +23,7 @@ class TritonPythonModel(WorkerModel):
     def open(self, config: Config) -> None:
         hide_unused_libraries(config)
         calls = ControlNetCalls(config.controls.service) if config.controls.service else None
-        self._engine = Engine.load(config, calls=calls)
+        self._engine = load_engine(config, calls=calls)
         self._engine.start()
         self._engine.warm_up()
         self._tracer = make_tracer(config, "denoiser")

@@ -23,6 +23,7 @@ from maskserve_core.errors import (
 from maskserve_core.imaging.masks import active_tokens
 from maskserve_core.triton.health import Health
 from maskserve_core.worker.status import StatusReader
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
@@ -50,7 +51,7 @@ def config(tiny_fill: Path, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def engine(config: Config, encoder: Encoder) -> Any:
-    engine = Engine.load(config)
+    engine = load_engine(config)
     engine.cache.prompt = lambda: encoder.encode_prompt("")
     engine.start()
     yield engine
@@ -200,7 +201,7 @@ def test_a_full_queue_refuses_and_loses_nothing(config: Config, encoder: Encoder
     small = structs.replace(
         config, engine=structs.replace(config.engine, max_rows=1, max_waiting=2)
     )
-    engine = Engine.load(small)
+    engine = load_engine(small)
     engine.start()
     long = {"num_inference_steps": 60, "strength": 1.0, "cache": "off"}
     jobs, sinks = [job(encoder, number, **long) for number in range(8)], [Sink() for _ in range(8)]
@@ -227,7 +228,7 @@ def test_drain_finishes_what_was_accepted_and_refuses_the_rest(
 
 
 def test_close_answers_whoever_is_left(config: Config, encoder: Encoder) -> None:
-    engine = Engine.load(config)
+    engine = load_engine(config)
     engine.start()
     sink = Sink()
     engine.submit(job(encoder, 10, num_inference_steps=1000, strength=1.0, cache="off"), sink)
@@ -294,7 +295,7 @@ def test_a_row_that_fails_beside_its_step_is_answered_and_its_mates_finish(
 def test_an_engine_whose_every_step_fails_gives_up_and_says_so(
     config: Config, encoder: Encoder
 ) -> None:
-    engine = Engine.load(config)
+    engine = load_engine(config)
 
     def broken(*_: Any) -> None:
         raise RuntimeError("the device is gone")
@@ -316,7 +317,7 @@ def test_an_engine_that_cannot_tell_its_status_has_failed_and_says_so(
     config: Config, encoder: Encoder, after: int
 ) -> None:
     """From the first record on, or from a later one, on an edit's way."""
-    engine = Engine.load(config)
+    engine = load_engine(config)
     rows, told = engine.manager.rows, []
 
     def broken() -> Any:
@@ -340,7 +341,7 @@ def test_an_engine_that_cannot_write_its_record_leaves_none_that_says_it_is_well
     config: Config, encoder: Encoder, tmp_path: Path
 ) -> None:
     gone = structs.replace(config, runtime_dir=str(tmp_path / "gone"))
-    engine = Engine.load(gone)
+    engine = load_engine(gone)
     engine.start()
     sink = Sink()
     engine.submit(job(encoder, 1, cache="off"), sink)
@@ -387,7 +388,7 @@ def test_the_status_record_shows_rows_and_stays_fresh(
 def test_an_edit_that_waits_is_not_shown_as_one_of_its_name_before_it(
     config: Config, encoder: Encoder
 ) -> None:
-    engine = Engine.load(structs.replace(config, engine=structs.replace(config.engine, max_rows=1)))
+    engine = load_engine(structs.replace(config, engine=structs.replace(config.engine, max_rows=1)))
     engine.start()
     manager, settings = (
         engine.manager,
@@ -407,7 +408,7 @@ def test_an_edit_that_waits_is_not_shown_as_one_of_its_name_before_it(
 
 
 def test_higher_priority_overtakes_the_queue(config: Config, encoder: Encoder) -> None:
-    engine = Engine.load(structs.replace(config, engine=structs.replace(config.engine, max_rows=1)))
+    engine = load_engine(structs.replace(config, engine=structs.replace(config.engine, max_rows=1)))
     engine.start()
     order: queue.SimpleQueue[str] = queue.SimpleQueue()
 

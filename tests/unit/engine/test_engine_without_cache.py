@@ -12,6 +12,7 @@ from msgspec import structs
 
 from maskserve_core.errors import Cancelled
 from maskserve_core.worker.status import StatusReader
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
@@ -33,7 +34,7 @@ def encoder(folder: Path) -> Encoder:
 @pytest.fixture
 def engine(folder: Path, tmp_path: Path) -> Any:
     config = config_of(folder, cache={"enabled": False})
-    engine = Engine.load(structs.replace(config, runtime_dir=str(tmp_path)))
+    engine = load_engine(structs.replace(config, runtime_dir=str(tmp_path)))
     engine.start()
     yield engine
     engine.close(5.0)

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from maskserve_engine.assembly import assemble
 from maskserve_engine.batch.sequence_parallel import Exchange
 from maskserve_engine.cache.store import Store
-from maskserve_engine.engine import Engine
 from maskserve_engine.executor import StepInput, StepResult
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
@@ -81,7 +81,7 @@ class Loop:
             model={"device": str(DEVICE), "dtype": "bfloat16"},
             cache={"budget_bytes": 2**28, "dense_above_ratio": 1.0},
         )
-        self.engine = Engine(
+        self.engine = assemble(
             config,
             adapter,
             lambda: aside(lambda: encoder.encode_prompt("")),

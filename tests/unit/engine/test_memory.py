@@ -21,8 +21,8 @@ from maskserve_core.models.flux import control_work as flux_control_work
 from maskserve_core.models.unet import control_work as unet_control_work
 from maskserve_core.worker.liveness import sign_in
 from maskserve_engine import memory
+from maskserve_engine.assembly import assemble
 from maskserve_engine.batch.skipping import FirstBlockCache
-from maskserve_engine.engine import Engine
 from maskserve_engine.entry_store import estimated_costs, sized
 from maskserve_engine.families.flux.encode import FluxEncoder
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
@@ -101,7 +101,7 @@ def test_a_budget_beyond_what_there_is_is_told(
     def told(cache: dict[str, Any]) -> MemoryTable:
         config = config_of(tiny_fill, cache=cache)
         with caplog.at_level(logging.INFO):
-            return Engine(config, load_adapter(config)).memory
+            return assemble(config, load_adapter(config)).memory
 
     all_there_is, _ = memory.device_memory(torch.device("cpu"))
     beyond = told({"budget_bytes": 2 * all_there_is})

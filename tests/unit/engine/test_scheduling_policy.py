@@ -19,7 +19,7 @@ from maskserve_core.worker.step_scheduler import (
     StepScheduler,
     Ticket,
 )
-from maskserve_engine.engine import Engine
+from maskserve_engine.assembly import assemble
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_harness.simulator.cluster import Cluster
 from maskserve_harness.simulator.hardware import Hardware
@@ -97,7 +97,7 @@ def test_the_engine_runs_another_policy(tiny_fill: Path, steps: int) -> None:
     config = config_of(tiny_fill, engine={"warm_up": False})
     encoder, made = load_encoder(config), list[OneByOne]()
     engines = [
-        Engine(config, load_adapter(config), lambda: None, policy=policy)
+        assemble(config, load_adapter(config), lambda: None, policy=policy)
         for policy in (StepScheduler, kept(made))
     ]
     found = []

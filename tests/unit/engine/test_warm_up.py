@@ -12,7 +12,7 @@ import torch
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.registry import load_facts
 from maskserve_engine import warm_up as warm_up_module
-from maskserve_engine.engine import Engine
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.families import registry
 from maskserve_engine.stages import loader
 from maskserve_engine.stages.decode import Decoder
@@ -27,7 +27,7 @@ class Watched:
     """An engine whose steps are written down."""
 
     def __init__(self, config: Config) -> None:
-        self.engine = Engine.load(config)
+        self.engine = load_engine(config)
         self.steps: list[tuple[str, set[str]]] = []
         step = self.engine.adapter.step
 

@@ -23,6 +23,7 @@ from msgspec import structs
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.request import ResolvedControl
 from maskserve_core.models.control_nets import ControlNets
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -47,7 +48,7 @@ class Site:
     def _started(self, folder: Path, nets: Path, devices: int) -> Engine:
         config = config_for(folder, devices)
         controls = structs.replace(config.controls, folder=str(nets))
-        engine = Engine.load(structs.replace(config, controls=controls))
+        engine = load_engine(structs.replace(config, controls=controls))
         engine.cache.prompt = lambda: self.encoder.encode_prompt("")
         engine.start()
         return engine
@@ -200,8 +201,8 @@ def test_edits_go_on_where_a_rank_is_lost(site: Site, number: signal.Signals, de
 
 def test_what_cannot_be_a_pair_is_refused_at_start(tiny_fill: Path, tiny_inpaint: Path) -> None:
     with pytest.raises(ConfigError, match="needs a model with classifier-free guidance"):
-        Engine.load(config_for(tiny_fill, 2))
+        load_engine(config_for(tiny_fill, 2))
     config = config_for(tiny_inpaint, 2)
     four = structs.replace(config, engine=structs.replace(config.engine, devices=4))
     with pytest.raises(ConfigError, match="takes two devices, not 4"):
-        Engine.load(four)
+        load_engine(four)

@@ -21,6 +21,7 @@ from maskserve_core.contracts.status_record import State
 from maskserve_core.errors import Cancelled
 from maskserve_core.models.control_nets import ControlNets
 from maskserve_core.worker.step_scheduler import MakePolicy
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.engine import Engine
 from maskserve_engine.executor import DenseRowSpec, StepInput
 from maskserve_engine.families.encoder import Encoder
@@ -85,7 +86,7 @@ def with_control(engine: Engine, encoder: Encoder, each: EditJob, name: str = "n
 
 
 def started(config: Config, encoder: Encoder, policy: MakePolicy | None = None) -> Engine:
-    engine = Engine.load(config, policy=policy)
+    engine = load_engine(config, policy=policy)
     engine.cache.prompt = lambda: encoder.encode_prompt("")
     engine.start()
     return engine
@@ -377,7 +378,7 @@ def test_what_devices_do_not_go_with_is_refused_in_a_sentence(tiny_fill: Path) -
     config = config_for(tiny_fill, 2)
     served = structs.replace(config.controls, service="127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"2 devices per worker .* \[controls\] service"):
-        Engine.load(structs.replace(config, controls=served))
+        load_engine(structs.replace(config, controls=served))
     with pytest.raises(ConfigError, match=r"2 devices on 1 GPU\(s\); accepted: up to 1"):
         check_devices(config, gpus=1)
     check_devices(config, gpus=2)
@@ -391,7 +392,7 @@ def test_devices_above_the_models_heads_are_refused_in_a_sentence(
     config = config_for(tiny_fill, 4)
     shared = structs.replace(config, engine=structs.replace(config.engine, policy=policy))
     with pytest.raises(ConfigError, match="4 devices cannot share the 2 attention heads of this"):
-        Engine.load(shared)
+        load_engine(shared)
     check_devices(config, gpus=0)
 
 
@@ -399,7 +400,7 @@ def test_a_model_that_ranks_cannot_load_is_a_sentence(tiny_fill: Path, tmp_path:
     config = config_for(tiny_fill, 2)
     absent = structs.replace(config, model=structs.replace(config.model, path=str(tmp_path)))
     with pytest.raises(ConfigError, match="a rank did not start"):
-        Engine.load(absent)
+        load_engine(absent)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -16,6 +16,7 @@ import pytest
 from msgspec import structs
 
 from maskserve_core.config import Config
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_encoder
@@ -57,7 +58,7 @@ def started(config: Config, encoder: Encoder, *, draws: bool = False) -> Engine:
     drawn = (
         (lambda rows, waiting, share: AnyDegreeScheduler(devices, rows, waiting)) if draws else None
     )
-    engine = Engine.load(config, policy=drawn)
+    engine = load_engine(config, policy=drawn)
     engine.cache.prompt = lambda: encoder.encode_prompt("")
     engine.start()
     return engine

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from maskserve_core.worker.observations import Observations
+from maskserve_engine.assembly import assemble
 from maskserve_engine.batch.transfer import HostCopy
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
@@ -39,7 +40,7 @@ def job(encoder: Encoder, seed: int, name: str, **settings: Any) -> EditJob:
 @pytest.fixture
 def engine(tiny_fill: Path, encoder: Encoder, request: pytest.FixtureRequest) -> Iterator[Engine]:
     config = config_of(tiny_fill, cache={"audit_share": 1.0, **request.param})
-    made = Engine(config, load_adapter(config), lambda: encoder.encode_prompt(""))
+    made = assemble(config, load_adapter(config), lambda: encoder.encode_prompt(""))
     made.start()
     yield made
     made.close(5.0)

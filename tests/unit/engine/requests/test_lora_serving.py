@@ -26,7 +26,7 @@ from maskserve_core.errors import (
 from maskserve_core.models.registry import lora_work
 from maskserve_core.triton.metric_table import ENGINE_METRICS
 from maskserve_engine.adapters.lora_loader import Bring, LoadedLora
-from maskserve_engine.engine import Engine
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.families.adapter import Adapter
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
@@ -117,7 +117,7 @@ class Site:
                 "budget_bytes": 2**28,
             },
         )
-        self.engine = Engine.load(config, lora_loader=Held)
+        self.engine = load_engine(config, lora_loader=Held)
         self.engine.cache.prompt = lambda: encoder.encode_prompt("")
         loader: Any = self.engine.lora_loader
         self.loader: Held = loader
@@ -494,7 +494,7 @@ def test_without_a_store_edits_with_loras_are_refused(
 ) -> None:
     site = make()
     edit = site.job("x", 1, ("a", 1.0))
-    engine = Engine.load(config_of(tiny_fill))
+    engine = load_engine(config_of(tiny_fill))
     engine.start()
     sink = Sink()
     engine.submit(replace(edit), sink)

@@ -13,6 +13,7 @@ _COUNT = """
 import os, threading
 import torch
 from maskserve_core.config_file import config_of
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.engine import Engine
 from maskserve_harness.checkout import DEMO_MODEL
 
@@ -22,7 +23,7 @@ def native():
 torch.set_num_threads({threads})
 config = config_of({{"model": {{"path": str(DEMO_MODEL), "torch_threads": {configured}}}}})
 before = native()
-engine = Engine.load(config)
+engine = load_engine(config)
 engine.start()
 engine.warm_up()
 print(native() - before, engine.ask(torch.get_num_threads).result())

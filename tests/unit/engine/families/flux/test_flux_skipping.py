@@ -13,6 +13,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from maskserve_core.config import ConfigError
+from maskserve_engine.assembly import load_engine
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.engine import Engine
 from maskserve_engine.families.encoder import Encoder
@@ -140,7 +141,7 @@ def test_a_dense_row_equals_the_pipeline_with_first_block_cache(
 
 @pytest.fixture
 def engine(tiny_fill: Path) -> Iterator[Engine]:
-    engine = Engine.load(config_of(tiny_fill))
+    engine = load_engine(config_of(tiny_fill))
     encoder = load_encoder(config_of(tiny_fill))
     engine.cache.prompt = lambda: encoder.encode_prompt("")
     engine.start()

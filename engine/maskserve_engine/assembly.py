@@ -1,0 +1,289 @@
+"""Engines put together as the configuration says: of one device or of several, with or without a
+cache, LoRAs, ControlNets and a ControlNet service.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from maskserve_core.config import Config
+from maskserve_core.contracts.request import Lora, ResolvedControl
+from maskserve_core.errors import MaskserveError
+from maskserve_core.models.facts import ModelFacts
+from maskserve_core.worker.gangs.batching import Batching
+from maskserve_core.worker.gangs.deadline import Deadline
+from maskserve_core.worker.gangs.rounds import Rounds
+from maskserve_core.worker.gangs.scheduler import GangScheduler
+from maskserve_core.worker.gangs.work import GangPolicy
+from maskserve_core.worker.observations import Observations
+from maskserve_core.worker.pair import Pair
+from maskserve_core.worker.spread import Spread
+from maskserve_core.worker.step_scheduler import MakePolicy, StepScheduler
+from maskserve_engine.adapters.control_net_loader import Bring as BringNet
+from maskserve_engine.adapters.control_net_loader import ControlNetLoader, LoadedNet
+from maskserve_engine.adapters.fuse import served_form
+from maskserve_engine.adapters.lora_loader import Bring, LoadedLora, LoraLoader
+from maskserve_engine.cache.loader import HostMover
+from maskserve_engine.cache.priming_prompt import PromptFile
+from maskserve_engine.cache.store import Store
+from maskserve_engine.card_table import check_fits
+from maskserve_engine.control_link.served import ControlService, ServiceCalls
+from maskserve_engine.control_link.served_nets import ServedNetLoader
+from maskserve_engine.engine import Engine, Parts
+from maskserve_engine.entry_store import estimated_costs, open_mover, open_store, sized
+from maskserve_engine.executor import Executor
+from maskserve_engine.families.adapter import Adapter
+from maskserve_engine.families.registry import load_adapter
+from maskserve_engine.gangs.checks import check_devices
+from maskserve_engine.gangs.degree_times import DegreeTimes
+from maskserve_engine.gangs.executor import GangExecutor
+from maskserve_engine.gangs.messages import DeviceFacts
+from maskserve_engine.gangs.processes import RankProcesses
+from maskserve_engine.job import Conditioning
+from maskserve_engine.local_executor import LocalExecutor
+from maskserve_engine.mailbox import Inbox, OutputThread
+from maskserve_engine.measured_costs import MeasuredCosts, StepTimes
+from maskserve_engine.memory import device_memory, memory_table
+from maskserve_engine.requests.audits import Audits
+from maskserve_engine.requests.control_nets import ControlNetSource, EditControlNets
+from maskserve_engine.requests.due_times import InTime
+from maskserve_engine.requests.loras import Loras, LoraSource
+from maskserve_engine.requests.manager import RequestManager
+from maskserve_engine.requests.residency import Residency
+from maskserve_engine.requests.templates import TemplateCache
+from maskserve_engine.stages.cpu_threads import one_cpu_thread
+from maskserve_engine.stages.loader import device_in_words, device_of, dtype_of
+from maskserve_engine.stages.revision import model_revision
+from maskserve_engine.status_publisher import PriceList, StatusPublisher, new_counters
+from maskserve_engine.step_planner import StepPlanner
+from maskserve_engine.step_runner import StepRunner
+
+_log = logging.getLogger(__name__)
+
+
+def load_engine(
+    config: Config,
+    lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader,
+    policy: MakePolicy | None = None,
+    calls: ServiceCalls | None = None,
+) -> Engine:
+    """Load the model and what steps it; slow.
+
+    Args:
+        config: of this worker.
+        lora_loader: as of `assemble`.
+        policy: likewise; None: what the configuration says.
+        calls: of the ControlNet service; None: ControlNets run here.
+
+    Raises:
+        ConfigError: the model cannot be served.
+    """
+    if config.engine.devices > 1:
+        return _load_ranks(config, policy or _policy_of(config), lora_loader)
+    _log.info("the denoiser's device: %s", device_in_words(config))
+    device = device_of(config)
+    if device.type == "cuda":
+        check_fits(config, device_memory(device)[1])
+    with one_cpu_thread():
+        adapter = load_adapter(config)
+    revision = model_revision(config.model.path, served_form(config))
+    chosen = policy or StepScheduler
+    if calls is None:
+        return assemble(config, adapter, revision=revision, policy=chosen, lora_loader=lora_loader)
+    service = ControlService(
+        calls,
+        adapter.device,
+        str(dtype_of(config)).removeprefix("torch."),
+        config.controls.service_timeout_s,
+        fast=config.controls.fast,
+    )
+    return assemble(
+        config,
+        adapter,
+        revision=revision,
+        executor=lambda adapter, store: LocalExecutor(adapter, store, service),
+        policy=chosen,
+        lora_loader=lora_loader,
+        net_loader=lambda config, facts, bring: ServedNetLoader(config, facts, bring, service),
+    )
+
+
+def _load_ranks(
+    config: Config, policy: MakePolicy, lora_loader: Callable[[Config, Bring], LoraSource]
+) -> Engine:
+    """With a process for each device. This one holds the model's shape and no weights.
+
+    Raises:
+        ConfigError: a rank could not be started.
+    """
+    deals = config.engine.policy == "cfg"
+    on_gpus = device_of(config).type == "cuda"
+    check_devices(config, torch.cuda.device_count() if on_gpus else 0)
+    ranks = RankProcesses(config)
+    own = ranks.scheduling_config
+    most = 1 if config.engine.policy == "spread" else config.engine.devices
+    inbox = Inbox()
+    return assemble(
+        own,
+        load_adapter(own),
+        revision=ranks.hello.revision,
+        executor=lambda adapter, store: GangExecutor(
+            ranks, adapter, store, inbox.put, most, deals=deals
+        ),
+        policy=policy,
+        lora_loader=lora_loader,
+        elsewhere=ranks.hello.device,
+        inbox=inbox,
+    )
+
+
+def _policy_of(config: Config) -> MakePolicy:
+    """That of a worker of several devices."""
+    devices = config.engine.devices
+    if config.engine.policy == "spread":
+        return lambda rows, waiting, share: Spread(devices, rows, waiting, share)
+    if config.engine.policy == "cfg":
+        return lambda rows, waiting, share: Pair(devices, rows, waiting, share)
+    if config.engine.policy == "rounds":
+        gangs: GangPolicy = Rounds(devices, round_steps=config.engine.round_steps)
+    else:
+        gangs = Deadline(devices)
+    return lambda rows, waiting, share: GangScheduler(Batching(gangs, rows), devices, rows, waiting)
+
+
+def assemble(
+    config: Config,
+    adapter: Adapter,
+    prompt: Callable[[], Conditioning | None] | None = None,
+    revision: str = "",
+    executor: Callable[[Adapter, Store | None], Executor] = LocalExecutor,
+    policy: MakePolicy = StepScheduler,
+    lora_loader: Callable[[Config, Bring], LoraSource] = LoraLoader,
+    net_loader: Callable[[Config, ModelFacts, BringNet], ControlNetSource] = ControlNetLoader,
+    elsewhere: DeviceFacts | None = None,
+    inbox: Inbox | None = None,
+) -> Engine:
+    """An engine of parts that fit one another.
+
+    Args:
+        config: of this worker.
+        adapter: the model.
+        prompt: reads the priming prompt's embedding; by default from the runtime folder, where
+            the encoder puts it.
+        revision: digest of the served weights.
+        executor: makes what holds and steps the rows; of the store of entries, if there is one.
+        policy: makes what decides which rows run.
+        lora_loader: makes what brings LoRAs to the executor, where edits may have any.
+        net_loader: the same of ControlNets.
+        elsewhere: of the devices where rows are, if other processes hold them; entries are then in
+            files, which all of them read.
+        inbox: of the engine's commands, where others are to have it too.
+    """
+    commands = inbox or Inbox()
+    # Where rows are in other processes, this one moves no entries.
+    mover = HostMover() if elsewhere else open_mover(config)
+    costs = MeasuredCosts(elsewhere.costs if elsewhere else estimated_costs(config, mover))
+    kinds, size = sized(config, adapter, costs.model)
+    memory = memory_table(config, adapter, size) if elsewhere is None else elsewhere.memory
+    _log.info("%s", memory.text())
+    if memory.left < 0:
+        _log.warning("more memory is promised than there is: make [cache] budget_bytes smaller")
+
+    def arrived(key: str) -> None:
+        commands.put(lambda: manager.arrived(key))
+
+    cache = store = None
+    if config.cache.enabled:
+        here = 0 if elsewhere else memory.cache
+        store = open_store(config, size, costs.model, here, mover)
+        store.lower.on_change = arrived
+        runtime = Path(config.runtime_dir) if config.runtime_dir else None
+        cache = TemplateCache(
+            config,
+            adapter,
+            store,
+            kinds,
+            revision,
+            str(dtype_of(config)),
+            prompt or PromptFile(runtime).read,
+        )
+    holds = executor(adapter, store)
+    loras = lora_loader(config, holds.bring) if config.adapters.store else None
+    nets = None
+    if config.controls.folder:
+        nets = net_loader(config, adapter.facts, holds.bring_net)
+    output, observations, counters = OutputThread(), Observations(), new_counters()
+    audits = Audits(config.cache, observations)
+    degrees = None
+    if isinstance(holds, GangExecutor):
+        degrees = DegreeTimes(adapter, costs, lambda: holds.exchange, config.engine.devices)
+    prices = PriceList(
+        config, adapter, costs, size.anchors, None if degrees is None else degrees.prices
+    )
+
+    def loras_of(residency: Residency) -> Loras:
+        assert loras is not None
+
+        def came(lora: Lora, outcome: LoadedLora | MaskserveError) -> None:
+            commands.put(lambda: manager.lora_came(lora, outcome))
+
+        return Loras(config, residency, loras, came, observations)
+
+    def nets_of(residency: Residency) -> EditControlNets:
+        assert nets is not None
+
+        def came(control: ResolvedControl, outcome: LoadedNet | MaskserveError) -> None:
+            commands.put(lambda: manager.net_came(control, outcome))
+
+        return EditControlNets(residency, nets, came, observations)
+
+    manager = RequestManager(
+        config,
+        adapter,
+        cache,
+        holds,
+        audits,
+        output,
+        InTime(config, prices.measured),
+        policy,
+        loras_of if loras else None,
+        nets_of if nets else None,
+        degrees.of if degrees is not None else lambda edit: ((), 0.0),
+    )
+    runner = StepRunner(
+        config,
+        adapter,
+        holds,
+        manager,
+        StepPlanner(costs),
+        output,
+        StepTimes(costs, holds.take_moves, counters, observations),
+        counters,
+        observations,
+        degrees.beside_shares if degrees is not None else lambda edits, ranks: 0.0,
+    )
+    return Engine(
+        config,
+        Parts(
+            adapter=adapter,
+            executor=holds,
+            manager=manager,
+            runner=runner,
+            publisher=StatusPublisher(
+                config, adapter.facts, prices, manager, cache, counters, memory
+            ),
+            inbox=commands,
+            output=output,
+            audits=audits,
+            observations=observations,
+            counters=counters,
+            memory=memory,
+            cache=cache,
+            lora_loader=loras,
+            net_loader=nets,
+        ),
+    )
