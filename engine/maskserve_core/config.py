@@ -124,6 +124,10 @@ class EngineConfig(Table, frozen=True):
     round_steps: Annotated[int, Meta(ge=1, le=1000)] = 5
     """Length of a round under `rounds`: so many steps of the slowest edit that is there, on as many
     devices as make it fastest."""
+    costs: str = ""
+    """JSON file of `scripts/bench profile_costs`: what steps take here, on one device and on
+    several, so that the worker prices and decides by it from its first step on. Empty: by an
+    estimate, until it has measured its own."""
     max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
     """Edits waiting for a row; one more is refused."""
     drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0

@@ -14,6 +14,7 @@ from maskserve_core.config import Config
 from maskserve_core.contracts.request import Lora, ResolvedControl
 from maskserve_core.errors import MaskserveError
 from maskserve_core.models.facts import ModelFacts
+from maskserve_core.planning.cost_profile import read_profile
 from maskserve_core.worker.gangs.batching import Batching
 from maskserve_core.worker.gangs.deadline import Deadline
 from maskserve_core.worker.gangs.rounds import Rounds
@@ -220,7 +221,11 @@ def assemble(
     audits = Audits(config.cache, observations)
     degrees = None
     if isinstance(holds, GangExecutor):
-        degrees = DegreeTimes(adapter, costs, lambda: holds.exchange, config.engine.devices)
+        file = config.engine.costs
+        profiled = read_profile(file).exchange if file else None
+        degrees = DegreeTimes(
+            adapter, costs, lambda: profiled or holds.exchange, config.engine.devices
+        )
     prices = PriceList(
         config, adapter, costs, size.anchors, None if degrees is None else degrees.prices
     )

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.facts import anchor_stride
 from maskserve_core.planning.cost_model import CostModel, Rates, estimate
+from maskserve_core.planning.cost_profile import read_profile
 from maskserve_core.planning.entry_bytes import FORMATS, EntryFormat
 from maskserve_engine.cache.entries import Coded, encode
 from maskserve_engine.cache.entry_file import FileTensor, OpenFile, StoredCoded
@@ -105,7 +106,8 @@ def memory_file(nbytes: int) -> Iterator[OpenFile]:
 def estimated_costs(
     config: Config, mover: Mover | None = None, rates: Rates | None = None
 ) -> CostModel:
-    """What steps and loads cost before any was measured.
+    """What steps and loads cost before this worker has measured any: as profiled, if they were, or
+    by an estimate.
 
     Args:
         config: of the worker.
@@ -115,7 +117,11 @@ def estimated_costs(
     rates = rates or device_rates(config)
     if isinstance(mover, CudaMover) and config.cache.enabled:
         rates = replace(rates, link_bytes=mover.rates.best(len(_IDS) / _TRIED))
-    return estimate(rates)
+    costs = estimate(rates)
+    if not config.engine.costs:
+        return costs
+    found = read_profile(config.engine.costs).costs
+    return replace(found, launch=costs.launch, loads={**costs.loads, **found.loads})
 
 
 def moved_per_s(mover: Mover, part: Coded | StoredCoded, seconds: Timer) -> float:

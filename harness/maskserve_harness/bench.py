@@ -15,6 +15,7 @@ COMMANDS = {
     "gpu_estimate": "benchmarks.gpu_estimate",
     "gpu_cards": "benchmarks.gpu_cards",
     "bench_sp": "benchmarks.sequence_parallel",
+    "profile_costs": "benchmarks.profile_costs",
     "first_run": "benchmarks.first_run",
     "overhead": "benchmarks.overhead",
     "bench_edit": "benchmarks.edit",

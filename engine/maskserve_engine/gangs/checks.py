@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.models.registry import load_facts
+from maskserve_core.planning.cost_profile import read_profile
 
 
 def check_devices(config: Config, gpus: int) -> None:
@@ -17,6 +18,8 @@ def check_devices(config: Config, gpus: int) -> None:
         ConfigError: it cannot.
     """
     devices, policy = config.engine.devices, config.engine.policy
+    if config.engine.costs:
+        read_profile(config.engine.costs)
     if config.controls.service:
         raise ConfigError(
             f"[engine] devices: {devices} devices per worker do not go with [controls] service; "

@@ -6,7 +6,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from maskserve_core.contracts.settings import EditSettings, parse_settings
 from maskserve_core.imaging.postprocess import finish_edit
 from maskserve_core.imaging.preprocess import PreparedEdit, prepare_edit
 from maskserve_core.models.registry import load_facts
+from maskserve_core.worker.step_scheduler import MakePolicy
 from maskserve_engine.assembly import load_engine
 from maskserve_engine.cache.priming_prompt import PRIMING_PROMPT, write_priming_prompt
 from maskserve_engine.families.encoder import Encoder
@@ -37,9 +38,13 @@ class Direct:
     Whole pictures are encoded and decoded. A worker's cached edits go in pieces where that pays, so
     theirs are the same bytes with `[stages] encode_halo` and `decode_halo` of 0 alone; dense ones
     are in any case.
+
+    Args:
+        config: of the worker.
+        policy: as of `load_engine`.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, policy: MakePolicy | None = None) -> None:
         self.config = config
         self.facts = load_facts(config.model.path, config.model.native_resolution)
         beside = beside_denoiser(config, "encoder")
@@ -51,7 +56,7 @@ class Direct:
         if config.adapters.store:
             self._catalogue = AdapterStore(config).catalogue
             self._catalogue.scan(at_once=True)
-        self.engine = load_engine(config)
+        self.engine = load_engine(config, policy=policy)
         self.engine.start()
 
     def edit(self, edit: Edit, settings: dict[str, Any]) -> bytes:
@@ -75,22 +80,28 @@ class Direct:
         assert isinstance(last, FinalEvent), last
         return last
 
-    def run(self, jobs: Sequence[EditJob]) -> list[list[float]]:
+    def run(
+        self, jobs: Sequence[EditJob], clock: Callable[[], float] = time.perf_counter
+    ) -> list[list[float]]:
         """When each job's steps ended, where it asks for progress, and then the job: seconds after
         all were handed over.
+
+        Args:
+            jobs: at once.
+            clock: by which.
 
         Raises:
             RuntimeError: an edit failed.
         """
         left, failed = threading.Semaphore(0), list[Failed]()
-        begin = time.perf_counter()
+        begin = clock()
 
         def submit(job: EditJob) -> list[float]:
             times: list[float] = []
 
             def sink(event: EngineEvent) -> None:
                 if isinstance(event, ProgressEvent | FinalEvent):
-                    times.append(time.perf_counter() - begin)
+                    times.append(clock() - begin)
                 if isinstance(event, Failed):
                     failed.append(event)
                 if isinstance(event, Failed | FinalEvent):
