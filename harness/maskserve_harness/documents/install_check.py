@@ -1,8 +1,9 @@
 """Whether what we ask for can be installed: each extra and each image, from the public index.
 
 A machine's own settings for pip can hide a conflict, for its index may serve other builds of torch.
-So nothing of them is used here. Only metadata is read and nothing is installed. What was found good
-is remembered in .cache/ until one of the files that say it changes.
+So nothing of them is used here. Only metadata is read and nothing is installed. Versions that fit
+all extras and images together fit each of them: only where there are none, each is asked for by
+itself. What was found good is remembered in .cache/ until one of the files that say it changes.
 
     python scripts/check_install.py
 """
@@ -12,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -60,19 +61,33 @@ def conflict(requirements: list[str], constraints: Path, python: str) -> str:
     return resolved.stderr if resolved.returncode else ""
 
 
+def conflicts(
+    asked: dict[str, list[str]],
+    constraints: Path,
+    reason: Callable[[list[str], Path, str], str] = conflict,
+) -> list[str]:
+    """Which of these cannot be installed, and why: a text each."""
+    together = sorted({line for lines in asked.values() for line in lines})
+    with ThreadPoolExecutor(8) as pool:  # it is the index that is waited for
+        at_once = pool.map(lambda python: reason(together, constraints, python), PYTHONS)
+        pythons = [python for python, why in zip(PYTHONS, at_once, strict=True) if why]
+        apart = [(name, lines, python) for name, lines in asked.items() for python in pythons]
+        reasons = pool.map(lambda one: reason(one[1], constraints, one[2]), apart)
+        return [
+            f"{name} cannot be installed on Python {python}:\n{why}"
+            for (name, _, python), why in zip(apart, reasons, strict=True)
+            if why
+        ]
+
+
 def main() -> int:
     told = b"\0".join((ROOT / name).read_bytes() for name in (*SOURCES, Path(__file__)))
     digest = hashlib.sha256(told).hexdigest()
     if GOOD.exists() and GOOD.read_text() == digest:
         return 0
-    asked = [(name, lines, python) for name, lines in wanted() for python in PYTHONS]
-    with ThreadPoolExecutor(8) as pool:  # it is the index that is waited for
-        reasons = pool.map(lambda one: conflict(one[1], ROOT / "constraints.txt", one[2]), asked)
-    found = 0
-    for (name, _, python), reason in zip(asked, reasons, strict=True):
-        if reason:
-            found += 1
-            print(f"{name} cannot be installed on Python {python}:\n{reason}", file=sys.stderr)
+    found = conflicts(dict(wanted()), ROOT / "constraints.txt")
+    for sentence in found:
+        print(sentence, file=sys.stderr)
     if not found:
         GOOD.parent.mkdir(exist_ok=True)
         GOOD.write_text(digest)
