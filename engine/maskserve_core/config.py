@@ -149,6 +149,11 @@ class EngineConfig(Table, frozen=True):
     """Whether steps of a UNet are recorded as CUDA graphs, on GPUs. What is recorded takes as much
     of the device's memory as a step does, beside it. One that answers otherwise than the step that
     it was recorded of turns them off."""
+    flux_cuda_graphs: bool = False
+    """Whether steps of FLUX are, too. Cached rows then compute up to an eighth more tokens, next to
+    the mask, so that few recorded steps serve many masks; not those of edits that are
+    `reproducible` or have LoRAs, ControlNets or a `first_block_threshold`, whose steps are not
+    recorded. Not with `placed_bytes`, nor with several `devices`."""
     front_threads: Annotated[int, Meta(ge=1, le=4096)] = 64
     """Edits one front serves at once."""
 

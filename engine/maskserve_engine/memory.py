@@ -56,7 +56,8 @@ def memory_table(
     device = device_of(config)
     total, free = memory or device_memory(device)
     step = step_bytes(config, adapter) + size.anchor_bytes
-    if config.cache.enabled and adapter.facts.keeps_decoded:
+    keeps = adapter.facts.keeps_decoded and not _recorded(config, adapter.facts)
+    if config.cache.enabled and keeps:
         step += config.cache.placed_on(device.type)
     here: dict[Stage, int] = {}
     adapters = config.adapters.device_bytes if config.adapters.store else 0
@@ -103,8 +104,14 @@ def step_bytes(config: Config, adapter: Adapter) -> int:
     text = facts.text_tokens(config.model.max_sequence_length)
     once = peak_values(adapter.work(side, side), passes, text) * dtype_of(config).itemsize
     # What is recorded keeps its memory beside that of steps that are not.
-    recorded = facts.family == "unet" and config.engine.cuda_graphs
-    return 2 * once if recorded and device_of(config).type != "cpu" else once
+    return 2 * once if _recorded(config, facts) else once
+
+
+def _recorded(config: Config, facts: ModelFacts) -> bool:
+    """Whether steps of the model are CUDA graphs."""
+    engine = config.engine
+    asked = engine.cuda_graphs if facts.family == "unet" else engine.flux_cuda_graphs
+    return asked and device_of(config).type != "cpu"
 
 
 def control_bytes(config: Config, adapter: Adapter) -> int:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.cache.entries import encode
-from maskserve_engine.families.unet.graphs import Graphs
 from maskserve_engine.layers.add_norm import add_norm
 from maskserve_engine.layers.attention import Segments, attention, ends, spans, uniform
 from maskserve_engine.layers.fp8 import FP8, Fp8Linear, quantised_gelu

@@ -310,6 +310,24 @@ def _token_grid(edit: Bytes2D, side: int, ring: int) -> Bools:
     return grid
 
 
+def widened(active: TokenIds, rows: int, columns: int, count: int) -> TokenIds:
+    """`count` tokens of a grid, or all it has: some, and those nearest to them, square ring by
+    square ring.
+
+    Args:
+        active: ids, ascending, at least one.
+        rows: of the grid.
+        columns: of the grid.
+        count: no less than there are.
+    """
+    grid = np.zeros((rows, columns), np.bool_)
+    grid.flat[active] = True
+    while (missing := min(count, grid.size) - np.count_nonzero(grid)) > 0:
+        ring = grow(grow(grid, 1, 1, 0), 1, 1, 1) & ~grid
+        grid.flat[np.flatnonzero(ring)[:missing]] = True
+    return np.flatnonzero(grid)
+
+
 def cover_a_side(active: TokenIds, rows: int, columns: int) -> bool:
     """Whether tokens of a grid of `rows` x `columns` cover a whole side of it, corner to corner.
 

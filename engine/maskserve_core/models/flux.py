@@ -68,11 +68,17 @@ the next ones that are not; and what a row that may skip steps remembers (5).
 _LAUNCHES = {"double": (14.4, 21.4, 16.4), "single": (7.1, 14.1, 9.1)}
 """Kernels of a block, as they are counted on a device without memory (`bench kernel_table`)."""
 _LAUNCHES_OUTSIDE = 11.0
+_RECORDED_LAUNCHES = {name: (0.0, own[1], 2.0) for name, own in _LAUNCHES.items()}
+"""Where steps are CUDA graphs: one that places entries, and the piece of a graph behind it.
+Projected blocks are not recorded."""
+_RECORDED_OUTSIDE = 11.0
 _OUT_LAUNCHES = 1.0
 """Of a ControlNet, behind each block."""
 
 
-def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
+def flux_work(
+    config: dict[str, Any], height: int, width: int, *, recorded: bool = False
+) -> ModelWork:
     """Work of a FluxTransformer2DModel.
 
     A cached row computes its active image tokens and all text tokens; queries are those, keys are
@@ -83,6 +89,7 @@ def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
         config: transformer/config.json.
         height: latent rows (pixels / VAE scale); tokens are 2x2 latents.
         width: latent columns.
+        recorded: whether steps are CUDA graphs.
     """
     h = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
     channels = int(config["in_channels"])
@@ -99,8 +106,10 @@ def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
     }
     single = {**double, "row": 6.0 * h * h}
     counts = (int(config["num_layers"]), int(config["num_single_layers"]))
+    launches = _RECORDED_LAUNCHES if recorded else _LAUNCHES
+    outside = _RECORDED_OUTSIDE if recorded else _LAUNCHES_OUTSIDE
     blocks = [
-        BlockWork(f"{name}.{i}", stack=0, level=0, width=h, launches=_LAUNCHES[name], **terms)
+        BlockWork(f"{name}.{i}", stack=0, level=0, width=h, launches=launches[name], **terms)
         for name, terms, count in zip(("double", "single"), (double, single), counts, strict=True)
         for i in range(count)
     ]
@@ -119,7 +128,7 @@ def flux_work(config: dict[str, Any], height: int, width: int) -> ModelWork:
         tokens=(tokens,),
         joint=True,
         before=(embed,),
-        after=FixedWork(row=4.0 * h * h, token=2.0 * h * out, launches=_LAUNCHES_OUTSIDE),
+        after=FixedWork(row=4.0 * h * h, token=2.0 * h * out, launches=outside),
         restore_ends=False,
         # What a block holds, the model's input and output, and all blocks' shifts, scales, gates.
         peak_row=tokens * (held + channels + out) + STEPS_AHEAD * vectors,

@@ -9,7 +9,7 @@ when the rows are packed.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, Self, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from maskserve_engine.batch.cfg_parallel import PassShare
 from maskserve_engine.batch.forward import Transformer, forward
+from maskserve_engine.batch.graphs import AtOnce, Graphs
 from maskserve_engine.batch.packing import Packed, RowInput
 from maskserve_engine.batch.sequence_parallel import Exchange, RankShare, forward_shared
 from maskserve_engine.batch.skipping import FirstBlockCache, Skipper, forward_skipping
@@ -79,6 +80,11 @@ class FlowRow(ReadingRow, Protocol):
         ...
 
     @property
+    def recorded(self) -> bool:
+        """Whether its steps may be recorded as CUDA graphs."""
+        ...
+
+    @property
     def channels(self) -> int:
         """Of its latents as tokens: the first ones of its model input."""
         ...
@@ -132,9 +138,41 @@ class FlowWeights(Protocol):
     @property
     def head_dim(self) -> int: ...
 
+    @property
+    def graphs(self) -> Graphs | None:
+        """Of its steps; None: none is recorded."""
+        ...
+
     def with_adapters(self, rows: Sequence[Adapters]) -> Self:
         """The same for packed rows of which each has adapters of its own, or none."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class FlowStep:
+    """A step as it is recorded (`graphs.Step`); arguments as those of `forward`."""
+
+    model: Transformer
+    packed: Packed
+    kinds: Sequence[str]
+
+    @property
+    def shapes(self) -> Hashable | None:
+        if not any(self.packed.rests):
+            return self.packed.shapes
+        return None if "project" in self.kinds else (self.packed.shapes, tuple(self.kinds))
+
+    def copied(self) -> FlowStep:
+        return FlowStep(self.model.copied(), self.packed.copied(), self.kinds)
+
+    def take(self, other: FlowStep, *, anew: bool) -> None:
+        self.model.follow(other.model)
+        self.packed.tokens.copy_(other.packed.tokens)
+        if anew:
+            self.packed.take(other.packed)
+
+    def run(self, asking: AtOnce) -> Tensor:
+        return forward(self.model, self.packed, self.kinds, asking)
 
 
 R = TypeVar("R", bound=FlowRow)
@@ -166,6 +204,7 @@ class FlowBatch(KeptBatch[R, W]):
         self.packed = Packed(inputs)
         self._stream = self.packed.layout.narrow.image_stream
         self._blends = any(row.blends for row in rows)
+        self._recorded = all(row.recorded for row in rows) and not self.packed.residuals
         self._packed_adapters = (*self._adapters, *(self._adapters[i] for i, _ in self._guided))
         self._weights: W | None = None
         """The model's, with what the rows' adapters add to them."""
@@ -197,6 +236,8 @@ class FlowBatch(KeptBatch[R, W]):
                 velocity = share.forward(own, self.packed.tokens, kinds)
         elif self._skippers:
             velocity = forward_skipping(own, self.packed, kinds, self._skippers)
+        elif self._recorded and weights.graphs is not None:
+            velocity = weights.graphs.answer(FlowStep(own, self.packed, kinds))
         else:
             velocity = forward(own, self.packed, kinds)
         if self._guided:

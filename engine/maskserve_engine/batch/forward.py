@@ -14,9 +14,10 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from maskserve_engine.batch.graphs import AtOnce
 from maskserve_engine.batch.packing import Packed, Packing, Stream
 from maskserve_engine.layers.attention import Span, attention
-from maskserve_engine.layers.scatter_kv import KvSource, scatter_kv
+from maskserve_engine.layers.scatter_kv import KvSlots, scatter_kv
 
 
 class Transformer(Protocol):
@@ -42,6 +43,14 @@ class Transformer(Protocol):
 
     def take(self, rows: Sequence[int]) -> Self:
         """The same for some of the packed rows."""
+        ...
+
+    def copied(self) -> Self:
+        """The same, with what a step has for itself in tensors of its own."""
+        ...
+
+    def follow(self, other: Self) -> None:
+        """Have what another one of as many rows has for its step in the tensors of this one."""
         ...
 
     def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
@@ -143,7 +152,12 @@ class FillRest(Protocol):
         ...
 
 
-def forward(model: Transformer, packed: Packed, kinds: Sequence[str] = ()) -> Tensor:
+def forward(
+    model: Transformer,
+    packed: Packed,
+    kinds: Sequence[str] = (),
+    asking: AtOnce | None = None,
+) -> Tensor:
     """The model's output for the computed image tokens of every row.
 
     Args:
@@ -152,11 +166,12 @@ def forward(model: Transformer, packed: Packed, kinds: Sequence[str] = ()) -> Te
         kinds: `dense`, `project` or `kv` per block, for all cached rows of the step; not read when
             there are none. `project` and `dense` take the inactive hidden states from the model's
             start or the dense block before them, else from an entry.
+        asking: how kernels are asked for; None: at once.
 
     Returns:
         [N, out_channels] in the order of `packed.tokens`.
     """
-    state = State(model, packed, kinds)
+    state = State(model, packed, kinds, asking=asking)
     state.run(0, model.block_count)
     return model.last(state.computed_image(), state.stream)
 
@@ -170,8 +185,10 @@ class State:
         packed: Packed,
         kinds: Sequence[str],
         streams: tuple[Tensor, Tensor] | None = None,
+        asking: AtOnce | None = None,
     ) -> None:
         self.model, self.packed, self.kinds = model, packed, kinds
+        self.asking = asking or AtOnce()
         self.layout, self.rest_cis = packed.layout, packed.rest_cis
         self.cached = packed.rest_cis is not None
         self.wide = not self.cached  # without cached rows both packings are the same
@@ -300,18 +317,21 @@ class State:
 
     def _hidden(self, index: int) -> Tensor:
         """[m, width] the inactive tokens at the block's input: at hand, or restored."""
+        assert self.rest_cis is not None
+        count = len(self.rest_cis)
         if index == 0:
-            tokens = torch.cat([rest.tokens() for rest in self.packed.rests if rest is not None])
+            tokens = self.asking.empty(self.image, (count, self.packed.tokens.shape[1]))
+            self.asking.between(partial(_take_rest, tokens), self.packed)
             return self.model.embed(tokens, self.layout.rest_stream.spans)
         if self.carried is not None and self.carried[0] == index:
             return self.carried[1]
-        assert self.rest_cis is not None
-        hidden = self.image.new_empty(len(self.rest_cis), self.image.shape[1])
-        scatter_kv(self._sources(index, "h"), (hidden,), self.layout.rest_slots)
+        hidden = self.asking.empty(self.image, (count, self.image.shape[1]))
+        self._place(index, "h", (hidden,), self.layout.rest_slots)
         return hidden
 
-    def _sources(self, index: int, part: str) -> list[KvSource | None]:
-        return [None if rest is None else rest.source(index, part) for rest in self.packed.rests]
+    def _place(self, index: int, part: str, outs: Sequence[Tensor], slots: KvSlots) -> None:
+        """Have what entries say of a block in its place."""
+        self.asking.between(partial(_place, index, part, outs, slots), self.packed)
 
     def room_for(self) -> Tensor | None:
         """[keys, 3 · width] of a lone row, for a block that lacks keys and `writes`: its products
@@ -324,7 +344,7 @@ class State:
         width, keys = self.image.shape[1], packing.all_keys.k_spans[-1][1]
         if 2 * keys * width * self.image.element_size() <= self._resident_bytes:
             return None
-        return self.image.new_empty(keys, 3 * width)
+        return self.asking.empty(self.image, (keys, 3 * width))
 
     @property
     def _resident_bytes(self) -> int:
@@ -336,7 +356,9 @@ class State:
         ones.
         """
         if self.room is None:
-            return packing.all_keys_like(k), packing.all_keys_like(v)
+            count = packing.all_keys.k_spans[-1][1]
+            keys, values = self.asking.empty(k, (2, count, *k.shape[1:]))
+            return keys, values
         _, keys, values = self.room.unflatten(1, (3, *k.shape[1:])).unbind(1)
         return keys, values
 
@@ -344,7 +366,7 @@ class State:
         both = self.packed.resident_kv.blocks.get(index)
         if both is None:
             both = self._all_keys(k, v, packing)
-            scatter_kv(self._sources(index, "kv"), both, packing.slots)
+            self._place(index, "kv", both, packing.slots)
             if self.room is None:
                 self.packed.resident_kv.keep(index, both, self._resident_bytes)
         if self.room is None:
@@ -402,3 +424,14 @@ class State:
         if self.wide and self.cached:
             image = self.layout.restrict(image, rows=self.joined)
         return self.layout.narrow.image_of(image) if self.joined else image
+
+
+def _place(index: int, part: str, outs: Sequence[Tensor], slots: KvSlots, packed: Packed) -> None:
+    """Write what the rows' entries say of a block to its place."""
+    sources = [None if rest is None else rest.source(index, part) for rest in packed.rests]
+    scatter_kv(sources, outs, slots)
+
+
+def _take_rest(out: Tensor, packed: Packed) -> None:
+    """Write the inactive tokens' model inputs at this step."""
+    torch.cat([rest.tokens() for rest in packed.rests if rest is not None], out=out)

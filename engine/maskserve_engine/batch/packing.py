@@ -16,7 +16,8 @@ and keys add, per cached row, those of the tokens that were not computed (`rest`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import is_
@@ -121,10 +122,6 @@ class Packing:
     def in_front(self) -> bool:
         """Whether the computed tokens are the first ones of all keys."""
         return self.core_in_keys is None
-
-    def all_keys_like(self, k: Tensor) -> Tensor:
-        """[keys, …] for the keys or values of all tokens, not written yet."""
-        return k.new_empty(self.all_keys.k_spans[-1][1], *k.shape[1:])
 
     def scatter_computed(self, computed: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
         """Write the computed tokens' keys and values [N, …] to their slots."""
@@ -399,6 +396,30 @@ class Packed:
             values = torch.tensor([row.guidance for row in rows])
             [guidance] = to_device([values], self.tokens.device)
             self.guidance = guidance.to(self.tokens.dtype) * 1000
+
+    @property
+    def shapes(self) -> Hashable:
+        """All that the shapes of a step's tensors follow from."""
+        return self.layout.narrow.text, self.layout.narrow.image, self.layout.narrow.rest
+
+    def copied(self) -> Packed:
+        """The same in tensors of its own, which can take in what others have; without entries."""
+        own = copy(self)
+        own.rests, own.resident_kv = (None,) * len(self.rests), ResidentKV()
+        own.tokens, own.text, own.cis = self.tokens.clone(), self.text.clone(), self.cis.clone()
+        own.rest_cis = None if self.rest_cis is None else self.rest_cis.clone()
+        vars(own).pop("wide_cis", None)  # of others' factors
+        return own
+
+    def take(self, other: Packed) -> None:
+        """Have what other rows of the same shapes have, but for their tokens, in the tensors of
+        these.
+        """
+        self.text.copy_(other.text)
+        self.cis.copy_(other.cis)
+        if self.rest_cis is not None:
+            assert other.rest_cis is not None
+            self.rest_cis.copy_(other.rest_cis)
 
     @cached_property
     def wide_cis(self) -> Tensor:

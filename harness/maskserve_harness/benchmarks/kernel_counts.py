@@ -9,11 +9,11 @@ from functools import cache, partial
 
 import torch
 
+from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.packing import sparse_layout
 from maskserve_engine.families.flux.blocks import steps_ahead
 from maskserve_engine.families.flux.compiled import CompiledSegments
 from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
-from maskserve_engine.families.unet.graphs import Graphs
 from maskserve_engine.families.unet.rows import Guidance
 from maskserve_engine.layers.fp8 import FP8, Fp8Linear
 from maskserve_engine.layers.linear import Linear, PlainLinear, map_linears
@@ -58,6 +58,8 @@ class Case:
     """Form of the blocks' weights: `bf16` or `fp8`."""
     loras: int = 0
     """Of the first rows, each has one of its own, of rank 16."""
+    recorded: bool = False
+    """Whether steps are CUDA graphs, as far as they may be."""
 
 
 CASES = (
@@ -80,6 +82,12 @@ CASES = (
     Case("dense, 1 guided row", (None,), guided=True),
     Case("kv int8, 1 guided row", (0.11,), guided=True),
     Case("kv int8, 2 rows beside a priming one", (0.1, 0.2), primes=True),
+    Case("dense, 1 row, graphs", (None,), recorded=True),
+    Case("kv int8, 1 row, graphs", (0.11,), recorded=True),
+    Case("kv int8, 1 row, fp8, graphs", (0.11,), weights="fp8", recorded=True),
+    Case("kv int8, 4 rows, mixed, graphs", MIXED[:4], recorded=True),
+    Case("kv int8, 8 rows, mixed, graphs", MIXED, recorded=True),
+    Case("kv int8, 1 guided row, graphs", (0.11,), guided=True, recorded=True),
 )
 COMPILED_CASES = (
     Case("dense, 1 row, compiled", (None,), compiled=True),
@@ -224,11 +232,15 @@ def steady_steps(case: Case, blocks: tuple[int, int]) -> tuple[Log, Log]:
         bench = fake_bench(blocks, case.format)
         if case.weights == "fp8":
             bench.weights = map_linears(bench.weights, _in_fp8)
+        if case.recorded:
+            recorder = Graphs.on(DEVICE, torch.bfloat16)
+            bench.weights = replace(bench.weights, graphs=recorder, resident_bytes=0)
         bench.compiled = replace(bench.weights, segments=segments)
         bench.fill_entry({"mixed": "both"}.get(case.kind, case.kind))
         rows = make_rows(bench, case)
         step = partial(bench.step, rows, kinds_of(case, bench.blocks), compiled=case.compiled)
-        step()
+        for _ in range(3 if case.recorded else 1):  # the second one is recorded, the third taken
+            step()
         for row in rows:
             row.step = 0
         logs = []
@@ -303,6 +315,7 @@ def make_rows(bench: Bench, case: Case) -> list[FluxRow | FluxPrimingRow]:
     rows: list[FluxRow | FluxPrimingRow] = []
     for seed, ratio in enumerate(case.ratios):
         row = bench.row(ratio, seed)
+        row.recorded = case.recorded
         if seed < case.loras:
             row.adapters = ((bench.lora(16), 0.8),)
         rows.append(bench.guided(row) if case.guided else row)

@@ -20,6 +20,7 @@ from maskserve_core.models.flux import flux_work
 from maskserve_core.planning.flops import ModelWork, RowTokens, Totals
 from maskserve_engine.adapters.fuse import fused
 from maskserve_engine.batch.flow import Negative
+from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
@@ -77,6 +78,7 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
         compiled: whether segments of blocks are compiled (`compiled`); takes its time.
         placed_bytes: `[cache] placed_bytes`.
         outside_noise: `[model] outside_noise`.
+        graphs: `[engine] flux_cuda_graphs`; keys and values are then placed anew at each step.
         control_refresh: `[controls] refresh`.
     """
 
@@ -93,6 +95,7 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
         compiled: bool = False,
         placed_bytes: int = 0,
         outside_noise: str = "template",
+        graphs: bool = False,
         control_refresh: int = 1,
     ) -> None:
         check_sampler(sampler)
@@ -100,7 +103,9 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.weight_bytes = held_bytes(model)
-        weights = replace(FluxWeights.of(model), resident_bytes=placed_bytes)
+        recorder = Graphs.on(model.device, model.dtype) if graphs else None
+        room = placed_bytes if recorder is None else 0
+        weights = replace(FluxWeights.of(model), resident_bytes=room, graphs=recorder)
         self.weights = replace(weights, segments=compile_segments(weights)) if compiled else weights
         super().__init__(FluxBatch, self.weights)
         self.blocks = len(self.weights.double_blocks) + len(self.weights.single_blocks)
@@ -109,6 +114,7 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
             sampler,
             dtype=self.dtype,
             outside_noise=outside_noise,
+            buckets=recorder is not None,
         )
         self._control_refresh = control_refresh
         self._places = places_of(model)
@@ -123,6 +129,11 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
 
         if config.cache.conv_halo:
             raise ConfigError("[cache] conv_halo: a setting of UNets; use 0")
+        if config.engine.flux_cuda_graphs and config.cache.placed_bytes > 0:
+            raise ConfigError(
+                f"[cache] placed_bytes: {config.cache.placed_bytes} does not go with "
+                "[engine] flux_cuda_graphs, which places them anew at each step; use 0"
+            )
         return cls(
             facts,
             load_denoiser(
@@ -135,6 +146,7 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
             compiled=config.model.compile,
             placed_bytes=config.cache.placed_on(device_of(config).type),
             outside_noise=config.model.outside_noise,
+            graphs=config.engine.flux_cuda_graphs,
             control_refresh=config.controls.refresh,
         )
 
@@ -149,7 +161,8 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
         return TokenCounts(len(active), gh * gw, side)
 
     def _make_work(self, height: int, width: int) -> ModelWork:
-        return flux_work(self.facts.denoiser, height, width)
+        recorded = self.weights.graphs is not None
+        return flux_work(self.facts.denoiser, height, width, recorded=recorded)
 
     def counted(self, job: EditJob) -> Totals:
         _, height, width = job.moments.shape
@@ -376,6 +389,7 @@ class FluxAdapter(Stepping[Row, FluxWeights]):
             blend=start.blend,
             negative=self._negative(job, inputs.negative),
             first_block=FirstBlockCache(threshold) if threshold else None,
+            recorded=self._preparation.recorded(job),
         )
 
     def _guidance(self, job: EditJob) -> float | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from maskserve_core.models.flux import STEPS_AHEAD, VECTORS_AT_ONCE
 from maskserve_engine.batch.packing import Packing, Stream
-from maskserve_engine.batch.transfer import to_device
+from maskserve_engine.batch.transfer import copy_tensors, mapped, to_device
 from maskserve_engine.families.flux.weights import Double, FluxWeights, StreamWeights, TwoLayers
 from maskserve_engine.layers.attention import Span
 from maskserve_engine.layers.fp8 import Fp8Linear, quantised_gelu
@@ -210,6 +210,12 @@ class FluxStep:
 
     def take(self, rows: Sequence[int]) -> FluxStep:
         return FluxStep(self.weights.take(rows), self.vectors.take(rows))
+
+    def copied(self) -> FluxStep:
+        return FluxStep(self.weights, mapped(self.vectors, Tensor.clone))
+
+    def follow(self, other: FluxStep) -> None:
+        copy_tensors(self.vectors, other.vectors)
 
     def embed(self, tokens: Tensor, rows: Sequence[Span]) -> Tensor:
         return self.weights.x_embedder(tokens, rows)

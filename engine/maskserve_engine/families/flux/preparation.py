@@ -19,9 +19,10 @@ from torch import Tensor
 from maskserve_core.config import Config, ConfigError
 from maskserve_core.contracts.request import steps_run
 from maskserve_core.contracts.settings import acting
-from maskserve_core.imaging.masks import TokenIds, active_tokens
+from maskserve_core.imaging.masks import TokenIds, active_tokens, widened
 from maskserve_core.models.facts import ModelFacts
 from maskserve_engine.batch.flow import Schedule, Walk
+from maskserve_engine.batch.graphs import bucket
 from maskserve_engine.cache.loader import Selection
 from maskserve_engine.job import Conditioning, ControlInput, EditJob
 from maskserve_engine.stages.latents import Posterior, draw, noise_outside, template_noise
@@ -290,6 +291,8 @@ class FluxPreparation:
         sampler: FlowMatchEulerDiscreteScheduler, used for its sigmas only.
         dtype: of the model.
         outside_noise: `[model] outside_noise`.
+        buckets: whether steps are recorded, so that cached rows compute as many tokens as their
+            buckets have.
     """
 
     def __init__(
@@ -299,9 +302,10 @@ class FluxPreparation:
         *,
         dtype: torch.dtype,
         outside_noise: str,
+        buckets: bool = False,
     ) -> None:
         self._facts, self._sampler = facts, sampler
-        self._dtype = dtype
+        self._dtype, self._buckets = dtype, buckets
         self._shares_noise = outside_noise == "template"
 
     def prepared(self, job: EditJob) -> FluxPrepared:
@@ -324,7 +328,7 @@ class FluxPreparation:
         ringed = job.with_ring(ring)
         if not isinstance(job.prepared, FluxPrepared):
             return ringed
-        active = active_tokens(job.edit_mask, self._facts.token_pixels, ring)
+        active = self._computed(ringed)
         own = replace(job.prepared, active=active, selection=_others(job, active))
         return replace(ringed, prepared=own)
 
@@ -337,7 +341,27 @@ class FluxPreparation:
         """Which tokens a cached row computes."""
         if isinstance(job.prepared, FluxPrepared):
             return job.prepared.active
-        return active_tokens(job.edit_mask, self._facts.token_pixels, job.mask_ring)
+        return self._computed(job)
+
+    def _computed(self, job: EditJob) -> TokenIds:
+        """Those of mask and ring, and where steps are recorded some more next to them."""
+        active = active_tokens(job.edit_mask, self._facts.token_pixels, job.mask_ring)
+        if not self.recorded(job):
+            return active
+        height, width = grid_of(job)
+        return widened(active, height, width, bucket(len(active), height * width))
+
+    def recorded(self, job: EditJob) -> bool:
+        """Whether steps of its rows may be recorded: not where something of them has a way of its
+        own, nor where the answer may not depend on whether they are.
+        """
+        if not self._buckets:
+            return False
+        settings, loras = job.request.settings, job.request.used_loras
+        assert settings.num_inference_steps is not None
+        steps = steps_run(settings.num_inference_steps, settings.strength)
+        own_way = settings.reproducible or settings.first_block_threshold or loras
+        return not (own_way or acting(job.controls, steps))
 
     def schedule(self, job: EditJob) -> Schedule:
         if isinstance(job.prepared, FluxPrepared):

@@ -94,6 +94,8 @@ class FluxRow:
     negative: Negative | None = None
     first_block: FirstBlockCache | None = None
     """Of a row that may skip blocks."""
+    recorded: bool = False
+    """Whether its steps may be recorded as CUDA graphs."""
     residuals: Residuals | None = None
     adapters: Adapters = ()
     inactive: FluxInactive | None = None
@@ -244,6 +246,7 @@ class FluxPrimingRow:
     recorder: Recorder | None = None
     negative: None = None
     first_block: None = None
+    recorded: bool = False
     entry: Handle | None = None
     """Always None: it computes every token."""
     adapters: Adapters = ()

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.packing import Packing
 from maskserve_engine.batch.row_updates import ByRow, RowUpdates
 from maskserve_engine.layers.fp8 import Fp8Linear
@@ -146,6 +147,8 @@ class FluxWeights:
     """Of the blocks, compiled; None: they run as `blocks` has them."""
     resident_bytes: int = 0
     """That all blocks' keys and values of a batch may take to stay in place (`ResidentKV`)."""
+    graphs: Graphs | None = None
+    """Of its steps; None: none is recorded."""
     by_row: bool = False
     """Whether they are those `with_adapters`."""
 
@@ -203,7 +206,7 @@ class FluxWeights:
         if not any(rows):
             return self
         changed = self.with_linears(RowUpdates(rows, self.device).linear)
-        return replace(changed, by_row=True)
+        return replace(changed, by_row=True, graphs=None)
 
     def take(self, rows: Sequence[int]) -> FluxWeights:
         """Of weights for packed rows, those for some of them."""

@@ -18,6 +18,7 @@ from maskserve_core.models.facts import ModelFacts
 from maskserve_core.models.unet import unet_work
 from maskserve_core.planning.flops import ModelWork, Totals
 from maskserve_engine.adapters.fuse import fused
+from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.stepping import Stepping
 from maskserve_engine.batch.transfer import moved
 from maskserve_engine.control_link.opening import OpenedControl, Opening, OpeningFacts
@@ -36,7 +37,6 @@ from maskserve_engine.families.unet.control import (
     others_of,
 )
 from maskserve_engine.families.unet.forward import added_embedding
-from maskserve_engine.families.unet.graphs import Graphs
 from maskserve_engine.families.unet.preparation import UnetPreparation
 from maskserve_engine.families.unet.rows import (
     Guidance,
@@ -123,6 +123,8 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             raise ConfigError('[model] t5_weights: a setting of FLUX models; use "bf16"')
         if config.model.t5_offload:
             raise ConfigError("[model] t5_offload: a setting of FLUX models; use false")
+        if config.engine.flux_cuda_graphs:
+            raise ConfigError("[engine] flux_cuda_graphs: a setting of FLUX models; use false")
         if config.model.gguf:
             raise ConfigError("[model] gguf: a setting of FLUX models; use none")
         if config.cache.conv_halo and config.cache.entry_kind != "kv":

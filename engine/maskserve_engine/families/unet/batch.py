@@ -19,6 +19,7 @@ from maskserve_engine.families.unet.control import (
     UnetServedControl,
 )
 from maskserve_engine.families.unet.forward import PackedPasses, forward
+from maskserve_engine.families.unet.graphs import UnetStep
 from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
 from maskserve_engine.families.unet.weights import UnetWeights
 
@@ -129,7 +130,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
             self._weights = model.with_adapters([adapters[i] for i in own])
         if self._recorded(model):
             assert model.graphs is not None
-            return model.graphs.forward(model, self._packed, sample, timesteps, kinds)
+            return model.graphs.answer(UnetStep(model, self._packed, sample, timesteps, kinds))
         return forward(self._weights, self._packed, sample, timesteps, kinds, self._captures())
 
     def _recorded(self, model: UnetWeights) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from maskserve_core.models.unet import level_sizes
+from maskserve_engine.batch.graphs import AtOnce
 from maskserve_engine.batch.packing import Residuals
 from maskserve_engine.batch.row_updates import ByPass
 from maskserve_engine.batch.transfer import moved
@@ -136,18 +137,6 @@ class PackedPasses:
             for rest, own in zip(self.rests, wanted, strict=True)
         ]
         scatter_kv(sources, outs, slots)
-
-
-class AtOnce:
-    """How kernels of a step are asked for: each as the walk comes to it."""
-
-    def between(self, action: Callable[[PackedPasses], None], packed: PackedPasses) -> None:
-        """Something that is done anew at each step with the passes that take it."""
-        action(packed)
-
-    def empty(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """A tensor that is not written yet, and not read once the next one of its shape is."""
-        return like.new_empty(shape)
 
 
 def _canvases(passes: Sequence[PassInput]) -> list[Canvas]:

@@ -10,9 +10,9 @@ Computed tokens are packed in that order without padding. Keys are complete: eve
 computed tokens' first and the others' behind them, since attention does not depend on their order.
 A pass whose convolutions run on a tile has features in its box alone.
 
-Where steps are recorded (`graphs`), a pass that leaves tokens out computes as many as its bucket
-has: so the shapes of all tensors follow from a few numbers. A token too many is one of those left
-out, and what is restored of that one is written over it.
+Where steps are recorded (`batch.graphs`), a pass that leaves tokens out computes as many as its
+bucket has: so the shapes of all tensors follow from a few numbers. A token too many is one of those
+left out, and what is restored of that one is written over it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maskserve_engine.batch.graphs import bucket
 from maskserve_engine.families.unet.tile import Ids
 from maskserve_engine.layers.attention import Segments, ends, spans, uniform
 from maskserve_engine.layers.scatter_kv import KvSlots, slots_of
@@ -145,12 +146,6 @@ def make_level(
         sparse = Sparse(keys, there, wanted, _segments(padded, whole), _segments(padded, text))
     tiled = any(ids is not None for ids in tiles)
     return Level(_segments(whole, whole), _segments(whole, text), sparse, tiled)
-
-
-def bucket(count: int, most: int) -> int:
-    """Of `most` tokens so many are computed for `count`: at most an eighth more."""
-    step = max(8, 1 << max(0, count.bit_length() - 4))
-    return min(most, -(-count // step) * step)
 
 
 def _marked(tokens: int, ids: Ids | None) -> NDArray[np.bool_]:

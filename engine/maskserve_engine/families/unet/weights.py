@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from maskserve_engine.batch.graphs import Graphs
 from maskserve_engine.batch.row_updates import ByRow, RowUpdates
 from maskserve_engine.layers.linear import Linear, PlainLinear, linear, map_linears
 from maskserve_engine.layers.low_rank import (
@@ -73,19 +74,6 @@ Stage = tuple[StackWeights, ...]
 """Stacks of a stage in the order they run; none where the stage does not attend."""
 
 
-class StepRecorder(Protocol):
-    """Takes steps that it has recorded (`graphs.Graphs`)."""
-
-    def forward(
-        self,
-        weights: UnetWeights,
-        packed: Any,
-        sample: Tensor,
-        timesteps: Tensor,
-        kinds: Sequence[str],
-    ) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class UnetWeights:
     """All of a UNet2DConditionModel that a step needs, or of a ControlNetModel, which has no way
@@ -100,7 +88,7 @@ class UnetWeights:
     layers: Mapping[nn.Module, Callable[..., Tensor]] = field(default_factory=dict)
     """In place of the model's own convolutions and timestep projections, where passes change
     them."""
-    graphs: StepRecorder | None = None
+    graphs: Graphs | None = None
     """Of its steps; None: none is recorded."""
 
     @classmethod

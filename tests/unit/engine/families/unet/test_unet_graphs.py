@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from maskserve_engine.batch.graphs import Graphs, bucket
 from maskserve_engine.cache.loader import EntryLost
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet import graphs
 from maskserve_engine.families.unet.adapter import UnetAdapter
-from maskserve_engine.families.unet.graphs import Graphs
-from maskserve_engine.families.unet.levels import bucket
 from maskserve_engine.families.unet.rows import CachedRest
 from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay

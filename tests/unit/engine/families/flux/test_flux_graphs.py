@@ -1,0 +1,342 @@
+"""Recorded FLUX steps against those that are not, with operations replayed on a CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from maskserve_core.config import ConfigError
+from maskserve_core.contracts.request import Lora
+from maskserve_core.imaging.masks import active_tokens
+from maskserve_engine.batch import flow, forward
+from maskserve_engine.batch.graphs import Graphs, bucket
+from maskserve_engine.cache.loader import EntryLost
+from maskserve_engine.families.encoder import Encoder
+from maskserve_engine.families.flux.adapter import FluxAdapter
+from maskserve_engine.families.flux.preparation import grid_of
+from maskserve_engine.families.flux.rows import CachedTokens
+from maskserve_engine.families.registry import load_adapter, load_encoder
+from maskserve_engine.job import ControlInput, EditJob
+from maskserve_harness.benchmarks.replay import Replay
+from tests.fakes.jobs import config_of, encode_case, guided, random_case
+from tests.support.cached_rows import Primed, assert_equal, cached
+from tests.support.replayed import Replayed
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module", params=["fill", "inpaint"])
+def folder(request: pytest.FixtureRequest, tiny_fill: Path, tiny_inpaint: Path) -> Path:
+    return tiny_fill if request.param == "fill" else tiny_inpaint
+
+
+@pytest.fixture(scope="module")
+def encoder(folder: Path) -> Encoder:
+    return load_encoder(config_of(folder))
+
+
+def adapter_of(folder: Path, capture: Replayed | None, *, buckets: bool = True) -> FluxAdapter:
+    """As where steps are recorded, by `capture`."""
+    adapter = load_adapter(config_of(folder, cache={"placed_bytes": 0}))
+    assert isinstance(adapter, FluxAdapter)
+    adapter._preparation._buckets = buckets
+    if capture is not None:
+        adapter._stepped = replace(adapter.weights, graphs=Graphs(capture))
+    return adapter
+
+
+def job_of(encoder: Encoder, seed: int, side: int = 64, **asked: Any) -> EditJob:
+    rng = np.random.default_rng(seed)
+    case = random_case(rng, num_inference_steps=STEPS, strength=1.0, **asked)
+    mask = np.zeros((side, side), np.uint8)
+    top, left = (int(each) for each in rng.integers(0, side // 2, 2))
+    mask[top : top + int(rng.integers(8, 32)), left : left + int(rng.integers(8, 32))] = 255
+    pixels = rng.integers(0, 256, (side, side, 3), dtype=np.uint8)
+    return encode_case(encoder, replace(case, pixels=pixels, mask=mask), f"edit-{seed}")
+
+
+def jobs_of(encoder: Encoder, seed: int, count: int) -> list[EditJob]:
+    """Of two sizes; the first two are guided where the model has true guidance."""
+    rng = np.random.default_rng(seed)
+    return [
+        job_of(
+            encoder,
+            seed + i,
+            64 if i % 2 else 48,
+            **(guided(rng) if i < 2 and encoder.facts.true_cfg else {}),
+        )
+        for i in range(count)
+    ]
+
+
+def results(
+    adapter: FluxAdapter,
+    jobs: Sequence[EditJob],
+    primed: Sequence[Primed],
+    plans: Sequence[Any],
+) -> list[Any]:
+    """Latents of edits that join one after another, two steps apart; every third one is dense."""
+    replay = Replay(adapter)
+    rows = [
+        adapter.dense_row(job) if number % 3 == 2 else cached(replay, job, own)
+        for number, (job, own) in enumerate(zip(jobs, primed, strict=True))
+    ]
+    for at in range(2 * len(rows) + STEPS):
+        live = [row for row in rows[: 1 + at // 2] if row.step < row.steps]
+        if live:
+            replay.step(live, plans[at % len(plans)])
+    return [row.result().array() for row in rows]
+
+
+def graphs_of(adapter: FluxAdapter) -> Graphs:
+    recorder = adapter._stepped.graphs
+    assert recorder is not None
+    return recorder
+
+
+@pytest.mark.parametrize("format", ["model", "int8", "int4"])
+def test_rows_that_join_and_leave_have_the_latents_that_they_have_without(
+    folder: Path, encoder: Encoder, format: str
+) -> None:
+    """Each step reads another entry, and plans change. In the second round nearly all steps were
+    recorded in the first.
+    """
+    seed = int(np.random.default_rng().integers(1 << 30))
+    rng = np.random.default_rng(seed)
+    jobs = jobs_of(encoder, seed, 5)
+    capture = Replayed()
+    plain, own = adapter_of(folder, None), adapter_of(folder, capture)
+    primed = [Primed(plain, encoder, job, "both", format) for job in jobs]
+    drawn = [rng.choice(["dense", "kv", kind], plain.blocks) for kind in ("kv", "project")]
+    for plans in ([("kv",) * plain.blocks], [tuple(each) for each in drawn]):
+        expected = results(plain, jobs, primed, plans)
+        for _ in range(2):
+            found = results(own, jobs, primed, plans)
+            for one, other in zip(found, expected, strict=True):
+                assert_equal(one, other)
+        assert capture.recorded > 0, seed
+    assert graphs_of(own)._capture is capture, "recording was turned off"
+
+
+def test_a_lone_rows_products_that_write_in_place_are_recorded_too(
+    folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where keys and values are written where attention reads."""
+    where = "maskserve_engine.families.flux.weights.in_epilogues"
+    monkeypatch.setattr(where, lambda *_, **__: True)
+    capture = Replayed()
+    plain, own = adapter_of(folder, None), adapter_of(folder, capture)
+    assert all(plain.weights.writes)
+    jobs = [job_of(encoder, seed) for seed in (1, 1, 2)]
+    for job in jobs:
+        primed, kinds = Primed(plain, encoder, job), ("kv",) * plain.blocks
+        found = []
+        for adapter in (plain, own):
+            replay = Replay(adapter)
+            row = cached(replay, job, primed)
+            while row.step < row.steps:
+                replay.step([row], kinds)
+            found.append(row.result().array())
+        assert_equal(*found)
+    assert capture.recorded > 0
+    assert graphs_of(own)._capture is capture, "recording was turned off"
+
+
+def test_a_recorded_step_runs_nothing_of_the_model_by_itself(
+    folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another mask of the same bucket is stepped by pieces alone."""
+    adapter = adapter_of(folder, Replayed())
+    jobs = [job_of(encoder, 5), job_of(encoder, 6)]
+    for job, (high, wide) in zip(jobs, ((16, 24), (24, 16)), strict=True):
+        job.edit_mask[:] = 0
+        job.edit_mask[8 : 8 + high, 8 : 8 + wide] = 255
+    assert len({adapter.tokens(job).active for job in jobs}) == 1
+    walked: list[int] = []
+    walk = forward.forward
+
+    def watched(*args: Any, **named: Any) -> Any:
+        walked.append(1)
+        return walk(*args, **named)
+
+    primed = [Primed(adapter, encoder, job) for job in jobs]
+    monkeypatch.setattr(flow, "forward", watched)
+    replay = Replay(adapter)
+    for job, own in zip(jobs, primed, strict=True):
+        row = cached(replay, job, own)
+        while row.step < row.steps:
+            replay.step([row], ("kv",) * adapter.blocks)
+        assert len(walked) == 3  # the first, and the second once more to be recorded
+
+
+def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
+    folder: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, plain = adapter_of(folder, Replayed()), adapter_of(folder, None)
+    job, kinds = job_of(encoder, 9), ("kv",) * plain.blocks
+    primed = Primed(plain, encoder, job)
+    expected = Replay(plain)
+    row = cached(expected, job, primed)
+    while row.step < row.steps:
+        expected.step([row], kinds)
+    replay = Replay(adapter)
+    own = cached(replay, job, primed)
+    for _ in range(3):
+        replay.step([own], kinds)
+    source = CachedTokens.source
+
+    def lost(rest: CachedTokens, block: int, part: str) -> Any:
+        if block == 1:
+            raise EntryLost("gone")
+        return source(rest, block, part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CachedTokens, "source", lost)
+        with pytest.raises(EntryLost):
+            replay.step([own], kinds)
+    assert own.step == 3
+    while own.step < own.steps:
+        replay.step([own], kinds)
+    assert_equal(own.result().array(), row.result().array())
+
+
+def test_one_that_answers_otherwise_turns_them_off(
+    folder: Path, encoder: Encoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong(Replayed):
+        def end(self) -> Any:
+            piece = super().end()
+            piece.done = piece.done[: len(piece.done) // 2]
+            return piece
+
+    capture, jobs = Wrong(), [job_of(encoder, 3)]
+    plain, adapter = adapter_of(folder, None), adapter_of(folder, capture)
+    plans, primed = [("kv",) * plain.blocks], [Primed(plain, encoder, job) for job in jobs]
+    expected = results(plain, jobs, primed, plans)
+    with caplog.at_level(logging.ERROR):
+        found = results(adapter, jobs, primed, plans)
+    assert_equal(found[0], expected[0])
+    assert "not recorded as CUDA graphs" in caplog.text
+    before = capture.recorded
+    assert_equal(results(adapter, jobs, primed, plans)[0], expected[0])
+    assert capture.recorded == before
+
+
+def test_recorded_steps_share_what_is_written_between_their_pieces(
+    folder: Path, encoder: Encoder
+) -> None:
+    """A larger mix has smaller ones recorded again: nobody holds a second buffer."""
+    capture = Replayed()
+    adapter, plain = adapter_of(folder, capture), adapter_of(folder, None)
+    jobs = [job_of(encoder, seed) for seed in (11, 12)]
+    primed, kinds = [Primed(plain, encoder, job) for job in jobs], ("kv",) * plain.blocks
+
+    def run(of: FluxAdapter) -> list[Any]:
+        replay, found = Replay(of), []
+        for batch in ((0,), (0, 1), (0,), (0, 1), (1,)):
+            rows = [cached(replay, jobs[i], primed[i]) for i in batch]
+            while rows[0].step < rows[0].steps:
+                replay.step(rows, kinds)
+            found += [row.result().array() for row in rows]
+        return found
+
+    for one, other in zip(run(adapter), run(plain), strict=True):
+        assert_equal(one, other)
+    graphs = graphs_of(adapter)
+    buffers = {held.data_ptr() for held in graphs._buffers._held.values()}
+    recorded = [step for step in graphs._seen.values() if step is not None]
+    assert len(recorded) >= 2
+    for step in recorded:
+        assert len(step._actions) == plain.blocks
+        for action in step._actions:
+            outs = cast(Any, action).args[2]
+            assert outs[0].untyped_storage().data_ptr() in buffers
+
+
+@pytest.mark.parametrize("ring", [0, 1, 2])
+def test_a_bucket_is_filled_with_the_tokens_next_to_the_mask(
+    folder: Path, encoder: Encoder, ring: int
+) -> None:
+    """What is counted of the edit is what its row computes."""
+    adapter, plain = adapter_of(folder, None), adapter_of(folder, None, buckets=False)
+    for seed in range(12):
+        job = job_of(encoder, seed, mask_ring=ring)
+        ready = adapter.prepare_template(adapter.prepare(job), 7)
+        rows, columns = grid_of(job)
+        own, more, all_of_it = (
+            set(active_tokens(job.edit_mask, adapter.facts.token_pixels, each).tolist())
+            for each in (ring, ring + 1, ring + 64)
+        )
+        row = adapter.cached_row(ready, 7)
+        assert row.inactive is not None
+        computed = set(row.inactive.active.tolist())
+        assert len(computed) == len(row.latents) == bucket(len(own), rows * columns)
+        assert adapter.tokens(job).active == adapter.tokens(ready).active == len(computed)
+        assert own <= computed <= all_of_it
+        assert computed <= more or computed > more, "a farther token before a nearer one"
+        assert plain.tokens(job).active == len(own)
+        wider = adapter.with_ring(ready, ring + 1)
+        assert adapter.tokens(wider).active == bucket(len(more), rows * columns)
+        assert row.recorded
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"reproducible": True},
+        {"first_block_threshold": 0.1},
+        {"loras": (Lora(name="a"),)},
+        {"controls": (ControlInput("a", np.zeros((64, 64, 3), np.uint8)),)},
+    ],
+    ids=["reproducible", "skipping", "lora", "control"],
+)
+def test_an_edit_with_a_way_of_its_own_keeps_its_tokens_and_is_not_recorded(
+    folder: Path, encoder: Encoder, asked: dict[str, Any]
+) -> None:
+    capture = Replayed()
+    adapter, plain = adapter_of(folder, capture), adapter_of(folder, None, buckets=False)
+    settings = {key: asked[key] for key in asked if key not in ("loras", "controls")}
+    job, beside = job_of(encoder, 17, **settings), job_of(encoder, 17)
+    if "loras" in asked:
+        job = replace(job, request=replace(job.request, loras=asked["loras"]))
+    given = replace(job, controls=asked.get("controls", ()))
+    assert adapter.tokens(given) == plain.tokens(job)
+    assert adapter.tokens(beside) != plain.tokens(beside)
+    assert not adapter._preparation.recorded(given)
+    if "controls" in asked:
+        return  # its row needs a net
+    assert not adapter.cached_row(job, 7).recorded
+    primed = [Primed(plain, encoder, each) for each in (job, beside)]
+    replay = Replay(adapter)
+    rows = [cached(replay, each, own) for each, own in zip((job, beside), primed, strict=True)]
+    while rows[0].step < rows[0].steps:
+        replay.step(rows, ("kv",) * adapter.blocks)
+    assert capture.recorded == 0
+
+
+def test_where_steps_are_not_recorded_nothing_changes(folder: Path, encoder: Encoder) -> None:
+    """On a CPU, setting or not."""
+    asked = load_adapter(config_of(folder, engine={"flux_cuda_graphs": True}))
+    plain = load_adapter(config_of(folder))
+    assert isinstance(asked, FluxAdapter)
+    assert asked.weights.graphs is None
+    job = job_of(encoder, 18)
+    assert asked.tokens(job) == plain.tokens(job)
+    assert Graphs.on(torch.device("cpu"), torch.float32) is None
+
+
+def test_what_recorded_steps_do_not_go_with_is_said(
+    tiny_fill: Path, tiny_unets: dict[str, Path]
+) -> None:
+    on: dict[str, Any] = {"flux_cuda_graphs": True}
+    with pytest.raises(ConfigError, match=r"\[cache\] placed_bytes: 7 does not go with"):
+        load_adapter(config_of(tiny_fill, engine=on, cache={"placed_bytes": 7}))
+    with pytest.raises(ConfigError, match=r"\[engine\] flux_cuda_graphs: a setting of FLUX"):
+        load_adapter(config_of(tiny_unets["sd-fill"], engine=on))
