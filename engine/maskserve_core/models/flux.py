@@ -71,7 +71,7 @@ _LAUNCHES_OUTSIDE = 11.0
 _RECORDED_LAUNCHES = {name: (0.0, own[1], 2.0) for name, own in _LAUNCHES.items()}
 """Where steps are CUDA graphs: one that places entries, and the piece of a graph behind it.
 Projected blocks are not recorded."""
-_RECORDED_OUTSIDE = 11.0
+_RECORDED_OUTSIDE = 18.0
 _OUT_LAUNCHES = 1.0
 """Of a ControlNet, behind each block."""
 

@@ -56,6 +56,35 @@ def test_a_steady_step_copies_nothing_and_launches_no_more_than_the_table_says(c
             assert [log.copies for log in steady_steps(case, blocks)] == [[], []]
 
 
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+def test_a_recorded_flux_step_asks_for_two_launches_a_block(weights: str) -> None:
+    """One places entries, one is the piece of a graph behind it; further rows ask for none."""
+
+    def launches(recorded: bool, rows: int, blocks: tuple[int, int]) -> int:
+        case = Case("", MIXED[:rows], weights=weights, recorded=recorded)
+        _, steady = steady_steps(case, blocks)
+        assert steady.copies == []
+        return steady.launches
+
+    small, more, plain = (
+        launches(*each) for each in ((True, 1, (1, 1)), (True, 1, (2, 2)), (False, 1, (2, 2)))
+    )
+    assert more - small == 4
+    assert plain > 4 * (more - small) + small
+    assert launches(True, 8, (1, 1)) <= small + 1
+
+
+def test_flux_steps_with_a_way_of_their_own_are_not_recorded() -> None:
+    """Of LoRAs, priming rows and projected blocks."""
+    for case in (
+        Case("", (0.1,), loras=1, recorded=True),
+        Case("", (0.1,), primes=True, recorded=True),
+        Case("", (0.1,), "project", recorded=True),
+    ):
+        _, steady = steady_steps(case, (1, 1))
+        assert "a graph" not in steady.kernels
+
+
 @pytest.mark.parametrize("kind", ["kv", "dense"])
 def test_any_number_of_loras_adds_two_kernels_per_product(kind: str) -> None:
     """16 per double block, 4 per single one; a steady step copies nothing.

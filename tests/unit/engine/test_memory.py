@@ -22,12 +22,13 @@ from maskserve_core.models.unet import control_work as unet_control_work
 from maskserve_core.worker.liveness import sign_in
 from maskserve_engine import memory
 from maskserve_engine.assembly import assemble
+from maskserve_engine.batch.graphs import KEPT, Graphs
 from maskserve_engine.batch.skipping import FirstBlockCache
 from maskserve_engine.entry_store import estimated_costs, sized
 from maskserve_engine.families.flux.encode import FluxEncoder
 from maskserve_engine.families.registry import load_adapter, load_decoder, load_encoder
 from maskserve_engine.families.unet.control import UnetRowControl
-from maskserve_harness.benchmarks.fake_cuda import FakeCuda
+from maskserve_harness.benchmarks.fake_cuda import DEVICE, FakeCuda
 from maskserve_harness.benchmarks.kernel_counts import MIXED, Case, fake_bench, kinds_of, make_rows
 from maskserve_harness.benchmarks.live_bytes import LiveBytes
 from maskserve_harness.benchmarks.step_rig import Bench
@@ -172,6 +173,52 @@ def test_a_flux_step_holds_no_more_than_was_counted(case: Case, with_kernels: bo
         # What is counted is what plain operations hold, the activation apart from its product.
         least = 0.35 if with_kernels else 0.6
         assert live.peak >= least * counted, "counted far too much"
+
+
+def test_recorded_flux_steps_hold_no_more_than_one_step_beside_the_others() -> None:
+    """Dense rows, and as many mixes of cached ones as are kept."""
+    rows, tried = 2, 3
+    with FakeCuda():
+        bench = fake_bench((1, 1), "int8")
+        bench.fill_entry("kv")
+        recorder = Graphs.on(DEVICE, torch.bfloat16)
+        assert recorder is not None
+        bench.weights = replace(bench.weights, graphs=recorder, resident_bytes=0)
+
+        def step(ratio: float | None) -> None:
+            batch = make_rows(bench, Case("", (ratio,) * rows, recorded=True))
+            for _ in range(2):  # the second one is recorded
+                bench.step(batch, "kv")
+            bench.batch = None
+
+        with LiveBytes("cuda") as live:
+            step(None)
+            step(0.3)
+            before = live.now
+            for number in range(tried):
+                step(0.25 - 0.05 * number)
+            of_mix = (live.now - before) / tried
+    assert len([each for each in recorder._seen.values() if each is not None]) == 2 + tried
+    assert of_mix > 0
+    once = 2 * memory.peak_values(bench.work, rows, bench.text)
+    assert live.peak + (KEPT - tried) * of_mix <= 2 * once
+
+
+def test_the_table_counts_recorded_flux_steps(
+    tiny_fill: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more step, and no room for keys and values that stay in place."""
+    adapter = load_adapter(config_of(tiny_fill))
+    monkeypatch.setattr(memory, "device_of", lambda config: torch.device("cuda", 0))
+    monkeypatch.setattr(memory, "_name", str)
+    steps = []
+    for on in (False, True):
+        config = config_of(tiny_fill, engine={"flux_cuda_graphs": on})
+        _, size = sized(config, adapter, estimated_costs(config))
+        told = memory.memory_table(config, adapter, size, (2 * FREE, FREE))
+        steps.append(told.step - size.anchor_bytes)
+    placed = config.cache.placed_on("cuda")
+    assert steps[1] == 2 * (steps[0] - placed)
 
 
 def test_rows_that_may_skip_steps_hold_the_most() -> None:

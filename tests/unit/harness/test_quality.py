@@ -68,6 +68,20 @@ def test_a_cache_that_does_nothing_fails(rig: Rig) -> None:
     assert kept.outside_max_abs_diff == lost.outside_max_abs_diff == 0
 
 
+def test_a_bucket_of_tokens_costs_no_quality(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps are recorded a few more tokens are computed, next to the mask."""
+    edits = [edit for name in CLASSES if name != "most" for edit in edits_of(name, 2)]
+    jobs = rig.jobs(edits)
+    dense, entries = rig.dense(edits, jobs), rig.entries(jobs)
+    choice = default(rig.adapter.facts, rig.steps)
+    plain = summary(compare(edits, rig.cached(edits, jobs, entries, choice), dense))
+    monkeypatch.setattr(rig.adapter._preparation, "_buckets", True)
+    more = summary(compare(edits, rig.cached(edits, jobs, entries, choice), dense))
+    assert more.psnr_in_mask > plain.psnr_in_mask
+    assert more.worst_psnr_in_mask >= plain.worst_psnr_in_mask - 1.0
+    assert more.outside_max_abs_diff == 0
+
+
 @pytest.mark.parametrize(
     "form",
     [

@@ -181,6 +181,14 @@ def test_launches_are_within_a_tenth_of_those_counted_on_a_fake_device(
             assert launches == pytest.approx(counted_there["step"], rel=0.1)
 
 
+@pytest.mark.parametrize(("kind", "case"), [("dense", "dense"), ("kv", "kv int8")])
+def test_launches_of_flux_steps_that_are_recorded_are_counted_too(kind: str, case: str) -> None:
+    table = json.loads(Path("docs/benchmarks/kernels.json").read_text(encoding="utf-8"))
+    work = flux_work(FLUX_DEV, 128, 128, recorded=True)
+    launches = work.batch_launches((kind,) * len(work.blocks))
+    assert launches == pytest.approx(table[f"{case}, 1 row, graphs"]["step"], rel=0.1)
+
+
 def test_launches_of_steps_that_are_not_recorded_are_counted_too() -> None:
     table = json.loads(Path("docs/benchmarks/kernels.json").read_text(encoding="utf-8"))
     work = unet_work(SDXL, 128, 128, guidance=False)
