@@ -150,7 +150,7 @@ class FlowWeights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FlowStep:
-    """A step as it is recorded (`graphs.Step`); arguments as those of `forward`."""
+    """A step as it is recorded (`graphs.BatchStep`); arguments as those of `forward`."""
 
     model: Transformer
     packed: Packed

@@ -77,7 +77,7 @@ class GraphCapture(Protocol):
         ...
 
 
-class Step(Protocol):
+class BatchStep(Protocol):
     """One step of a batch: what it is given, and how it is asked for."""
 
     @property
@@ -195,8 +195,8 @@ class RecordedStep:
         step: the first one.
     """
 
-    def __init__(self, capture: GraphCapture, buffers: _Buffers, step: Step) -> None:
-        self._own: Step = step.copied()
+    def __init__(self, capture: GraphCapture, buffers: _Buffers, step: BatchStep) -> None:
+        self._own: BatchStep = step.copied()
         self._of = weakref.ref(step.packed)
         recording = _Recording(capture, buffers)
         with capture.session():
@@ -208,7 +208,7 @@ class RecordedStep:
         self._pieces = [*recording.pieces, last]
         self._actions = recording.actions
 
-    def take(self, step: Step) -> Tensor:
+    def take(self, step: BatchStep) -> Tensor:
         """The model's answer to another step.
 
         Raises:
@@ -242,7 +242,7 @@ class Graphs:
             return None
         return cls(CudaCapture(device))
 
-    def answer(self, step: Step) -> Tensor:
+    def answer(self, step: BatchStep) -> Tensor:
         """The model's. The first step of a mix of buckets is asked for kernel by kernel, which also
         makes what kernels need once; the second is recorded.
         """
@@ -262,7 +262,7 @@ class Graphs:
                 self._seen.popitem(last=False)
         return answer
 
-    def _record(self, name: Hashable, answer: Tensor, step: Step) -> None:
+    def _record(self, name: Hashable, answer: Tensor, step: BatchStep) -> None:
         """Record the step that gave `answer`. If it gives another, none is any more."""
         assert self._capture is not None
         try:
