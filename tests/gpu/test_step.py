@@ -177,6 +177,31 @@ def test_a_recorded_unet_step_answers_what_one_that_is_not_does(
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("ratios", [(0.11,), (0.1, 0.3, None)])
+def test_a_recorded_flux_step_answers_what_one_that_is_not_does(
+    ratios: tuple[float | None, ...],
+) -> None:
+    pytest.importorskip("triton")
+    bench = Bench("flux-1024", (1, 1), torch.bfloat16, CUDA, "int8")
+    bench.fill_entry("kv")
+    plain, answers = replace(bench.weights, resident_bytes=0), []
+    recorder = Graphs.on(CUDA, torch.bfloat16)
+    assert recorder is not None
+    for graphs in (None, recorder):
+        bench.weights, bench.batch = replace(plain, graphs=graphs), None
+        torch.manual_seed(4)
+        rows = [bench.row(ratio, seed) for seed, ratio in enumerate(ratios)]
+        for row in rows:
+            row.recorded = True
+        for _ in range(5):
+            bench.step(rows, "kv")
+        answers.append([row.latents.float().cpu() for row in rows])
+    assert recorder._capture is not None, "recording was turned off"
+    assert any(recorder._seen.values())
+    for one, other in zip(*answers, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
 def test_products_in_fp8_agree_with_their_numbers() -> None:
     pytest.importorskip("triton")
     if torch.cuda.get_device_capability(CUDA) < (8, 9):
