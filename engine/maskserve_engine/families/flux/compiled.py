@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.decorators import mark_unbacked
 
 from maskserve_engine.batch.packing import Packing
 from maskserve_engine.families.flux.blocks import (
@@ -152,9 +153,6 @@ class CompiledSegments:
 
     def warm_up(self, weights: FluxWeights) -> None:
         """Compile what the model's blocks need, for any number of rows and tokens."""
-        # Here, for it brings the compiler: a second of CPU time at every start without it.
-        from torch._dynamo.decorators import mark_unbacked
-
         device, both = weights.device, _TEXT + _IMAGE
 
         def some(tokens: int, width: int = weights.width) -> Tensor:
