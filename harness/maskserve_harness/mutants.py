@@ -174,8 +174,8 @@ MUTATIONS = (
     Mutation(
         "no keys of a row's inactive tokens are loaded",
         f"{_ENGINE}/batch/forward.py",
-        'scatter_kv(self._sources(index, "kv"), both, packing.slots)',
-        "[each.zero_() for each in both]",
+        "scatter_kv(sources, outs, slots)",
+        "[each.zero_() for each in outs]",
         f"{_UNIT}/engine/families/flux/test_flux_cached.py::test_on_the_priming_inputs_any_mix_of_kinds_equals_dense",
     ),
     Mutation(
