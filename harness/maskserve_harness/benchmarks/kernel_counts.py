@@ -14,7 +14,7 @@ from maskserve_engine.batch.packing import sparse_layout
 from maskserve_engine.families.flux.blocks import steps_ahead
 from maskserve_engine.families.flux.compiled import CompiledSegments
 from maskserve_engine.families.flux.rows import FluxPrimingRow, FluxRow
-from maskserve_engine.families.unet.rows import Guidance
+from maskserve_engine.families.unet.rows import Guidance, UnetRow
 from maskserve_engine.layers.fp8 import FP8, Fp8Linear
 from maskserve_engine.layers.linear import Linear, PlainLinear, map_linears
 from maskserve_harness.benchmarks.fake_compiler import FakeCompiler
@@ -270,38 +270,47 @@ def compiled_device() -> tuple[FakeCuda, CompiledSegments]:
         return cuda, FakeCompiler(cuda).compile(fake_bench((1, 1), "model").weights)
 
 
-def unet_step(case: UnetCase, *, turning: bool = False) -> tuple[Log, int]:
-    """What a step of rows that were packed before asks of the device, and the model's blocks.
-
-    Args:
-        case: rows and model.
-        turning: the rows turn to another entry at that step.
-    """
+def unet_step(case: UnetCase) -> tuple[Log, int]:
+    """What a step of rows that were packed before asks of the device, and the model's blocks."""
     with FakeCuda() as cuda:
-        meta = torch.device("meta")
-        model = fake_weights(build_unet(case.preset, torch.bfloat16, meta))
-        args = case.preset, torch.bfloat16, DEVICE, case.format, case.halo
-        bench = UnetBench(*args, model)
-        if case.recorded:
-            recorder = Graphs.on(DEVICE, torch.bfloat16)
-            bench.weights, bench.buckets = replace(bench.weights, graphs=recorder), True
-        bench.fill_entry(case.kind)
-        rows = [bench.row(ratio, seed) for seed, ratio in enumerate(case.ratios)]
-        for row in rows[: case.loras]:
-            row.adapters = ((bench.lora(16), 0.8),)
-        if case.guided:
-            for row in rows:
-                row.guidance = Guidance(row.prompt, 7.5)
-        for _ in range(3):  # the first asks for each kernel, the second records them
-            with cuda.watch() as log:
-                bench.step(rows, case.kind)
-        if turning:
-            for row in rows:
-                assert row.inactive is not None
-                row.entry = in_memory(bench.entry, row.inactive.selection, whole=True)
-            with cuda.watch() as log:
-                bench.step(rows, case.kind)
-    return log, bench.blocks
+        bench, rows = _unet_rows(case)
+        return _steady(cuda, bench, rows, case.kind), bench.blocks
+
+
+def unet_turn(case: UnetCase) -> tuple[Log, Log]:
+    """What such a step asks of the device, and one at which all rows turn to another entry."""
+    with FakeCuda() as cuda:
+        bench, rows = _unet_rows(case)
+        steady = _steady(cuda, bench, rows, case.kind)
+        for row in rows:
+            assert row.inactive is not None
+            row.entry = in_memory(bench.entry, row.inactive.selection, whole=True)
+        with cuda.watch() as turned:
+            bench.step(rows, case.kind)
+    return steady, turned
+
+
+def _unet_rows(case: UnetCase) -> tuple[UnetBench, list[UnetRow]]:
+    model = fake_weights(build_unet(case.preset, torch.bfloat16, torch.device("meta")))
+    bench = UnetBench(case.preset, torch.bfloat16, DEVICE, case.format, case.halo, model)
+    if case.recorded:
+        recorder = Graphs.on(DEVICE, torch.bfloat16)
+        bench.weights, bench.buckets = replace(bench.weights, graphs=recorder), True
+    bench.fill_entry(case.kind)
+    rows = [bench.row(ratio, seed) for seed, ratio in enumerate(case.ratios)]
+    for row in rows[: case.loras]:
+        row.adapters = ((bench.lora(16), 0.8),)
+    if case.guided:
+        for row in rows:
+            row.guidance = Guidance(row.prompt, 7.5)
+    return bench, rows
+
+
+def _steady(cuda: FakeCuda, bench: UnetBench, rows: list[UnetRow], kind: str) -> Log:
+    for _ in range(3):  # the first asks for each kernel, the second records them
+        with cuda.watch() as log:
+            bench.step(rows, kind)
+    return log
 
 
 def fake_bench(blocks: tuple[int, int], format: str) -> Bench:

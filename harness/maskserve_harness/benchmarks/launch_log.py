@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -188,8 +189,15 @@ def _placed(outs: Any, row_of: Any, local: Any, to: Any, ids: Any, data: Any, *_
 def place_of(frame: FrameType | None) -> str:
     """The innermost function of ours: `module.function`."""
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if _PACKAGE in path.parts:
-            return f"{path.stem}.{frame.f_code.co_name}"
+        module = _module(frame.f_code.co_filename)
+        if module:
+            return f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"
+
+
+@cache  # a launch asks for each function on the stack
+def _module(file: str) -> str:
+    """Of a file of ours, else empty."""
+    path = Path(file)
+    return path.stem if _PACKAGE in path.parts else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ class Bench:
         """A dense row (None), or a cached one with random active tokens."""
         tokens, channels = self.grid[0] * self.grid[1], self.config["in_channels"]
         out = self.config.get("out_channels") or channels
-        cis = self._cis()
+        cis = self._cis
         extra = channels - out
         condition = self._random(tokens, extra) if extra else None
         row = FluxRow(
@@ -205,6 +206,7 @@ class Bench:
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
+    @cached_property
     def _cis(self) -> torch.Tensor:
         gh, gw = self.grid
         ids = torch.zeros(self.text + gh * gw, 3, device=self.device)

@@ -41,6 +41,7 @@ from maskserve_harness.benchmarks.kernel_counts import (
     fake_bench,
     steady_steps,
     unet_step,
+    unet_turn,
 )
 from maskserve_harness.benchmarks.replay import plan_of_kinds
 from tests.fakes.jobs import config_of, encode_case, guided, random_case, unet_case
@@ -154,7 +155,7 @@ def test_a_row_that_turns_to_another_entry_reads_all_of_its_maps_by_one_kernel(
 ) -> None:
     """And its table of addresses goes in a transfer that nobody waits for."""
     case = UnetCase("tiles", "sd21-768", MIXED[:2], halo=4, recorded=recorded)
-    steady, turned = (unet_step(case, turning=turning)[0] for turning in (False, True))
+    steady, turned = unet_turn(case)
     assert steady.copies == []
     assert turned.launches == steady.launches + 2
     assert turned.kernels["maskserve.read_rings.default"] == 2
