@@ -62,8 +62,7 @@ def free_base_port(workers: int = 1, host: str = "127.0.0.1") -> int:
         for base, count in workers_by_base().items()
         for port in range(base, base + STRIDE * max(count, 1))
     }
-    # Processes that look at the same time begin at different places.
-    start = 19000 + step * (os.getpid() % 500)
+    start = 19000 + step * begins_at(os.getpid())
     base: int
     for base in (*range(start, 32000, step), *range(19000, start, step)):
         every = [Ports.of_worker(base, i) for i in range(workers)]
@@ -71,6 +70,13 @@ def free_base_port(workers: int = 1, host: str = "127.0.0.1") -> int:
         if others.isdisjoint(own) and all(_problem(host, port) is None for port in own):
             return base
     raise ServeError("no free ports between 19000 and 32000")
+
+
+def begins_at(pid: int) -> int:
+    """Where in 500 a process begins to look: processes that were started together, far apart, for
+    what one has found and not yet bound the other would find as well.
+    """
+    return pid * 61 % 500
 
 
 def _problem(host: str, port: int) -> str | None:

@@ -24,11 +24,6 @@ from maskserve_serving.source import resolve_model, with_model
 from maskserve_serving.spec import Spec
 from maskserve_serving.supervisor import Supervisor
 
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
-
 
 def test_a_taken_port_is_named() -> None:
     base = ports.free_base_port()
@@ -41,6 +36,14 @@ def test_a_taken_port_is_named() -> None:
         with pytest.raises(ServeError, match=rf"port {taken.grpc} \(gRPC\) on 127.0.0.1"):
             ports.check_free("127.0.0.1", taken)
         assert ports.free_base_port() != base
+
+
+def test_processes_started_together_look_for_ports_far_apart() -> None:
+    """Each may have found and not yet bound what the other would find."""
+    first = 4000
+    for other in range(first + 1, first + 20):
+        apart = abs(ports.begins_at(first) - ports.begins_at(other))
+        assert min(apart, 500 - apart) > 10
 
 
 def test_ports_of_a_worker_that_is_started_again_are_not_free() -> None:
