@@ -34,6 +34,10 @@ from tests.support.sink import Sink
 T = TypeVar("T")
 Real = FluxAdapter | UnetAdapter
 MODELS = ("fill", "inpaint", "sd-base", "sdxl-fill")
+# Of two models of a family these do more: a negative prompt, and a condition with sizes.
+ONE_OF_A_FAMILY = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("fill", "sd-base"))) for name in MODELS
+]
 
 
 def aside(call: Callable[[], T]) -> T:
@@ -138,6 +142,7 @@ def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
         made.close()
 
 
+@pytest.mark.parametrize("loop", ONE_OF_A_FAMILY, indirect=True)
 def test_rows_come_and_go_and_no_turn_waits_for_them(loop: Loop) -> None:
     """Dense and cached ones, some with a negative prompt, of templates that are primed meanwhile;
     they leave when they are done or are cancelled.

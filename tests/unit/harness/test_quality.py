@@ -103,6 +103,7 @@ def test_small_weights_lose_no_more_by_the_cache(form: str) -> None:
     assert kept.outside_max_abs_diff == 0
 
 
+@pytest.mark.slow
 def test_what_stands_far_away_is_found_with_the_cache_and_not_without(relations: Rig) -> None:
     """Prompts such as "another one": by the masked tokens alone a guess."""
     edits = [edit for name in RELATIONS for edit in edits_of(name, EACH)]
