@@ -51,6 +51,7 @@ class Mutation:
 _CORE, _ENGINE, _UNIT = "engine/maskserve_core", "engine/maskserve_engine", "tests/unit"
 _WAY = f"{_UNIT}/engine/cache/test_entry_way.py"
 _FAST = f"{_UNIT}/engine/control_link/test_fast_controls.py"
+_SAMPLERS = f"{_UNIT}/engine/families/unet/test_unet_samplers.py"
 
 MUTATIONS = (
     # Which entry a row reads.
@@ -218,17 +219,24 @@ MUTATIONS = (
     # What a step adds of a ControlNet service.
     Mutation(
         "residuals ahead are of the latents at hand",
-        f"{_ENGINE}/families/unet/rows.py",
-        "        ahead = self._given(self._moved(self._answer), after)",
-        "        ahead = self._given(self.latents, after)",
+        f"{_ENGINE}/families/unet/latents.py",
+        "        return self._given(self._moved(answer, self._at), self._at + 1)",
+        "        return self._given(self._state, self._at + 1)",
         f"{_FAST}::test_a_row_equals_the_pipeline_whose_net_is_as_late[sd-base-ahead]",
     ),
     Mutation(
-        "looking ahead moves the sampler",
-        f"{_ENGINE}/families/unet/rows.py",
-        "        self.sampler.remember(memory)",
-        "        assert memory",
-        f"{_FAST}::test_looking_ahead_leaves_a_rows_sampler_as_it_was[dpm2m]",
+        "what a sampler remembers is not moved on",
+        f"{_ENGINE}/families/unet/latents.py",
+        "                state.addcmul_(factor, part[:, None])",
+        "                state[:, :1].addcmul_(factor[:, :1], part[:, None])",
+        f"{_SAMPLERS}::test_rows_moved_together_are_what_diffusers_makes_of_each[dpm-order-3-False]",
+    ),
+    Mutation(
+        "images round latents are as noisy as before the step",
+        f"{_ENGINE}/families/unet/sampler.py",
+        "torch.stack([*sources[1:], torch.tensor([1.0, 0.0])]).float()",
+        "torch.stack(sources).float()",
+        f"{_SAMPLERS}::test_rows_moved_together_are_what_diffusers_makes_of_each[ddim-True]",
     ),
     Mutation(
         "old residuals of another scale",

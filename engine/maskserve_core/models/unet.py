@@ -57,10 +57,10 @@ _BLOCK_LAUNCHES = (14.0, 20.0, 17.0)
 (`bench kernel_table`)."""
 _END_LAUNCHES = (0.0, 5.0, 5.0)
 """Beside these, of a stack's last block: its tokens are taken apart and put together again."""
-_RECORDED_LAUNCHES, _RECORDED_ENDS, _RECORDED_SAMPLING = (0.0, 40.0, 2.0), (0.0, 5.0, 2.0), 12.0
+_RECORDED_LAUNCHES, _RECORDED_ENDS, _RECORDED_SAMPLING = (0.0, 40.0, 2.0), (0.0, 5.0, 2.0), 10.0
 """The same where steps are CUDA graphs: what places cached activations, and the piece behind it.
 Steps with projected blocks are not; these stand for what is outside the blocks, too."""
-_RESNET_LAUNCHES, _STACK_LAUNCHES, _SAMPLING_LAUNCHES = 11.0, 6.0, 30.0
+_RESNET_LAUNCHES, _STACK_LAUNCHES, _SAMPLING_LAUNCHES = 11.0, 6.0, 27.0
 """Of a ResNet, of a stack outside its blocks, and of a step's input, embeddings and sampler."""
 
 _DOWN = ("CrossAttnDownBlock2D", "DownBlock2D")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import ControlNetModel, DDIMScheduler, UNet2DConditionModel
+from diffusers import ControlNetModel, EulerDiscreteScheduler, UNet2DConditionModel
 
 from maskserve_core.contracts.keys import Anchor
 from maskserve_core.models.unet import unet_work
@@ -31,7 +31,7 @@ from maskserve_engine.families.unet.control import (
 )
 from maskserve_engine.families.unet.forward import PassInput, added_embedding
 from maskserve_engine.families.unet.rows import UnetInactive, UnetPrompt, UnetRow
-from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
+from maskserve_engine.families.unet.sampler import NoiseLevels, Schedule
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
 from maskserve_engine.job import ControlInput
@@ -67,6 +67,7 @@ class UnetBench:
         halo: `[cache] conv_halo`.
         model: of `preset`; made if not given.
         steps: of each row, which then begins anew.
+        sampler: diffusers' own; SDXL's, if not given.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class UnetBench:
         halo: int = 0,
         model: Any = None,
         steps: int = 1,
+        sampler: Any = None,
     ) -> None:
         self.device, self.dtype, self.format, self.steps = device, dtype, format, steps
         config = UNETS[preset]
@@ -88,7 +90,9 @@ class UnetBench:
         self.blocks = len(self.work.blocks)
         self.entry = AnchorEntry(Anchor(0.5, 500.0), ())
         self.batch: UnetBatch | None = None
-        self.sampler = DDIMScheduler()
+        sampler = sampler or EulerDiscreteScheduler()
+        self.levels = NoiseLevels(sampler)
+        self.schedule = Schedule(sampler, self.levels, 1 + steps)
         self.buckets = False
         """Whether tiles are those of steps that are recorded."""
 
@@ -118,7 +122,6 @@ class UnetBench:
     def row(self, mask_ratio: float | None, seed: int) -> UnetRow:
         """A dense row (None), or a cached one whose mask is a square of that share."""
         channels, side = 4, self.side
-        levels = NoiseLevels(self.sampler)
         added = None
         if self.model.config.addition_embed_type:
             sizes = torch.tensor([1024, 1024, 0, 0, 1024, 1024], device=self.device)
@@ -128,7 +131,7 @@ class UnetBench:
         inactive = None
         if mask_ratio is not None:
             active = self._active(mask_ratio)
-            template = UnetTemplate(latents, self._random(channels, side, side), None, levels)
+            template = UnetTemplate(latents, self._random(channels, side, side), None, self.levels)
             mask = torch.from_numpy(self._mask(mask_ratio)[None] > 0)
             inactive = UnetInactive(
                 active=active.levels,
@@ -141,11 +144,11 @@ class UnetBench:
             )
         row = UnetRow(
             request_id=str(seed),
-            sampler=Sampler(self.sampler, 1 + self.steps),
-            noise_levels=levels,
+            schedule=self.schedule,
+            noise_levels=self.levels,
             prompt=UnetPrompt(self._random(TEXT, self.model.config.cross_attention_dim), added),
             guidance=None,
-            latents=latents,
+            state=self.schedule.state(latents),
             condition=None,
             blend=None,
             inactive=inactive,

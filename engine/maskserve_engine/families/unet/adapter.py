@@ -59,7 +59,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
     Args:
         facts: what the model folder says.
         model: UNet2DConditionModel in eval mode.
-        sampler: the pipeline's own, copied for every row.
+        sampler: the pipeline's own.
         exact_vae: whether the pipeline runs the VAE in float32 whatever the model's dtype.
         own_entries: whether the second pass of guided steps has entries of its own, where they
             would differ (`[cache] cfg_entries`).
@@ -148,7 +148,7 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         )
 
     def steps(self, job: EditJob) -> int:
-        return len(self._preparation.walk(job))
+        return len(self._preparation.schedule(job).timesteps)
 
     def tokens(self, job: EditJob) -> TokenCounts:
         _, height, width = job.moments.shape
@@ -179,11 +179,11 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         """(timestep as a share of all, timestep) of each model call: the samplers scale their own
         latents differently, but the model takes the same at the same timestep.
         """
-        return [(t / TRAINED_STEPS, t) for t in self._preparation.walk(job)]
+        return [(t / TRAINED_STEPS, t) for t in self._preparation.schedule(job).timesteps]
 
     def anchors(self, tokens: int, steps: int, stride: int) -> tuple[Anchor, ...]:
         """Of every `stride` timesteps of the schedule the one in their middle."""
-        walk = self._preparation.timesteps(steps, 1.0)
+        walk = self._preparation.schedule_of(steps, 1.0).timesteps
         taken = [Anchor(t / TRAINED_STEPS, t) for t in dict.fromkeys(walk)]  # PNDM repeats one
         chosen = anchor_steps([anchor.sigma for anchor in taken], stride)
         return tuple(taken[i] for i in chosen)
@@ -240,21 +240,20 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
         return 1 if job.negative is None else 2
 
     def carried(self, row: UnetRow | UnetPrimingRow) -> tuple[Any, ...] | None:
-        """[C, h, w] latents and what the sampler remembers; nothing of a priming row. None where
+        """[K, C, h, w] latents and what the sampler remembers; nothing of a priming row. None where
         what its ControlNets keep of earlier steps would be missed.
         """
         if isinstance(row, UnetPrimingRow):
             return ()
         control = row.control
         missed = isinstance(control, UnetRowControl) and control.exact and control.kept
-        return None if missed else (row.latents, row.sampler.memory())
+        return None if missed else (row.state,)
 
     def follow(self, row: UnetRow | UnetPrimingRow, carried: tuple[Any, ...], steps: int) -> None:
         self.release()  # the row's batch holds for where it was
         row.step = steps
         if isinstance(row, UnetRow):
-            row.latents, memory = carried
-            row.sampler.remember(memory)
+            (row.state,) = carried
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRankSet:
         with torch.inference_mode():
@@ -358,13 +357,14 @@ class UnetAdapter(Stepping[Row, UnetWeights]):
             scale = job.request.settings.guidance_scale
             assert scale is not None, "preprocess fills in the model's default"
             guidance = Guidance(self._prompt(inputs.negative), scale)
+        schedule = self._preparation.schedule(job)
         return UnetRow(
             request_id=job.request.request_id,
-            sampler=self._preparation.sampler(job),
+            schedule=schedule,
             noise_levels=self._preparation.noise_levels,
             prompt=self._prompt(inputs.texts),
             guidance=guidance,
-            latents=inputs.start.latents,
+            state=schedule.state(inputs.start.latents),
             condition=inputs.start.condition,
             blend=inputs.start.blend,
             inactive=inactive,

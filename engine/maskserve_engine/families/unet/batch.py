@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from maskserve_engine.families.unet.control import (
 )
 from maskserve_engine.families.unet.forward import PackedPasses, forward
 from maskserve_engine.families.unet.graphs import UnetStep
+from maskserve_engine.families.unet.latents import PackedLatents, latents_ahead
 from maskserve_engine.families.unet.rows import UnetPrimingRow, UnetRow
 from maskserve_engine.families.unet.weights import UnetWeights
 
@@ -36,6 +38,8 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
         order = sorted(range(len(rows)), key=lambda i: own[i][0].surroundings is not None)
         self._order, own = [rows[i] for i in order], [own[i] for i in order]
         self._passes = [len(passes) for passes in own]
+        edits = [row for row in self._order if isinstance(row, UnetRow)]
+        self._latents = PackedLatents(edits) if edits else None
         self._packed: PackedPasses | None = None
         self._begin = rows[0].step
         ahead = [row.timesteps_ahead for row in self._order]
@@ -60,7 +64,7 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
     ) -> None:
         if exchange is not (None if self._share is None else self._share.exchange):
             self._share_with(exchange)
-        samples = [row.sample() for row in self._order]
+        samples = self._samples()
         sample = torch.stack(
             [each for each, count in zip(samples, self._passes, strict=True) for _ in range(count)]
         )
@@ -70,9 +74,17 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
             answer = self._forward(model, sample, timesteps, kinds)
         else:
             answer = self._forward_own(self._share, model, sample, timesteps, kinds)
-        answers = answer.split(self._passes)
-        for row, answer in zip(self._order, answers, strict=True):
-            row.advance(answer)
+        answers = list(zip(self._order, answer.split(self._passes), strict=True))
+        if self._latents is not None:
+            self._latents.advance([own for row, own in answers if isinstance(row, UnetRow)])
+        for row, own in answers:
+            if isinstance(row, UnetPrimingRow):
+                row.advance(own)
+
+    def _samples(self) -> list[torch.Tensor]:
+        """[in_channels, h, w] of each row."""
+        edits = iter(() if self._latents is None else self._latents.samples())
+        return [next(edits) if isinstance(row, UnetRow) else row.sample() for row in self._order]
 
     def _share_with(self, exchange: Exchange | None) -> None:
         """Compute all passes, or those that are this one's among ranks."""
@@ -149,7 +161,8 @@ class UnetBatch(KeptBatch[Row, UnetWeights]):
             control, own = row.control, sample[: len(row.latents)]
             if isinstance(control, UnetServedControl):
                 count = own[0].numel() if row.active is None else len(row.active[0])
-                asked.append(RowAsk(control.served, row.step, own, count, row.sample_ahead))
+                ahead = partial(latents_ahead, row)
+                asked.append(RowAsk(control.served, row.step, own, count, ahead))
             elif isinstance(control, UnetRowControl):
                 here.append(
                     UnetControlled(control, own, row.active, row.timestep, row.step, row.steps)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
+from maskserve_engine.families.unet.sampler import NoiseLevels, Schedule
 from maskserve_engine.stages.latents import Posterior, draw, noise_outside, template_noise
 
 
@@ -24,13 +24,6 @@ class UnetBlend:
     """[C, h, w] source latents."""
     noise: Tensor
     """[C, h, w] the request's noise."""
-
-    def apply(self, latents: Tensor, sampler: Sampler, after: int) -> Tensor:
-        """Latents as they go into step `after`, or leave the last one."""
-        source = self.clean
-        if after < len(sampler.timesteps):
-            source = sampler.noised(self.clean[None], self.noise[None], after)[0]
-        return (1 - self.mask) * source + self.mask * latents
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +42,7 @@ def start_row(
     image: Posterior,
     masked: Posterior | None,
     edit_mask: NDArray[np.uint8],
-    sampler: Sampler,
+    schedule: Schedule,
     generator: torch.Generator,
     dtype: torch.dtype,
     outside_seed: int | None,
@@ -63,20 +56,20 @@ def start_row(
         image: of the source.
         masked: of the source with the masked area blanked; None for base models.
         edit_mask: [H, W], above 127 = edit.
-        sampler: the row's.
+        schedule: the row's.
         generator: of the edit's seed.
         dtype: of the model.
         outside_seed: of the noise outside the mask; None: it is the edit's, too.
     """
     clean = None
-    if masked is None or not sampler.whole:
+    if masked is None or not schedule.whole:
         clean = image.sample(generator).to(dtype)
     noise = draw(image.mean.shape, generator, dtype)
     mask = torch.from_numpy(edit_mask > 127).float()[None, None]
     mask = F.interpolate(mask, size=noise.shape[1:])[0].to(dtype)
     if outside_seed is not None:
         noise = noise_outside(noise, mask, outside_seed)
-    latents = sampler.start(None if clean is None else clean[None], noise[None])[0]
+    latents = schedule.start(None if clean is None else clean[None], noise[None])[0]
     if masked is None:
         assert clean is not None
         return UnetStart(latents, None, UnetBlend(mask, clean, noise))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from maskserve_engine.families.unet.conditioning import (
     template_inputs,
 )
 from maskserve_engine.families.unet.rows import UnetInactive
-from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
+from maskserve_engine.families.unet.sampler import NoiseLevels, Schedule
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.job import Conditioning, EditJob
 from maskserve_engine.stages.latents import Posterior
@@ -42,7 +42,7 @@ class UnetPreparation:
 
     Args:
         facts: what the model folder says.
-        sampler: the pipeline's own, copied for every row.
+        sampler: the pipeline's own.
         vae_dtype: in which the pipeline samples the VAE's latents.
         dtype: of the model.
         levels: of the UNet.
@@ -63,12 +63,13 @@ class UnetPreparation:
         outside_noise: str,
         buckets: bool = False,
     ) -> None:
-        self._facts, self._sampler = facts, sampler
+        self._facts = facts
         self._vae_dtype, self._dtype = vae_dtype, dtype
         self._levels, self._halo, self._buckets = levels, halo, buckets
         self._shares_noise = outside_noise == "template" and facts.semantics == "inpaint"
         self.noise_levels = NoiseLevels(sampler)
-        self.timesteps = lru_cache(maxsize=256)(self._make_timesteps)
+        self.schedule_of = lru_cache(maxsize=256)(partial(Schedule, sampler, self.noise_levels))
+        """By number of steps and strength."""
 
     def prepared(self, job: EditJob) -> UnetPrepared:
         """The job's own, if it has been prepared; else without `inactive`."""
@@ -120,13 +121,11 @@ class UnetPreparation:
             buckets=self._buckets,
         )
 
-    def sampler(self, job: EditJob) -> Sampler:
-        """One that has taken no step."""
-        return Sampler(self._sampler, *_asked(job))
-
-    def walk(self, job: EditJob) -> tuple[float, ...]:
-        """The timestep of each model call."""
-        return self.timesteps(*_asked(job))
+    def schedule(self, job: EditJob) -> Schedule:
+        """The edit's steps."""
+        settings = job.request.settings
+        assert settings.num_inference_steps is not None
+        return self.schedule_of(settings.num_inference_steps, settings.strength)
 
     def texts(self, given: Conditioning, job: EditJob) -> tuple[Tensor, ...]:
         """What the text encoders answered, in the model's dtype; for SDXL the sizes, too."""
@@ -142,9 +141,9 @@ class UnetPreparation:
         """Draw everything random of the edit, in the pipeline's own order, on the CPU."""
         generator = torch.Generator("cpu").manual_seed(job.request.seed)
         masked = self._posterior(job.masked_moments) if self._fill else None
-        image, sampler = self._posterior(job.moments), self.sampler(job)
+        image, schedule = self._posterior(job.moments), self.schedule(job)
         seed = job.request.template_noise_seed if self._shares_noise else None
-        return start_row(image, masked, job.edit_mask, sampler, generator, self._dtype, seed)
+        return start_row(image, masked, job.edit_mask, schedule, generator, self._dtype, seed)
 
     @property
     def _fill(self) -> bool:
@@ -152,13 +151,3 @@ class UnetPreparation:
 
     def _posterior(self, moments: NDArray[np.float32]) -> Posterior:
         return Posterior(moments, self._facts.latents, self._vae_dtype)
-
-    def _make_timesteps(self, steps: int, strength: float) -> tuple[float, ...]:
-        return tuple(map(float, Sampler(self._sampler, steps, strength).timesteps))
-
-
-def _asked(job: EditJob) -> tuple[int, float]:
-    """Steps and strength."""
-    settings = job.request.settings
-    assert settings.num_inference_steps is not None
-    return settings.num_inference_steps, settings.strength

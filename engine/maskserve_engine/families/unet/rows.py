@@ -18,7 +18,7 @@ from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
 from maskserve_engine.families.unet.control import UnetRowControl, UnetServedControl
 from maskserve_engine.families.unet.forward import PassInput
-from maskserve_engine.families.unet.sampler import NoiseLevels, Sampler
+from maskserve_engine.families.unet.sampler import NoiseLevels, Schedule
 from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids, Tile
 from maskserve_engine.layers.low_rank import Adapters
@@ -102,12 +102,13 @@ class UnetRow:
     """One edit inside the running batch."""
 
     request_id: str
-    sampler: Sampler
+    schedule: Schedule
     noise_levels: NoiseLevels
     prompt: UnetPrompt
     guidance: Guidance | None
-    latents: Tensor
-    """[C, h, w]; what lies outside a cached row's active tokens is never read."""
+    state: Tensor
+    """[K, C, h, w] float32: its latents, and what its sampler remembers; what lies outside a cached
+    row's active tokens is never read."""
     condition: Tensor | None
     blend: UnetBlend | None
     control: UnetRowControl | UnetServedControl | None = None
@@ -120,8 +121,9 @@ class UnetRow:
     surroundings: Surroundings | None = field(init=False, default=None)
     """Of the tile of a cached row that has one."""
     step: int = 0
+    answer: Tensor | None = None
+    """[C, h, w] of the model in the last step, guided."""
     _taken: Tensor | None = None
-    _answer: Tensor | None = None
 
     def __post_init__(self) -> None:
         inactive = self.inactive
@@ -130,23 +132,27 @@ class UnetRow:
                 inactive.tile,
                 inactive.maps,
                 inactive.kept,
-                self.latents.dtype,
+                inactive.template.clean.dtype,
                 lambda: self.entry,
             )
 
     @property
     def steps(self) -> int:
-        return len(self.sampler.timesteps)
+        return len(self.schedule.timesteps)
+
+    @property
+    def latents(self) -> Tensor:
+        """[C, h, w]"""
+        return self.state[0]
 
     @property
     def timestep(self) -> float:
-        return float(self.sampler.timesteps[self.step])
+        return self.schedule.timesteps[self.step]
 
     @property
-    def timesteps_ahead(self) -> list[float]:
+    def timesteps_ahead(self) -> Sequence[float]:
         """Of the next step and those behind it."""
-        ahead: list[float] = self.sampler.timesteps[self.step :].tolist()
-        return ahead
+        return self.schedule.timesteps[self.step :]
 
     @property
     def skipped(self) -> int:
@@ -188,58 +194,23 @@ class UnetRow:
             for number, (each, own) in enumerate(each_with)
         ]
 
-    def sample(self) -> Tensor:
-        """[in_channels, h, w] the model's input of the next step."""
-        taken = self._taken = self._given(self.latents, self.step)
-        return taken if self.condition is None else torch.cat((taken, self.condition))
-
-    def sample_ahead(self) -> Tensor | None:
-        """[C, h, w] that ControlNets are given after the next step, if the model then answers what
-        it has answered last; None: it has not, or there is no step after it.
-        """
-        after = self.step + 1
-        if self._answer is None or after >= self.steps:
-            return None
-        memory = self.sampler.memory()
-        ahead = self._given(self._moved(self._answer), after)
-        self.sampler.remember(memory)
-        return ahead
-
-    def _given(self, latents: Tensor, step: int) -> Tensor:
-        """[C, h, w] latents as the model takes them in a step; the sampler is there."""
-        taken = self.sampler.scaled(latents, step)
-        if self.inactive is None:
-            return taken
-        pinned = self.inactive.template.latents_at(float(self.sampler.timesteps[step]))
-        return torch.where(self.inactive.mask, taken, pinned)
-
-    def advance(self, answers: Tensor) -> None:
-        """Take the sampler's step.
+    def advance(self, state: Tensor, taken: Tensor, answer: Tensor) -> None:
+        """Book a step that was taken.
 
         Args:
-            answers: [passes, C, h, w] of the model.
+            state: after it; kept, and so are the others.
+            taken: [C, h, w] latents that the model was given.
+            answer: [C, h, w] guided.
         """
-        answer = answers[0]
-        if self.guidance is not None:
-            away = answers[1]
-            answer = away + self.guidance.scale * (answer - away)
-        self._answer = answer
-        self.latents = self._moved(answer)
+        self.state, self._taken, self.answer = state, taken, answer
         self.step += 1
-
-    def _moved(self, answer: Tensor) -> Tensor:
-        """The latents after the next step, from the model's guided answer; the sampler goes on."""
-        moved = self.sampler.move(answer[None], self.step, self.latents[None])[0]
-        if self.blend is None:
-            return moved
-        return self.blend.apply(moved, self.sampler, self.step + 1)
 
     def estimate(self) -> HostCopy:
         """[C, h, w] the latents that the last step's answer expects in the end."""
         assert self._taken is not None, "no step was taken yet"
-        assert self._answer is not None
-        timestep = float(self.sampler.timesteps[self.step - 1])
-        return self._image(self.noise_levels.estimate(self._taken, self._answer, timestep))
+        assert self.answer is not None
+        timestep = self.schedule.timesteps[self.step - 1]
+        return self._image(self.noise_levels.estimate(self._taken, self.answer, timestep))
 
     def result(self) -> HostCopy:
         """[C, h, w] latents."""

@@ -1,13 +1,14 @@
-"""A row's own diffusers sampler, with whatever it remembers of the steps it took."""
+"""A model's diffusers sampler, and its steps as factors, by which all rows are moved at once."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from maskserve_core.config import Config, ConfigError
@@ -23,17 +24,10 @@ _SERVED = (
 )
 TRAINED_STEPS = 1000
 """Timesteps that every served model was trained on."""
-_MEMORY = (
-    "_step_index",
-    "is_scale_input_called",
-    "model_outputs",
-    "lower_order_nums",
-    "ets",
-    "counter",
-    "cur_sample",
-    "cur_model_output",
-)
-"""What the served samplers change in themselves as they go."""
+_MEMORY = ("model_outputs", "ets", "cur_sample")
+"""Where the served samplers remember tensors of the steps they took, one each or lists of them."""
+_LATENTS = "latents", 0
+"""Beside what is remembered, the first place of a row's state."""
 
 
 def load_sampler(config: Config, facts: ModelFacts) -> Any:
@@ -81,59 +75,180 @@ def check_sampler(sampler: Any) -> None:
         raise _refused(name, ": skip_prk_steps must be true, as diffusers' pipelines set it")
 
 
-class Sampler:
-    """Steps of one row, exactly as diffusers' inpainting pipelines take them.
+class Factors(NamedTuple):
+    """What a row's tensors are multiplied with in each of n steps, float32 in host memory."""
+
+    scales: Tensor
+    """[n] the model takes scale · latents."""
+    pins: Tensor
+    """[n, 2] of a template it takes signal · image + share · noise."""
+    moves: Tensor | None
+    """[n, K, K + 1] a step takes the row's state and the model's answer to the next state. State
+    are K tensors: the latents, and what the sampler remembers. None: its steps are not linear."""
+    sources: Tensor
+    """[n, 2] after a step, an image is as noisy as the latents as signal · image + share · noise;
+    after the last one it is the image."""
+
+    def part(self, begin: int, end: int) -> Factors:
+        """Of the steps from `begin` to `end`."""
+        at = slice(begin, end)
+        moves = None if self.moves is None else self.moves[at]
+        return Factors(self.scales[at], self.pins[at], moves, self.sources[at])
+
+
+class Schedule:
+    """The steps of edits that ask for so many of them, exactly as diffusers' inpainting pipelines
+    take them. Rows share it: it remembers nothing.
+
+    What a sampler makes of the latents, of what it remembers and of the model's answer is linear.
+    So each step is a matrix, and what diffusers' own sampler makes of unit vectors are its columns;
+    none of a sampler's formulas is here (docs/adr/0041).
 
     Args:
-        model: the model's sampler; it is copied, and what it holds of other rows is dropped.
+        model: the model's sampler; it is copied.
+        levels: of the same sampler.
         steps: num_inference_steps.
         strength: share of the steps that is run.
     """
 
-    def __init__(self, model: Any, steps: int, strength: float = 1.0) -> None:
+    def __init__(self, model: Any, levels: NoiseLevels, steps: int, strength: float = 1.0) -> None:
         self._own = copy.deepcopy(model)
         self._own.set_timesteps(steps)
         begin = (steps - steps_run(steps, strength, rounds_up=False)) * self._own.order
-        self.timesteps: Tensor = self._own.timesteps[begin:]
-        """[n] model calls: PNDM makes one more than it has steps."""
+        self._timesteps: Tensor = self._own.timesteps[begin:]
         if hasattr(self._own, "set_begin_index"):
             self._own.set_begin_index(begin)
+        self.timesteps = tuple(map(float, self._timesteps))
+        """Of each model call: PNDM makes one more than it has steps."""
         self.whole = strength == 1.0
         """Whether latents begin as pure noise."""
+        self._levels = levels
 
     def start(self, clean: Tensor | None, noise: Tensor) -> Tensor:
         """Latents before the first step; `clean` is not read at full strength."""
         if self.whole:
             return noise * self._own.init_noise_sigma
         assert clean is not None
-        return self.noised(clean, noise, 0)
+        signal, share = _noised(self._own, self._timesteps[:1], clean.dtype)
+        return signal * clean + share * noise
 
-    def noised(self, clean: Tensor, noise: Tensor, step: int) -> Tensor:
-        """`clean` as noisy as the latents are before `step`; the row is at that step."""
-        at = self.timesteps[step : step + 1]
-        one, zero = torch.ones(1, dtype=clean.dtype), torch.zeros(1, dtype=clean.dtype)
-        # With `clean` itself it would take its factors to the device, and wait for that.
-        signal, share = self._own.add_noise(one, zero, at), self._own.add_noise(zero, one, at)
-        return signal[0] * clean + share[0] * noise
-
-    def scaled(self, latents: Tensor, step: int) -> Tensor:
-        """The latents as the model takes them."""
-        return self._own.scale_model_input(latents, self.timesteps[step])
+    def state(self, latents: Tensor) -> Tensor:
+        """[K, C, h, w] float32 of a row that begins, from its [C, h, w] latents: there is nothing
+        to remember.
+        """
+        moves = self.factors.moves
+        remembered = 0 if moves is None else moves.shape[1] - 1
+        return F.pad(latents.float()[None], (0, 0) * 3 + (0, remembered))
 
     def move(self, answer: Tensor, step: int, latents: Tensor) -> Tensor:
-        """The latents after `step`, from the model's guided answer."""
-        return self._own.step(answer, self.timesteps[step], latents, return_dict=False)[0]
+        """The latents after a step, from the model's guided answer: where there are no `moves`.
 
-    def memory(self) -> dict[str, Any]:
-        """What it remembers of the steps it took: numbers and tensors, some in tuples."""
-        own = vars(self._own)
-        found = {name: own[name] for name in _MEMORY if name in own}
-        return {name: tuple(x) if isinstance(x, list) else x for name, x in found.items()}
+        Only samplers that remember nothing are not linear.
+        """
+        timestep = self._timesteps[step]
+        moved: Tensor = self._own.step(answer, timestep, latents, return_dict=False)[0]
+        return moved
 
-    def remember(self, memory: Mapping[str, Any]) -> None:
-        """Go on from the `memory` of the same row's sampler elsewhere."""
-        own = {name: list(x) if isinstance(x, tuple) else x for name, x in memory.items()}
-        vars(self._own).update(own)
+    @cached_property
+    def factors(self) -> Factors:
+        scales, sources, steps = [], [], []
+        own, one = copy.deepcopy(self._own), torch.ones(1, dtype=torch.float64)
+        linear = is_linear(own)
+        for step, timestep in enumerate(self._timesteps):
+            at = self._timesteps[step : step + 1]
+            sources.append(torch.cat(_noised(own, at, one.dtype)))
+            scales.append(own.scale_model_input(one, timestep))
+            if linear:
+                steps.append(_probed(own, timestep))
+        return Factors(
+            torch.cat(scales).float(),
+            torch.tensor([self._levels.at(timestep) for timestep in self.timesteps]),
+            _matrices(steps) if linear else None,
+            torch.stack([*sources[1:], torch.tensor([1.0, 0.0])]).float(),
+        )
+
+
+def is_linear(sampler: Any) -> bool:
+    """Whether ten times as large numbers end ten times as far off. It is not so where a sampler
+    clips what it expects.
+    """
+    random = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for size in (1.0, 10.0):
+        own = copy.deepcopy(sampler)
+        own.set_timesteps(3)
+        latents, *answers = (size * random).unbind()
+        for timestep, answer in zip(own.timesteps, answers, strict=False):
+            own.scale_model_input(latents, timestep)
+            latents = own.step(answer, timestep, latents, return_dict=False)[0]
+        ends.append(latents / size)
+    return torch.allclose(ends[0], ends[1], rtol=1e-3, atol=1e-3)
+
+
+def _noised(sampler: Any, timestep: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[1] signal and [1] noise share of what is as noisy as latents at a timestep; a sampler that
+    goes by its own count is there.
+    """
+    one, zero = torch.ones(1, dtype=dtype), torch.zeros(1, dtype=dtype)
+    return sampler.add_noise(one, zero, timestep), sampler.add_noise(zero, one, timestep)
+
+
+_Place = tuple[str, int]
+
+
+class _Probed(NamedTuple):
+    """A step that was taken with unit vectors: of each tensor before it, and of the answer."""
+
+    before: list[_Place]
+    after: dict[_Place, Tensor]
+    """[tensors before + 1] each."""
+
+
+def _probed(sampler: Any, timestep: Tensor) -> _Probed:
+    """Take a step; what the sampler remembers of those before is replaced."""
+    held = _remembered(sampler)
+    latents, *units, answer = torch.eye(len(held) + 2, dtype=torch.float64).unbind()
+    for (name, index), unit in zip(held, units, strict=True):
+        if isinstance(getattr(sampler, name), list):
+            getattr(sampler, name)[index] = unit
+        else:
+            setattr(sampler, name, unit)
+    moved = sampler.step(answer, timestep, latents, return_dict=False)[0]
+    return _Probed([_LATENTS, *held], {_LATENTS: moved, **_remembered(sampler)})
+
+
+def _remembered(sampler: Any) -> dict[_Place, Tensor]:
+    """The tensors of steps before, by attribute and place in its list."""
+    found = {}
+    for name in _MEMORY:
+        held = getattr(sampler, name, None)
+        for index, each in enumerate(held if isinstance(held, list) else [held]):
+            if isinstance(each, Tensor):
+                found[name, index] = each
+    return found
+
+
+def _matrices(steps: Sequence[_Probed]) -> Tensor:
+    """[n, K, K + 1] of the steps' places, but for those that no step reads."""
+    read = {
+        place
+        for step in steps
+        for number, place in enumerate(step.before)
+        if place == _LATENTS or any(each[number] for each in step.after.values())
+    }
+    places = sorted(read, key=lambda place: (place != _LATENTS, place))
+    column = {place: number for number, place in enumerate(places)}
+    made = torch.zeros(len(steps), len(places), len(places) + 1)
+    for matrix, (before, after) in zip(made, steps, strict=True):
+        for place, factors in after.items():
+            if place not in column:
+                continue
+            row = matrix[column[place]]
+            row[-1] = factors[-1]
+            for each, factor in zip(before, factors, strict=False):
+                if each in column:
+                    row[column[each]] = factor
+    return made
 
 
 class NoiseLevels:
@@ -160,10 +275,13 @@ class NoiseLevels:
     def _at(self, timestep: float) -> tuple[float, float]:
         """(signal, noise share) at a timestep; between two of them sigma is interpolated."""
         place = min(max(timestep, 0.0), TRAINED_STEPS - 1.0)
-        below = min(int(place), TRAINED_STEPS - 2)
-        sigma = torch.lerp(self._sigma[below], self._sigma[below + 1], place - below)
+        below = int(place)
+        # The last sigma is infinite where the noisiest input has no signal left.
+        sigma = self._sigma[below]
+        if place > below:
+            sigma = sigma + (place - below) * (self._sigma[below + 1] - sigma)
         signal = float((sigma**2 + 1) ** -0.5)
-        return signal, float(sigma) * signal
+        return signal, (1 - signal**2) ** 0.5
 
     def mixed(self, clean: Tensor, noise: Tensor, timestep: float) -> Tensor:
         """The model's input for an image and its noise."""

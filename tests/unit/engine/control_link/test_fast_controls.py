@@ -29,6 +29,7 @@ from maskserve_engine.control_link.reuse import Reuse, SentAsk
 from maskserve_engine.control_link.served import ControlService
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
+from maskserve_engine.families.unet.latents import PackedLatents, latents_ahead
 from maskserve_engine.job import ControlInput, EditJob
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.control_nets import random_net, random_unet_net
@@ -307,9 +308,7 @@ def test_what_an_ask_ahead_cannot_have_costs_the_row_alone(model: Model) -> None
 
 
 @pytest.mark.parametrize("name", samplers())
-def test_looking_ahead_leaves_a_rows_sampler_as_it_was(
-    tiny_unets: dict[str, Path], name: str
-) -> None:
+def test_looking_ahead_moves_no_row(tiny_unets: dict[str, Path], name: str) -> None:
     """And finds what a copy of it finds."""
     folder = tiny_unets["sd-base"]
     config = config_of(folder)
@@ -320,17 +319,19 @@ def test_looking_ahead_leaves_a_rows_sampler_as_it_was(
     case = unet_case(rng, num_inference_steps=5, strength=1.0)
     job = adapter.prepare(encode_case(encoder, case, "r"))
     plain, watched = adapter.dense_row(job), adapter.dense_row(job)
-    assert watched.sample_ahead() is None
+    assert latents_ahead(watched) is None
     for step in range(plain.steps):
         adapter.step([plain], None)
         adapter.step([watched], None)
-        found = watched.sample_ahead()
+        found = latents_ahead(watched)
         assert (found is None) == (step + 2 >= plain.steps)
         if found is not None:
             copied = deepcopy(watched)
-            assert copied._answer is not None
-            moved = copied._moved(copied._answer)
-            assert torch.equal(found, copied.sampler.scaled(moved, copied.step + 1))
+            assert copied.answer is not None
+            latents = PackedLatents([copied])
+            latents.samples()
+            latents.advance([copied.answer[None]])
+            assert torch.equal(found, latents.samples()[0])
     assert torch.equal(plain.latents, watched.latents)
 
 

@@ -19,6 +19,7 @@ from maskserve_engine.families.flux.rows import FluxBatch
 from maskserve_engine.families.flux.weights import FluxWeights
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.forward import forward as unet_forward
+from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import Guidance, UnetPrompt
 from maskserve_engine.families.unet.weights import UnetWeights
 from maskserve_engine.layers.attention import spans
@@ -346,7 +347,8 @@ def unet_answers(
         if guided:
             row.guidance = Guidance(UnetPrompt(torch.randn_like(row.prompt.text), None), 3.0)
     passes = [rows[i].passes() for i in chosen]
-    samples = [rows[i].sample() for i, own in zip(chosen, passes, strict=True) for _ in own]
+    inputs = PackedLatents([rows[i] for i in chosen]).samples()
+    samples = [x for x, own in zip(inputs, passes, strict=True) for _ in own]
     packed = PackedPasses([x for own in passes for x in own], (16, 16), 2, torch.device("cpu"))
     timesteps = torch.full([len(samples)], 300.0)
     out = unet_forward(weights, packed, torch.stack(samples), timesteps, [kind] * made.blocks)

@@ -20,6 +20,7 @@ from maskserve_engine.families.flux.blocks import FluxStep, embed, vectors
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.forward import PackedPasses
 from maskserve_engine.families.unet.forward import forward as unet_forward
+from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.job import Conditioning, EditJob
 from maskserve_engine.layers.low_rank import Factors, LowRankSet, Update
 from maskserve_engine.layers.shrink_expand import Part
@@ -232,7 +233,7 @@ def answered(model: Model, row: Any, kinds: Sequence[str]) -> torch.Tensor:
             timesteps = torch.tensor([[row.walk(row.step)[0].timestep]])
             [step] = vectors(weights, embed(weights, timesteps, packed.pooled, packed.guidance))
             return flux_forward(FluxStep(weights, step), packed, kinds)[None]
-        sample, depth = row.sample(), len(model.net.down_blocks)
+        [sample], depth = PackedLatents([row]).samples(), len(model.net.down_blocks)
         passes = PackedPasses(row.passes(), sample.shape[1:], depth, sample.device)
         timesteps = torch.tensor([row.timestep])
         weights = weights.with_adapters([row.adapters])
@@ -299,7 +300,8 @@ def test_inactive_tokens_are_the_template_s_whatever_loras_the_row_has(
             primed_on = template.at(torch.tensor(anchor.sigma))
             hooks, inactive, at_hand = flux_hooks, {counts.total: index}, frozenset({0})
         else:
-            entered, primed_on = row.sample(), template.at(anchor.timestep)
+            [entered] = PackedLatents([row]).samples()
+            primed_on = template.at(anchor.timestep)
             _, height, width = entered.shape
             sizes = level_sizes(height, width, len(model.net.down_blocks))
             inactive = {

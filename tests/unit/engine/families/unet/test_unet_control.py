@@ -23,6 +23,7 @@ from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet.adapter import UnetAdapter
 from maskserve_engine.families.unet.control import UnetControlled, UnetNets
 from maskserve_engine.families.unet.forward import PackedPasses
+from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import UnetRow
 from maskserve_engine.job import ControlInput, EditJob
 from maskserve_harness.benchmarks.replay import Replay
@@ -279,7 +280,7 @@ def test_active_tokens_alone_are_told_what_all_of_them_are_at_the_same_step(
     row = cached_row(served, Replay(served.adapter), job, 100)
     assert row.control is not None
     assert row.inactive is not None
-    sample = row.sample()[: len(row.latents)]
+    sample = PackedLatents([row]).samples()[0, : len(row.latents)]
     now = UnetControlled(
         row.control, sample, row.inactive.active, row.timestep, row.step, row.steps
     )

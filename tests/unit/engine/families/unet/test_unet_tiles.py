@@ -99,8 +99,8 @@ def row_of(adapter: UnetAdapter, job: EditJob, primed: Primed, at: int = 0) -> U
 def answer(adapter: UnetAdapter, row: UnetRow) -> torch.Tensor:
     """What the model answers in the row's next step."""
     adapter.step([row], plan(adapter))
-    assert row._answer is not None
-    return row._answer
+    assert row.answer is not None
+    return row.answer
 
 
 def plan(adapter: UnetAdapter) -> Plan:

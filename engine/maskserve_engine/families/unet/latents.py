@@ -1,0 +1,176 @@
+"""Latents of a batch's edits, packed: what the model takes of them, and how samplers move them.
+
+Rows may be at any step of their own. What differs between them are factors (`sampler.Factors`),
+which are laid out for the steps ahead when rows are packed. So every operation is one for all rows,
+and what becomes of a row is computed from it alone, in the same order in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maskserve_engine.batch.transfer import to_device
+from maskserve_engine.families.unet.rows import UnetRow
+
+
+class PackedLatents:
+    """Latents of some rows, and what their samplers remember, for as long as these go on.
+
+    Args:
+        rows: of edits, of one latent shape.
+    """
+
+    def __init__(self, rows: Sequence[UnetRow]) -> None:
+        self._rows, self._begins = tuple(rows), tuple([row.step for row in rows])
+        self._dtype = rows[0].prompt.text.dtype
+        depth = max(len(row.state) for row in rows)
+        self._state = torch.stack([_deepened(row.state, depth) for row in rows])
+        """[R, K, C, h, w] float32"""
+        self._pinned = _Images.of([_template(row) for row in rows])
+        self._blended = _Images.of([_source(row) for row in rows])
+        conditions = [row.condition for row in rows if row.condition is not None]
+        self._condition = torch.stack(conditions) if conditions else None
+        self._guided = any(row.guidance is not None for row in rows)
+        self._taken = self._state[:, 0]
+        """[R, C, h, w] that the model was given last."""
+        self._lay_out(depth)
+
+    def samples(self) -> Tensor:
+        """[R, in_channels, h, w] the model's input of the next step."""
+        self._taken = self._given(self._state, self._at)
+        if self._condition is None:
+            return self._taken
+        return torch.cat((self._taken, self._condition), 1)
+
+    def advance(self, answers: Sequence[Tensor]) -> None:
+        """Take the samplers' step, behind `samples`.
+
+        Args:
+            answers: [passes, C, h, w] of the model, of each row.
+        """
+        answer = torch.stack([own[0] for own in answers])
+        if self._guided:  # a row that is not is led away from its own answer, by nothing
+            away = torch.stack([own[-1] for own in answers])
+            answer = away + self._guides * (answer - away)
+        self._state = self._moved(answer, self._at)
+        for row, *moved in zip(self._rows, self._state, self._taken, answer, strict=True):
+            row.advance(*moved)
+
+    def ahead(self, answer: Tensor) -> Tensor:
+        """[R, C, h, w] as the model will take them in the step after the next one, if it answers
+        [R, C, h, w] to that; no row moves.
+        """
+        return self._given(self._moved(answer, self._at), self._at + 1)
+
+    @property
+    def _at(self) -> int:
+        """The next step, of those that are laid out."""
+        return self._rows[0].step - self._begins[0]
+
+    def _lay_out(self, depth: int) -> None:
+        """The factors of the steps ahead, shaped for all rows, on their device."""
+        rows, steps = self._rows, min(row.steps - row.step for row in self._rows)
+        ahead = [row.schedule.factors.part(row.step, row.step + steps) for row in rows]
+        guides = [1.0 if row.guidance is None else row.guidance.scale for row in rows]
+        host = [
+            torch.tensor(guides),
+            torch.stack([own.scales for own in ahead], -1),
+            torch.stack([own.pins for own in ahead], -1),
+            torch.stack([own.sources for own in ahead], -1),
+        ]
+        moves = [_widened(own.moves, depth) for own in ahead if own.moves is not None]
+        if moves:
+            host.append(torch.stack(moves, 2))
+        there = [x[..., None, None, None] for x in to_device(host, self._state.device)]
+        self._guides, self._scales, self._pins, self._sources, *linear = there
+        """[R, …], [S, R, …] and twice [S, 2, R, …] of numbers for [C, h, w]."""
+        self._moves = linear[0] if linear else None
+        """[S, K + 1, R, K, …]: what each tensor of a state, and the answer, brings to the next one.
+        None: samplers are not linear."""
+
+    def _given(self, state: Tensor, at: int) -> Tensor:
+        """[R, C, h, w] the latents as the model takes them in a step."""
+        taken = state[:, 0] * self._scales[at]
+        if self._pinned is not None:
+            taken = self._pinned.beside(taken, self._pins[at])
+        return taken.to(self._dtype)
+
+    def _moved(self, answer: Tensor, at: int) -> Tensor:
+        """[R, K, C, h, w] the state after a step, from the model's guided answer."""
+        if self._moves is None:
+            steps = [begin + at for begin in self._begins]
+            own = zip(self._rows, answer, steps, self._state[:, 0], strict=True)
+            state = torch.stack([row.schedule.move(*given)[None] for row, *given in own])
+        else:
+            *factors, of_answer = self._moves[at]
+            state = of_answer * answer[:, None]
+            for factor, part in zip(factors, self._state.unbind(1), strict=True):
+                state.addcmul_(factor, part[:, None])
+        if self._blended is not None:
+            latents = state[:, 0]
+            latents.copy_(self._blended.beside(latents, self._sources[at]))
+        return state
+
+
+class _Images(NamedTuple):
+    """Noised images that stand for latents outside of masks."""
+
+    inside: Tensor
+    """[R, 1, h, w] bool"""
+    clean: Tensor
+    """[R, C, h, w]"""
+    noise: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Self | None]) -> Self | None:
+        """Of several rows, of which some may have none; None: no row has one."""
+        some = next((row for row in rows if row is not None), None)
+        if some is None:
+            return None
+        none = cls(*map(torch.zeros_like, some))._replace(inside=torch.ones_like(some.inside))
+        return cls(*map(torch.stack, zip(*[row or none for row in rows], strict=True)))
+
+    def beside(self, latents: Tensor, levels: Tensor) -> Tensor:
+        """The images round [R, C, h, w] latents, at [2, R, 1, 1, 1] signal and noise share."""
+        signal, share = levels
+        images = torch.addcmul(signal * self.clean, share, self.noise)
+        return torch.where(self.inside, latents, images)
+
+
+def _template(row: UnetRow) -> _Images | None:
+    """What a cached row's inactive tokens are pinned to."""
+    own = row.inactive
+    return None if own is None else _Images(own.mask, own.template.clean, own.template.noise)
+
+
+def _source(row: UnetRow) -> _Images | None:
+    """What latents follow outside the mask of an edit, with base models."""
+    own = row.blend
+    return None if own is None else _Images(own.mask > 0, own.clean, own.noise)
+
+
+def latents_ahead(row: UnetRow) -> Tensor | None:
+    """[C, h, w] that ControlNets are given after the next step, if the model then answers what it
+    has answered last; None: it has not, or there is no step after it.
+    """
+    if row.answer is None or row.step + 1 >= row.steps:
+        return None
+    return PackedLatents([row]).ahead(row.answer[None])[0]
+
+
+def _deepened(state: Tensor, depth: int) -> Tensor:
+    """[K, C, h, w] a state with zeros behind it."""
+    return F.pad(state, (0, 0) * 3 + (0, depth - len(state)))
+
+
+def _widened(moves: Tensor, depth: int) -> Tensor:
+    """[S, K + 1, K] the factors of a smaller state, for each tensor that is read."""
+    steps, own, _ = moves.shape
+    wide = moves.new_zeros(steps, depth + 1, depth)
+    wide[:, :own, :own], wide[:, depth, :own] = moves[:, :, :own].mT, moves[:, :, own]
+    return wide
