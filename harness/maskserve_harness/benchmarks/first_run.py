@@ -1,13 +1,13 @@
 """The first thing to run on a machine with a GPU: under 10 minutes, a JSON and its page to commit.
 
-It is written anew as each part is known, and what fails later takes nothing away: whether tests/gpu
-pass; which attention is used; how fast entries reach the device; steps of FLUX.1-dev's size (random
-weights) beside what their counted FLOPs take at the device's published peak, with rows of one mask
-ratio and of several, with entries in int8 and as they are by default; for how long the host asks
-for a step; what a step holds in memory beside what the memory table counts; steps that load their
-entries meanwhile; diffusers' own transformer in turn, as it is, compiled and in FP8; steps of SDXL;
-T5 and the VAE; whole edits of the demo model (`--model FOLDER`: of another) through Triton, where
-there is one.
+It is written anew as each part is known. A part that fails has a reason in place of its figures,
+and the others go on. The parts: whether tests/gpu pass; which attention is used; how fast entries
+reach the device; steps of FLUX.1-dev's size (random weights) beside what their counted FLOPs take
+at the device's published peak, with rows of one mask ratio and of several, with entries in int8 and
+as they are by default; for how long the host asks for a step; what a step holds in memory beside
+what the memory table counts; steps that load their entries meanwhile; diffusers' own transformer in
+turn, as it is, compiled and in FP8; steps of SDXL; T5 and the VAE; whole edits of the demo model
+(`--model FOLDER`: of another) through Triton, where there is one.
 
     python scripts/bench first_run --json docs/benchmarks/gpu-first-run.json
 
@@ -27,6 +27,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -44,6 +45,7 @@ from maskserve_engine.memory import device_memory, peak_values
 from maskserve_engine.stages.device_probe import peak_rates
 from maskserve_harness.benchmarks.first_run_page import write_page
 from maskserve_harness.benchmarks.first_run_parts import (
+    in_words,
     time_edits,
     time_loads,
     time_rivals,
@@ -230,51 +232,75 @@ def main(
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device that torch can use; --device cpu rehearses")
-    begin, device = time.monotonic(), torch.device(args.device)
+    begin = time.monotonic()
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     report: dict[str, Any] = {
         "command": " ".join(["scripts/bench first_run", *(argv or sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "hardware": hardware(device),
         "torch": torch.__version__,
         "versions": versions(device),
+        "failed": {},
     }
 
-    def keep(**found: Any) -> None:
+    def keep() -> None:
         """What was found so far stays, whatever comes after."""
-        report.update(found, seconds=round(time.monotonic() - begin, 1))
+        report["seconds"] = round(time.monotonic() - begin, 1)
         part = args.json.with_name(args.json.name + ".part")
         write_json(report, part)
         part.replace(args.json)
         write_page(report, args.json)
 
-    passed = tests(device)
-    keep(tests_passed=passed)
-    torch.manual_seed(0)
+    def find(name: str, part: Callable[[], Any]) -> Any:
+        """A part's figures; None where it fails, and why is kept."""
+        try:
+            found = part()
+        except Exception as error:  # whatever libraries and drivers raise
+            traceback.print_exc()
+            found, report["failed"][name] = None, in_words(error)
+        else:
+            report[name] = found
+        keep()
+        return found
+
+    made: list[Bench] = []
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    blocks = None if args.blocks is None else tuple(args.blocks)
-    bench = Bench(args.preset, blocks, dtype, device, FORMAT)
-    total, free = device_memory(device)
-    weights = sum(p.nbytes for p in bench.model.parameters())
-    memory: dict[str, Any] = {"total": total, "free": free, "weights": weights}
-    name = f"{args.preset}, {bench.blocks} blocks, {str(dtype).removeprefix('torch.')}"
-    keep(model=name, memory=memory, attention=attention_of(device, dtype))
-    keep(gb_per_s=load_gb_per_s(device, sent))
-    keep(steps=steps(bench, args.repeat))
-    keep(mixed=time_mixed_steps(bench, args.repeat))
-    keep(asked=ask_for_steps(bench))
-    held = weigh_steps(bench)
-    keep(memory={**memory, "steps": held})
-    few = BATCHES[: 2 if device.type == "cuda" else 1]
-    keep(loads=time_loads(bench, few))
-    keep(rivals=time_rivals(bench, few, args.repeat))
-    del bench  # its memory is the next model's
+
+    def make_model() -> dict[str, Any]:
+        blocks = None if args.blocks is None else tuple(args.blocks)
+        bench = Bench(args.preset, blocks, dtype, device, FORMAT)
+        total, free = device_memory(device)
+        made.append(bench)
+        of = f"{args.preset}, {bench.blocks} blocks, {str(dtype).removeprefix('torch.')}"
+        weights = sum(p.nbytes for p in bench.model.parameters())
+        return {"name": of, "weights": weights, "total": total, "free": free}
+
+    passed = find("tests_passed", lambda: tests(device))
+    find("attention", lambda: attention_of(device, dtype))
+    find("gb_per_s", lambda: load_gb_per_s(device, sent))
+    torch.manual_seed(0)
+    few, held = BATCHES[: 2 if device.type == "cuda" else 1], None
+    find("model", make_model)
+    while made:  # its memory is the next model's
+        bench = made.pop()
+        find("steps", partial(steps, bench, args.repeat))
+        find("mixed", partial(time_mixed_steps, bench, args.repeat))
+        find("asked", partial(ask_for_steps, bench))
+        held = find("held", partial(weigh_steps, bench))
+        find("loads", partial(time_loads, bench, few))
+        find("rivals", partial(time_rivals, bench, few, args.repeat))
+        del bench
     unet = args.unet or ("sdxl-1024" if device.type == "cuda" else None)
     if unet is not None:
-        keep(unet=unet, unet_steps=time_mixed_steps(UnetBench(unet, dtype, device, FORMAT), 3))
-    keep(stages=time_stages(device, dtype, demo=args.preset == "demo"))
+        report["unet"] = unet
+        find("unet_steps", lambda: time_mixed_steps(UnetBench(unet, dtype, device, FORMAT), 3))
+    find("stages", lambda: time_stages(device, dtype, demo=args.preset == "demo"))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    keep(edits=time_edits(args.model, EDITS))
-    over = [each for each in held if each["held"] > each["counted"]]
+    find("edits", lambda: time_edits(args.model, EDITS))
+    over = [each for each in held or () if each["held"] > each["counted"]]
+    failed = report["failed"]
     print(f"tests {'passed' if passed else 'FAILED'}; {len(over)} steps held more than counted")
-    return 0 if passed and not over else 1
+    for name, why in failed.items():
+        print(f"{name} FAILED: {why}")
+    return 0 if passed and not over and not failed else 1

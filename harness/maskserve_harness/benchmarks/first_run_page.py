@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,16 @@ def write_page(report: Report, file: Path) -> None:
         report: of `first_run`, of which parts may be missing.
         file: its JSON.
     """
-    plots = []
+    plots = {}
     if "steps" in report:
-        plots.append(_plot_steps(report["steps"], file.with_name(f"{file.stem}-steps.png")))
-    held = report.get("memory", {}).get("steps")
-    if held:
-        plots.append(_plot_memory(held, file.with_name(f"{file.stem}-memory.png")))
-    text = "\n".join(_lines(report, [plot.name for plot in plots]))
+        plots["steps"] = _plot_steps(report["steps"], file.with_name(f"{file.stem}-steps.png"))
+    if "held" in report:
+        plots["held"] = _plot_memory(report["held"], file.with_name(f"{file.stem}-memory.png"))
+    text = "\n".join(_lines(report, {part: plot.name for part, plot in plots.items()}))
     file.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
 
 
-def _lines(report: Report, plots: Sequence[str]) -> list[str]:
-    passed = {True: "passed", False: "FAILED", None: "have not ended"}[report.get("tests_passed")]
+def _lines(report: Report, plots: Mapping[str, str]) -> list[str]:
     lines = [
         f"# First run on {report['hardware']}",
         "",
@@ -41,45 +39,47 @@ def _lines(report: Report, plots: Sequence[str]) -> list[str]:
         f"{report.get('seconds', 0):g} s. Do not edit: the command writes it.",
         "",
         *(f"- {name}: {told}" for name, told in report.get("versions", {}).items()),
-        f"- tests/gpu {passed}",
     ]
-    if "model" in report:
-        memory = report["memory"]
-        sizes = [f"{memory[name] / _GIB:.1f}" for name in ("weights", "total", "free")]
-        lines.append(
-            f"- {report['model']}: weights {sizes[0]} GiB; the device has {sizes[1]} GiB, of which "
-            f"{sizes[2]} were free beside them"
-        )
-    if "attention" in report:
-        lines.append(f"- attention: {report['attention']}")
-    if "gb_per_s" in report:
-        told = [f"{name} {rate:g}" for name, rate in report["gb_per_s"].items()]
-        lines.append(f"- entries from host memory, GB/s: {', '.join(told)}")
-    lines += [line for plot in plots for line in ("", f"![{plot}]({plot})")]
-    if "steps" in report:
-        lines += ["", "## Steps", "", *_step_table(report["steps"])]
-    if "mixed" in report:
-        lines += ["", "## Steps of rows that differ", "", *_mixed_table(report["mixed"])]
-    if "asked" in report:
-        lines += ["", "## For how long the host asks", "", *_asked_table(report["asked"])]
-    if "unet_steps" in report:
-        lines += ["", f"## Steps of {report['unet']}", "", *_mixed_table(report["unet_steps"])]
-    if report.get("memory", {}).get("steps"):
-        lines += ["", "## What steps hold", "", *_memory_table(report["memory"]["steps"])]
-    if "loads" in report:
-        lines += ["", "## Steps that load their entries", "", *_load_table(report["loads"])]
-    if "rivals" in report:
-        lines += ["", "## Beside diffusers", "", *_rival_table(report["rivals"])]
-    if "stages" in report:
-        own = report["stages"]
-        times = [f"{own[name]:.1f} ms" for name in ("t5_ms", "encode_ms", "decode_ms")]
-        lines += ["", "## T5 and the VAE", ""]
-        side, tokens = own["side"], own["tokens"]
-        both = f"T5 over {tokens} tokens {times[0]}; the VAE of {side}x{side}"
-        lines.append(f"{both}: encoding {times[1]}, decoding {times[2]}.")
-    if "edits" in report:
-        lines += ["", "## Whole edits through Triton", "", *_edit_table(report["edits"])]
+    failed = report.get("failed", {})
+    for name, facts in _FACTS.items():
+        if name in report:
+            lines.append(f"- {facts(report[name])}")
+        elif name in failed:
+            lines.append(f"- {name}: none, {failed[name]}")
+    for name, (title, section) in _SECTIONS.items():
+        if name not in report and name not in failed:
+            continue
+        lines += ["", f"## {title.format(**report)}", ""]
+        lines += section(report[name]) if name in report else [f"None: {failed[name]}"]
+        if name in plots:
+            lines += ["", f"![{title}]({plots[name]})"]
     return lines
+
+
+def _tests(passed: bool) -> str:
+    return f"tests/gpu {'passed' if passed else 'FAILED'}"
+
+
+def _model(model: Report) -> str:
+    weights, total, free = (f"{model[name] / _GIB:.1f}" for name in ("weights", "total", "free"))
+    return (
+        f"{model['name']}: weights {weights} GiB; the device has {total} GiB, of which {free} were "
+        "free beside them"
+    )
+
+
+def _rates(rates: Report) -> str:
+    told = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+    return (
+        f"entries from host memory, GB/s: {told} (gathered: of tokens outside a mask; whole: of "
+        "all; link: a plain copy from pinned memory)"
+    )
+
+
+def _stages(own: Report) -> list[str]:
+    t5, encoding, decoding = _tenths(own, "t5_ms", "encode_ms", "decode_ms")
+    of_vae = f"the VAE of {own['side']}x{own['side']}: encoding {encoding} ms"
+    return [f"T5 over {own['tokens']} tokens {t5} ms; {of_vae}, decoding {decoding} ms."]
 
 
 def _load_table(loads: Sequence[Report]) -> list[str]:
@@ -98,7 +98,12 @@ def _rival_table(rivals: Sequence[Report]) -> list[str]:
         (r.get("batch", "–"), r["who"], f"{r['ms']:.1f}" if "ms" in r else f"none: {r['why']}")
         for r in rivals
     ]
-    return [table(("rows", "who", "step ms"), rows)]
+    return [
+        "Dense steps of diffusers' own transformer with the same weights, in turn with ours, dense "
+        "and cached.",
+        "",
+        table(("rows", "who", "step ms"), rows),
+    ]
 
 
 def _edit_table(edits: Report) -> list[str]:
@@ -139,7 +144,12 @@ def _mixed_table(steps: Sequence[Report]) -> list[str]:
 
 def _asked_table(asked: Sequence[Report]) -> list[str]:
     rows = [(s["batch"], _ratio(s), *_tenths(s, "asked_ms", "ms")) for s in asked]
-    return [table(("rows", "m", "asked for ms", "step ms"), rows)]
+    return [
+        "A step of rows that were packed before. As long as the host has asked for its kernels "
+        "sooner than the device has run them, launches hold up nothing.",
+        "",
+        table(("rows", "m", "asked for ms", "step ms"), rows),
+    ]
 
 
 def _memory_table(held: Sequence[Report]) -> list[str]:
@@ -148,7 +158,11 @@ def _memory_table(held: Sequence[Report]) -> list[str]:
         own, counted = (f"{step[key] / _GIB:.2f}" for key in ("held", "counted"))
         over = " **more than counted**" if step["held"] > step["counted"] else ""
         rows.append((step["batch"], _ratio(step), own, counted + over))
-    return [table(("rows", "m", "held GiB", "counted GiB"), rows)]
+    return [
+        "Beside weights and entries; *counted* is what the memory table leaves room for.",
+        "",
+        table(("rows", "m", "held GiB", "counted GiB"), rows),
+    ]
 
 
 def _ratio(step: Report) -> str:
@@ -180,7 +194,9 @@ def _plot_steps(steps: Sequence[Report], file: Path) -> Path:
             ratios, [step["dense_ms"] for step in own], color=_COLOURS["dense"], label="dense"
         )
         axis.plot(ratios, [step["dense_limit_ms"] for step in own], ":", color=_COLOURS["dense"])
-        axis.set(title=f"{batch} rows", xlabel="mask ratio", ylim=(0, None))
+        axis.set(
+            title=f"{batch} row{'' if batch == 1 else 's'}", xlabel="mask ratio", ylim=(0, None)
+        )
     axes[0].set_ylabel("ms per step; dotted: limit by FLOPs")
     axes[0].legend(frameon=False)
     figure.savefig(file)
@@ -204,3 +220,23 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
     figure = Figure(figsize=(4 * panels, 3.5), layout="constrained", dpi=110)
     axes = figure.subplots(1, panels, squeeze=False)
     return figure, list(axes[0])
+
+
+_FACTS: dict[str, Callable[[Any], str]] = {
+    "tests_passed": _tests,
+    "model": _model,
+    "attention": "attention: {}".format,
+    "gb_per_s": _rates,
+}
+"""Parts of one line each."""
+_SECTIONS: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
+    "steps": ("Steps", _step_table),
+    "mixed": ("Steps of rows that differ", _mixed_table),
+    "asked": ("For how long the host asks", _asked_table),
+    "unet_steps": ("Steps of {unet}", _mixed_table),
+    "held": ("What steps hold", _memory_table),
+    "loads": ("Steps that load their entries", _load_table),
+    "rivals": ("Beside diffusers", _rival_table),
+    "stages": ("T5 and the VAE", _stages),
+    "edits": ("Whole edits through Triton", _edit_table),
+}

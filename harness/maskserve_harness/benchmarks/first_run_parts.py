@@ -26,6 +26,7 @@ from maskserve_engine.cache.memory_tier import MemoryTier
 from maskserve_engine.cache.registered import Registrar
 from maskserve_engine.cache.store import Handle, Store
 from maskserve_engine.cache.tier import Note
+from maskserve_engine.entry_store import open_reserve
 from maskserve_engine.stages.quantise import quantise
 from maskserve_harness.benchmarks.edit import Site, drawn_edits, worker_of
 from maskserve_harness.benchmarks.step_rig import Bench
@@ -40,6 +41,8 @@ RIVALS = ("eager", "compiled", "fp8, compiled")
 _KEY, _ENDLESS = "template", 2**50
 _BUFFER = 32 * 2**20
 _ROUNDS = 3
+_LOADS = 2
+"""That rows may have at once: those of the last step and of the next."""
 _AT_ONCE = (1, 8)
 _SHM = Path("/dev/shm")
 Figures = dict[str, Any]
@@ -48,7 +51,8 @@ Quantise = Callable[[Any, Any, torch.device], None]
 
 def time_loads(bench: Bench, batches: Sequence[int]) -> list[Figures]:
     """Steps whose entries lie on the device, steps that bring all of theirs in from files in memory
-    meanwhile, and the loads by themselves; each way of the loader that there is here.
+    meanwhile, and the loads by themselves; each way of the loader that there is here. On a GPU
+    loads are cut of a reserve, as in the engine.
     """
     bench.fill_entry("kv")
     device = bench.device
@@ -58,7 +62,9 @@ def time_loads(bench: Bench, batches: Sequence[int]) -> list[Figures]:
     found = []
     with tempfile.TemporaryDirectory(dir=_SHM if _SHM.is_dir() else None) as folder:
         tier = FolderTier("host", folder, _ENDLESS, opened=mover.register)
-        store = Store(MemoryTier(0), [tier], None, Loader(mover))
+        # What is kept would come from the device: it has no budget, and loads are forced.
+        reserve = open_reserve(mover, _LOADS * max(batches) * bench.entry.room)
+        store = Store(MemoryTier(0), [tier], None, Loader(mover), reserve=reserve)
         try:
             for way, batch in ((way, batch) for way in WAYS for batch in batches):
                 told = _time_load(bench, store, mover, way, batch)
@@ -98,6 +104,7 @@ def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -
             assert row.inactive is not None
             handle = store.request(_KEY, entry.anchor, row.inactive.selection, source, force=True)
             assert handle is not None
+            assert store.reserve is None or handle.load.memory is not None, "no room in the reserve"
             handle.want(wants, turn)
             handles.append(handle)
         return handles
@@ -128,6 +135,7 @@ def _time_load(bench: Bench, store: Store, mover: Mover, way: str, batch: int) -
     handles = asked()
     nbytes = sum(handle.load.nbytes for handle in handles)
     let_go(handles)
+    del handles  # whoever has one has its memory
     before = _allocator(bench.device)
     ms = in_turn(timer, {"alone_ms": alone, "beside_ms": beside, "load_ms": loads}, _ROUNDS)
     after = _allocator(bench.device)
@@ -173,7 +181,7 @@ def time_rivals(
         try:
             models[name] = rival_of(bench, name, quantised)
         except Exception as error:  # whatever libraries and drivers raise
-            why[name] = _in_words(error)
+            why[name] = in_words(error)
     found = []
     for batch in batches:
         inputs = inputs_of(bench, batch)
@@ -186,7 +194,7 @@ def time_rivals(
                 call()
                 ways[name] = call
             except Exception as error:
-                why[name] = _in_words(error)
+                why[name] = in_words(error)
                 del models[name]
 
         def step(rows: list[Any]) -> None:
@@ -239,7 +247,7 @@ def answer_of(model: Any, inputs: Figures) -> torch.Tensor:
     return answer
 
 
-def _in_words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     """Its first line: some print pages."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -302,5 +310,5 @@ def time_edits(
             site.run(edits[: max(_AT_ONCE)], max(_AT_ONCE))  # what a worker does once
             runs = {str(many): site.run(edits[: count * many], many) for many in _AT_ONCE}
     except Exception as error:  # no Triton, or whatever keeps a worker from starting
-        return {"model": model.name, "why": _in_words(error)}
+        return {"model": model.name, "why": in_words(error)}
     return {"model": model.name, "side": size, "at_once": runs}

@@ -199,9 +199,9 @@ def test_a_turn_that_waits_for_an_answer_is_seen(
 def test_a_turn_that_looks_at_a_row_is_seen(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in (FluxRow, UnetRow):
 
-        def looks(row: Any, moves: Any, advance: Any = rows.advance) -> None:
-            moves.cpu()
-            advance(row, moves)
+        def looks(row: Any, *moves: Any, advance: Any = rows.advance) -> None:
+            moves[0].cpu()
+            advance(row, *moves)
 
         monkeypatch.setattr(rows, "advance", looks)
     loop.submit(0, "edit", num_inference_steps=4, cache="off")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from maskserve_harness.benchmarks import first_run
+from maskserve_engine.cache.reserve import Reserve
+from maskserve_harness.benchmarks import first_run, first_run_parts
 from maskserve_harness.benchmarks.first_run_page import write_page
 from maskserve_harness.benchmarks.first_run_parts import (
     RIVALS,
@@ -52,7 +53,7 @@ def test_a_rehearsal_measures_all_that_a_gpu_is_asked(
         assert 0 < row["asked_ms"] <= row["ms"]
     assert report["attention"] == "one call for each row"
     assert report["gb_per_s"].keys() == {"gathered", "whole", "link"}
-    for step in report["memory"]["steps"]:
+    for step in report["held"]:
         assert 0 < step["held"] <= step["counted"]
     assert {(each["way"], each["batch"]) for each in report["loads"]} == {("gathered", 1)}
     assert {each["who"] for each in report["rivals"]} >= set(RIVALS)
@@ -88,23 +89,57 @@ def test_without_a_gpu_it_says_what_to_do(
     assert "--device cpu rehearses" in capsys.readouterr().err
 
 
-def test_what_was_found_stays_if_a_later_part_fails(tmp_path: Path) -> None:
+def test_a_part_that_fails_says_why_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def fails(*_: object) -> NoReturn:
-        raise RuntimeError("out of memory")
+        raise RuntimeError("out of memory\nand a page of more")
 
+    def none(*_: object) -> dict[str, str]:
+        return {"model": "demo", "why": "no Triton"}
+
+    monkeypatch.setattr(first_run, "time_edits", none)
+    monkeypatch.setattr(first_run, "time_rivals", fails)
     file = tmp_path / "run.json"
     asked = ["--device", "cpu", "--preset", "demo", "--blocks", "1", "2", "--json", str(file)]
-    with pytest.raises(RuntimeError, match="out of memory"):
-        first_run.main(asked, tests=lambda device: True, steps=fails, sent=2**20)
+    passed: dict[str, Any] = {"tests": lambda device: True, "sent": 2**20}
+    assert first_run.main([*asked, "--repeat", "1"], steps=fails, **passed) == 1
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["tests_passed"] is True
-    assert report["model"] == "demo, 3 blocks, float32"
-    assert report["memory"]["weights"] > 0
+    assert report["model"]["name"] == "demo, 3 blocks, float32"
+    assert report["model"]["weights"] > 0
     assert report["gb_per_s"].keys() == {"gathered", "whole", "link"}
-    assert sorted(tmp_path.iterdir()) == [file, file.with_suffix(".md")]
+    why = "RuntimeError: out of memory"
+    assert report["failed"] == {"steps": why, "rivals": why}
+    assert {"mixed", "asked", "held", "loads", "stages", "edits"} <= report.keys()
     page = file.with_suffix(".md").read_text(encoding="utf-8")
     assert "tests/gpu passed" in page
     assert "demo, 3 blocks, float32" in page
+    assert f"## Steps\n\nNone: {why}\n" in page
+    assert f"steps FAILED: {why}" in capfd.readouterr().out
+
+
+def test_without_a_model_the_parts_that_need_none_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found stays from part to part."""
+    seen: list[set[str]] = []
+
+    def fails(*_: object) -> NoReturn:
+        seen.append(set(json.loads(file.read_text(encoding="utf-8"))))
+        raise torch.OutOfMemoryError("no room")
+
+    file = tmp_path / "run.json"
+    for name in ("Bench", "time_stages", "time_edits"):
+        monkeypatch.setattr(first_run, name, lambda *_, **__: fails())
+    asked = ["--device", "cpu", "--preset", "demo", "--json", str(file)]
+    assert first_run.main(asked, tests=lambda device: True, sent=2**20) == 1
+    assert {"tests_passed", "attention", "gb_per_s"} <= seen[0]
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert report["failed"].keys() == {"model", "stages", "edits"}
+    page = file.with_suffix(".md").read_text(encoding="utf-8")
+    assert "- model: none, OutOfMemoryError: no room" in page
+    assert "## Steps" not in page
 
 
 def test_the_page_says_what_the_report_says(tmp_path: Path) -> None:
@@ -129,10 +164,8 @@ def test_the_page_says_what_the_report_says(tmp_path: Path) -> None:
         {"batch": 4, "mask_ratio": 0.05, "held": 2**31, "counted": 2**30},
     ]
     file = tmp_path / "run.json"
-    memory = {"weights": 2**33, "total": 2**34, "free": 2**33, "steps": held}
-    write_page(
-        {**about, "tests_passed": False, "model": "m", "steps": steps, "memory": memory}, file
-    )
+    model = {"name": "m", "weights": 2**33, "total": 2**34, "free": 2**33}
+    write_page({**about, "tests_passed": False, "model": model, "steps": steps, "held": held}, file)
     page = file.with_suffix(".md").read_text(encoding="utf-8")
     assert "tests/gpu FAILED" in page
     assert "| 4 | 0.05 | kv | int8 | 6.0 | 3.0 | 48.0 | 24.0 | 8.00 |" in page
@@ -152,6 +185,22 @@ def test_steps_are_timed_while_their_entries_come() -> None:
     assert told["way"] == "gathered"
     assert told["bytes"] > 0
     assert min(told[name] for name in ("alone_ms", "beside_ms", "load_ms", "gb_per_s")) > 0
+
+
+def test_loads_that_are_timed_are_cut_of_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; with room for less than two steps' loads, it says so."""
+    made: list[Reserve] = []
+
+    def reserve(mover: object, nbytes: int) -> Reserve:
+        made.append(Reserve(nbytes, torch.device("cpu")))
+        return made[-1]
+
+    monkeypatch.setattr(first_run_parts, "open_reserve", reserve)
+    time_loads(small_bench(), [1, 2])
+    assert made[0].free == len(made[0].memory)
+    monkeypatch.setattr(first_run_parts, "_LOADS", 1)
+    with pytest.raises(AssertionError, match="no room in the reserve"):
+        time_loads(small_bench(), [2])
 
 
 def test_a_rival_that_cannot_run_says_why_and_the_others_are_timed() -> None:
