@@ -31,7 +31,7 @@ from maskserve_engine.families.unet.control import (
 )
 from maskserve_engine.families.unet.forward import PassInput, added_embedding
 from maskserve_engine.families.unet.rows import UnetInactive, UnetPrompt, UnetRow
-from maskserve_engine.families.unet.sampler import NoiseLevels, Schedule
+from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.families.unet.weights import UnetWeights, places_of
 from maskserve_engine.job import ControlInput
@@ -92,7 +92,7 @@ class UnetBench:
         self.batch: UnetBatch | None = None
         sampler = sampler or EulerDiscreteScheduler()
         self.levels = NoiseLevels(sampler)
-        self.schedule = Schedule(sampler, self.levels, 1 + steps)
+        self.schedule = UnetSchedule(sampler, self.levels, 1 + steps)
         self.buckets = False
         """Whether tiles are those of steps that are recorded."""
 

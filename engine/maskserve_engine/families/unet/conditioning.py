@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskserve_engine.families.unet.sampler import NoiseLevels, Schedule
+from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.stages.latents import Posterior, draw, noise_outside, template_noise
 
 
@@ -42,7 +42,7 @@ def start_row(
     image: Posterior,
     masked: Posterior | None,
     edit_mask: NDArray[np.uint8],
-    schedule: Schedule,
+    schedule: UnetSchedule,
     generator: torch.Generator,
     dtype: torch.dtype,
     outside_seed: int | None,

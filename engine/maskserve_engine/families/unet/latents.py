@@ -1,6 +1,6 @@
 """Latents of a batch's edits, packed: what the model takes of them, and how samplers move them.
 
-Rows may be at any step of their own. What differs between them are factors (`sampler.Factors`),
+Rows may be at any step of their own. What differs between them are factors (`sampler.StepFactors`),
 which are laid out for the steps ahead when rows are packed. So every operation is one for all rows,
 and what becomes of a row is computed from it alone, in the same order in any batch.
 """

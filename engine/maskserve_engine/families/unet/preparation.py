@@ -20,7 +20,7 @@ from maskserve_engine.families.unet.conditioning import (
     template_inputs,
 )
 from maskserve_engine.families.unet.rows import UnetInactive
-from maskserve_engine.families.unet.sampler import NoiseLevels, Schedule
+from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.tokens import ActiveTokens
 from maskserve_engine.job import Conditioning, EditJob
 from maskserve_engine.stages.latents import Posterior
@@ -68,7 +68,7 @@ class UnetPreparation:
         self._levels, self._halo, self._buckets = levels, halo, buckets
         self._shares_noise = outside_noise == "template" and facts.semantics == "inpaint"
         self.noise_levels = NoiseLevels(sampler)
-        self.schedule_of = lru_cache(maxsize=256)(partial(Schedule, sampler, self.noise_levels))
+        self.schedule_of = lru_cache(maxsize=256)(partial(UnetSchedule, sampler, self.noise_levels))
         """By number of steps and strength."""
 
     def prepared(self, job: EditJob) -> UnetPrepared:
@@ -121,7 +121,7 @@ class UnetPreparation:
             buckets=self._buckets,
         )
 
-    def schedule(self, job: EditJob) -> Schedule:
+    def schedule(self, job: EditJob) -> UnetSchedule:
         """The edit's steps."""
         settings = job.request.settings
         assert settings.num_inference_steps is not None

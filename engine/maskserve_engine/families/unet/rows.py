@@ -18,7 +18,7 @@ from maskserve_engine.cache.store import Handle
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
 from maskserve_engine.families.unet.control import UnetRowControl, UnetServedControl
 from maskserve_engine.families.unet.forward import PassInput
-from maskserve_engine.families.unet.sampler import NoiseLevels, Schedule
+from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule
 from maskserve_engine.families.unet.surroundings import Surroundings
 from maskserve_engine.families.unet.tile import Ids, Tile
 from maskserve_engine.layers.low_rank import Adapters
@@ -102,7 +102,7 @@ class UnetRow:
     """One edit inside the running batch."""
 
     request_id: str
-    schedule: Schedule
+    schedule: UnetSchedule
     noise_levels: NoiseLevels
     prompt: UnetPrompt
     guidance: Guidance | None

@@ -75,7 +75,7 @@ def check_sampler(sampler: Any) -> None:
         raise _refused(name, ": skip_prk_steps must be true, as diffusers' pipelines set it")
 
 
-class Factors(NamedTuple):
+class StepFactors(NamedTuple):
     """What a row's tensors are multiplied with in each of n steps, float32 in host memory."""
 
     scales: Tensor
@@ -89,14 +89,14 @@ class Factors(NamedTuple):
     """[n, 2] after a step, an image is as noisy as the latents as signal · image + share · noise;
     after the last one it is the image."""
 
-    def part(self, begin: int, end: int) -> Factors:
+    def part(self, begin: int, end: int) -> StepFactors:
         """Of the steps from `begin` to `end`."""
         at = slice(begin, end)
         moves = None if self.moves is None else self.moves[at]
-        return Factors(self.scales[at], self.pins[at], moves, self.sources[at])
+        return StepFactors(self.scales[at], self.pins[at], moves, self.sources[at])
 
 
-class Schedule:
+class UnetSchedule:
     """The steps of edits that ask for so many of them, exactly as diffusers' inpainting pipelines
     take them. Rows share it: it remembers nothing.
 
@@ -150,7 +150,7 @@ class Schedule:
         return moved
 
     @cached_property
-    def factors(self) -> Factors:
+    def factors(self) -> StepFactors:
         scales, sources, steps = [], [], []
         own, one = copy.deepcopy(self._own), torch.ones(1, dtype=torch.float64)
         linear = is_linear(own)
@@ -160,7 +160,7 @@ class Schedule:
             scales.append(own.scale_model_input(one, timestep))
             if linear:
                 steps.append(_probed(own, timestep))
-        return Factors(
+        return StepFactors(
             torch.cat(scales).float(),
             torch.tensor([self._levels.at(timestep) for timestep in self.timesteps]),
             _matrices(steps) if linear else None,

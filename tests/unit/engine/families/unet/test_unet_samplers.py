@@ -15,7 +15,7 @@ from torch import Tensor
 from maskserve_engine.families.unet.conditioning import UnetBlend, UnetTemplate
 from maskserve_engine.families.unet.latents import PackedLatents
 from maskserve_engine.families.unet.rows import Guidance, UnetInactive, UnetPrompt, UnetRow
-from maskserve_engine.families.unet.sampler import NoiseLevels, Schedule, is_linear
+from maskserve_engine.families.unet.sampler import NoiseLevels, UnetSchedule, is_linear
 from tests.fakes.jobs import tolerance
 from tests.fakes.tiny_unet import samplers
 
@@ -69,7 +69,7 @@ class Edit:
         self.blends = blends
         self.weights = normal(rng, 2, len(self.timesteps), 1, 1, 1)
         levels = NoiseLevels(sampler)
-        schedule = Schedule(sampler, levels, steps, min((run + 0.5) / steps, 1.0))
+        schedule = UnetSchedule(sampler, levels, steps, min((run + 0.5) / steps, 1.0))
         assert schedule.timesteps == tuple(self.timesteps.tolist())
         assert set(map(type, schedule.timesteps)) == {float}  # as names of anchors are made of them
         self.start = schedule.start(self.clean, self.noise)
@@ -172,7 +172,7 @@ def test_only_a_sampler_that_clips_is_not_linear() -> None:
     found = {name for name, each in all_samplers().items() if not is_linear(each)}
     assert found == {"ddim-clips"}
     made = DDIMScheduler(**BETAS, clip_sample=True)
-    assert Schedule(made, NoiseLevels(made), 5).factors.moves is None
+    assert UnetSchedule(made, NoiseLevels(made), 5).factors.moves is None
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_only_a_sampler_that_clips_is_not_linear() -> None:
 )
 def test_a_state_holds_what_later_steps_read_and_no_more(name: str, depth: int) -> None:
     sampler = all_samplers()[name]
-    schedule = Schedule(sampler, NoiseLevels(sampler), 20)
+    schedule = UnetSchedule(sampler, NoiseLevels(sampler), 20)
     assert schedule.state(torch.zeros(SHAPE)).shape == (depth, *SHAPE)
 
 
