@@ -67,7 +67,8 @@ class Edit:
         self.mask = (normal(rng, 1, *SHAPE[1:]) > 0).float()
         self.scale = float(rng.uniform(1.5, 8.0)) if rng.random() < 0.5 else 1.0
         self.blends = blends
-        self.weights = normal(rng, 2, len(self.timesteps), 1, 1, 1)
+        # So small that guidance does not make a rounding grow from step to step.
+        self.weights = normal(rng, 2, len(self.timesteps), 1, 1, 1) / self.scale
         levels = NoiseLevels(sampler)
         schedule = UnetSchedule(sampler, levels, steps, min((run + 0.5) / steps, 1.0))
         assert schedule.timesteps == tuple(self.timesteps.tolist())
