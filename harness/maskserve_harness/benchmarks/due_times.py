@@ -1,13 +1,18 @@
 """Share of edits that are in time on a real worker of two devices, beside the simulator.
 
-    python scripts/bench due_times --json due_times.json
+    python scripts/bench due_times --json docs/benchmarks/due_times.json
 
 FLUX Fill of width 512 (random weights), dense edits of three sizes, Poisson, behind a real Triton.
-A device is a process of one thread. First the worker's own times are measured: a step of each size
-on one device with both busy, and on two; what an edit takes beside its steps. Then, at each load,
-the same arrivals go to a worker with the policy `deadline` and to one where each edit keeps one
-device (`spread`, a row per device), in turn; and into the simulator on the measured times, which
-also has edits that keep two.
+A device is a process of one thread. First the worker is profiled (`profile_costs`): a step of each
+size on one device with both busy, and on two; servers start with that (`[engine] costs`). Then
+what an edit takes before its steps and behind them. In each round, at each load, the same fresh
+arrivals go to a worker with the policy `deadline` and to one where each edit keeps one device
+(`spread`, a row per device), in turn; and into the simulator (`simulator/shared_cores.py`) on the
+measured times: the schedulers of both servers, encoder and decoder that take edits one by one, and
+all of them on the machine's cores. It also has edits that keep two devices, which no server has.
+
+`apart` is real less simulated, in points, and `error` its standard error over the rounds: of 30
+edits one is 3.3 points, so a single round tells nothing of a bar of 5.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +33,31 @@ import numpy as np
 import tomli_w
 
 from maskserve_client import Client, MaskserveError
+from maskserve_core.config import EngineConfig, cores
+from maskserve_core.worker.gangs.batching import Batching
 from maskserve_core.worker.gangs.deadline import Deadline
-from maskserve_core.worker.gangs.work import GangPolicy
-from maskserve_core.worker.step_scheduler import Ticket
+from maskserve_core.worker.gangs.scheduler import GangScheduler
+from maskserve_core.worker.spread import Spread
+from maskserve_core.worker.step_scheduler import SchedulingPolicy, Ticket
+from maskserve_harness.benchmarks import profile_costs
 from maskserve_harness.benchmarks.edit import large_model
 from maskserve_harness.checkout import CHECKOUT
 from maskserve_harness.machine import machine, stolen_s
 from maskserve_harness.perf.inputs import Edit, InputOptions, find_photos, make_edits
 from maskserve_harness.perf.load import draw_gaps
 from maskserve_harness.perf.server import Server, own_workers
-from maskserve_harness.simulator.gangs import Fixed, simulate
+from maskserve_harness.simulator.gangs import Fixed
+from maskserve_harness.simulator.shared_cores import Machine, StagedEdit
 
 Figures = dict[str, Any]
 DEVICES = 2
-STEPS = 5
+STEPS = 16
 LOADS = (0.5, 0.8, 1.2)
 """Of what two devices can do when each edit keeps one."""
 DUE = {64: 4.0, 96: 2.0, 128: 0.8}
 """By the picture's side, of an edit's steps on one device; what it takes beside them is added. The
 largest are in time on both devices only, as TetriServe's."""
+_BEFORE = ("preprocess", "encode", "prepare")
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "deadline": {"devices": DEVICES, "policy": "deadline"},
     "fixed1": {"devices": DEVICES, "policy": "spread", "max_rows": 1},
@@ -59,20 +70,27 @@ class Times:
 
     step: tuple[float, float]
     """On one device and on two."""
-    beside: float
-    """From sending to answer, without its steps."""
+    before: float
+    """From sending to the scheduler."""
+    after: float
+    """From the last step to the answer."""
+    shared: float = 0.0
+    """Of a step, whatever its rows."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--edits", type=int, default=27, help="of each run")
+    parser.add_argument("--edits", type=int, default=30, help="of each load in each round")
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args(arguments)
     if args.edits < len(DUE):
         parser.error(f"--edits: accepted: {len(DUE)} or more")
+    if args.rounds < 2:
+        parser.error("--rounds: accepted: 2 or more, as they tell how far chance goes")
     return args
 
 
@@ -100,22 +118,38 @@ def send(server: Server, edit: Edit, due_ms: int) -> tuple[float, dict[str, Any]
     return time.perf_counter() - begin, done.meta
 
 
+def profiled(model: Path, file: Path) -> dict[int, Times]:
+    """Steps of each size at each degree, all devices busy; the profile goes to `file`."""
+    args = profile_costs.parse(["--devices", str(DEVICES), "--sides", *map(str, DUE)])
+    points, profile = profile_costs.profiled(args, model, args.sides)
+    file.write_text(profile.text() + "\n", encoding="utf-8")
+    took = {(p.side, p.degree): p.seconds for p in points if not p.cached}
+    fixed = profile.costs.compute.fixed
+    return {
+        side: Times(
+            (took[side, 1], took[side, 2]), 0.0, 0.0, min(fixed, *(took[side, k] for k in (1, 2)))
+        )
+        for side in DUE
+    }
+
+
 def measured(
-    servers: Mapping[str, Server], edits: Mapping[int, Sequence[Edit]]
+    server: Server, times: Mapping[int, Times], edits: Mapping[int, Sequence[Edit]]
 ) -> dict[int, Times]:
-    """Medians; both devices are busy where a step on one is measured, as they are under load."""
+    """With what edits take round their steps, one at a time: medians, behind one of each that has
+    its prompt encoded.
+    """
     found = {}
-    with ThreadPoolExecutor(DEVICES) as pool:
-        for side, of_side in edits.items():
-            sent = [*of_side[:2], *of_side[:6]]  # the first two set kernels up
-            both = list(pool.map(lambda e: send(servers["fixed1"], e, 60_000), sent))[2:]
-            alone = [send(servers["deadline"], each, 60_000) for each in sent][2:]
-            one, two = [
-                statistics.median(meta["timings_ms"]["denoise"] for _, meta in each) / 1e3 / STEPS
-                for each in (both, alone)
-            ]
-            beside = statistics.median(took - STEPS * two for took, _ in alone)
-            found[side] = Times((one, two), beside)
+    for side, of_side in edits.items():
+        answers = [send(server, each, 60_000) for each in (*of_side, *of_side)][len(of_side) :]
+        before, after = [], []
+        for took, meta in answers:
+            stages = {name: ms / 1e3 for name, ms in meta["timings_ms"].items()}
+            before.append(sum(stages[name] for name in _BEFORE))
+            after.append(took - before[-1] - stages["queue"] - stages["denoise"])
+        found[side] = replace(
+            times[side], before=statistics.median(before), after=statistics.median(after)
+        )
     return found
 
 
@@ -143,28 +177,45 @@ def real(
 
 
 def simulated(
-    policy: GangPolicy,
+    policy: SchedulingPolicy,
     times: Mapping[int, Times],
     arrivals: Sequence[tuple[float, int]],
     due: Mapping[int, float],
+    cores: float,
 ) -> Figures:
-    """The same in virtual time. What an edit takes beside its steps is taken off its due time."""
-    tickets = [
-        Ticket(
+    """The same in virtual time."""
+    edits = []
+    for number, (at, side) in enumerate(arrivals):
+        own, tokens = times[side], (side // 16) ** 2
+        ticket = Ticket(
             f"{side}-{number}",
             STEPS,
-            (side // 16) ** 2,
-            (side // 16) ** 2,
+            tokens,
+            tokens,
             at,
-            due=at + due[side] - times[side].beside,
-            seconds=times[side].step,
+            due=at + due[side] - own.after,
+            seconds=own.step,
+            shared=own.shared,
         )
-        for number, (at, side) in enumerate(arrivals)
-    ]
-    ended = simulate(policy, tickets, DEVICES).ended
+        edits.append(StagedEdit(ticket, own.before, own.after))
+    answered = Machine(policy, DEVICES, cores).run(edits)
     return shares(
-        [(int(t.request_id.split("-")[0]), ended[t.request_id] <= (t.due or 0.0)) for t in tickets]
+        [
+            (side, answered[f"{side}-{number}"] <= at + due[side])
+            for number, (at, side) in enumerate(arrivals)
+        ]
     )
+
+
+def policies() -> dict[str, SchedulingPolicy]:
+    """As servers have them; `fixed2` is no server's."""
+    engine = EngineConfig()
+    rows, waiting = engine.max_rows, engine.max_waiting
+    return {
+        "deadline": GangScheduler(Batching(Deadline(DEVICES), rows), DEVICES, rows, waiting),
+        "fixed1": Spread(DEVICES, 1, waiting, 0.0),
+        "fixed2": GangScheduler(Fixed(DEVICES, DEVICES), DEVICES, rows, waiting),
+    }
 
 
 def shares(met: Sequence[tuple[int, bool]]) -> Figures:
@@ -175,43 +226,71 @@ def shares(met: Sequence[tuple[int, bool]]) -> Figures:
     return {"sar": share([was for _, was in met]), "by_side": by_side}
 
 
-def run(servers: Mapping[str, Server], count: int, seed: int) -> Figures:
+def run(
+    servers: Mapping[str, Server], times: Mapping[int, Times], args: argparse.Namespace
+) -> Figures:
     edits = edits_by_side()
-    times = measured(servers, edits)
-    due = {side: t.beside + DUE[side] * STEPS * t.step[0] for side, t in times.items()}
+    times = measured(servers["deadline"], times, edits)
+    due = {side: t.before + t.after + DUE[side] * STEPS * t.step[0] for side, t in times.items()}
     work = statistics.mean(STEPS * t.step[0] for t in times.values())
     report: Figures = {
         "times": {
             str(side): {
                 "step_ms": [round(1e3 * s, 1) for s in t.step],
-                "beside_ms": round(1e3 * t.beside),
+                "before_ms": round(1e3 * t.before),
+                "after_ms": round(1e3 * t.after),
                 "due_ms": round(1e3 * due[side]),
             }
             for side, t in times.items()
         },
-        "loads": [],
+        "rounds": [],
     }
     say(report["times"])
-    for load in LOADS:
-        rng, rate = np.random.default_rng(seed), load * DEVICES / work
-        at = np.cumsum(draw_gaps(rate, count, rng))
-        arrivals = [(float(t), side) for t, side in zip(at, sides(count, rng), strict=True)]
-        point: Figures = {
-            "load": load,
-            "per_minute": round(60 * rate, 1),
-            "real": {n: real(each, edits, arrivals, due) for n, each in servers.items()},
-            "simulated": {
-                name: simulated(policy, times, arrivals, due)
-                for name, policy in (
-                    ("deadline", Deadline(DEVICES)),
-                    ("fixed1", Fixed(DEVICES, 1)),
-                    ("fixed2", Fixed(DEVICES, 2)),
-                )
-            },
-        }
-        report["loads"].append(point)
-        say(point)
+    for number in range(args.rounds):
+        for load in LOADS:
+            rng, rate = np.random.default_rng((args.seed, number)), load * DEVICES / work
+            at = np.cumsum(draw_gaps(rate, args.edits, rng))
+            arrivals = [
+                (float(t), side) for t, side in zip(at, sides(args.edits, rng), strict=True)
+            ]
+            turns = list(servers.items())[:: 1 if number % 2 else -1]
+            point: Figures = {
+                "load": load,
+                "per_minute": round(60 * rate, 1),
+                "real": {name: real(each, edits, arrivals, due) for name, each in turns},
+                "simulated": {
+                    name: simulated(policy, times, arrivals, due, cores())
+                    for name, policy in policies().items()
+                },
+            }
+            report["rounds"].append(point)
+            say(point)
+    report["summary"] = summary(report["rounds"])
+    say(report["summary"])
     return report
+
+
+def summary(points: Sequence[Figures]) -> Figures:
+    """Per load: shares in time, and how far what was measured is from what was simulated."""
+    found = {}
+    for load in LOADS:
+        of_load = [point for point in points if point["load"] == load]
+
+        def all_of(kind: str, name: str, of_load: list[Figures] = of_load) -> list[float]:
+            return [point[kind][name]["sar"] for point in of_load]
+
+        own: Figures = {
+            f"{kind} {name}": round(statistics.mean(all_of(kind, name)), 3)
+            for kind in ("real", "simulated")
+            for name in of_load[0][kind]
+        }
+        for name in CONFIGS:
+            pairs = zip(all_of("real", name), all_of("simulated", name), strict=True)
+            apart = [100 * (one - other) for one, other in pairs]
+            own[f"apart {name}"] = round(statistics.mean(apart), 1)
+            own[f"error {name}"] = round(statistics.stdev(apart) / len(apart) ** 0.5, 1)
+        found[str(load)] = own
+    return found
 
 
 def say(line: object) -> None:
@@ -224,17 +303,22 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as made, ExitStack() as running:
         folder = Path(made)
         model = large_model(folder / "model")
+        times = profiled(model, folder / "costs.json")
         servers = {}
         for name, engine in CONFIGS.items():
             config = folder / f"{name}.toml"
-            config.write_text(tomli_w.dumps({"engine": engine}), encoding="utf-8")
+            config.write_text(
+                tomli_w.dumps({"engine": {**engine, "costs": str(folder / "costs.json")}}),
+                encoding="utf-8",
+            )
             logs = folder / f"logs-{name}"
             [servers[name]] = running.enter_context(own_workers(str(model), logs, 1, config))
-        report = run(servers, args.edits, args.seed)
+        report = run(servers, times, args)
     took = time.perf_counter() - begin
     report["about"] = {
         "hardware": machine(),
         "edits": args.edits,
+        "rounds": args.rounds,
         "seed": args.seed,
         "minutes": round(took / 60, 1),
         "stolen_share": round((stolen_s() - stolen) / took, 3),

@@ -295,6 +295,29 @@ def worker_config(args: argparse.Namespace, model: Path, costs: str) -> Config:
     )
 
 
+def profiled(
+    args: argparse.Namespace, model: Path, sides: Sequence[int], costs: str = ""
+) -> tuple[list[Point], CostProfile]:
+    """What a worker of this model takes, and the law through it.
+
+    Args:
+        args: as of the command.
+        model: folder.
+        sides: of the edits.
+        costs: file that the worker starts with; empty: an estimate.
+    """
+    by_processor = args.clock == "cpu"
+    worker = Worker(worker_config(args, model, costs), by_processor=by_processor)
+    try:
+        points = measured(worker, sides, args)
+        line, exchange = fitted(points)
+        found = replace(worker.costs(), device=machine(), compute=line, source="measured")
+    finally:
+        worker.close()
+    value_bytes = worker.exchange.value_bytes
+    return points, CostProfile(found, replace(exchange, value_bytes=value_bytes))
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -324,20 +347,8 @@ def main(arguments: list[str] | None = None) -> int:
         folder = Path(made)
         model = args.model or large_model(folder / "model")
         file = folder / "costs.json"
-
-        def points_of(config: Config, sides: Sequence[int]) -> tuple[list[Point], CostProfile]:
-            worker = Worker(config, by_processor=args.clock == "cpu")
-            try:
-                points = measured(worker, sides, args)
-                line, exchange = fitted(points)
-                costs = replace(worker.costs(), device=machine(), compute=line, source="measured")
-            finally:
-                worker.close()
-            value_bytes = worker.exchange.value_bytes
-            return points, CostProfile(costs, replace(exchange, value_bytes=value_bytes))
-
         report: dict[str, Any] = about(machine())
-        points, profile = points_of(worker_config(args, model, ""), args.sides)
+        points, profile = profiled(args, model, args.sides)
         file.write_text(profile.text() + "\n", encoding="utf-8")
         if args.out:
             args.out.write_text(profile.text() + "\n", encoding="utf-8")
@@ -350,7 +361,7 @@ def main(arguments: list[str] | None = None) -> int:
         report |= {"profile": json.loads(profile.text()), "measured": _figures(points)}
         report |= {"summary": {"estimated": _summary(points)}}
         if args.fresh:
-            fresh, _ = points_of(worker_config(args, model, str(file)), args.fresh)
+            fresh, _ = profiled(args, model, args.fresh, str(file))
             print(_told(fresh))
             report |= {"fresh": _figures(fresh)}
             report["summary"]["profiled"] = _summary(fresh)

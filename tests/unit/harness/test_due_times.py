@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 
-from maskserve_core.worker.gangs.deadline import Deadline
 from maskserve_harness.benchmarks.due_times import (
-    DEVICES,
     DUE,
+    LOADS,
     STEPS,
     Times,
     parse,
+    policies,
     sides,
     simulated,
+    summary,
 )
-from maskserve_harness.simulator.gangs import Fixed
 
-TIMES = {side: Times((side / 1e3, side / 1.8e3), 0.05) for side in DUE}
+TIMES = {side: Times((side / 1e3, side / 1.8e3), 0.02, 0.03, 0.01) for side in DUE}
 """Seconds."""
 
 
 def test_edits_far_apart_are_in_time_where_they_can_be() -> None:
     arrivals = [(10.0 * number, side) for number, side in enumerate(sorted(DUE))]
     due = {side: 0.05 + 0.9 * STEPS * t.step[0] for side, t in TIMES.items()}
-    assert simulated(Deadline(DEVICES), TIMES, arrivals, due)["sar"] == 1.0
-    assert simulated(Fixed(DEVICES, 2), TIMES, arrivals, due)["sar"] == 1.0
-    alone = simulated(Fixed(DEVICES, 1), TIMES, arrivals, due)
-    assert alone == {"sar": 0.0, "by_side": dict.fromkeys(map(str, sorted(DUE)), 0.0)}
+    none = dict.fromkeys(map(str, sorted(DUE)), 0.0)
+    for name, policy in policies().items():
+        found = simulated(policy, TIMES, arrivals, due, math.inf)
+        assert found["sar"] == (0.0 if name == "fixed1" else 1.0)
+        assert name != "fixed1" or found["by_side"] == none
+
+
+def test_decoding_takes_cores_from_steps() -> None:
+    """Four edits on two devices: on three cores the last two step beside the first's decoding, and
+    all are decoded one by one until 1.6 + 4 x 1.5 s; on two cores later.
+    """
+    times = {side: Times((0.1, 0.1), 0.0, 1.5, 0.0) for side in DUE}
+    arrivals, due = [(0.0, 64)] * 4, dict.fromkeys(DUE, 1.6 + 4 * 1.5 + 0.05)
+    three, two = [simulated(policies()["fixed1"], times, arrivals, due, k)["sar"] for k in (3, 2)]
+    assert three == 1.0
+    assert two < 1.0
+
+
+def test_the_error_is_that_of_rounds_and_not_of_edits() -> None:
+    def point(real: float, simulated: float) -> dict[str, Any]:
+        names = {"deadline": {"sar": real}, "fixed1": {"sar": 0.5}}
+        return {"real": names, "simulated": {**names, "deadline": {"sar": simulated}}}
+
+    rounds = [{"load": load, **point(real, 0.8)} for load in LOADS for real in (0.7, 0.8, 0.9, 0.8)]
+    for found in summary(rounds).values():
+        assert found["apart deadline"] == 0.0
+        assert found["error deadline"] == pytest.approx(100 * 0.0816 / 2, abs=0.1)
+        assert found["error fixed1"] == 0.0
 
 
 def test_all_sizes_come_equally_often() -> None:

@@ -1,0 +1,130 @@
+"""A worker whose devices are processes on the cores of one machine, in virtual time: its encoder,
+ranks and decoder all want them. Core's own schedulers decide, as in the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from maskserve_core.worker.gangs.work import seconds_together
+from maskserve_core.worker.step_scheduler import Devices, Run, SchedulingPolicy, Ticket
+
+_NOTHING_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class StagedEdit:
+    """An edit with what stands round its steps; seconds of one core to itself."""
+
+    ticket: Ticket
+    """Its `arrival` is that at the front; it is due at the last step's end."""
+    before: float
+    """Encoding; one edit at a time."""
+    after: float
+    """Decoding; one at a time."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """What takes cores now."""
+
+    left: float
+    """Seconds, had it them to itself."""
+    cores: int
+    step: Run | None
+    """None: a stage."""
+
+
+class Machine:
+    """Runs edits until all are answered.
+
+    Args:
+        policy: of core; each decision is for one step.
+        devices: of the worker, each a core's worth of work.
+        cores: of the machine; where more is wanted, all go on in proportion. inf: nobody waits.
+    """
+
+    def __init__(self, policy: SchedulingPolicy, devices: int, cores: float = math.inf) -> None:
+        self._policy, self._devices, self._cores = policy, devices, cores
+        self._left: dict[str, int] = {}
+        self.answered: dict[str, float] = {}
+        """When, by the ticket's name."""
+
+    def run(self, edits: Sequence[StagedEdit]) -> dict[str, float]:
+        """When each was answered.
+
+        Raises:
+            RuntimeError: the policy left edits lying.
+        """
+        now, again = 0.0, math.inf
+        coming = deque(sorted(edits, key=lambda edit: edit.ticket.arrival))
+        encoding: deque[StagedEdit] = deque()
+        decoding: deque[StagedEdit] = deque()
+        by_name = {edit.ticket.request_id: edit for edit in edits}
+        stages: dict[str, _Job] = {}
+        steps: list[_Job] = []
+        while len(self.answered) < len(by_name):
+            while coming and coming[0].ticket.arrival <= now:
+                encoding.append(coming.popleft())
+            if encoding and "encode" not in stages:
+                stages["encode"] = _Job(encoding[0].before, 1, None)
+            if decoding and "decode" not in stages:
+                stages["decode"] = _Job(decoding[0].after, 1, None)
+            ended = [name for name, job in stages.items() if job.left <= _NOTHING_S]
+            for name in ended:
+                del stages[name]
+                if name == "encode":
+                    ticket = encoding.popleft().ticket
+                    self._left[ticket.request_id] = ticket.steps
+                    self._policy.submit(replace(ticket, arrival=now))
+                else:
+                    self.answered[decoding.popleft().ticket.request_id] = now
+            for job in [job for job in steps if job.left <= _NOTHING_S]:
+                steps.remove(job)
+                assert job.step is not None
+                for ticket in job.step.rows:
+                    name = ticket.request_id
+                    self._left[name] -= 1
+                    if not self._left[name]:
+                        self._policy.finish(name)
+                        decoding.append(by_name[name])
+            if ended and not steps and not len(self._policy):
+                continue  # a stage may begin at once
+            busy = frozenset(d for job in steps if job.step for d in job.step.devices)
+            if len(busy) < self._devices and len(self._policy):
+                decision = self._policy.schedule(now, Devices(busy, frozenset()))
+                again = decision.again if decision.again > now else math.inf
+                for run in decision.runs:
+                    lasts = seconds_together(run.rows, len(run.devices))
+                    steps.append(_Job(lasts, len(run.devices), run))
+            now = self._go_on(now, again, coming, encoding, decoding, stages, steps)
+        return self.answered
+
+    def _go_on(
+        self,
+        now: float,
+        again: float,
+        coming: deque[StagedEdit],
+        encoding: deque[StagedEdit],
+        decoding: deque[StagedEdit],
+        stages: dict[str, _Job],
+        steps: list[_Job],
+    ) -> float:
+        """To the next moment at which something may begin."""
+        if (encoding and "encode" not in stages) or (decoding and "decode" not in stages):
+            return now
+        jobs: list[Any] = [*stages.values(), *steps]
+        speed = min(1.0, self._cores / max(1, sum(job.cores for job in jobs)))
+        until = min([job.left / speed for job in jobs], default=math.inf)
+        until = min(until, again - now)
+        if coming:
+            until = min(until, coming[0].ticket.arrival - now)
+        if until == math.inf:
+            raise RuntimeError(f"{len(self._policy)} edits are left lying")
+        for job in jobs:
+            job.left -= until * speed
+        return now + until
