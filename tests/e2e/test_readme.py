@@ -65,8 +65,11 @@ def environment() -> dict[str, str]:
     return kept | {"PATH": os.pathsep.join(path)}
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
+@pytest.fixture(scope="module", params=["1", pytest.param("2", marks=pytest.mark.slow)])
+def clone(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Clone]:
+    """Of a worker of one device, and of two."""
     folder = tmp_path_factory.mktemp("clone")
     (folder / "assets").symlink_to(ROOT / "assets")
     (folder / ".venv").symlink_to(sys.prefix)
@@ -77,7 +80,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
         [
             "bash",
             "-c",
-            f"exec {command} --adapters assets/adapters "
+            f"exec {command} --adapters assets/adapters --devices-per-worker {request.param} "
             f"--controlnets assets/controlnets --base-port {base} "
             f"--router --router-port {base + 10}",
         ],
