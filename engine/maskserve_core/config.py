@@ -126,8 +126,9 @@ class EngineConfig(Table, frozen=True):
     devices as make it fastest."""
     costs: str = ""
     """JSON file of `scripts/bench profile_costs`: what steps take here, on one device and on
-    several, so that the worker prices and decides by it from its first step on. Empty: by an
-    estimate, until it has measured its own."""
+    several, so that the worker prices and decides by it from its first step on. One that was
+    measured on another device is warned of. Empty: by an estimate, until it has measured its
+    own."""
     max_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 256
     """Edits waiting for a row; one more is refused."""
     drain_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 60.0

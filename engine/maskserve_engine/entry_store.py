@@ -121,6 +121,12 @@ def estimated_costs(
     if not config.engine.costs:
         return costs
     found = read_profile(config.engine.costs).costs
+    if found.device != costs.device:
+        _log.warning(
+            "[engine] costs: %s was measured on %s, and this is %s: steps are priced as there "
+            "until they have been measured here",
+            *(config.engine.costs, found.device, costs.device),
+        )
     return replace(found, launch=costs.launch, loads={**costs.loads, **found.loads})
 
 

@@ -311,7 +311,7 @@ def profiled(
     try:
         points = measured(worker, sides, args)
         line, exchange = fitted(points)
-        found = replace(worker.costs(), device=machine(), compute=line, source="measured")
+        found = replace(worker.costs(), compute=line, source="measured")
     finally:
         worker.close()
     value_bytes = worker.exchange.value_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -13,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from maskserve_core.planning.cost_model import H100, estimate
+from maskserve_core.planning.cost_profile import CostProfile
+from maskserve_core.planning.degree_costs import ExchangeCosts
 from maskserve_engine import entry_store
 from maskserve_engine.cache.entry_file import OpenFile
 from maskserve_engine.cache.loader import Arrival, CudaMover, HostMover, LinkRates, Travelling
@@ -97,6 +100,20 @@ def test_loads_are_planned_with_the_better_way(tmp_path: Path) -> None:
     assert 1 / costs.loads["host"].per_unit == pytest.approx(18e9 * 8 / 9, rel=1e-3)
     off = entry_store.estimated_costs(config_of(tmp_path, cache={"enabled": False}), mover, H100)
     assert 1 / off.loads["host"].per_unit == pytest.approx(H100.link_bytes)
+
+
+def test_a_profile_of_another_device_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "costs.json"
+    costs = estimate(replace(H100, step_share=0.25))
+    file.write_text(CostProfile(costs, ExchangeCosts(1e9, 1e-5)).text(), encoding="utf-8")
+    config = config_of(tmp_path, engine={"costs": str(file)})
+    assert entry_store.estimated_costs(config, rates=H100).compute == costs.compute
+    assert not caplog.records
+    other = replace(H100, device="another card")
+    assert entry_store.estimated_costs(config, rates=other).compute == costs.compute
+    assert f"was measured on {H100.device}, and this is another card" in caplog.text
 
 
 def test_times_that_say_nothing_leave_what_the_device_says_of_itself() -> None:
