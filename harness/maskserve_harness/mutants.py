@@ -189,9 +189,9 @@ MUTATIONS = (
     ),
     Mutation(
         "guidance leads the other way",
-        f"{_ENGINE}/families/unet/rows.py",
-        "answer = away + self.guidance.scale * (answer - away)",
-        "answer = away - self.guidance.scale * (answer - away)",
+        f"{_ENGINE}/families/unet/latents.py",
+        "answer = away + self._guides * (answer - away)",
+        "answer = away - self._guides * (answer - away)",
         f"{_UNIT}/engine/families/unet/test_unet_dense.py::test_a_dense_row_equals_the_pipeline",
     ),
     # What comes back.
