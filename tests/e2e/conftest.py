@@ -22,6 +22,16 @@ from maskserve_serving.worker import WorkerProcess
 from tests.support.calls import Grpc, Http
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Entries on disk are shared by all servers of a user: those of other tests that run beside
+    these, and the user's own, stay out of it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the served model, made in another process: it needs no torch in this one."""
