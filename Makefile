@@ -44,12 +44,11 @@ $(STAMP): $(SERVING)
 demo: $(SERVING) ## a masked edit through a real Triton; writes demo-output/
 	$(PY) scripts/demo.py --model $(MODEL)
 
-# A file with a Triton is one process's, which starts it once; a GPU is for one process at a time.
+# Tests without a Triton run side by side; a Triton needs the cores for itself.
 test: $(STAMP) ## the tests, with a real Triton
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal tests/unit tests/contract \
 		tests/triton $(PYTEST_FLAGS)
-	$(PY) -m pytest -n $(JOBS) --dist loadfile tests/e2e $(PYTEST_FLAGS)
-	$(PY) -m pytest tests/gpu $(PYTEST_FLAGS)
+	$(PY) -m pytest tests/e2e tests/gpu $(PYTEST_FLAGS)
 
 test-full: $(STAMP) ## the tests, slow ones too
 	MASKSERVE_FULL=1 $(MAKE) test
