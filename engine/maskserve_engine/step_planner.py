@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from maskserve_core.planning.cost_model import CostModel
 from maskserve_core.planning.flops import FeatureMap, Floats, ModelWork, Totals
 from maskserve_core.planning.planner import PlanCache, plan_totals
 from maskserve_core.planning.two_stream import Plan, StepCosts, evaluate, step_costs
@@ -68,6 +69,7 @@ class StepPlanner:
         dense: Totals | None,
         *,
         fixed: bool = False,
+        ranks: int = 1,
     ) -> StepPlan:
         """The plan of a step.
 
@@ -76,23 +78,25 @@ class StepPlanner:
             rows: that read entries; at least one.
             dense: sums over the rows that read none; None: there are no such rows.
             fixed: take every block's entry whatever that costs (`reproducible`).
+            ranks: that share the rows' tokens: each computes its part, and loads its own heads.
         """
+        model = _of_rank(self.costs.model, ranks)
         totals = Totals.sum_of(row.totals for row in rows)
         loads = {id(row.load): row for row in rows}.values()
         missing = _Bytes(work, [(row.load.tier, row.load.missing) for row in loads])
 
         def now() -> StepCosts:
-            return missing.costs(totals, self.costs, dense)
+            return missing.costs(totals, model, dense)
 
         if fixed:
             made = evaluate(now(), missing.all_loaded(), lead=0.0)
             return StepPlan(made, made, "fixed")
         whole = _Bytes(work, [(row.load.tier, row.load.sizes / row.stays) for row in loads])
-        what = (self.costs.sequence, work.tokens, whole.kept)
+        what = (self.costs.sequence, work.tokens, whole.kept, ranks)
         steady = self.plans.get(
             what,
             plan_totals(totals, whole.totals, dense),
-            lambda: whole.costs(totals, self.costs, dense),
+            lambda: whole.costs(totals, model, dense),
         )
         if not missing.any:
             key = plan_totals(totals, {}, dense)
@@ -121,6 +125,14 @@ def wants_of(plan: Plan, maps: Sequence[FeatureMap] = ()) -> list[Want]:
         if block in ends:
             wants.append((block, "end"))
     return wants + [want for _, want in left]
+
+
+def _of_rank(model: CostModel, ranks: int) -> CostModel:
+    """Costs of a step that so many ranks share."""
+    if ranks == 1:
+        return model
+    compute = replace(model.compute, per_unit=model.compute.per_unit / ranks)
+    return replace(model, compute=compute)
 
 
 class _Bytes:
@@ -154,12 +166,12 @@ class _Bytes:
         """Kinds that take what is kept of every block."""
         return ["kv" if kv else "project" for kv in self._finite[: len(self._work.blocks), 1]]
 
-    def costs(self, totals: Totals, costs: MeasuredCosts, dense: Totals | None) -> StepCosts:
+    def costs(self, totals: Totals, model: CostModel, dense: Totals | None) -> StepCosts:
         work = self._work
         return step_costs(
             work,
             totals,
-            costs.model,
+            model,
             {tier: self._of_blocks(each) for tier, each in self._tiers.items()},
             end_loads={
                 tier: each[work.ends, 2] if work.restore_ends else np.zeros(len(work.ends))

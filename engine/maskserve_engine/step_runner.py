@@ -82,7 +82,7 @@ class StepRunner:
         """
         reads, loads = self._load(running, devices)
         work = self._work(running[0])
-        planned = self._plan(running, work, loads)
+        planned = self._plan(running, len(devices), work, loads)
         step = self._input(running, devices, work, reads, planned)
 
         def done(result: StepResult) -> None:
@@ -115,12 +115,13 @@ class StepRunner:
         return [read for read in asked if read.row in loads], loads
 
     def _plan(
-        self, running: Running, work: ModelWork, loads: Mapping[str, LoadState]
+        self, running: Running, devices: int, work: ModelWork, loads: Mapping[str, LoadState]
     ) -> StepPlan | None:
-        """Decide how the rows that read entries run."""
+        """Decide how the rows that read entries run on so many devices."""
         if not loads:
             return None
         reading, fixed = [], self._fixed
+        ranks = devices if self._share_tokens(running) else 1
         for edit in running:
             load = loads.get(edit.request_id)
             if load is not None and isinstance(edit, RequestState) and edit.reads is not None:
@@ -129,7 +130,7 @@ class StepRunner:
                 fixed = fixed or edit.job.request.settings.reproducible
         dense = [edit.counted for edit in running if edit.request_id not in loads]
         planned = self.planner.plan(
-            work, reading, Totals.sum_of(dense) if dense else None, fixed=fixed
+            work, reading, Totals.sum_of(dense) if dense else None, fixed=fixed, ranks=ranks
         )
         self.counters[f"plans_total.{planned.choice}"] += 1
         return planned
@@ -177,14 +178,15 @@ class StepRunner:
         ranks = 1 if self._pair else result.ranks
         edits = [edit for edit in running if isinstance(edit, RequestState)]
         # Where ranks have dealt the passes, what each has taken is not counted.
-        counted = len(running) == count and (ranks == 1 or all(e.work.passes == 1 for e in edits))
+        counted = len(running) == count and (ranks == 1 or self._share_tokens(running))
         flops = self._flops(running, work, result, planned) if counted else None
+        beside_shares = self._beside_shares(edits, ranks) if ranks > 1 and edits else 0.0
         self.times.add(
             TakenStep(
                 result.span,
                 result.stalls,
                 None if flops is None else flops / ranks,
-                None if planned is None else planned.plan.latency,
+                None if planned is None else planned.plan.latency + beside_shares,
                 len(result.rows),
                 tuple(
                     [
@@ -194,9 +196,14 @@ class StepRunner:
                     ]
                 ),
                 self._host_seconds(work, planned) if running else 0.0,
-                self._beside_shares(edits, ranks) if ranks > 1 and edits else 0.0,
+                beside_shares,
             )
         )
+
+    def _share_tokens(self, running: Running) -> bool:
+        """Whether several devices of a step share its tokens; else they deal the rows' passes."""
+        edits = [edit for edit in running if isinstance(edit, RequestState)]
+        return not self._pair and all(edit.work.passes == 1 for edit in edits)
 
     def _flops(
         self, running: Running, work: ModelWork, result: StepResult, planned: StepPlan | None

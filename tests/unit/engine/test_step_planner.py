@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -75,6 +77,25 @@ def test_a_fixed_plan_takes_what_is_kept_whatever_that_costs(
     planned = planner(SLOW).plan(WORK, [reading(new_load(parts))], None, fixed=True)
     assert planned.choice == "fixed"
     assert planned.plan.kinds == (kind,) * BLOCKS
+
+
+@pytest.mark.parametrize("speed", [1e-8, 3e-8, 1e-7, 3e-7])
+def test_ranks_that_share_a_step_are_planned_as_one_device_that_is_as_fast(speed: float) -> None:
+    """Their loads are cut already."""
+    one, faster = planner(speed), planner(speed)
+    fast = replace(faster.costs.model, compute=Line(0.0, 1e-9 / 4))
+    faster.costs = MeasuredCosts(fast)
+    load = new_load()
+    shared = one.plan(WORK, [reading(load, stays=4)], None, ranks=4)
+    assert shared == faster.plan(WORK, [reading(load, stays=4)], None)
+
+
+def test_ranks_that_share_a_step_compute_what_is_dearer_to_load() -> None:
+    loads = {
+        ranks: planner(1e-7).plan(WORK, [reading(new_load())], None, ranks=ranks).ahead.loads
+        for ranks in (1, 8)
+    }
+    assert loads[1].count("none") < loads[8].count("none")
 
 
 @pytest.mark.parametrize("parts", [("kv",), ("h",), ("h", "kv")])
