@@ -10,6 +10,9 @@ arrivals go to a worker with the policy `deadline` and to one where each edit ke
 (`spread`, a row per device), in turn; and into the simulator (`simulator/shared_cores.py`) on the
 measured times: the schedulers of both servers, encoder and decoder that take edits one by one, and
 all of them on the machine's cores. It also has edits that keep two devices, which no server has.
+A shared machine is now faster and now slower, by a third within minutes: products of a step's size
+are timed round the profile and round each run, and the simulator's times are longer or shorter as
+they are.
 
 `apart` is real less simulated, in points, and `error` its standard error over the rounds: of 30
 edits one is 3.3 points, so a single round tells nothing of a bar of 5.
@@ -31,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import tomli_w
+import torch
 
 from maskserve_client import Client, MaskserveError
 from maskserve_core.config import EngineConfig, cores
@@ -58,6 +62,7 @@ DUE = {64: 4.0, 96: 2.0, 128: None}
 """By the picture's side, in how many times an edit's steps on one device; what it takes beside them
 is added. None: halfway between its steps on one device and on both, so that the largest are in time
 on both only, as TetriServe's."""
+_PRODUCTS = 400
 _BEFORE = ("preprocess", "encode", "prepare")
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "deadline": {"devices": DEVICES, "policy": "deadline"},
@@ -78,6 +83,12 @@ class Times:
     shared: float = 0.0
     """Of a step, whatever its rows."""
 
+    def slower(self, times: float) -> Times:
+        """On a machine that takes so many times as long."""
+        one, both = self.step
+        rest = (self.before * times, self.after * times, self.shared * times)
+        return Times((one * times, both * times), *rest)
+
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -93,6 +104,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.rounds < 2:
         parser.error("--rounds: accepted: 2 or more, as they tell how far chance goes")
     return args
+
+
+def product_s() -> float:
+    """Seconds of products as a step has them, on as many cores at once as there are devices."""
+    torch.set_num_threads(1)
+    tokens, weights = torch.randn(80, 512), torch.randn(512, 2048)
+    out = [torch.empty(80, 2048) for _ in range(DEVICES)]
+
+    def all_of(number: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(_PRODUCTS):
+            torch.mm(tokens, weights, out=out[number])
+        return time.perf_counter() - begin
+
+    with ThreadPoolExecutor(DEVICES) as pool:
+        return statistics.mean(pool.map(all_of, range(DEVICES)))
 
 
 def edits_by_side() -> dict[int, list[Edit]]:
@@ -235,8 +262,19 @@ def shares(met: Sequence[tuple[int, bool]]) -> Figures:
 
 
 def run(
-    servers: Mapping[str, Server], times: Mapping[int, Times], args: argparse.Namespace
+    servers: Mapping[str, Server],
+    times: Mapping[int, Times],
+    product: float,
+    args: argparse.Namespace,
 ) -> Figures:
+    """All rounds.
+
+    Args:
+        servers: by policy.
+        times: of steps, as profiled.
+        product: `product_s` at that time.
+        args: of the command.
+    """
     edits = edits_by_side()
     times = measured(servers["deadline"], times, edits)
     due = {side: t.before + t.after + STEPS * patience(side, t) for side, t in times.items()}
@@ -262,12 +300,26 @@ def run(
                 (float(t), side) for t, side in zip(at, sides(args.edits, rng), strict=True)
             ]
             turns = list(servers.items())[:: 1 if number % 2 else -1]
+            found, slower = Figures(), Figures()
+            for name, server in turns:
+                products = [product_s()]
+                found[name] = real(server, edits, arrivals, due)
+                products.append(product_s())
+                slower[name] = round(statistics.mean(products) / product, 3)
+            then = {**slower, "fixed2": statistics.mean(slower.values())}
             point: Figures = {
                 "load": load,
                 "per_minute": round(60 * rate, 1),
-                "real": {name: real(each, edits, arrivals, due) for name, each in turns},
+                "slower": slower,
+                "real": found,
                 "simulated": {
-                    name: simulated(policy, times, arrivals, due, cores())
+                    name: simulated(
+                        policy,
+                        {side: own.slower(then[name]) for side, own in times.items()},
+                        arrivals,
+                        due,
+                        cores(),
+                    )
                     for name, policy in policies().items()
                 },
             }
@@ -311,7 +363,9 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as made, ExitStack() as running:
         folder = Path(made)
         model = large_model(folder / "model")
+        products = [product_s()]
         times = profiled(model, folder / "costs.json")
+        products.append(product_s())
         servers = {}
         for name, engine in CONFIGS.items():
             config = folder / f"{name}.toml"
@@ -321,7 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
             logs = folder / f"logs-{name}"
             [servers[name]] = running.enter_context(own_workers(str(model), logs, 1, config))
-        report = run(servers, times, args)
+        report = run(servers, times, statistics.mean(products), args)
     took = time.perf_counter() - begin
     report["about"] = {
         "hardware": machine(),

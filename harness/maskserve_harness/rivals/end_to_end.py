@@ -1,13 +1,14 @@
 """Edits per second and latencies beside what people would use instead, on one machine.
 
-    make bench          # quick: 18 minutes on two cores
+    make bench          # quick: 15 minutes on two cores
     make bench-full     # more edits, rounds and rates: an hour and a half
 
 Every system answers perf_analyzer's edits over gRPC: production mask ratios, a few templates that
-are primed. First the rival is tuned (batch, delay, instances and threads), by edits per second with
-8 in flight. Then, in turn and in rounds: edits per second at saturation (8 in flight), one edit
-alone, and Poisson arrivals at shares of what the tuned rival can do. Then the studies (`studies`):
-batch sizes, mask ratios, parts left out, LoRAs. Writes results.json, the plots and the page.
+are primed. First both are tuned by edits per second with 8 in flight: the rival's batch, delay,
+instances and threads, and how maskserve shares the cores. Then, in turn and in rounds: edits per
+second at saturation (8 in flight), one edit alone, and Poisson arrivals at shares of what the tuned
+rival can do. Then the studies (`studies`): batch sizes, mask ratios, parts left out, LoRAs. Writes
+results.json, the plots and the page.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
-import tomli_w
 from skimage.metrics import structural_similarity
 
+from maskserve_core.config import cores
 from maskserve_core.models.registry import counted_work, load_facts
 from maskserve_harness.benchmarks.edit import large_model
 from maskserve_harness.benchmarks.lora_edits import write_loras
@@ -39,7 +41,6 @@ from maskserve_harness.perf.command import CACHE
 from maskserve_harness.perf.inputs import Edit
 from maskserve_harness.perf.load import Load
 from maskserve_harness.perf.results import Stamps
-from maskserve_harness.perf.server import own_server
 from maskserve_harness.perf.tool import Tool, find_tool
 from maskserve_harness.probing.calls import decode
 from maskserve_harness.reports import write_json
@@ -58,7 +59,7 @@ from maskserve_harness.rivals.measuring import (
     variants,
 )
 from maskserve_harness.rivals.page import write_page
-from maskserve_harness.rivals.server import Rival, rival_server
+from maskserve_harness.rivals.server import Rival, RivalServer, rival_server
 
 BARS = {
     "throughput_vs_diffusers": 3.0,
@@ -79,8 +80,7 @@ _CURVES: dict[str, Any] = {
 QUICK = {
     "demo": Plan(
         128, 24, 4, 2, (1.0,), 24, 60.0, tuple(TUNINGS[n] for n in (2, 4)), everywhere=False,
-        batches=(1, 4, 8), ratios=(0.1, 0.35, 0.8), ablation=True, routed=True,
-        loras=True, study_rounds=1,
+        batches=(1, 4, 8), ratios=(0.1, 0.35, 0.8), ablation=True, loras=True, study_rounds=1,
     ),
     "bench": Plan(
         256, 12, 2, 1, (1.0,), 30, 300.0, TUNINGS[4:], judged=2, everywhere=False,
@@ -97,6 +97,48 @@ FULL = {
         rings=(0, 2), **_CURVES,
     ),
 }  # fmt: skip
+
+
+class Ours(NamedTuple):
+    """Workers of maskserve's, each of which shares the cores in its way."""
+
+    bench: Bench
+    """Of the one with most edits per second."""
+    tables: studies.Tables
+    """Its configuration."""
+    others: dict[str, Bench]
+    rates: dict[str, float]
+    """Edits per second at saturation."""
+
+
+def ours_tuned(
+    tool: Tool,
+    theirs: RivalServer,
+    model: Path,
+    store: Path,
+    plan: Plan,
+    folder: Path,
+    running: ExitStack,
+) -> Ours:
+    """Start a worker for each way to share the cores; arguments beside `running`, in which they
+    are, as of `Bench` and `measure_model`.
+    """
+    processes = max(n for n in (1, 2, 4, 8) if n <= cores())
+    ways = {"one process with all cores": 1}
+    if processes > 1:
+        ways[f"a process per core (--devices-per-worker {processes})"] = processes
+    benches, tables, rates = dict[str, Bench](), dict[str, studies.Tables](), dict[str, float]()
+    for way, devices in ways.items():
+        own = folder / f"maskserve{devices}"
+        tables[way] = {"engine": {"devices": devices}, "adapters": {"store": str(store)}}
+        server = running.enter_context(studies.worker(model, own, tables[way]))
+        benches[way] = bench = Bench(tool, server, theirs, plan, own)
+        for mix in plan.mixes:  # a template's second sight primes it
+            server.warm(2 * bench.edits(mix)[:WARM])
+        rates[way] = bench.saturated(System("maskserve", way), IN_FLIGHT, plan.edits)
+        say(f"  {way:45} {rates[way]:.2f} edits/s")
+    best = max(rates, key=lambda way: rates[way])
+    return Ours(benches.pop(best), tables[best], benches, rates)
 
 
 def tuned(bench: Bench) -> tuple[Rival, list[Figures]]:
@@ -127,29 +169,28 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
     store = folder / "loras"
     store.mkdir()
     loras = write_loras(store) if plan.loras else []
-    config = folder / "maskserve.toml"
-    config.write_text(tomli_w.dumps({"adapters": {"store": str(store)}}), encoding="utf-8")
     rivals = list(variants().values())
     rivals += [with_loras(each, store) for each in rivals if each.way == "whole"]
-    with (
-        own_server(str(model), folder / "logs", config) as ours,
-        rival_server(model, rivals, folder) as theirs,
-    ):
-        bench = Bench(tool, ours, theirs, plan, folder)
-        for mix in plan.mixes:  # a template's second sight primes it
-            ours.warm(2 * bench.edits(mix)[:WARM])
+    with ExitStack() as running:
+        theirs = running.enter_context(rival_server(model, rivals, folder))
+        say(f"{name}: maskserve, {IN_FLIGHT} in flight")
+        ours = ours_tuned(tool, theirs, model, store, plan, folder, running)
+        bench = ours.bench
         say(f"{name}: diffusers' pipeline, {IN_FLIGHT} in flight")
         best, tuning = tuned(bench) if len(plan.tunings) > 1 else (plan.tunings[0], [])
         measured = systems(best, name, plan.rings)
         runs: dict[str, dict[str, list[Stamps]]] = {each.key: {} for each in measured}
+        drawn = bench.edits("production")
+        judged, pictures = drawn[: plan.judged], dict[str, list[Any]]()
         for number in range(plan.rounds):
             rate = 0.0
             for system in measured:
                 with bench.serving(system):
                     rate = take_turn(bench, system, runs[system.key], rate)
+                    if not number:
+                        pictures[system.key] = bench.pictures(system, judged)
                 saturated = runs[system.key]["saturated production"][-1].answered_per_s
                 say(f"  round {number + 1}: {system.label:30} {saturated:.2f} edits/s")
-        drawn = bench.edits("production")
         whole, own = measured[0], next(each for each in measured if each.key == "maskserve")
         dense = next(each for each in measured if each.key == "dense")
         looked: Figures = {}
@@ -162,7 +203,7 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
             looked["mask_ratio"] = studies.by_mask_ratio(bench, [whole, dense, own])
         if plan.ablation:
             say("  parts left out")
-            looked["ablation"] = studies.ablation(bench, model, folder)
+            looked["ablation"] = studies.ablation(bench, model, folder, ours.tables, ours.others)
         if plan.routed:
             say("  policies of routing")
             looked["routing"] = studies.by_policy(bench, model, folder)
@@ -171,15 +212,13 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
             assert whole.rival is not None
             pipeline = replace(whole, rival=with_loras(whole.rival, store))
             looked["loras"] = studies.with_loras(bench, [pipeline, own], loras)
-        say(f"{name}: pictures compared")
-        judged = drawn[: plan.judged]
-        pictures = {each.key: bench.pictures(each, judged) for each in measured}
     slo_ms = SLO * statistics.median(s.latencies().mean for s in runs["diffusers"]["alone"])
     return {
         "pictures": f"{plan.size}x{plan.size}",
         "edits_per_run": plan.edits,
         "rounds": plan.rounds,
         "tuning": tuning,
+        "own_tuning": ours.rates,
         "slo_ms": round(slo_ms, 1),
         "flop_limit": round(flop_limit(model, drawn), 2),
         "studies": looked,

@@ -156,6 +156,17 @@ class Bench:
         """The same with another of maskserve's workers."""
         return Bench(self._tool, ours, self._theirs, self.plan, folder)
 
+    def saturated(
+        self,
+        system: System,
+        in_flight: int,
+        count: int,
+        edits: Sequence[Edit] | None = None,
+    ) -> float:
+        """Edits per second with so many in flight; arguments as of `run`."""
+        stamps = self.run(system, Load("concurrency", in_flight), count, edits)
+        return round(stamps.answered_per_s, 3)
+
     @contextmanager
     def serving(self, system: System) -> Iterator[None]:
         """Within it the system takes edits."""
@@ -212,11 +223,11 @@ class Bench:
         return system.rival.name, self._theirs.grpc
 
     def pictures(self, system: System, edits: Sequence[Edit]) -> list[Any]:
-        """What the system answers, one edit after the other."""
+        """What the system that serves answers, one edit after the other."""
         shape = [1] if system.rival is None else [1, 1]
         front, url = self._address(system)
         made = []
-        with self.serving(system), grpc_client.InferenceServerClient(url) as client:
+        with grpc_client.InferenceServerClient(url) as client:
             for edit in edits:
                 asked = replace(edit, settings={**system.settings, **edit.settings})
                 inputs = []

@@ -118,6 +118,12 @@ def _model(told: str, model: Figures) -> list[str]:
             run = system[kind]
             times = " | ".join(f"{run[name + '_ms']:.0f}" for name in ("mean", "p50", "p95", "p99"))
             lines.append(f"| {system['label']} | {times} | {run['good_share']:.0%} |")
+    lines += [
+        "",
+        "How maskserve shared the cores, edits/s with 8 in flight; the faster way ran:",
+        "",
+    ]
+    lines += [f"- {way}: {rate:.2f}" for way, rate in model["own_tuning"].items()]
     if not model["tuning"]:
         lines += ["", "The pipeline ran as two instances of one thread, in batches of up to 4;"]
         return [*lines, "`make bench-full` tunes it for this model, too.", ""]
@@ -252,14 +258,13 @@ READING = """## Measured elsewhere
   what lies outside the crop. Crops of several sizes do not share a batch.
 - **Where we lose**: FirstBlockCache leaves whole steps out, and on a CPU that is faster than cached
   rows of a model as small as the demo's, at the likeness that stands beside it; both together
-  (`first_block_threshold`) are the fastest. Our dense rows of the small model are slower than the
-  pipeline's batches: a worker has one batch on all cores, whose threads wait for one another, where
-  two instances of the pipeline with a thread each do not (`--devices-per-worker 2` shares cores so,
-  for edits alone that take longer). An edit of a picture that nobody
-  has edited before is dense, and the next one primes it; for pictures that are edited once, take
-  the line *all tokens*. Masks of more than nine tenths of a picture run dense by rule. With no
-  concurrency and a small model, Triton's and our own processes cost more than a script with the
-  pipeline in it."""
+  (`first_block_threshold`) are the fastest. A worker of one process, the default, has one batch on
+  all cores, whose threads wait for one another, where two instances of the pipeline with a thread
+  each do not; `--devices-per-worker 2` shares cores so, for edits alone that may take longer. An
+  edit of a picture that nobody has edited before is dense, and the next one primes it; for pictures
+  that are edited once, take the line *all tokens*. Masks of more than nine tenths of a picture run
+  dense by rule. With no concurrency and a small model, Triton's and our own processes cost more
+  than a script with the pipeline in it."""
 
 
 def plot_throughput(report: Figures, path: Path) -> None:

@@ -7,8 +7,8 @@ are compared takes turns inside each round, as everywhere.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from maskserve_harness.rivals.measuring import IN_FLIGHT, WARM, Bench, Figures, 
 from maskserve_harness.router_site import RouterSite
 from maskserve_harness.simulator.bars import FEW_TOKENS_IDLE, batching, routing, routing_cases
 
+Tables = Mapping[str, Mapping[str, Any]]
+"""Of a configuration file."""
 POLICIES = ("round_robin", "least_requests", "mask_aware")
 ROUTED_LOAD = 0.8
 """Of what two workers can do."""
@@ -33,13 +35,11 @@ ROUTED = 3
 LORA_SHARE = 0.95
 """Of production's edits that have one (Katz, section 3.1)."""
 OTHERWISE: Mapping[str, dict[str, Any]] = {
-    "one edit at a time": {"engine": {"max_rows": 1}},
+    "no batches: one edit at a time in each process": {"engine": {"max_rows": 1}},
     "no planner: every block takes its entry": {"cache": {"plan": "fixed"}},
-    "two processes of half the threads (--devices-per-worker 2)": {"engine": {"devices": 2}},
     "weights of 8 bits (--weights int8)": {"model": {"weights": "int8"}},
 }
-"""Configurations of a worker: without a part of it, with its cores shared otherwise, or with other
-weights."""
+"""Configurations of a worker: without a part of it, or with other weights."""
 
 
 def by_batch_size(bench: Bench, systems: Sequence[System]) -> Figures:
@@ -48,7 +48,7 @@ def by_batch_size(bench: Bench, systems: Sequence[System]) -> Figures:
     for system in systems:
         with bench.serving(system):
             found[system.key] = {
-                str(n): _rate(bench, system, n, max(bench.plan.edits // 3, 2 * n))
+                str(n): bench.saturated(system, n, max(bench.plan.edits // 3, 2 * n))
                 for n in bench.plan.batches
             }
     return found
@@ -78,23 +78,33 @@ def edits_of_ratio(bench: Bench, ratio: float) -> list[Edit]:
     return made
 
 
-def ablation(bench: Bench, model: Path, folder: Path) -> Figures:
+def ablation(
+    bench: Bench,
+    model: Path,
+    folder: Path,
+    tables: Tables,
+    others: Mapping[str, Bench],
+) -> Figures:
     """Maskserve configured otherwise: edits per second at saturation and milliseconds of one edit
     alone, medians over rounds.
 
     Args:
-        bench: of the model; its worker has the defaults.
+        bench: of the model.
         model: that workers serve.
         folder: for files; each worker has its own below.
+        tables: configuration of the bench's worker, which the others have but for what they are
+            named after.
+        others: workers that run already, by what they are.
     """
     with ExitStack() as running:
-        benches = {"maskserve": bench}
-        for number, (name, tables) in enumerate(OTHERWISE.items()):
+        benches = {"maskserve": bench, **others}
+        for number, (name, changed) in enumerate(OTHERWISE.items()):
             own = folder / f"otherwise{number}"
-            own.mkdir()
-            config = own / "maskserve.toml"
-            config.write_text(tomli_w.dumps(tables), encoding="utf-8")
-            server = running.enter_context(own_server(str(model), own / "logs", config))
+            merged = {
+                table: {**tables.get(table, {}), **changed.get(table, {})}
+                for table in {**tables, **changed}
+            }
+            server = running.enter_context(worker(model, own, merged))
             server.warm(2 * bench.edits("production")[:WARM])
             benches[name] = bench.at(server, own)
         rates: dict[str, list[float]] = {name: [] for name in benches}
@@ -102,7 +112,7 @@ def ablation(bench: Bench, model: Path, folder: Path) -> Figures:
         for _ in range(bench.plan.study_rounds):
             for name, one in benches.items():
                 system = System("ours", name)
-                rates[name].append(_rate(one, system, IN_FLIGHT, bench.plan.edits))
+                rates[name].append(one.saturated(system, IN_FLIGHT, bench.plan.edits))
                 stamps = one.run(system, Load("concurrency", 1), bench.plan.alone)
                 alone[name].append(stamps.latencies().p50)
     return {
@@ -112,6 +122,22 @@ def ablation(bench: Bench, model: Path, folder: Path) -> Figures:
         }
         for name in benches
     }
+
+
+@contextmanager
+def worker(model: Path, folder: Path, tables: Tables) -> Iterator[Server]:
+    """A worker of maskserve's.
+
+    Args:
+        model: that it serves.
+        folder: for files; it is made.
+        tables: its configuration.
+    """
+    folder.mkdir()
+    config = folder / "maskserve.toml"
+    config.write_text(tomli_w.dumps(tables), encoding="utf-8")
+    with own_server(str(model), folder / "logs", config) as server:
+        yield server
 
 
 def by_policy(bench: Bench, model: Path, folder: Path) -> Figures:
@@ -137,7 +163,7 @@ def by_policy(bench: Bench, model: Path, folder: Path) -> Figures:
             benches[policy] = bench.at(Server(site.http_url, site.grpc_url), own)
         for worker in workers:
             worker.warm(2 * edits[:WARM])
-        full = _rate(benches[POLICIES[-1]], system, 2 * IN_FLIGHT, len(edits), edits)
+        full = benches[POLICIES[-1]].saturated(system, 2 * IN_FLIGHT, len(edits), edits)
         load = Load("request_rate", ROUTED_LOAD * full)
         for _ in range(bench.plan.study_rounds):
             for policy, one in benches.items():
@@ -158,7 +184,7 @@ def with_loras(bench: Bench, systems: Sequence[System], names: Sequence[str]) ->
     found: Figures = {}
     for system in systems:
         with bench.serving(system):
-            found[system.key] = _rate(bench, system, IN_FLIGHT, len(edits), edits)
+            found[system.key] = bench.saturated(system, IN_FLIGHT, len(edits), edits)
     return found
 
 
@@ -195,14 +221,3 @@ def simulated() -> Figures:
         "p95_vs_least_requests": round(under["least_requests"]["margin"], 3),
         "p95_vs_round_robin": round(under["round_robin"]["margin"], 3),
     }
-
-
-def _rate(
-    bench: Bench,
-    system: System,
-    in_flight: int,
-    count: int,
-    edits: Sequence[Edit] | None = None,
-) -> float:
-    stamps = bench.run(system, Load("concurrency", in_flight), count, edits)
-    return round(stamps.answered_per_s, 3)

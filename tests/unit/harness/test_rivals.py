@@ -71,6 +71,7 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
             "tuning": [
                 {"batch": 1, "delay_ms": 0, "instances": 1, "threads": 2, "edits_per_s": 1.0}
             ],
+            "own_tuning": {"one process": 4.0, "a process per core": 5.0},
             "slo_ms": 500.0,
             "flop_limit": 4.0,
             "systems": runs,
@@ -102,6 +103,7 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
     text = page(report)
     assert "| diffusers' pipeline | **1.4" in text
     assert "mean latency is" in text
+    assert "- a process per core: 5.00" in text
     write_page(report, tmp_path)
     assert "| one edit at a time | 2.50 | 210 |" in text
     assert "3.00 times" in text
