@@ -67,7 +67,7 @@ check: $(STAMP) ## lint, format, types, imports, whether all extras install from
 	PYTHONPATH=engine:router:client:serving:harness $(VENV)/bin/lint-imports
 	$(PY) scripts/check_install.py
 
-bench: $(STAMP) ## measured beside what people would use instead: 18 minutes
+bench: $(STAMP) ## measured beside what people would use instead: 15 minutes
 	$(PY) scripts/bench end_to_end
 
 bench-full: $(STAMP) ## the same with more edits, rounds, rates and masks: an hour and a half
