@@ -11,6 +11,7 @@ import torch
 
 from maskserve_engine.cache.reserve import Reserve
 from maskserve_harness.benchmarks import first_run, first_run_parts
+from maskserve_harness.benchmarks.fake_cuda import FakeCuda
 from maskserve_harness.benchmarks.first_run_page import write_page
 from maskserve_harness.benchmarks.first_run_parts import (
     RIVALS,
@@ -69,6 +70,31 @@ def test_a_rehearsal_measures_all_that_a_gpu_is_asked(
         "rehearsal-steps.png",
         "rehearsal-memory.png",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_on_a_device_that_computes_nothing_every_part_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """FLUX.1's and SDXL's sizes: nothing is on the wrong device. Its times mean nothing. Without
+    steps that load: the loader has threads, and torch's fake tensors are for one.
+    """
+    file = tmp_path / "run.json"
+    asked = ["--device", "cuda", "--blocks", "1", "1", "--repeat", "1", "--json", str(file)]
+    with FakeCuda() as cuda:
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _=None: cuda.catch_up())
+        monkeypatch.setattr(first_run, "time_loads", lambda *_: [])
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _=None: 0)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _=None: 0)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _=None: None)
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda _=None: {})
+        assert first_run.main(asked, tests=lambda device: True) == 0, capfd.readouterr().out[-3000:]
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert report["failed"] == {}
+    assert {each["who"] for each in report["rivals"]} >= set(RIVALS)
+    assert {each["kind"] for each in report["steps"]} == set(first_run.KINDS)
+    assert report["unet_steps"]
 
 
 def test_what_is_not_in_blocks_and_how_long_the_host_asks_are_parts_of_a_step() -> None:
