@@ -121,7 +121,7 @@ class StepRunner:
         if not loads:
             return None
         reading, fixed = [], self._fixed
-        ranks = devices if self._share_tokens(running) else 1
+        ranks = devices if devices > 1 and self._share_tokens(running) else 1
         for edit in running:
             load = loads.get(edit.request_id)
             if load is not None and isinstance(edit, RequestState) and edit.reads is not None:

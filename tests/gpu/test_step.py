@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +155,30 @@ def test_the_kernels_that_modulate_agree_with_the_plain_path() -> None:
         torch.testing.assert_close(result, plain, rtol=2**-7, atol=2**-5)
 
 
+def assert_recorded_alike(
+    bench: Bench | UnetBench, plain: Any, ratios: Sequence[float | None]
+) -> None:
+    """Five steps of rows of these mask ratios end alike, recorded or not; `plain` are the weights
+    without recordings.
+    """
+    recorder, answers = Graphs.on(CUDA, torch.bfloat16), []
+    assert recorder is not None
+    for graphs in (None, recorder):
+        bench.weights, bench.batch = replace(plain, graphs=graphs), None
+        torch.manual_seed(4)
+        rows: list[Any] = [bench.row(ratio, seed) for seed, ratio in enumerate(ratios)]
+        for row in rows:
+            if isinstance(bench, Bench):
+                row.recorded = True
+        for _ in range(5):
+            bench.step(rows, "kv")
+        answers.append([row.latents.float().cpu() for row in rows])
+    assert recorder._capture is not None, "recording was turned off"
+    assert any(recorder._seen.values())
+    for one, other in zip(*answers, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("ratios", [(0.1,), (0.3, None)])
 def test_a_recorded_unet_step_answers_what_one_that_is_not_does(
     ratios: tuple[float | None, ...],
@@ -161,20 +187,7 @@ def test_a_recorded_unet_step_answers_what_one_that_is_not_does(
     torch.manual_seed(3)
     bench = UnetBench("sd21-768", torch.bfloat16, CUDA, "int8")
     bench.fill_entry("kv")
-    plain, answers = bench.weights, []
-    recorder = Graphs.on(CUDA, torch.bfloat16)
-    assert recorder is not None
-    for graphs in (None, recorder):
-        bench.weights, bench.batch = replace(plain, graphs=graphs), None
-        torch.manual_seed(4)
-        rows = [bench.row(ratio, seed) for seed, ratio in enumerate(ratios)]
-        for _ in range(5):
-            bench.step(rows, "kv")
-        answers.append([row.latents.float().cpu() for row in rows])
-    assert recorder._capture is not None, "recording was turned off"
-    assert any(recorder._seen.values())
-    for one, other in zip(*answers, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    assert_recorded_alike(bench, bench.weights, ratios)
 
 
 @pytest.mark.parametrize("ratios", [(0.11,), (0.1, 0.3, None)])
@@ -184,22 +197,7 @@ def test_a_recorded_flux_step_answers_what_one_that_is_not_does(
     pytest.importorskip("triton")
     bench = Bench("flux-1024", (1, 1), torch.bfloat16, CUDA, "int8")
     bench.fill_entry("kv")
-    plain, answers = replace(bench.weights, resident_bytes=0), []
-    recorder = Graphs.on(CUDA, torch.bfloat16)
-    assert recorder is not None
-    for graphs in (None, recorder):
-        bench.weights, bench.batch = replace(plain, graphs=graphs), None
-        torch.manual_seed(4)
-        rows = [bench.row(ratio, seed) for seed, ratio in enumerate(ratios)]
-        for row in rows:
-            row.recorded = True
-        for _ in range(5):
-            bench.step(rows, "kv")
-        answers.append([row.latents.float().cpu() for row in rows])
-    assert recorder._capture is not None, "recording was turned off"
-    assert any(recorder._seen.values())
-    for one, other in zip(*answers, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    assert_recorded_alike(bench, replace(bench.weights, resident_bytes=0), ratios)
 
 
 def test_products_in_fp8_agree_with_their_numbers() -> None:

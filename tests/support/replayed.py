@@ -7,10 +7,16 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from maskserve_engine.cache.loader import EntryLost
+from maskserve_engine.job import EditJob
+from maskserve_harness.benchmarks.replay import Replay
+from tests.support.cached_rows import Primed, cached
 
 
 class _Piece(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -70,6 +76,48 @@ class Replayed:
                 if _memory(each) not in given and each.is_floating_point():
                     each.fill_(torch.nan)
         return piece
+
+
+class HalfReplayed(Replayed):
+    """Whose recordings lack the later half of what was done, and so answer otherwise."""
+
+    def end(self) -> _Piece:
+        piece = super().end()
+        piece.done = piece.done[: len(piece.done) // 2]
+        return piece
+
+
+def finish_behind_a_lost_entry(
+    adapter: Any, job: EditJob, primed: Primed, rest: Any, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """The row of a cached edit, at its end, whose fourth step lost its entry in the middle and was
+    taken again.
+
+    Args:
+        adapter: of recorded steps.
+        job: the edit.
+        primed: its template.
+        rest: class of a cached row's inactive tokens, which reads entries.
+        monkeypatch: of the test.
+    """
+    replay, kinds, source = Replay(adapter), ("kv",) * adapter.blocks, rest.source
+    row = cached(replay, job, primed)
+    for _ in range(3):
+        replay.step([row], kinds)
+
+    def lost(inactive: Any, block: int, *args: Any) -> Any:
+        if block == 1:
+            raise EntryLost("gone")
+        return source(inactive, block, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rest, "source", lost)
+        with pytest.raises(EntryLost):
+            replay.step([row], kinds)
+    assert row.step == 3
+    while row.step < row.steps:
+        replay.step([row], kinds)
+    return row
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -17,7 +17,6 @@ from maskserve_core.contracts.request import Lora
 from maskserve_core.imaging.masks import active_tokens
 from maskserve_engine.batch import flow, forward
 from maskserve_engine.batch.graphs import Graphs, bucket
-from maskserve_engine.cache.loader import EntryLost
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.flux.adapter import FluxAdapter
 from maskserve_engine.families.flux.preparation import grid_of
@@ -27,7 +26,7 @@ from maskserve_engine.job import ControlInput, EditJob
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, guided, random_case
 from tests.support.cached_rows import Primed, assert_equal, cached
-from tests.support.replayed import Replayed
+from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
 
 STEPS = 6
 
@@ -186,37 +185,14 @@ def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
     row = cached(expected, job, primed)
     while row.step < row.steps:
         expected.step([row], kinds)
-    replay = Replay(adapter)
-    own = cached(replay, job, primed)
-    for _ in range(3):
-        replay.step([own], kinds)
-    source = CachedTokens.source
-
-    def lost(rest: CachedTokens, block: int, part: str) -> Any:
-        if block == 1:
-            raise EntryLost("gone")
-        return source(rest, block, part)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CachedTokens, "source", lost)
-        with pytest.raises(EntryLost):
-            replay.step([own], kinds)
-    assert own.step == 3
-    while own.step < own.steps:
-        replay.step([own], kinds)
+    own = finish_behind_a_lost_entry(adapter, job, primed, CachedTokens, monkeypatch)
     assert_equal(own.result().array(), row.result().array())
 
 
 def test_one_that_answers_otherwise_turns_them_off(
     folder: Path, encoder: Encoder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Wrong(Replayed):
-        def end(self) -> Any:
-            piece = super().end()
-            piece.done = piece.done[: len(piece.done) // 2]
-            return piece
-
-    capture, jobs = Wrong(), [job_of(encoder, 3)]
+    capture, jobs = HalfReplayed(), [job_of(encoder, 3)]
     plain, adapter = adapter_of(folder, None), adapter_of(folder, capture)
     plans, primed = [("kv",) * plain.blocks], [Primed(plain, encoder, job) for job in jobs]
     expected = results(plain, jobs, primed, plans)

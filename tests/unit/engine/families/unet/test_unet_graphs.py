@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from maskserve_engine.batch.graphs import Graphs, bucket
-from maskserve_engine.cache.loader import EntryLost
 from maskserve_engine.families.encoder import Encoder
 from maskserve_engine.families.registry import load_adapter, load_encoder
 from maskserve_engine.families.unet import graphs
@@ -23,7 +22,7 @@ from maskserve_engine.job import EditJob
 from maskserve_harness.benchmarks.replay import Replay
 from tests.fakes.jobs import config_of, encode_case, unet_case
 from tests.support.cached_rows import Primed, assert_equal, cached
-from tests.support.replayed import Replayed
+from tests.support.replayed import HalfReplayed, Replayed, finish_behind_a_lost_entry
 
 SIDE = 96
 TOKEN = 16
@@ -215,36 +214,14 @@ def test_an_entry_that_is_lost_in_the_middle_harms_no_later_step(
     row = cached(expected, job, primed)
     while row.step < row.steps:
         expected.step([row], kinds)
-    replay = Replay(adapter)
-    own = cached(replay, job, primed)
-    for _ in range(3):
-        replay.step([own], kinds)
-    source = CachedRest.source
-
-    def lost(rest: CachedRest, block: int, *args: Any) -> Any:
-        if block == 1:
-            raise EntryLost("gone")
-        return source(rest, block, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CachedRest, "source", lost)
-        with pytest.raises(EntryLost):
-            replay.step([own], kinds)
-    while own.step < own.steps:
-        replay.step([own], kinds)
+    own = finish_behind_a_lost_entry(adapter, job, primed, CachedRest, monkeypatch)
     assert_equal(own.result().array(), row.result().array())
 
 
 def test_one_that_answers_otherwise_turns_them_off(
     folder: Path, encoder: Encoder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Wrong(Replayed):
-        def end(self) -> Any:
-            piece = super().end()
-            piece.done = piece.done[: len(piece.done) // 2]
-            return piece
-
-    capture = Wrong()
+    capture = HalfReplayed()
     jobs = [job_of(encoder, 3)]
     plans = [("kv",) * adapter_of(folder, None).blocks]
     expected = results(adapter_of(folder, None), encoder, jobs, plans)
