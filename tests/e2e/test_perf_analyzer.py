@@ -36,7 +36,7 @@ def command(worker: WorkerProcess, *arguments: str) -> list[str]:
     http = worker.http_url.removeprefix("http://")
     where = ["--url", worker.grpc_url, "--http-url", http]
     edits = ["--size", "64", "--steps", "2", "--entries", "4", "--templates", "2", "--cache", "off"]
-    return [*SCRIPT, *where, *edits, "--warmup", "1", *arguments]
+    return [*SCRIPT, *where, *edits, "--warmup", "1", "--timeout", "30", *arguments]
 
 
 def edits_of(grpc: Grpc) -> int:
@@ -51,7 +51,7 @@ def test_every_front_and_protocol(worker: WorkerProcess, grpc: Grpc, tmp_path: P
         command(worker, *load, "--json", str(results), "--hardware", "here"),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -725,11 +725,12 @@ def test_perf_analyzer(router: RouterSite, tmp_path: Path) -> None:
     edits = ["--size", "64", "--steps", "2", "--entries", "4", "--templates", "2", "--cache", "off"]
     load = ["--warmup", "1", "--request-rate", "2", "--requests", "6", "--progress"]
     results = tmp_path / "perf.json"
+    other = ["--json", str(results), "--hardware", "x", "--timeout", "30"]
     ran = subprocess.run(
-        [*script, *where, *edits, *load, "--json", str(results), "--hardware", "x"],
+        [*script, *where, *edits, *load, *other],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=280,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

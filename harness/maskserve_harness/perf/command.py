@@ -88,7 +88,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     load.add_argument("--requests", type=int, default=60, help="edits per run")
     load.add_argument("--warmup", type=int, help="edits before the first run; default: --entries")
-    load.add_argument("--timeout", type=float, default=600.0, metavar="S", help="limit of one run")
+    load.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="limit of one run; one that takes longer is tried twice more, as perf_analyzer may "
+        "miss its own signal to start",
+    )
     edits = parser.add_argument_group("edits")
     edits.add_argument("--size", type=int, default=128, help="sides of the pictures, pixels")
     edits.add_argument("--steps", type=int, default=8, help="denoising steps")

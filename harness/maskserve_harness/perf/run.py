@@ -54,9 +54,7 @@ class Outcome:
     errors: tuple[str, ...] = ()
     """perf_analyzer stops at a request's first error, so a run has errors or figures."""
     late: bool = False
-    """Whether it was stopped at its limit. perf_analyzer 2.50 can do nothing for ever: one of its
-    sending threads now and then misses the signal to start (its condition variable is notified
-    without the lock), and the others wait for it."""
+    """Whether it was stopped at its limit."""
 
     def to_json(self) -> dict[str, Any]:
         """The run as it stands in the results; the keys say what a latency ends with."""
@@ -97,12 +95,35 @@ def start(tool: Tool, arguments: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def measure(
+def measure(tool: Tool, measurement: Measurement, again: int = 2) -> Outcome:
+    """Run perf_analyzer, and once more if it was not done in time.
+
+    perf_analyzer 2.50 can do nothing for ever: one of its sending threads now and then misses the
+    signal to start (its condition variable is notified without the lock), and the others wait for
+    it.
+
+    Args:
+        tool: perf_analyzer.
+        measurement: what to ask it for.
+        again: how often more at most.
+
+    Raises:
+        PerfError: as of `measure_once`.
+    """
+    outcome = measure_once(tool, measurement)
+    for _ in range(again):
+        if outcome.late:
+            print(f"{measurement.target}: {outcome.errors[0]}, once more", flush=True)
+            outcome = measure_once(tool, measurement)
+    return outcome
+
+
+def measure_once(
     tool: Tool,
     measurement: Measurement,
     started: Callable[[Tool, list[str]], subprocess.Popen[str]] = start,
 ) -> Outcome:
-    """Run perf_analyzer once. Interrupted, it is ended before the interruption goes on.
+    """Run perf_analyzer. Interrupted, it is ended before the interruption goes on.
 
     Args:
         tool: perf_analyzer.

@@ -34,7 +34,6 @@ SLO = 2.0
 """Of the rival's latency alone: an answer within it is good."""
 WARM = 8
 """Edits that have each picture twice: a template's second sight primes it."""
-_AGAIN = 2
 THRESHOLD = 0.2
 """Of FirstBlockCache: the fastest at which the demo model's objects were still all judged right
 (docs/benchmarks.md, frontier)."""
@@ -208,10 +207,6 @@ class Bench:
         target = Target(front, "grpc")
         asked = Measurement(target, load, url, count, inputs, 0, self.plan.limit_s)
         outcome = measure(self._tool, asked)
-        for _ in range(_AGAIN):
-            if outcome.late:  # see there
-                print(f"  {system.label}: {outcome.errors[0]}, once more", flush=True)
-                outcome = measure(self._tool, asked)
         if outcome.stamps is None:
             raise RuntimeError(f"{system.key}: {'; '.join(outcome.errors)}")
         return outcome.stamps

@@ -32,7 +32,7 @@ from maskserve_harness.perf.inputs import (
 )
 from maskserve_harness.perf.load import Load, Target, draw_gaps, parse_loads, targets
 from maskserve_harness.perf.results import parse_errors, parse_report, parse_stamps
-from maskserve_harness.perf.run import Measurement, measure, start
+from maskserve_harness.perf.run import Measurement, measure, measure_once, start
 from maskserve_harness.perf.server import running_server
 from maskserve_harness.simulator.workload import MIXES
 
@@ -238,6 +238,15 @@ def test_a_run_that_fails_says_why(tmp_path: Path, text: str, limit_s: float, er
     assert str(tmp_path) not in run["command"]
 
 
+def test_a_tool_that_does_nothing_is_started_again(tmp_path: Path) -> None:
+    target, load = Target("edit", "http"), Load("concurrency", 1.0)
+    what = Measurement(target, load, "localhost:1", 2, tmp_path / "edits.json", 0, 0.5)
+    once = tmp_path / "once"
+    text = f"if [ -e {once} ]; then echo strange; exit 3; fi; touch {once}; sleep 30"
+    outcome = measure(tool.Tool(program(tmp_path, text), None, "fake"), what)
+    assert outcome.errors == ("perf_analyzer ended with exit code 3: strange",)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_while_the_tool_starts_ends_it(
     tmp_path: Path, number: signal.Signals
@@ -251,11 +260,12 @@ def test_an_interruption_while_the_tool_starts_ends_it(
 
     target, load = Target("edit", "http"), Load("concurrency", 1.0)
     what = Measurement(target, load, "localhost:1", 2, tmp_path / "edits.json", 0, 30.0)
+    fake = tool.Tool(program(tmp_path, "exec sleep 60"), None, "fake")
     # As the script has it; a SIGTERM is an interruption too.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            measure(tool.Tool(program(tmp_path, "exec sleep 60"), None, "fake"), what, interrupted)
+            measure_once(fake, what, interrupted)
     finally:
         signal.signal(signal.SIGTERM, before)
         (process,) = started
