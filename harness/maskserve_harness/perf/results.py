@@ -10,9 +10,11 @@ says that they are to the first.
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +24,7 @@ PERCENTILES = (50, 90, 95, 99)
 # Quotation marks inside the embedded pictures are escaped, so these are never found there.
 _REQUEST = re.compile(rb'\{"timestamp":(\d+),')
 _RESPONSES = re.compile(rb',"response_timestamps":\[([\d,]*)\]')
+_META = re.compile(rb'"META":("(?:[^"\\]|\\.)*")')
 _THREAD_ERROR = re.compile(r"Thread \[\d+\] had error: (.+)")
 _PLAIN_ERROR = re.compile(r"^error: (.+)", re.MULTILINE | re.IGNORECASE)
 _MS = 1e-6  # of a nanosecond
@@ -59,6 +62,8 @@ class Stamps:
     sent: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]
     """Of each request, the last one its answer."""
+    metas: tuple[dict[str, Any], ...] = ()
+    """META of each request's answer, empty where there is none."""
 
     @property
     def sent_per_s(self) -> float:
@@ -113,8 +118,16 @@ def parse_stamps(export: bytes) -> Stamps:
     if not sent or len(sent) != len(responses) or not all(responses):
         answered = sum(map(bool, responses))
         raise PerfError(f"perf_analyzer's export has {len(sent)} requests and {answered} answers")
-    ordered = sorted(zip(sent, responses, strict=True))
-    return Stamps(tuple(s for s, _ in ordered), tuple(r for _, r in ordered))
+    starts = [found.start() for found in _REQUEST.finditer(export)]
+    pieces = zip(starts, [*starts[1:], len(export)], strict=True)
+    metas = [_meta(_META.findall(export, start, end)) for start, end in pieces]
+    ordered = sorted(zip(sent, responses, metas, strict=True), key=lambda one: one[0])
+    return Stamps(*zip(*ordered, strict=True))
+
+
+def _meta(found: Sequence[bytes]) -> dict[str, Any]:
+    """The last of a request's METAs."""
+    return dict(json.loads(json.loads(found[-1]))) if found else {}
 
 
 def parse_errors(output: str) -> list[str]:

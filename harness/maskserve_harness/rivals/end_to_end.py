@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import psutil
@@ -59,7 +59,7 @@ from maskserve_harness.rivals.measuring import (
     variants,
 )
 from maskserve_harness.rivals.page import write_page
-from maskserve_harness.rivals.server import Rival, RivalServer, rival_server
+from maskserve_harness.rivals.server import Rival, rival_server
 
 BARS = {
     "throughput_vs_diffusers": 3.0,
@@ -99,46 +99,31 @@ FULL = {
 }  # fmt: skip
 
 
-class Ours(NamedTuple):
-    """Workers of maskserve's, each of which shares the cores in its way."""
+def ways_to_share(store: Path) -> dict[str, studies.Tables]:
+    """Configurations of maskserve's worker, by how it shares the cores.
 
-    bench: Bench
-    """Of the one with most edits per second."""
-    tables: studies.Tables
-    """Its configuration."""
-    others: dict[str, Bench]
-    rates: dict[str, float]
-    """Edits per second at saturation."""
-
-
-def ours_tuned(
-    tool: Tool,
-    theirs: RivalServer,
-    model: Path,
-    store: Path,
-    plan: Plan,
-    folder: Path,
-    running: ExitStack,
-) -> Ours:
-    """Start a worker for each way to share the cores; arguments beside `running`, in which they
-    are, as of `Bench` and `measure_model`.
+    Args:
+        store: folder of LoRAs.
     """
     processes = max(n for n in (1, 2, 4, 8) if n <= cores())
     ways = {"one process with all cores": 1}
     if processes > 1:
         ways[f"a process per core (--devices-per-worker {processes})"] = processes
-    benches, tables, rates = dict[str, Bench](), dict[str, studies.Tables](), dict[str, float]()
-    for way, devices in ways.items():
-        own = folder / f"maskserve{devices}"
-        tables[way] = {"engine": {"devices": devices}, "adapters": {"store": str(store)}}
-        server = running.enter_context(studies.worker(model, own, tables[way]))
-        benches[way] = bench = Bench(tool, server, theirs, plan, own)
-        for mix in plan.mixes:  # a template's second sight primes it
-            server.warm(2 * bench.edits(mix)[:WARM])
-        rates[way] = bench.saturated(System("maskserve", way), IN_FLIGHT, plan.edits)
+    return {
+        way: {"engine": {"devices": devices}, "adapters": {"store": str(store)}}
+        for way, devices in ways.items()
+    }
+
+
+def rates_of(benches: Mapping[str, Bench]) -> dict[str, float]:
+    """Edits per second at saturation of maskserve's workers, which have just been started."""
+    rates = {}
+    for way, bench in benches.items():
+        for mix in bench.plan.mixes:  # a template's second sight primes it
+            bench.ours.warm(2 * bench.edits(mix)[:WARM])
+        rates[way] = bench.saturated(System("maskserve", way), IN_FLIGHT, bench.plan.edits)
         say(f"  {way:45} {rates[way]:.2f} edits/s")
-    best = max(rates, key=lambda way: rates[way])
-    return Ours(benches.pop(best), tables[best], benches, rates)
+    return rates
 
 
 def tuned(bench: Bench) -> tuple[Rival, list[Figures]]:
@@ -174,8 +159,14 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
     with ExitStack() as running:
         theirs = running.enter_context(rival_server(model, rivals, folder))
         say(f"{name}: maskserve, {IN_FLIGHT} in flight")
-        ours = ours_tuned(tool, theirs, model, store, plan, folder, running)
-        bench = ours.bench
+        shared, benches = ways_to_share(store), dict[str, Bench]()
+        for number, (way, tables) in enumerate(shared.items()):
+            own_folder = folder / f"maskserve{number}"
+            server = running.enter_context(studies.worker(model, own_folder, tables))
+            benches[way] = Bench(tool, server, theirs, plan, own_folder)
+        own_rates = rates_of(benches)
+        fastest = max(own_rates, key=lambda way: own_rates[way])
+        bench = benches.pop(fastest)
         say(f"{name}: diffusers' pipeline, {IN_FLIGHT} in flight")
         best, tuning = tuned(bench) if len(plan.tunings) > 1 else (plan.tunings[0], [])
         measured = systems(best, name, plan.rings)
@@ -203,7 +194,7 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
             looked["mask_ratio"] = studies.by_mask_ratio(bench, [whole, dense, own])
         if plan.ablation:
             say("  parts left out")
-            looked["ablation"] = studies.ablation(bench, model, folder, ours.tables, ours.others)
+            looked["ablation"] = studies.ablation(bench, model, folder, shared[fastest], benches)
         if plan.routed:
             say("  policies of routing")
             looked["routing"] = studies.by_policy(bench, model, folder)
@@ -218,7 +209,7 @@ def measure_model(name: str, tool: Tool, folder: Path, plan: Plan) -> Figures:
         "edits_per_run": plan.edits,
         "rounds": plan.rounds,
         "tuning": tuning,
-        "own_tuning": ours.rates,
+        "own_tuning": own_rates,
         "slo_ms": round(slo_ms, 1),
         "flop_limit": round(flop_limit(model, drawn), 2),
         "studies": looked,
@@ -327,19 +318,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--full", action="store_true", help="more edits, rounds and rates")
     parser.add_argument("--only", choices=tuple(QUICK), help="renew this model of --out")
-    parser.add_argument("--out", type=Path, default=CHECKOUT / "docs" / "benchmarks" / "rivals")
+    parser.add_argument("--out", type=Path, help="folder; by default below docs/benchmarks")
     args = parser.parse_args()
     plans, report = (FULL if args.full else QUICK), dict[str, Any]()
-    results = args.out / "results.json"
-    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out or CHECKOUT / "docs/benchmarks" / ("rivals-full" if args.full else "rivals")
+    results = out / "results.json"
+    out.mkdir(parents=True, exist_ok=True)
     if args.only and results.exists():
         report = json.loads(results.read_text(encoding="utf-8"))
     tool = find_tool(None, CACHE)
     begin, stolen = time.monotonic(), stolen_s()
     for name, plan in plans.items():
         if args.only in (None, name):
-            with tempfile.TemporaryDirectory() as folder:
-                report[name] = measure_model(name, tool, Path(folder), plan)
+            with tempfile.TemporaryDirectory() as scratch:
+                report[name] = measure_model(name, tool, Path(scratch), plan)
             write_json(report, results)  # a model is an hour of --full
     took = time.monotonic() - begin
     report["about"] = {
@@ -355,10 +347,10 @@ def main() -> int:
         say("simulated")
         report["simulated"] = studies.simulated()
         report["summary"] = summary_of(report)
-        write_page(report, args.out)
+        write_page(report, out)
         print(json.dumps(report["summary"], indent=2), flush=True)
     write_json(report, results)
-    say(f"written: {args.out}")
+    say(f"written: {out}")
     missed = [name for name, bar in BARS.items() if report.get("summary", {}).get(name, bar) < bar]
     for name in missed:
         say(f"MISSED: {name} is {report['summary'][name]}, under {BARS[name]:g}")

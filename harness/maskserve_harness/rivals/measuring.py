@@ -251,6 +251,7 @@ def summed(runs: Mapping[str, Sequence[Stamps]], slo_ms: float) -> Figures:
                 f"{name}_ms": round(statistics.median(getattr(one, name) for one in each), 1)
                 for name in ("mean", "p50", "p95", "p99")
             },
+            "waited_ms": round(statistics.median(waited_ms(s) for s in stamps), 1),
             "good_share": round(statistics.median(good), 3),
         }
     return told
@@ -264,3 +265,16 @@ def within(stamps: Stamps, slo_ms: float) -> float:
     """The share of edits that were answered within the SLO."""
     pairs = zip(stamps.sent, stamps.responses, strict=True)
     return float(np.mean([(r[-1] - sent) / 1e6 <= slo_ms for sent, r in pairs]))
+
+
+def waited_ms(stamps: Stamps) -> float:
+    """The mean time before an edit is worked on: until maskserve has a row for it, until the
+    rival's model is called with it.
+    """
+    waited = [
+        meta["timings_ms"]["queue"]
+        if "timings_ms" in meta
+        else (r[-1] - sent) / 1e6 - meta["call_ms"]
+        for sent, r, meta in zip(stamps.sent, stamps.responses, stamps.metas, strict=True)
+    ]
+    return float(np.mean(waited))

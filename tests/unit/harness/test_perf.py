@@ -195,6 +195,7 @@ def test_times_are_read_from_the_export() -> None:
     assert stamps.sent_per_s == 2.0
     assert stamps.answered_per_s == pytest.approx(2 / 0.7)
     assert stamps.responses_per_request == 2
+    assert stamps.metas == ({"a": 1}, {})
     with pytest.raises(PerfError, match="2 requests and 1 answers"):
         parse_stamps(EXPORT.replace(b"[1600000000,1700000000]", b"[]"))
 

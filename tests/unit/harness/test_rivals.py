@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from PIL import Image
 
 from maskserve_harness.perf.results import Stamps
 from maskserve_harness.rivals.end_to_end import summary_of
-from maskserve_harness.rivals.measuring import TUNINGS, summed, systems, within
+from maskserve_harness.rivals.measuring import TUNINGS, summed, systems, waited_ms, within
 from maskserve_harness.rivals.page import page, write_page
 from maskserve_harness.rivals.pipeline_model import crop_box
 from maskserve_harness.rivals.server import Rival
@@ -44,7 +45,14 @@ def stamps(*milliseconds: int) -> Stamps:
     """Edits that are sent every 100 ms and take so long."""
     sent = tuple(10**8 * number for number in range(len(milliseconds)))
     pairs = zip(sent, milliseconds, strict=True)
-    return Stamps(sent, tuple((at + 10**6 * took,) for at, took in pairs))
+    answers = tuple((at + 10**6 * took,) for at, took in pairs)
+    return Stamps(sent, answers, tuple({"call_ms": 40.0} for _ in sent))
+
+
+def test_waiting_is_what_each_side_says_of_it() -> None:
+    theirs = stamps(100, 200)
+    ours = replace(theirs, metas=({"timings_ms": {"queue": 7.0}},) * 2)
+    assert (waited_ms(theirs), waited_ms(ours)) == (110.0, 7.0)
 
 
 def test_goodput_counts_what_was_answered_in_time() -> None:
@@ -103,6 +111,7 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
     text = page(report)
     assert "| diffusers' pipeline | **1.4" in text
     assert "mean latency is" in text
+    assert "| 1210 |" in text  # waits: 1250 ms on average without the 40 of the call
     assert "- a process per core: 5.00" in text
     write_page(report, tmp_path)
     assert "| one edit at a time | 2.50 | 210 |" in text
