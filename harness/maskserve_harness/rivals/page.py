@@ -68,8 +68,8 @@ def _queue(report: Figures, summary: Figures) -> list[str]:
     alone = systems["maskserve"]["alone"]["mean_ms"]
     return [
         f"An edit of ours takes {ours / 1e3:.2f} s there and {alone / 1e3:.2f} s alone, so it "
-        "hardly waits. What is left of the ratio is the pipeline's queue, which grows for as long "
-        f"as the rate is held: {theirs / 1e3:.1f} s after {summary['saturated_for_s']:.0f} s of it."
+        f"hardly waits. What is left of the ratio is the pipeline's {theirs / 1e3:.1f} s, in calls "
+        "of several edits and waiting for one; the longer the rate is held, the longer."
     ]
 
 
@@ -128,7 +128,8 @@ def _model(told: str, model: Figures) -> list[str]:
     lines += [f"- {way}: {rate:.2f}" for way, rate in model["own_tuning"].items()]
     if not model["tuning"]:
         lines += ["", "The pipeline ran as two instances of one thread, in batches of up to 4;"]
-        return [*lines, "`make bench-full` tunes it for this model, too.", ""]
+        link = "[`make bench-full`](../rivals-full/README.md) tunes it for this model, too."
+        return [*lines, link, ""]
     lines += ["", "How the pipeline was tuned, edits/s with 8 in flight:", ""]
     lines += ["| batch | delay ms | instances | threads each | edits/s |", "|---|---|---|---|---|"]
     for one in model["tuning"]:
