@@ -110,7 +110,8 @@ def parse_stamps(export: bytes) -> Stamps:
     Raises:
         PerfError: a request has no response.
     """
-    sent = [int(found) for found in _REQUEST.findall(export)]
+    begins = list(_REQUEST.finditer(export))
+    sent = [int(found[1]) for found in begins]
     responses = [
         tuple(int(stamp) for stamp in found.split(b",") if stamp)
         for found in _RESPONSES.findall(export)
@@ -118,7 +119,7 @@ def parse_stamps(export: bytes) -> Stamps:
     if not sent or len(sent) != len(responses) or not all(responses):
         answered = sum(map(bool, responses))
         raise PerfError(f"perf_analyzer's export has {len(sent)} requests and {answered} answers")
-    starts = [found.start() for found in _REQUEST.finditer(export)]
+    starts = [found.start() for found in begins]
     pieces = zip(starts, [*starts[1:], len(export)], strict=True)
     metas = [_meta(_META.findall(export, start, end)) for start, end in pieces]
     ordered = sorted(zip(sent, responses, metas, strict=True), key=lambda one: one[0])

@@ -17,6 +17,8 @@ from maskserve_harness.perf.load import Load, Target
 from maskserve_harness.perf.results import Report, Stamps, parse_errors, parse_report, parse_stamps
 from maskserve_harness.perf.tool import Tool
 
+_AGAIN = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -95,8 +97,8 @@ def start(tool: Tool, arguments: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def measure(tool: Tool, measurement: Measurement, again: int = 2) -> Outcome:
-    """Run perf_analyzer, and once more if it was not done in time.
+def measure(tool: Tool, measurement: Measurement) -> Outcome:
+    """Run perf_analyzer, and up to twice more if it was not done in time.
 
     perf_analyzer 2.50 can do nothing for ever: one of its sending threads now and then misses the
     signal to start (its condition variable is notified without the lock), and the others wait for
@@ -105,13 +107,12 @@ def measure(tool: Tool, measurement: Measurement, again: int = 2) -> Outcome:
     Args:
         tool: perf_analyzer.
         measurement: what to ask it for.
-        again: how often more at most.
 
     Raises:
         PerfError: as of `measure_once`.
     """
     outcome = measure_once(tool, measurement)
-    for _ in range(again):
+    for _ in range(_AGAIN):
         if outcome.late:
             print(f"{measurement.target}: {outcome.errors[0]}, once more", flush=True)
             outcome = measure_once(tool, measurement)
