@@ -60,7 +60,7 @@ check: $(STAMP) ## lint, format, types, imports, whether all extras install from
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy --scripts-are-modules engine/maskserve_core engine/maskserve_engine router/maskserve_router \
-		client/maskserve_client serving/maskserve_serving harness/maskserve_harness harness/maskserve_training scripts/*.py scripts/bench scripts/mutants \
+		client/maskserve_client client/maskserve_page serving/maskserve_serving harness/maskserve_harness harness/maskserve_training scripts/*.py scripts/bench scripts/mutants \
 		scripts/way_of_an_edit
 	# Triton wants a model.py in a folder of that number: each is a module `model` of its own.
 	for model in model_repository/*/1/model.py services/*/1/model.py; do $(VENV)/bin/mypy $$model || exit 1; done

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any
 
 import grpc
 import grpc.aio
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 
 from maskserve_client import wire
+from maskserve_client.client import Endpoint
 from maskserve_client.errors import ServerUnavailable, from_rpc
 from maskserve_client.events import EditResult, Event, Final
-from maskserve_client.wire import DEFAULT_URL, ImageInput
+from maskserve_client.wire import Answer, ImageInput, ModelCall
 
 
-class AsyncClient:
+class AsyncClient(Endpoint):
     """As `Client`, for one event loop. Cancelling the awaiting task cancels the edit.
 
         async with AsyncClient("localhost:9001") as client:
@@ -27,30 +28,10 @@ class AsyncClient:
                 async for event in events:
                     ...
 
-    Args:
-        url: host:port of the gRPC endpoint.
-        credentials: for TLS; None speaks plain text.
-        headers: metadata sent with every call, such as an API key.
-
-    Raises:
-        InvalidRequest: `url` is an HTTP address.
+    Arguments are those of `Endpoint`.
     """
 
-    def __init__(
-        self,
-        url: str = DEFAULT_URL,
-        *,
-        credentials: grpc.ChannelCredentials | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self._url = wire.address(url)
-        self._metadata = tuple((headers or {}).items())
-        self._channel = (
-            grpc.aio.insecure_channel(self._url, wire.CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.aio.secure_channel(self._url, credentials, wire.CHANNEL_OPTIONS)
-        )
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+    _grpc = grpc.aio
 
     async def edit(
         self,
@@ -64,10 +45,8 @@ class AsyncClient:
     ) -> EditResult:
         """One edit; see `Client.edit`."""
         # Files and pixels are read and written off the event loop, as everywhere below.
-        request = await asyncio.to_thread(
-            wire.edit_request, "edit", image, mask, prompt, settings, control
-        )
-        return await asyncio.to_thread(wire.edit_result, await self._infer(request, timeout))
+        call = await asyncio.to_thread(wire.edit, image, mask, prompt, settings, control)
+        return await self._infer(call, timeout)
 
     async def edit_stream(
         self,
@@ -84,15 +63,7 @@ class AsyncClient:
         Leaving the loop early cancels the edit only when the iterator is closed: use
         contextlib.aclosing.
         """
-        sent = await asyncio.to_thread(
-            wire.edit_request,
-            "edit_stream",
-            image,
-            mask,
-            prompt,
-            {"progress": True, **settings},
-            control,
-        )
+        sent = await asyncio.to_thread(wire.edit_stream, image, mask, prompt, settings, control)
 
         async def requests() -> AsyncGenerator[service_pb2.ModelInferRequest, None]:
             yield sent
@@ -118,22 +89,17 @@ class AsyncClient:
         self, op: str, *, timeout: float | None = 10.0, **fields: Any
     ) -> dict[str, Any]:
         """An operation on the worker; see `Client.control`."""
-        return wire.control_result(await self._infer(wire.control_request(op, fields), timeout))
+        return await self._infer(wire.control(op, fields), timeout)
 
     async def register(
         self, image: ImageInput, *, shared: bool = False, timeout: float | None = 60.0
     ) -> str:
         """Register a template; see `Client.register`."""
-        fields = {"image": await asyncio.to_thread(wire.image_bytes, image)}
-        answer = await self.control(
-            "register", timeout=timeout, **fields, **({"shared": True} if shared else {})
-        )
-        return str(answer["template_id"])
+        return await self._infer(await asyncio.to_thread(wire.register, image, shared), timeout)
 
     async def cancel(self, request_id: str, *, timeout: float | None = 10.0) -> bool:
         """Withdraw an edit by its id; False when no such edit is in flight."""
-        answer = await self.control("cancel", timeout=timeout, request_id=request_id)
-        return bool(answer["cancelled"])
+        return await self._infer(wire.cancel(request_id), timeout)
 
     async def close(self) -> None:
         """Close the connection; edits in flight are cancelled."""
@@ -150,16 +116,15 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _infer(
-        self, request: service_pb2.ModelInferRequest, timeout: float | None
-    ) -> service_pb2.ModelInferResponse:
-        call = self._stub.ModelInfer(request, timeout=timeout, metadata=self._metadata)
+    async def _infer(self, call: ModelCall[Answer], timeout: float | None) -> Answer:
+        sent = self._stub.ModelInfer(call.request, timeout=timeout, metadata=self._metadata)
         try:
-            return await call
+            response = await sent
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, self._url) from None
         finally:
-            call.cancel()  # no effect once it is done
+            sent.cancel()  # no effect once it is done
+        return await asyncio.to_thread(call.read, response)
 
 
 async def _drain(call: Any) -> None:

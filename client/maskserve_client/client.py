@@ -14,18 +14,12 @@ from maskserve_client.calls import Answers, PendingAnswer
 from maskserve_client.errors import ServerUnavailable, from_rpc
 from maskserve_client.events import EditResult, Event, Final
 from maskserve_client.interrupts import held_back
-from maskserve_client.wire import DEFAULT_URL, ImageInput
+from maskserve_client.wire import DEFAULT_URL, Answer, ImageInput, ModelCall
 from maskserve_core.errors import Cancelled
 
 
-class Client:
-    """Edits over gRPC, from one worker or a router. Threads may share one client.
-
-        with Client("localhost:9001") as client:
-            result = client.edit("room.png", "mask.png", "a red sofa", seed=7)
-            result.image.save("edited.png")
-
-    Errors are those of maskserve_core.errors, and ServerUnavailable.
+class Endpoint:
+    """A channel to a server, by gRPC's blocking calls or by its calls for asyncio.
 
     Args:
         url: host:port of the gRPC endpoint.
@@ -36,6 +30,8 @@ class Client:
         InvalidRequest: `url` is an HTTP address.
     """
 
+    _grpc: Any = grpc
+
     def __init__(
         self,
         url: str = DEFAULT_URL,
@@ -45,12 +41,24 @@ class Client:
     ) -> None:
         self._url = wire.address(url)
         self._metadata = tuple((headers or {}).items())
-        self._channel = (
-            grpc.insecure_channel(self._url, wire.CHANNEL_OPTIONS)
+        self._channel: Any = (
+            self._grpc.insecure_channel(self._url, wire.CHANNEL_OPTIONS)
             if credentials is None
-            else grpc.secure_channel(self._url, credentials, wire.CHANNEL_OPTIONS)
+            else self._grpc.secure_channel(self._url, credentials, wire.CHANNEL_OPTIONS)
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+
+class Client(Endpoint):
+    """Edits over gRPC, from one worker or a router. Threads may share one client.
+
+        with Client("localhost:9001") as client:
+            result = client.edit("room.png", "mask.png", "a red sofa", seed=7)
+            result.image.save("edited.png")
+
+    Arguments are those of `Endpoint`; errors those of maskserve_core.errors, and
+    ServerUnavailable.
+    """
 
     def edit(
         self,
@@ -76,8 +84,7 @@ class Client:
             MaskserveError: what the server answered, or ServerUnavailable.
             OSError: a path that cannot be read.
         """
-        request = wire.edit_request("edit", image, mask, prompt, settings, control)
-        return wire.edit_result(self._infer(request, timeout))
+        return self._infer(wire.edit(image, mask, prompt, settings, control), timeout)
 
     def edit_stream(
         self,
@@ -95,9 +102,7 @@ class Client:
         to be collected, cancels the edit on the server. Arguments and errors are those of `edit`;
         `progress` is on unless it is set.
         """
-        asked = {"progress": True, **settings}
-        request = wire.edit_request("edit_stream", image, mask, prompt, asked, control)
-        return self._events(request, timeout)
+        return self._events(wire.edit_stream(image, mask, prompt, settings, control), timeout)
 
     def control(self, op: str, *, timeout: float | None = 10.0, **fields: Any) -> dict[str, Any]:
         """An operation on the worker: `status`, `heartbeat`, `templates`, `cancel`, …
@@ -110,7 +115,7 @@ class Client:
         Raises:
             MaskserveError: what the server answered, or ServerUnavailable.
         """
-        return wire.control_result(self._infer(wire.control_request(op, fields), timeout))
+        return self._infer(wire.control(op, fields), timeout)
 
     def register(
         self, image: ImageInput, *, shared: bool = False, timeout: float | None = 60.0
@@ -125,13 +130,11 @@ class Client:
         Raises:
             MaskserveError: what the server answered, or ServerUnavailable.
         """
-        fields = {"image": wire.image_bytes(image), **({"shared": True} if shared else {})}
-        answer = self.control("register", timeout=timeout, **fields)
-        return str(answer["template_id"])
+        return self._infer(wire.register(image, shared), timeout)
 
     def cancel(self, request_id: str, *, timeout: float | None = 10.0) -> bool:
         """Withdraw an edit by its id; False when no such edit is in flight."""
-        return bool(self.control("cancel", timeout=timeout, request_id=request_id)["cancelled"])
+        return self._infer(wire.cancel(request_id), timeout)
 
     def close(self) -> None:
         """Close the connection; edits in flight are cancelled."""
@@ -148,17 +151,16 @@ class Client:
     ) -> None:
         self.close()
 
-    def _infer(
-        self, request: service_pb2.ModelInferRequest, timeout: float | None
-    ) -> service_pb2.ModelInferResponse:
+    def _infer(self, call: ModelCall[Answer], timeout: float | None) -> Answer:
         answer: PendingAnswer | None = None
         try:
             with held_back():
                 answer = PendingAnswer(
-                    self._stub.ModelInfer.future(request, timeout=timeout, metadata=self._metadata)
+                    self._stub.ModelInfer.future(
+                        call.request, timeout=timeout, metadata=self._metadata
+                    )
                 )
-            response: service_pb2.ModelInferResponse = answer.get()
-            return response
+            return call.read(answer.get())
         except grpc.RpcError as error:
             raise from_rpc(error, self._url) from None
         except grpc.FutureCancelledError:

@@ -250,7 +250,7 @@ def _show_worker(name: str, values: dict[str, Any]) -> None:
 
 def web(options: argparse.Namespace) -> None:
     """`maskserve web`."""
-    from maskserve_client.web import serve_page  # as large as all else together
+    from maskserve_page.web import serve_page  # Gradio is an extra
 
     serve_page(options, lambda: _connected(options))
 

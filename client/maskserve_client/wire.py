@@ -10,8 +10,9 @@ import io
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from PIL import Image
 from tritonclient.grpc import service_pb2
@@ -31,7 +32,19 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 )
+Answer = TypeVar("Answer")
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+
+
+@dataclass(frozen=True)
+class ModelCall(Generic[Answer]):
+    """A request, and what its response says.
+
+    `read` raises MaskserveError where a server answered something else.
+    """
+
+    request: service_pb2.ModelInferRequest
+    read: Callable[[service_pb2.ModelInferResponse], Answer]
 
 
 def address(url: str) -> str:
@@ -67,52 +80,55 @@ def image_bytes(image: ImageInput | None) -> bytes:
     return out.getvalue()
 
 
-def edit_request(
-    model: str,
+def edit(
+    image: ImageInput | None,
+    mask: ImageInput,
+    prompt: str,
+    settings: Mapping[str, Any],
+    control: Sequence[ImageInput] = (),
+) -> ModelCall[EditResult]:
+    """One edit, answered once.
+
+    Raises:
+        InvalidRequest: a setting that no server would take.
+        OSError: a path that cannot be read.
+    """
+    return ModelCall(_edit("edit", image, mask, prompt, settings, control), _result)
+
+
+def edit_stream(
     image: ImageInput | None,
     mask: ImageInput,
     prompt: str,
     settings: Mapping[str, Any],
     control: Sequence[ImageInput] = (),
 ) -> service_pb2.ModelInferRequest:
-    """A request to `edit` or `edit_stream`.
-
-    Raises:
-        InvalidRequest: a setting that no server would take.
-        OSError: a path that cannot be read.
-    """
-    return _request(
-        model,
-        {
-            "IMAGE": image_bytes(image),
-            "MASK": image_bytes(mask),
-            "PROMPT": prompt.encode(),
-            "SETTINGS": _settings_bytes(settings),
-            **({"CONTROL": [image_bytes(picture) for picture in control]} if control else {}),
-        },
-    )
+    """One edit, answered by events (`stream_event`); errors are those of `edit`."""
+    return _edit("edit_stream", image, mask, prompt, {"progress": True, **settings}, control)
 
 
-def control_request(op: str, fields: Mapping[str, Any]) -> service_pb2.ModelInferRequest:
-    """A request to `control`. Bytes among the fields travel as base64 text."""
+def control(op: str, fields: Mapping[str, Any]) -> ModelCall[dict[str, Any]]:
+    """An operation. Bytes among the fields travel as base64 text."""
     values = {
         key: to_base64(value).decode() if isinstance(value, bytes) else value
         for key, value in fields.items()
     }
-    return _request("control", {"OP": json.dumps({"op": op, **values}).encode()})
+    request = _request("control", {"OP": json.dumps({"op": op, **values}).encode()})
+    return ModelCall(request, lambda response: _json(_outputs(response).get("RESULT", b"")))
 
 
-def edit_result(response: service_pb2.ModelInferResponse) -> EditResult:
-    """The answer of `edit`."""
-    event = _event(response)
-    if not isinstance(event, Final):
-        raise EngineFailed("the server sent something other than the final answer")
-    return event.result
+def register(image: ImageInput, shared: bool) -> ModelCall[str]:
+    """The operation `register`, answered by the template's id."""
+    asked = control(
+        "register", {"image": image_bytes(image), **({"shared": True} if shared else {})}
+    )
+    return ModelCall(asked.request, lambda response: str(asked.read(response)["template_id"]))
 
 
-def control_result(response: service_pb2.ModelInferResponse) -> dict[str, Any]:
-    """The answer of `control`."""
-    return _json(_outputs(response).get("RESULT", b""))
+def cancel(request_id: str) -> ModelCall[bool]:
+    """The operation `cancel`, answered by whether an edit was withdrawn."""
+    asked = control("cancel", {"request_id": request_id})
+    return ModelCall(asked.request, lambda response: bool(asked.read(response)["cancelled"]))
 
 
 def stream_event(message: service_pb2.ModelStreamInferResponse) -> Event | None:
@@ -126,6 +142,33 @@ def stream_event(message: service_pb2.ModelStreamInferResponse) -> Event | None:
     if not message.infer_response.outputs:
         return None
     return _event(message.infer_response)
+
+
+def _edit(
+    model: str,
+    image: ImageInput | None,
+    mask: ImageInput,
+    prompt: str,
+    settings: Mapping[str, Any],
+    control: Sequence[ImageInput],
+) -> service_pb2.ModelInferRequest:
+    return _request(
+        model,
+        {
+            "IMAGE": image_bytes(image),
+            "MASK": image_bytes(mask),
+            "PROMPT": prompt.encode(),
+            "SETTINGS": _settings_bytes(settings),
+            **({"CONTROL": [image_bytes(picture) for picture in control]} if control else {}),
+        },
+    )
+
+
+def _result(response: service_pb2.ModelInferResponse) -> EditResult:
+    event = _event(response)
+    if not isinstance(event, Final):
+        raise EngineFailed("the server sent something other than the final answer")
+    return event.result
 
 
 def _settings_bytes(settings: Mapping[str, Any]) -> bytes:

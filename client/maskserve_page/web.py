@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from maskserve_client.client import Client
-from maskserve_client.events import EditResult, Event, Final, Preview, Progress
+from maskserve_client import Client, EditResult, Event, Final, Preview, Progress
 from maskserve_core.config import LimitsConfig
 from maskserve_core.contracts.meta import STAGES
 from maskserve_core.contracts.settings import CACHE_MODES

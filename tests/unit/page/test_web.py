@@ -15,7 +15,9 @@ import pytest
 from PIL import Image
 
 from maskserve_client.events import EditResult, Event, Progress
-from maskserve_client.web import (
+from maskserve_core.contracts.settings import parse_settings
+from maskserve_core.errors import InvalidRequest, Overloaded, TemplateNotFound
+from maskserve_page.web import (
     _Pictures,
     _pictures,
     _Session,
@@ -23,8 +25,6 @@ from maskserve_client.web import (
     _source_and_mask,
     summary,
 )
-from maskserve_core.contracts.settings import parse_settings
-from maskserve_core.errors import InvalidRequest, Overloaded, TemplateNotFound
 from tests.fakes.pictures import encode
 
 PLAIN: tuple[Any, ...] = (7, False, 0, 0, 0, 0, "auto", "")
